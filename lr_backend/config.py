@@ -1,0 +1,98 @@
+"""The server's settings for the step loop, checked when made; nothing else in the loop reads files or the environment.
+
+The build renders them into ``lookahead/1/lookahead.json``; the ``lookahead`` model reads them at load.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from lr_backend.errors import ConfigError
+
+
+class Timeouts(BaseModel):
+    """Seconds that one engine call of a role may take, and a whole request."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    target_s: float = Field(default=120.0, gt=0)
+    """A target step is long at worst by its cap; past this the engine is taken for dead."""
+    draft_s: float = Field(default=30.0, gt=0)
+    """A draft this late is no use; the target's step stands."""
+    judge_s: float = Field(default=5.0, gt=0)
+    """One prefill and one token; doubt rejects."""
+    request_s: float = Field(default=600.0, gt=0)
+    """Upper limit of every request's deadline."""
+
+
+class Limits(BaseModel):
+    """Bounds that keep one request, and all of them together, from taking the server down."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_prompt_tokens: int = Field(default=1024, ge=1)
+    max_tokens: int = Field(default=1024, ge=1)
+    max_depth: int = Field(default=8, ge=0, le=16)
+    max_width: int = Field(default=4, ge=1, le=8)
+    max_step_tokens: int = Field(default=128, ge=4)
+    """A step is cut here: the bound for text without a delimiter."""
+    max_draft_len: int = Field(default=16, ge=1)
+    """Most token drafts in one verification: the target engine's ``max_draft_len``."""
+    max_in_flight_requests: int = Field(default=64, ge=1)
+    """Admission limit; the next request is refused at once."""
+    max_in_flight_calls: int = Field(default=120, ge=1)
+    """Engine calls at a time: Triton's ``thread-pool-size`` less a reserve for cancels."""
+
+
+class LoopConfig(BaseModel):
+    """All that the ``lookahead`` model needs to know beside the request.
+
+    Attributes:
+        tokenizer_dir: of target and draft (they share a vocabulary).
+        judge_tokenizer_dir: of the judge.
+        step_delimiter: text that ends a step (paper: a blank line).
+        think_open, think_close: texts of the tokens around the reasoning. Lookahead applies between them; None where the model
+            has none, and then to the whole answer.
+        markers: texts whose tokens must agree exactly between a drafted and a target step (tool calls).
+        draft_logits: what goes with token drafts at T > 0: ``none`` for an engine whose rule is exact as it is, ``one_hot``
+            for one whose token-only rule is biased, ``off`` for no token drafts at T > 0.
+        await_drafted_step: a target step starts when the drafted step beside it is there, to verify it as token drafts from the
+            first token on; otherwise it starts at once and takes the drafted step up when it comes.
+        vocab_size: logits width of the target, for ``one_hot``.
+        defaults: request fields taken where a request does not give them.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tokenizer_dir: Path
+    judge_tokenizer_dir: Path
+    step_delimiter: str = Field(default="\n\n", min_length=1)
+    think_open: str | None = "<think>"
+    think_close: str | None = "</think>"
+    markers: tuple[str, ...] = ("<tool_call>", "</tool_call>")
+    draft_logits: Literal["none", "one_hot", "off"] = "none"
+    await_drafted_step: bool = False
+    vocab_size: int = Field(default=1, ge=1)
+    tokens_per_block: int = Field(default=32, ge=1)
+    timeouts: Timeouts = Timeouts()
+    limits: Limits = Limits()
+    defaults: dict[str, Any] = Field(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read ``lookahead.json``.
+
+        Raises:
+            ConfigError: the file is missing, is no JSON, has an unknown key or a value out of range.
+        """
+        try:
+            return cls.model_validate_json(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"{path.name} cannot be read: {error.strerror}") from error
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise ConfigError(f"{path.name}: {where}: {first['msg']}") from error

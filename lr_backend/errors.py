@@ -1,0 +1,105 @@
+"""Typed failures, ordered by what the caller can do about them.
+
+    LookaheadError
+    ├── InvalidRequest        mend the named field and send again
+    ├── Overloaded            send again later; nothing was started
+    ├── Cancelled             the caller asked for this
+    ├── TargetUnavailable     the target engine is down; retry later or elsewhere
+    ├── EngineError           one engine call failed
+    │   ├── EngineRejected    the engine refused the call; the same call will fail again
+    │   ├── EngineUnavailable the engine cannot be reached or died
+    │   └── EngineTimeout     no answer within the role's time limit
+    └── ConfigError           a deployment, checkpoint or setting is wrong; the server does not start
+        └── CheckpointError   a checkpoint directory is missing parts, corrupt or unsupported
+
+Each class has a stable ``code``: it leads the message that leaves the server, and clients match on it.
+This module imports nothing of the project.
+"""
+
+from __future__ import annotations
+
+
+class LookaheadError(Exception):
+    """Base of every failure that this project raises on purpose."""
+
+    code = "LR_INTERNAL"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+    def public(self) -> str:
+        """The text that may leave the server: stable code first, no internals."""
+        return f"{self.code}: {self.message}"
+
+
+class InvalidRequest(LookaheadError):
+    """A request field breaks a rule.
+
+    Attributes:
+        field: name of the input as the client sent it.
+        rule: what a valid value looks like.
+    """
+
+    code = "LR_INVALID_REQUEST"
+
+    def __init__(self, field: str, value: object, rule: str) -> None:
+        shown = repr(value)
+        shown = shown if len(shown) <= 80 else shown[:77] + "..."
+        super().__init__(f"{field}={shown}: {rule}")
+        self.field = field
+        self.rule = rule
+
+
+class Overloaded(LookaheadError):
+    """The admission limit or an engine queue is full."""
+
+    code = "LR_OVERLOADED"
+
+
+class Cancelled(LookaheadError):
+    """The client cancelled the request, or went away."""
+
+    code = "LR_CANCELLED"
+
+
+class TargetUnavailable(LookaheadError):
+    """The target engine does not answer; without it there is no answer of the promised quality."""
+
+    code = "LR_TARGET_UNAVAILABLE"
+
+
+class EngineError(LookaheadError):
+    """One engine call failed."""
+
+    code = "LR_ENGINE_ERROR"
+
+
+class EngineRejected(EngineError):
+    """The engine refused the call: too long, an unsupported tensor, more drafts than it was built for."""
+
+    code = "LR_ENGINE_REJECTED"
+
+
+class EngineUnavailable(EngineError):
+    """The engine is not loaded, not reachable, or died with the call in flight."""
+
+    code = "LR_ENGINE_UNAVAILABLE"
+
+
+class EngineTimeout(EngineError):
+    """The engine did not answer within the limit of its role."""
+
+    code = "LR_ENGINE_TIMEOUT"
+
+
+class ConfigError(LookaheadError):
+    """A deployment file or setting is wrong."""
+
+    code = "LR_CONFIG"
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint directory cannot be served."""
+
+    code = "LR_CHECKPOINT"

@@ -1,0 +1,405 @@
+"""Lookahead Reasoning (arXiv 2506.19830): draft steps ahead, write the target's own beside them, keep what means the same.
+
+:meth:`LookaheadLoop._reason` is the paper's algorithm, driven by completions instead of rounds:
+
+    expand    start a target step after every prefix in the window, and the next drafted step below it
+    await     something completes: a drafted step, a target step, or a verdict
+    verify    whoever has a target step t and a drafted step d after the same prefix is judged, at any depth
+    advance   the root moves onto the accepted drafted step, or past the target's own; what cannot win any more is cancelled
+
+The rest of the module is the frame around it: what comes before and after the reasoning, the deadline, the one end that every
+request has. It knows engines, verifiers and proposers by protocol only; no Triton, no torch, no tensors beyond token arrays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+
+from lr_backend.config import LoopConfig
+from lr_backend.contract import IntArray
+from lr_backend.engine import Engine, Role
+from lr_backend.errors import EngineError, EngineRejected, TargetUnavailable
+from lr_backend.loop.ledger import Ledger, MeteredEngine
+from lr_backend.loop.steps import StepRules
+from lr_backend.loop.text import TextStream
+from lr_backend.loop.tree import Decision, Node, Tree, append
+from lr_backend.loop.writer import StepWriter, TokenSpeculation
+from lr_backend.propose import make_proposer
+from lr_backend.request import (
+    FinishReason,
+    LookaheadRequest,
+    Origin,
+    ProposerName,
+    StepRecord,
+    Usage,
+    VerifierName,
+)
+from lr_backend.step import Step, StepEnd, StepTokenizer
+from lr_backend.verify import ExactVerifier, JudgeVerifier, Reason, StepPair, Verdict, Verifier
+from lr_backend.verify.judge_prompt import JudgePrompt
+
+
+@dataclass(frozen=True)
+class Engines:
+    """The three models. Draft and judge may be down; then the target answers alone."""
+
+    target: Engine
+    draft: Engine
+    judge: Engine
+
+
+@dataclass(frozen=True)
+class Models:
+    """What is known about the models beside their engines: built once, shared by all requests."""
+
+    rules: StepRules
+    tokenizer: StepTokenizer
+    judge_prompt: JudgePrompt
+    judge_tokenizer: StepTokenizer
+
+
+@dataclass(frozen=True)
+class Committed:
+    """Newly committed text, and the record of the step that brought it (None for text that was held back)."""
+
+    text: str
+    record: StepRecord | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The one end of a request."""
+
+    finish_reason: FinishReason
+    usage: Usage
+    completion_ids: tuple[int, ...]
+    ledger: Ledger
+
+
+Emit = Callable[[Committed], None]
+Change = Callable[[], None]
+"""What a completion does to the tree; raises where the work failed."""
+Work = Callable[[], Awaitable[Change]]
+
+REASONING_TAIL_TOKENS = 8
+"""A chat template that opens or skips the reasoning does so in the last few tokens of the prompt."""
+
+
+class LookaheadLoop:
+    """One request from its prompt to its end.
+
+    Args:
+        prompt_ids: the rendered prompt, shape [N].
+        emit: receives committed text in order; must not block.
+    """
+
+    def __init__(
+        self,
+        request: LookaheadRequest,
+        prompt_ids: IntArray,
+        request_id: str,
+        engines: Engines,
+        models: Models,
+        config: LoopConfig,
+        emit: Emit,
+    ) -> None:
+        self._request = request
+        self._models = models
+        self._config = config
+        self._emit = emit
+        self._request_id = request_id
+        self._prefix = prompt_ids
+        self._prompt_length = len(prompt_ids)
+        self._end = len(prompt_ids) + min(request.max_tokens, config.limits.max_tokens)
+        self._text = TextStream(models.tokenizer, request.stop)
+        self._finish: FinishReason | None = None
+        self._reasoning = self._may_reason(prompt_ids)
+        self.ledger = Ledger(asyncio.get_running_loop().time, len(prompt_ids))
+
+        patient = request.deterministic
+        timeouts = config.timeouts
+        self._target = MeteredEngine(engines.target, Role.TARGET, self.ledger, timeout_s=timeouts.target_s)
+        draft = MeteredEngine(engines.draft, Role.DRAFT, self.ledger, timeout_s=None if patient else timeouts.draft_s)
+        judge = MeteredEngine(engines.judge, Role.JUDGE, self.ledger, timeout_s=None)
+        self._target_writer = self._writer(self._target, Role.TARGET, self._token_speculation())
+        self._draft_writer = self._writer(draft, Role.DRAFT, None)
+        self._exact = ExactVerifier()
+        self._verifier: Verifier = self._exact
+        self._judge_calls = count()
+        if request.verifier is VerifierName.JUDGE and not request.lossless:
+            self._verifier = JudgeVerifier(
+                judge, models.judge_prompt, models.judge_tokenizer, timeout_s=None if patient else timeouts.judge_s
+            )
+        # Nodes in the window with their tasks; completions in the order in which they came. A node that is no longer here has
+        # lost: its tasks are cancelled, and what they still complete is ignored.
+        self._window: defaultdict[Node, list[asyncio.Task[None]]] = defaultdict(list)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._completions: asyncio.Queue[tuple[Node, Change]] = asyncio.Queue()
+        self._arrivals: defaultdict[Node, asyncio.Event] = defaultdict(asyncio.Event)
+        self._awaits_draft = request.proposer is ProposerName.DRAFT_STEP and (patient or config.await_drafted_step)
+
+    # The frame -----------------------------------------------------------------------------------------------------
+
+    async def run(self) -> Outcome:
+        """Answer the request.
+
+        Raises:
+            TargetUnavailable: the target failed. Draft and judge failures only degrade the answer.
+            EngineRejected: the target refused the request, for instance as too long.
+        """
+        limit_s = self._config.timeouts.request_s
+        deadline_s = min(self._request.deadline_s or limit_s, limit_s)
+        try:
+            async with asyncio.timeout(deadline_s) as deadline:
+                await self._answer()
+        except TimeoutError:
+            assert deadline.expired()
+            self._finish = FinishReason.DEADLINE
+        except EngineRejected:
+            raise
+        except EngineError as error:
+            raise TargetUnavailable(f"the target engine failed: {error.message}") from error
+        if held := self._text.flush():
+            self._emit(Committed(held, None))
+        assert self._finish is not None
+        completion = tuple(self._prefix[self._prompt_length :].tolist())
+        return Outcome(self._finish, self.ledger.usage(self._request.mode), completion, self.ledger)
+
+    async def _answer(self) -> None:
+        # Lookahead belongs to the reasoning; the answer after it is the target's alone, token for token.
+        if self._request.mode.speculates_steps and self._reasoning:
+            await self._reason()
+        while self._finish is None:
+            await self._write_alone()
+
+    async def _write_alone(self) -> None:
+        """A stretch by the target alone: a step, or all the rest where nobody waits for its parts."""
+        whole = not self._request.stream and not self._request.stop
+        budget = self._end - len(self._prefix) if whole else self._budget(self._prefix)
+        step = await self._target_writer.write(self._prefix, budget, answer=whole)
+        self._commit(step, Origin.TARGET, Reason.NONE)
+
+    # The algorithm -------------------------------------------------------------------------------------------------
+
+    async def _reason(self) -> None:
+        """Lookahead reasoning, until the reasoning or the answer ends."""
+        request, limits = self._request, self._config.limits
+        tree = Tree(
+            self._prefix,
+            end=self._end,
+            max_depth=min(request.max_depth, limits.max_depth),
+            # Greedy siblings would be the same step over again.
+            width=1 if request.sampling.greedy else min(request.width, limits.max_width),
+            wait_for_drafts=request.deterministic,
+        )
+        try:
+            while self._finish is None and self._reasoning:
+                self._expand(tree)
+                await self._absorb()
+                self._verify(tree)
+                self._advance(tree)
+        finally:
+            await self._cancel_all()
+
+    def _expand(self, tree: Tree) -> None:
+        """Start every drafted step and every target step that the window allows."""
+        for node in tree.start_drafts():
+            self._start(node, partial(self._draft, tree, node))
+        for node in tree.start_targets():
+            self._start(node, partial(self._write_target, tree, node))
+
+    async def _absorb(self) -> None:
+        """Wait until something completes; take all that has."""
+        completed = [await self._completions.get()]
+        while not self._completions.empty():
+            completed.append(self._completions.get_nowait())
+        for node, change in completed:
+            if node in self._window:
+                change()
+
+    def _verify(self, tree: Tree) -> None:
+        """Have every new pair of a target step and a drafted step judged, wherever in the window."""
+        for target, node in tree.start_verdicts():
+            self._start(node, partial(self._judge, tree, target, node))
+
+    def _advance(self, tree: Tree) -> None:
+        """Move the root as far as verdicts allow: commit what it passes, cancel what has lost."""
+        while self._finish is None and self._reasoning and (decision := tree.decide()) is not None:
+            accepted, compared = decision.winner is not None, decision.compared
+            self._cancel(decision.discarded)
+            self.ledger.root_moved(compared, accepted=accepted, reason=decision.reason)
+            origin = Origin.DRAFT if accepted else Origin.CORRECTION if compared is not None else Origin.TARGET
+            self._commit(decision.step, origin, decision.reason, decision)
+
+    # The work at one node: each coroutine returns what its completion changes ---------------------------------------
+
+    async def _draft(self, tree: Tree, node: Node) -> Change:
+        node.times_s["drafted_started_s"] = self.ledger.now_s()
+        try:
+            step = await self._draft_writer.write(node.prefix, self._budget(node.prefix), sibling=node.sibling)
+        except EngineError:
+            return lambda: self._draft_arrived(tree, node, None)
+        node.times_s["drafted_finished_s"] = self.ledger.now_s()
+        self.ledger.num_steps_drafted += 1
+        return lambda: self._draft_arrived(tree, node, step)
+
+    def _draft_arrived(self, tree: Tree, node: Node, step: Step | None) -> None:
+        if step is None:  # no draft, no lookahead: the target goes on alone
+            self.ledger.degrade("draft")
+            tree.max_depth = 0
+        tree.drafted(node, step)
+        self._arrivals[node].set()
+
+    async def _write_target(self, tree: Tree, node: Node) -> Change:
+        if self._awaits_draft and node.children:
+            await self._arrivals[node.children[0]].wait()
+        node.times_s["target_started_s"] = self.ledger.now_s()
+        step = await self._target_writer.write(
+            node.prefix, self._budget(node.prefix), sibling=node.sibling, drafted=lambda: tree.drafted_after(node)
+        )
+        node.times_s["target_finished_s"] = self.ledger.now_s()
+        return lambda: tree.targeted(node, step)
+
+    async def _judge(self, tree: Tree, target: Step, node: Node) -> Change:
+        assert node.drafted is not None
+        call_id = f"{self._request_id}/judge/{next(self._judge_calls)}"
+        pair = StepPair(target, node.drafted, self._plain(target), self._plain(node.drafted), call_id)
+        # Before the reasoning is known to have begun, only the same tokens will do.
+        verifier = self._verifier if self._has_opened(node.prefix) else self._exact
+        verdict = await verifier.verify(pair)
+        if verdict.reason is Reason.JUDGE_ERROR:
+            self.ledger.degrade("judge")
+        return lambda: self._judged(tree, node, verdict)
+
+    def _judged(self, tree: Tree, node: Node, verdict: Verdict) -> None:
+        tree.judged(node, verdict)
+        if not verdict.accepted:
+            self._cancel(tuple(node.subtree()))
+
+    # Tasks: none outlives the request -------------------------------------------------------------------------------
+
+    def _start(self, node: Node, work: Work) -> None:
+        task = asyncio.create_task(self._complete(node, work))
+        self._window[node].append(task)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _complete(self, node: Node, work: Work) -> None:
+        try:
+            change = await work()
+        except Exception as error:  # whatever it is, the loop's own task raises it: no work fails unseen
+            change = _raising(error)
+        self._completions.put_nowait((node, change))
+
+    def _cancel(self, nodes: Iterable[Node]) -> None:
+        for node in nodes:
+            for task in self._window.pop(node, ()):
+                task.cancel()
+            self._arrivals.pop(node, None)
+
+    async def _cancel_all(self) -> None:
+        self._cancel(list(self._window))
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    # Committing ----------------------------------------------------------------------------------------------------
+
+    def _commit(self, step: Step, origin: Origin, reason: Reason, decision: Decision | None = None) -> None:
+        """Make a step final: extend the prefix, send its text, see whether it ends anything."""
+        self._prefix = append(self._prefix, step)
+        text = self._text.push(step.ids)
+        self.ledger.step_committed(len(step.ids), num_reasoning=self._count_reasoning(step))
+        self._reasoning = self._reasoning and self._may_reason(self._prefix) and self._has_opened(self._prefix)
+        if self._text.stopped or step.end is StepEnd.END:
+            self._finish = FinishReason.STOP
+        elif len(self._prefix) >= self._end:
+            self._finish = FinishReason.LENGTH
+        self._emit(Committed(text, self._record(step, origin, reason, decision)))
+
+    def _record(self, step: Step, origin: Origin, reason: Reason, decision: Decision | None) -> StepRecord | None:
+        if not self._request.trace:
+            return None
+        compared = decision.compared if decision is not None else None
+        times = (decision.position.times_s if decision is not None else {}) | (compared.times_s if compared else {})
+        target = decision.position.target if decision is not None else step
+        record = StepRecord(
+            index=self.ledger.num_steps - 1,
+            origin=origin,
+            reason=reason.value,
+            text=self._plain(step),
+            num_tokens=len(step.ids),
+            sibling=compared.sibling if compared is not None else None,
+            drafted_text=self._plain(compared.drafted) if compared is not None and compared.drafted else None,
+            target_text=self._plain(target) if target is not None else None,
+            committed_s=self.ledger.now_s(),
+            **{name: times[name] for name in STEP_TIMES if name in times},
+        )
+        self.ledger.records.append(record)
+        return record
+
+    def _count_reasoning(self, step: Step) -> int:
+        if not self._reasoning:
+            return 0
+        close = self._models.rules.think_close_id
+        return step.ids.index(close) + 1 if close in step.ids else len(step.ids)
+
+    # Small questions -----------------------------------------------------------------------------------------------
+
+    def _budget(self, prefix: IntArray) -> int:
+        """Tokens that a step after ``prefix`` may have."""
+        return min(self._config.limits.max_step_tokens, self._end - len(prefix))
+
+    def _may_reason(self, prefix: IntArray) -> bool:
+        """The reasoning has not been closed, be it by the prompt's last tokens or since."""
+        close = self._models.rules.think_close_id
+        return close is None or close not in self._since_prompt(prefix)
+
+    def _has_opened(self, prefix: IntArray) -> bool:
+        """The reasoning has begun; always true for a model that marks none."""
+        opening = self._models.rules.think_open_id
+        return opening is None or opening in self._since_prompt(prefix)
+
+    def _since_prompt(self, prefix: IntArray) -> IntArray:
+        return prefix[max(0, self._prompt_length - REASONING_TAIL_TOKENS) :]
+
+    def _plain(self, step: Step) -> str:
+        return str(self._models.tokenizer.decode(list(step.ids), skip_special_tokens=True))
+
+    def _writer(self, engine: Engine, role: Role, speculation: TokenSpeculation | None) -> StepWriter:
+        return StepWriter(
+            engine=engine,
+            role=role,
+            rules=self._models.rules,
+            sampling=self._request.sampling,
+            seed=self._request.seed,
+            request_id=self._request_id,
+            ledger=self.ledger,
+            speculation=speculation,
+        )
+
+    def _token_speculation(self) -> TokenSpeculation | None:
+        request, config = self._request, self._config
+        num_draft_tokens = min(request.num_draft_tokens, config.limits.max_draft_len)
+        sampled_off = config.draft_logits == "off" and not request.sampling.greedy
+        if not request.mode.speculates_tokens or num_draft_tokens == 0 or sampled_off:
+            return None
+        return TokenSpeculation(
+            proposer=make_proposer(request.proposer, request.ngram_max),
+            num_draft_tokens=num_draft_tokens,
+            one_hot_vocab=config.vocab_size if config.draft_logits == "one_hot" else 0,
+        )
+
+
+STEP_TIMES = ("drafted_started_s", "drafted_finished_s", "target_started_s", "target_finished_s")
+
+
+def _raising(error: Exception) -> Change:
+    def change() -> None:
+        raise error
+
+    return change

@@ -1,0 +1,19 @@
+"""Seeds of engine calls, derived so that no two calls of a request share noise.
+
+Equal inputs give equal seeds whatever the order of completions, which is what makes a run repeatable.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+from lr_backend.engine import Role
+
+
+def derive_seed(request_seed: int, token_offset: int, role: Role, sibling: int = 0) -> int:
+    """A 63-bit seed for the call that writes from ``token_offset`` (absolute, prompt included) on.
+
+    Draft and target never share noise (``role``), siblings differ, and the chunks of one step start at different offsets.
+    """
+    text = f"{request_seed}/{token_offset}/{role.value}/{sibling}"
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

@@ -1,0 +1,134 @@
+"""Writing one step with one engine, with or without token drafts.
+
+The engine contract gives no finish reason, so the tokens decide: a step is complete when its rules find an end in what is
+written so far; anything shorter means *continue* (drafts may be dropped, calls may come back short).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+import numpy as np
+
+from lr_backend.contract import IntArray
+from lr_backend.engine import Engine, EngineCall, Generation, Role, Sampling, one_hot_logits
+from lr_backend.errors import EngineUnavailable
+from lr_backend.loop.ledger import Ledger
+from lr_backend.loop.seeds import derive_seed
+from lr_backend.loop.steps import StepRules
+from lr_backend.propose import Proposer
+from lr_backend.step import Step
+
+MAX_EMPTY_ANSWERS = 2
+"""An engine that returns nothing this often in a row is taken for dead: something else keeps ending the call."""
+
+DraftedIds = Callable[[], Sequence[int] | None]
+
+
+@dataclass(frozen=True)
+class TokenSpeculation:
+    """How a writer speculates by tokens.
+
+    Attributes:
+        num_draft_tokens: proposals in one verification at most.
+        plain_chunk: tokens decoded before the proposer is asked again, where it had nothing.
+        one_hot_vocab: width of one-hot draft logits to send along, 0 for none.
+    """
+
+    proposer: Proposer
+    num_draft_tokens: int
+    plain_chunk: int = 8
+    one_hot_vocab: int = 0
+
+
+@dataclass
+class StepWriter:
+    """Writes steps of one request with one role's engine.
+
+    Attributes:
+        request_id: prefix of every call's id; ids in flight are unique.
+        speculation: None decodes a step in one call.
+    """
+
+    engine: Engine
+    role: Role
+    rules: StepRules
+    sampling: Sampling
+    seed: int
+    request_id: str
+    ledger: Ledger
+    speculation: TokenSpeculation | None = None
+    _calls: count[int] = field(default_factory=count)
+
+    async def write(
+        self,
+        prefix: IntArray,
+        max_tokens: int,
+        *,
+        sibling: int = 0,
+        drafted: DraftedIds = lambda: None,
+        answer: bool = False,
+    ) -> Step:
+        """The step after ``prefix``, at most ``max_tokens`` long.
+
+        Args:
+            drafted: asked before each verification for the drafted step that continues the same prefix, if there is one.
+            answer: only an end token ends it, no delimiter.
+
+        Raises:
+            EngineError: the engine failed.
+        """
+        cut = self.rules.cut_answer if answer else self.rules.cut
+        stop_words = self.rules.end_words if answer else self.rules.stop_words
+        written: list[int] = []
+        num_empty = 0
+        while (step := cut(written, max_tokens)) is None:
+            context = np.concatenate([prefix, np.asarray(written, dtype=np.int32)]) if written else prefix
+            proposed = self._propose(context, written, drafted(), max_tokens, cut)
+            generation = await self._call(context, proposed, max_tokens - len(written), sibling, stop_words)
+            if proposed:
+                self.ledger.drafts_verified(proposed, generation.token_ids)
+            num_empty = 0 if generation.token_ids else num_empty + 1
+            if num_empty >= MAX_EMPTY_ANSWERS:
+                raise EngineUnavailable(f"the {self.role.value} engine keeps answering with no tokens")
+            written.extend(generation.token_ids)
+        return step
+
+    def _propose(
+        self,
+        context: IntArray,
+        written: Sequence[int],
+        drafted: Sequence[int] | None,
+        max_tokens: int,
+        cut: Callable[[Sequence[int], int], Step | None],
+    ) -> tuple[int, ...]:
+        """Token drafts, at most up to the first end: nothing is proposed past one."""
+        if self.speculation is None:
+            return ()
+        # One token of the budget is the target's own.
+        limit = min(self.speculation.num_draft_tokens, max_tokens - len(written) - 1)
+        proposed = self.speculation.proposer(context, written, drafted, limit)
+        ended = cut([*written, *proposed], max_tokens) if proposed else None
+        return proposed if ended is None else proposed[: len(ended.ids) - len(written)]
+
+    async def _call(
+        self, context: IntArray, proposed: tuple[int, ...], budget: int, sibling: int, stop_words: IntArray
+    ) -> Generation:
+        draft_ids = np.asarray(proposed, dtype=np.int32) if proposed else None
+        chunk = budget if self.speculation is None else min(budget, self.speculation.plain_chunk)
+        one_hot = self.speculation is not None and self.speculation.one_hot_vocab and not self.sampling.greedy
+        call = EngineCall(
+            request_id=f"{self.request_id}/{self.role.value}/{next(self._calls)}",
+            input_ids=context,
+            max_new_tokens=len(proposed) + 1 if proposed else chunk,
+            sampling=self.sampling,
+            seed=derive_seed(self.seed, len(context), self.role, sibling),
+            stop_words=stop_words,
+            draft_ids=draft_ids,
+            draft_logits=one_hot_logits(draft_ids, self.speculation.one_hot_vocab)
+            if draft_ids is not None and self.speculation is not None and one_hot
+            else None,
+        )
+        return await self.engine.generate(call)

@@ -1,0 +1,226 @@
+"""The nouns of one request: what was asked, what came back.
+
+Everything a client may send is a field of :class:`LookaheadRequest`, checked when it is made; past this module nothing is
+optional and nothing is re-validated. Knows no tensors, no engine, no tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from lr_backend.engine import Sampling
+from lr_backend.errors import InvalidRequest
+
+MAX_SEED = 2**64 - 1
+
+
+class Mode(StrEnum):
+    """How an answer is speculated: not at all, by tokens, by steps, by both (DESIGN: four modes)."""
+
+    AR = "ar"
+    SD = "sd"
+    LR = "lr"
+    LR_SD = "lr_sd"
+
+    @property
+    def speculates_steps(self) -> bool:
+        return self in (Mode.LR, Mode.LR_SD)
+
+    @property
+    def speculates_tokens(self) -> bool:
+        return self in (Mode.SD, Mode.LR_SD)
+
+
+class VerifierName(StrEnum):
+    """Who decides whether a drafted step means the same as the target's."""
+
+    EXACT = "exact"
+    JUDGE = "judge"
+
+
+class ProposerName(StrEnum):
+    """Where token drafts come from."""
+
+    NGRAM = "ngram"
+    DRAFT_STEP = "draft_step"
+
+
+class FinishReason(StrEnum):
+    """Why a generation ended. Every request has exactly one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    DEADLINE = "deadline"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+class Message(BaseModel):
+    """One turn of a chat."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    role: Literal["system", "user", "assistant"]
+    content: str = Field(min_length=1)
+
+
+class LookaheadRequest(BaseModel):
+    """One question and how to answer it. Exactly one of ``text_input`` and ``messages`` is given.
+
+    Attributes:
+        text_input: one user turn; with ``raw`` the prompt itself, rendered by no template.
+        stop: strings that end the answer; they are not part of it.
+        stream: False sends one response with the whole answer.
+        max_depth: steps drafted ahead of the last committed one (the paper's gamma).
+        width: candidate steps at each position.
+        num_draft_tokens: token drafts in one verification.
+        ngram_max: longest suffix that the n-gram proposer looks up.
+        lossless: no judged step is ever accepted; only token speculation, everywhere.
+        deterministic: the result does not depend on which engine answers first.
+        deadline_s: seconds until the answer is cut with finish reason ``deadline``; 0 is the server's own limit.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    text_input: str | None = Field(default=None, min_length=1)
+    messages: tuple[Message, ...] | None = Field(default=None, min_length=1)
+    raw: bool = False
+    max_tokens: int = Field(default=512, ge=1, le=1 << 20)
+    temperature: float = Field(default=0.0, ge=0.0, le=5.0, allow_inf_nan=False)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0, allow_inf_nan=False)
+    top_k: int = Field(default=0, ge=0, le=1 << 20)
+    seed: int = Field(default=0, ge=0, le=MAX_SEED)
+    stop: tuple[str, ...] = Field(default=(), max_length=16)
+    stream: bool = True
+    mode: Mode = Mode.LR_SD
+    max_depth: int = Field(default=4, ge=0, le=16)
+    width: int = Field(default=1, ge=1, le=8)
+    num_draft_tokens: int = Field(default=8, ge=0, le=64)
+    ngram_max: int = Field(default=3, ge=1, le=16)
+    verifier: VerifierName = VerifierName.JUDGE
+    proposer: ProposerName = ProposerName.DRAFT_STEP
+    lossless: bool = False
+    deterministic: bool = False
+    deadline_s: float = Field(default=0.0, ge=0.0, le=86400.0, allow_inf_nan=False)
+    trace: bool = False
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> Self:
+        if (self.text_input is None) == (self.messages is None):
+            raise InvalidRequest("text_input", self.text_input, "give exactly one of text_input and messages")
+        if self.raw and self.messages is not None:
+            raise InvalidRequest("raw", True, "goes with text_input; messages are always rendered by the chat template")
+        for stop in self.stop:
+            if not 1 <= len(stop) <= 128:
+                raise InvalidRequest("stop", stop, "each stop string has 1 to 128 characters")
+        return self
+
+    @classmethod
+    def parse(cls, fields: Mapping[str, Any]) -> Self:
+        """Check the fields that a client sent.
+
+        Raises:
+            InvalidRequest: names the first bad field, its value and the rule it breaks.
+        """
+        try:
+            return cls.model_validate(dict(fields), strict=False)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            name = ".".join(str(part) for part in first["loc"]) or "request"
+            raise InvalidRequest(name, first.get("input"), first["msg"]) from error
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(self.temperature, self.top_k, self.top_p)
+
+    @property
+    def conversation(self) -> list[dict[str, str]]:
+        """The chat to render with the target's template."""
+        if self.messages is not None:
+            return [message.model_dump() for message in self.messages]
+        assert self.text_input is not None
+        return [{"role": "user", "content": self.text_input}]
+
+
+class Origin(StrEnum):
+    """Who wrote a committed step."""
+
+    DRAFT = "draft"
+    """The draft wrote it and the verifier accepted it."""
+    CORRECTION = "correction"
+    """The target's own step where no drafted step was accepted."""
+    TARGET = "target"
+    """The target's step where none was drafted."""
+
+
+class StepRecord(BaseModel):
+    """What became of one position of the answer; sent with ``trace``.
+
+    ``reason`` says why: ``exact`` or ``judge`` for an accepted draft; for the target's step the reason for which no
+    drafted step was taken (``judge``, ``marker``, ``capped``, ``timeout``, ``garbage``, ``late``, ``draft_error`` ...), or
+    ``none`` where nothing was drafted. Times are seconds since the request was admitted.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    index: int
+    origin: Origin
+    reason: str
+    text: str
+    num_tokens: int
+    sibling: int | None = None
+    drafted_text: str | None = None
+    target_text: str | None = None
+    drafted_started_s: float | None = None
+    drafted_finished_s: float | None = None
+    target_started_s: float | None = None
+    target_finished_s: float | None = None
+    committed_s: float = 0.0
+
+
+class Usage(BaseModel):
+    """Counts and rates of one finished request; sent with its last response.
+
+    ``num_steps_rejected`` counts judged drafts that were not taken, by reason; ``num_steps_late`` positions at the root where
+    no draft was ready. ``step_acceptance_rate`` = accepted / (accepted + rejected + late) at the root.
+    ``token_acceptance_rate`` = accepted / verified token drafts. ``mean_accepted_length`` = mean number of consecutive
+    accepted steps before each correction. ``num_wasted_tokens`` were generated by target or draft and not committed.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    reasoning_tokens: int = 0
+    num_steps: int = 0
+    num_steps_drafted: int = 0
+    num_steps_accepted: int = 0
+    num_steps_late: int = 0
+    num_steps_rejected: dict[str, int] = Field(default_factory=dict)
+    step_acceptance_rate: float | None = None
+    mean_accepted_length: float | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    token_acceptance_rate: float | None = None
+    num_target_calls: int = 0
+    num_draft_calls: int = 0
+    num_judge_calls: int = 0
+    num_target_passes: int = 0
+    num_wasted_tokens: int = 0
+    num_reused_tokens: int = 0
+    first_step_s: float | None = None
+    latency_s: float = 0.0
+    mode: Mode = Mode.AR
+    degraded: tuple[str, ...] = ()
+
+    def as_json(self) -> str:
+        return self.model_dump_json()
+
+
+def rate(part: int, whole: int) -> float | None:
+    """``part / whole``, or None where nothing was counted."""
+    return part / whole if whole else None

@@ -1,0 +1,184 @@
+"""Scripted engines and a virtual clock: how the loop is tested, and how yours can be.
+
+    engine = ScriptedEngine(script=lambda context, seed: context[-1] + 1)
+    generation = run_virtual(engine.generate(call))
+
+A script is a next-token function; a :class:`ScriptedEngine` serves it behind the engine protocol with the
+contract's semantics (stop words kept, drafts verified, one answer a call) and takes scripted time for it. Under
+:func:`run_virtual` that time is virtual: a run of minutes takes milliseconds, and the order of completions is exactly what the
+script says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from lr_backend.contract import decode_stop_words
+from lr_backend.engine import EngineCall, Generation
+from lr_backend.errors import EngineError
+
+T = TypeVar("T")
+
+Script = Callable[[tuple[int, ...], int], int]
+"""(token ids so far, seed of the call) -> next token id. Must be a function of its arguments alone."""
+
+Delay = Callable[[EngineCall, int], float]
+"""(call, number of tokens written) -> seconds until the answer."""
+
+
+# A clock that jumps ------------------------------------------------------------------------------------------------
+
+
+class _JumpingSelector(selectors.DefaultSelector):
+    """A selector that never waits: it moves its clock on by the time it was asked to wait."""
+
+    now_s = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        events = super().select(0)
+        if not events:
+            if timeout is None:
+                raise RuntimeError("deadlock: every task waits and nothing is scheduled")
+            self.now_s += max(0.0, timeout)
+        return events
+
+
+class VirtualClockLoop(asyncio.SelectorEventLoop):
+    """An event loop whose time passes only while everybody waits."""
+
+    def __init__(self) -> None:
+        self._jumping = _JumpingSelector()
+        super().__init__(self._jumping)
+
+    def time(self) -> float:
+        return self._jumping.now_s
+
+
+def run_virtual(main: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end on a virtual clock; fails if it leaves tasks behind."""
+    loop = VirtualClockLoop()
+    try:
+        result = loop.run_until_complete(main)
+        leaked = asyncio.all_tasks(loop)
+        assert not leaked, f"tasks left behind: {leaked}"
+        return result
+    finally:
+        loop.close()
+
+
+# Engines that follow a script --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RecordedCall:
+    """A call as an engine saw it; times in seconds of the event loop's clock."""
+
+    call: EngineCall
+    started_s: float
+
+
+@dataclass
+class ScriptedEngine:
+    """An engine that writes what a script says, after the time that a script says.
+
+    Attributes:
+        delay: 10 ms a token where not given.
+        fail: asked before every call; an error to raise, or None.
+        drop_drafts: verify no drafts, silently, as upstream may.
+    """
+
+    script: Script
+    delay: Delay = lambda call, num_tokens: 0.01 * num_tokens
+    fail: Callable[[EngineCall], EngineError | None] = lambda call: None
+    drop_drafts: bool = False
+    calls: list[RecordedCall] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+    in_flight: set[str] = field(default_factory=set)
+    max_in_flight: int = 0
+    total_tokens: int = 0
+
+    async def generate(self, call: EngineCall) -> Generation:
+        loop = asyncio.get_running_loop()
+        assert call.request_id not in self.in_flight, f"{call.request_id} is in flight already"
+        self.calls.append(RecordedCall(call, loop.time()))
+        if (error := self.fail(call)) is not None:
+            raise error
+        self.in_flight.add(call.request_id)
+        self.max_in_flight = max(self.max_in_flight, len(self.in_flight))
+        try:
+            generation = self._write(call)
+            passes = 1 if call.draft_ids is not None else len(generation.token_ids)
+            await asyncio.sleep(self.delay(call, passes))
+        except asyncio.CancelledError:
+            self.cancelled.append(call.request_id)
+            raise
+        finally:
+            self.in_flight.discard(call.request_id)
+        self.total_tokens += len(generation.token_ids)
+        return generation
+
+    async def close(self) -> None:
+        assert not self.in_flight, self.in_flight
+
+    def _write(self, call: EngineCall) -> Generation:
+        context = [int(token) for token in call.input_ids]
+        stops = decode_stop_words(call.stop_words) if call.stop_words is not None else ()
+        drafts = [] if call.draft_ids is None else [int(token) for token in call.draft_ids]
+        limit = call.max_new_tokens
+        if drafts and self.drop_drafts:
+            drafts, limit = [], 1
+        written: list[int] = []
+        accepted = 0
+        while len(written) < limit:
+            token = self.script((*context, *written), call.seed)
+            written.append(token)
+            if any(written[-len(stop) :] == list(stop) for stop in stops):
+                break
+            if drafts:
+                if len(written) > len(drafts) or token != drafts[len(written) - 1]:
+                    break
+                accepted += 1
+        return Generation(tuple(written), num_draft_tokens=len(drafts), num_accepted_tokens=accepted)
+
+
+@dataclass
+class WordTokenizer:
+    """A tokenizer over a fixed list of words, with the Hugging Face methods that the project calls."""
+
+    words: Sequence[str]
+    special: frozenset[str] = frozenset({"<end>"})
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        return [index for index, word in enumerate(self.words) if word in self.special]
+
+    def encode(self, text: str, *, split_special_tokens: bool = False, **_: Any) -> list[int]:
+        """Greedy longest match; characters that no word begins with are dropped."""
+        words = sorted(
+            ((word, index) for index, word in enumerate(self.words) if not (split_special_tokens and word in self.special)),
+            key=lambda pair: -len(pair[0]),
+        )
+        ids: list[int] = []
+        while text:
+            word, index = next(((w, i) for w, i in words if text.startswith(w)), ("", -1))
+            if index >= 0:
+                ids.append(index)
+            text = text[max(1, len(word)) :]
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False, **_: Any) -> str:
+        words = [self.words[int(token)] for token in token_ids]
+        return "".join(word for word in words if not (skip_special_tokens and word in self.special))
+
+    def batch_decode(self, sequences: Sequence[Sequence[int]], **options: Any) -> list[str]:
+        return [self.decode(ids, **options) for ids in sequences]
+
+    def apply_chat_template(self, conversation: Sequence[dict[str, str]], **_: Any) -> str:
+        return "".join(turn["content"] for turn in conversation)

@@ -1,0 +1,96 @@
+"""The judge's prompt, built from token ids.
+
+A step is text that a model wrote, hence untrusted: it may hold ``<|im_end|>``, the markers below, or a verdict of its own.
+So only the fixed parts are encoded with special tokens allowed; the steps are encoded as plain text between them, and
+no step can close its section, forge a turn of the conversation, or write the verdict.
+
+The wording follows the task of arXiv 2506.19830, appendix A: same meaning *and* same calculation results, doubt counts as
+unaligned, the answer is one label whose opening bracket is already written, so that the verdict is one token.
+
+Knows tokenizers by duck type; knows no engine and no loop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+ALIGNED, UNALIGNED = "aligned", "unaligned"
+
+SYSTEM_TEXT = "You compare two reasoning steps."
+TASK_TEXT = (
+    "Decide whether step 1 and step 2 mean the same. Compare what is computed, the numbers, the operators, the units, "
+    "the names and the results; ignore the wording. Answer [aligned] if the meaning and all results are the same, "
+    "[unaligned] if anything differs or you are not sure. Answer with the label only."
+)
+STEP_1_OPEN, STEP_1_CLOSE = "\n<step 1>\n", "\n</step 1>"
+STEP_2_OPEN, STEP_2_CLOSE = "\n<step 2>\n", "\n</step 2>"
+VERDICT_PREFILL = "["
+
+_SLOT_1, _SLOT_2 = "\x00first\x00", "\x00second\x00"
+
+
+class PromptTokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that the prompt needs."""
+
+    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
+
+    def encode(self, text: str, **kwargs: Any) -> list[int]: ...
+
+
+@dataclass(frozen=True)
+class JudgePrompt:
+    """Fixed token ids around the two steps; see :meth:`ids`."""
+
+    tokenizer: PromptTokenizer
+    head_ids: tuple[int, ...]
+    middle_ids: tuple[int, ...]
+    tail_ids: tuple[int, ...]
+    max_step_tokens: int
+
+    @classmethod
+    def from_tokenizer(cls, tokenizer: PromptTokenizer, *, max_step_tokens: int = 512) -> JudgePrompt:
+        """Render the judge's own chat template once and split it where the steps go."""
+        user = TASK_TEXT + STEP_1_OPEN + _SLOT_1 + STEP_1_CLOSE + STEP_2_OPEN + _SLOT_2 + STEP_2_CLOSE
+        conversation = [{"role": "system", "content": SYSTEM_TEXT}, {"role": "user", "content": user}]
+        text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+        head, rest = text.split(_SLOT_1)
+        middle, tail = rest.split(_SLOT_2)
+
+        def fixed(part: str) -> tuple[int, ...]:
+            return tuple(tokenizer.encode(part, add_special_tokens=False))
+
+        return cls(tokenizer, fixed(head), fixed(middle), fixed(tail) + fixed(VERDICT_PREFILL), max_step_tokens)
+
+    def ids(self, target_step_text: str, drafted_step_text: str) -> list[int]:
+        """Token ids of the whole prompt; the next token is the verdict.
+
+        Both steps are stripped of surrounding white space and cut at ``max_step_tokens``.
+        """
+        return [
+            *self.head_ids,
+            *self._plain(target_step_text),
+            *self.middle_ids,
+            *self._plain(drafted_step_text),
+            *self.tail_ids,
+        ]
+
+    def _plain(self, text: str) -> list[int]:
+        ids = self.tokenizer.encode(text.strip(), add_special_tokens=False, split_special_tokens=True)
+        return list(ids[: self.max_step_tokens])
+
+
+def parse_verdict(token_text: str) -> bool | None:
+    """True for aligned, False for unaligned, None for anything else.
+
+    The token must be a non-empty beginning of one label (tokenizers cut labels differently: ``ali``, ``un``, ``aligned``
+    ...). ``None`` is doubt, and doubt rejects.
+    """
+    label = token_text.strip().lower()
+    if not label:
+        return None
+    if ALIGNED.startswith(label):
+        return True
+    if UNALIGNED.startswith(label):
+        return False
+    return None

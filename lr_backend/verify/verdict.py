@@ -1,0 +1,78 @@
+"""Verdicts, and those that need nobody's judgement."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from lr_backend.step import Step, StepEnd
+
+
+class Reason(StrEnum):
+    """Why a drafted step was or was not taken; the vocabulary of usage, trace and metrics."""
+
+    EXACT = "exact"
+    """Accepted: the same token ids."""
+    JUDGE = "judge"
+    """The judge's word, either way."""
+    DIFFERENT = "different"
+    """Rejected by the exact verifier."""
+    MARKER = "marker"
+    """Rejected: the two disagree on an end token, the end of reasoning or a tool marker."""
+    CAPPED = "capped"
+    """Rejected: one of the two was cut at the cap and the other was not."""
+    TIMEOUT = "timeout"
+    """Rejected in doubt: the judge was too slow."""
+    GARBAGE = "garbage"
+    """Rejected in doubt: the judge's answer is no verdict."""
+    JUDGE_ERROR = "judge_error"
+    """Rejected in doubt: the judge's engine failed."""
+    LATE = "late"
+    """Nothing drafted was ready when the target's step was."""
+    DRAFT_ERROR = "draft_error"
+    """The draft's engine failed."""
+    DUPLICATE = "duplicate"
+    """A sibling wrote the same step before."""
+    NONE = "none"
+    """Nothing was drafted at this position."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One drafted step's fate. ``score`` is the verifier's own measure where it has one."""
+
+    accepted: bool
+    reason: Reason
+    score: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepPair:
+    """A target step and a drafted step after the same prefix, as tokens and as text without special tokens."""
+
+    target: Step
+    drafted: Step
+    target_text: str
+    drafted_text: str
+    call_id: str
+
+
+class Verifier(Protocol):
+    """Decides pairs that :func:`settle` left open.
+
+    Never raises but for cancellation: whatever goes wrong is a rejection with its own reason. Doubt rejects.
+    """
+
+    async def verify(self, pair: StepPair) -> Verdict: ...
+
+
+def settle(target: Step, drafted: Step) -> Verdict | None:
+    """The verdict that holds under every verifier, or None if the pair needs one."""
+    if target.ids == drafted.ids:
+        return Verdict(True, Reason.EXACT)
+    if target.markers != drafted.markers:
+        return Verdict(False, Reason.MARKER)
+    if (target.end is StepEnd.CAP) != (drafted.end is StepEnd.CAP):
+        return Verdict(False, Reason.CAPPED)
+    return None

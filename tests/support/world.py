@@ -1,0 +1,181 @@
+"""A small world of scripted models in which every property of the loop can be stated.
+
+The target is a next-token function of the prefix (and of the seed, where sampled). The draft is the target with changes; the
+judge is a rule over the two texts. Steps, end of reasoning and end of the answer occur where hashes say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from lr_backend.config import Limits, LoopConfig, Timeouts
+from lr_backend.engine import EngineCall
+from lr_backend.loop.loop import Committed, Engines, LookaheadLoop, Models, Outcome
+from lr_backend.loop.steps import StepRules
+from lr_backend.request import LookaheadRequest
+from lr_backend.testing import Script, ScriptedEngine, WordTokenizer
+from lr_backend.verify.judge_prompt import (
+    ALIGNED,
+    STEP_1_CLOSE,
+    STEP_1_OPEN,
+    STEP_2_CLOSE,
+    STEP_2_OPEN,
+    UNALIGNED,
+    VERDICT_PREFILL,
+    JudgePrompt,
+)
+
+END, THINK, CLOSE, BREAK, DOT_BREAK, NEWLINE, TOOL = range(7)
+LETTERS = "①②③④⑤⑥⑦⑧⑨⑩"
+TOKENIZER = WordTokenizer(
+    ["<end>", "<think>", "</think>", "\n\n", ".\n\n", "\n", "<tool>", *LETTERS], special=frozenset({"<end>"})
+)
+FIRST_LETTER = 7
+JUDGE_TOKENIZER = WordTokenizer(
+    [
+        UNALIGNED,
+        ALIGNED,
+        STEP_1_OPEN,
+        STEP_1_CLOSE,
+        STEP_2_OPEN,
+        STEP_2_CLOSE,
+        VERDICT_PREFILL,
+        "?",
+        "<end>",
+        *TOKENIZER.words[1:],
+    ],
+    special=frozenset({"<end>"}),
+)
+PROMPT = (FIRST_LETTER, FIRST_LETTER + 1, NEWLINE)
+RULES = StepRules.from_tokenizer(TOKENIZER, [END], markers=["<tool>"])
+MODELS = Models(RULES, TOKENIZER, JudgePrompt.from_tokenizer(JUDGE_TOKENIZER), JUDGE_TOKENIZER)
+CONFIG = LoopConfig(
+    tokenizer_dir="unused",
+    judge_tokenizer_dir="unused",
+    markers=("<tool>",),
+    limits=Limits(max_step_tokens=12, max_tokens=400, max_depth=16, max_width=8, max_draft_len=16),
+    timeouts=Timeouts(target_s=1000, draft_s=1000, judge_s=1000, request_s=10000),
+)
+
+Alike = Callable[[str, str], bool]
+
+
+def chance(*parts: object) -> float:
+    """A number in [0, 1) that depends on the parts alone."""
+    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=7).digest(), "big") / 2**56
+
+
+def storyteller(
+    salt: int, *, num_steps: int = 6, break_rate: float = 0.2, tool_rate: float = 0.0, sampled: bool = False
+) -> Script:
+    """A target that thinks in ``num_steps`` steps or so, closes the reasoning, answers and ends."""
+
+    def next_token(context: tuple[int, ...], seed: int) -> int:
+        written = context[len(PROMPT) :]
+        noise = (seed, len(context)) if sampled else ()
+        draw = chance(salt, context, noise)
+        if not written:
+            return THINK
+        if CLOSE in written:
+            return END if chance("end", salt, context) < 0.3 else FIRST_LETTER + int(draw * len(LETTERS))
+        breaks = sum(RULES.pieces.get(token, "").count("\n\n") for token in written)
+        if chance("break", salt, context, noise) < break_rate:
+            if breaks >= num_steps:
+                return CLOSE
+            if chance("tool", salt, context) < tool_rate:
+                return TOOL
+            return (BREAK, DOT_BREAK, NEWLINE)[int(draw * 3)]
+        return FIRST_LETTER + int(draw * len(LETTERS))
+
+    return next_token
+
+
+def imitator(target: Script, salt: int, agreement: float, *, sampled: bool = False) -> Script:
+    """A draft that writes the target's token with probability ``agreement`` and another one otherwise."""
+
+    def next_token(context: tuple[int, ...], seed: int) -> int:
+        token = target(context, seed)
+        noise = (seed, len(context)) if sampled else ()
+        if chance("agree", salt, context, noise) < agreement:
+            return token
+        return (BREAK, DOT_BREAK, CLOSE, END, TOOL, *range(FIRST_LETTER, FIRST_LETTER + len(LETTERS)))[
+            int(chance("other", salt, context, noise) * (5 + len(LETTERS)))
+        ]
+
+    return next_token
+
+
+def steps_of_judge_prompt(context: tuple[int, ...]) -> tuple[str, str]:
+    """The two step texts in a judge prompt."""
+    text = JUDGE_TOKENIZER.decode(context)
+    first = text.split(STEP_1_OPEN)[1].split(STEP_1_CLOSE)[0]
+    second = text.split(STEP_2_OPEN)[1].split(STEP_2_CLOSE)[0]
+    return first, second
+
+
+def judge_script(alike: Alike) -> Script:
+    return lambda context, seed: int(alike(*steps_of_judge_prompt(context)))
+
+
+@dataclass
+class World:
+    """Three scripted engines and what a client received from a loop over them."""
+
+    target: ScriptedEngine
+    draft: ScriptedEngine
+    judge: ScriptedEngine
+    config: LoopConfig = CONFIG
+    models: Models = MODELS
+    received: list[Committed] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, target: Script, draft: Script, alike: Alike = lambda a, b: False, **config: Any) -> World:
+        engines = [ScriptedEngine(script) for script in (target, draft, judge_script(alike))]
+        return cls(*engines, config=CONFIG.model_copy(update=config))
+
+    @property
+    def engines(self) -> list[ScriptedEngine]:
+        return [self.target, self.draft, self.judge]
+
+    def fresh(self) -> World:
+        """The same models with nothing recorded."""
+        engines = [
+            replace(engine, calls=[], cancelled=[], in_flight=set(), max_in_flight=0, total_tokens=0) for engine in self.engines
+        ]
+        return World(*engines, config=self.config, models=self.models)
+
+    def shuffled(self, salt: int, spread: float = 10.0) -> World:
+        """The same models, each call taking its own random time."""
+        world = self.fresh()
+        for engine in world.engines:
+
+            def delay(call: EngineCall, num_tokens: int) -> float:
+                return 0.001 + spread * chance("delay", salt, call.request_id) ** 3
+
+            engine.delay = delay
+        return world
+
+    async def answer(self, prompt: tuple[int, ...] = PROMPT, **fields: Any) -> Outcome:
+        request = LookaheadRequest.parse({"text_input": "?", "max_tokens": 200, **fields})
+        loop = LookaheadLoop(
+            request,
+            np.asarray(prompt, dtype=np.int32),
+            "request",
+            Engines(self.target, self.draft, self.judge),
+            self.models,
+            self.config,
+            self.received.append,
+        )
+        return await loop.run()
+
+    @property
+    def text(self) -> str:
+        return "".join(committed.text for committed in self.received)
+
+    def assert_idle(self) -> None:
+        assert not any(engine.in_flight for engine in self.engines)

@@ -1,0 +1,339 @@
+"""The eight invariants of the step loop (docs/architecture.md), over permuted completion orders."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lr_backend.engine import EngineCall
+from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, TargetUnavailable
+from lr_backend.loop.loop import Outcome
+from lr_backend.request import FinishReason, Mode
+from lr_backend.step import StepEnd
+from lr_backend.testing import ScriptedEngine, run_virtual
+from tests.support.world import (
+    CLOSE,
+    END,
+    PROMPT,
+    RULES,
+    TOKENIZER,
+    World,
+    chance,
+    imitator,
+    storyteller,
+)
+
+salts = st.integers(0, 10_000)
+agreements = st.sampled_from([0.0, 0.5, 0.9, 0.97, 1.0])
+step_modes = st.sampled_from([Mode.LR, Mode.LR_SD])
+modes = st.sampled_from(list(Mode))
+shapes = st.fixed_dictionaries(
+    {
+        "max_depth": st.integers(0, 6),
+        "width": st.integers(1, 3),
+        "num_draft_tokens": st.sampled_from([0, 1, 4, 12]),
+        "ngram_max": st.integers(1, 4),
+        "max_tokens": st.sampled_from([1, 7, 30, 200]),
+        "proposer": st.sampled_from(["ngram", "draft_step"]),
+        "stream": st.booleans(),
+    }
+)
+
+
+def make_world(salt: int, agreement: float, *, like_rate: float = 0.5, sampled: bool = False, tool_rate: float = 0.0) -> World:
+    target = storyteller(salt, sampled=sampled, tool_rate=tool_rate)
+    return World.of(
+        target,
+        imitator(target, salt + 1, agreement, sampled=sampled),
+        lambda first, second: chance("like", salt, first, second) < like_rate,
+    )
+
+
+def plain(world: World, **fields: object) -> Outcome:
+    """The target alone, in one uninterrupted call."""
+    world = world.fresh()
+    outcome = run_virtual(world.answer(mode="ar", stream=False, **fields))
+    assert len(world.target.calls) == 1
+    return outcome
+
+
+@given(salts, agreements, modes, shapes, salts)
+def test_committed_text_is_final_and_there_is_one_end(
+    salt: int, agreement: float, mode: Mode, shape: dict[str, object], order: int
+) -> None:
+    world = make_world(salt, agreement, tool_rate=0.3).shuffled(order)
+
+    outcome = run_virtual(world.answer(mode=mode, **shape))
+
+    assert world.text == TOKENIZER.decode(outcome.completion_ids, skip_special_tokens=True)
+    assert outcome.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+    assert (outcome.finish_reason is FinishReason.STOP) == (outcome.completion_ids[-1] == END)
+    assert outcome.usage.completion_tokens == len(outcome.completion_ids)
+    world.assert_idle()
+
+
+@given(salts, agreements, modes, shapes, salts)
+def test_greedy_with_the_exact_verifier_equals_the_target_alone(
+    salt: int, agreement: float, mode: Mode, shape: dict[str, object], order: int
+) -> None:
+    world = make_world(salt, agreement, tool_rate=0.3)
+
+    outcome = run_virtual(world.shuffled(order).answer(mode=mode, verifier="exact", **shape))
+
+    assert outcome.completion_ids == plain(world, max_tokens=shape["max_tokens"]).completion_ids
+
+
+@given(salts, agreements, step_modes, shapes, salts)
+def test_a_verifier_that_always_rejects_equals_the_target_alone(
+    salt: int, agreement: float, mode: Mode, shape: dict[str, object], order: int
+) -> None:
+    world = make_world(salt, agreement, like_rate=0.0)
+
+    outcome = run_virtual(world.shuffled(order).answer(mode=mode, **shape))
+
+    assert outcome.completion_ids == plain(world, max_tokens=shape["max_tokens"]).completion_ids
+
+
+@given(salts, step_modes, shapes, salts)
+def test_lossless_never_takes_a_judged_step(salt: int, mode: Mode, shape: dict[str, object], order: int) -> None:
+    world = make_world(salt, 0.9, like_rate=1.0)
+    shuffled = world.shuffled(order)
+
+    outcome = run_virtual(shuffled.answer(mode=mode, lossless=True, **shape))
+
+    assert outcome.completion_ids == plain(world, max_tokens=shape["max_tokens"]).completion_ids
+    assert not shuffled.judge.calls
+
+
+@given(salts, step_modes, shapes, salts)
+def test_a_draft_equal_to_the_target_changes_nothing_and_needs_no_judge(
+    salt: int, mode: Mode, shape: dict[str, object], order: int
+) -> None:
+    world = make_world(salt, 1.0, like_rate=0.0)
+    shuffled = world.shuffled(order)
+
+    outcome = run_virtual(shuffled.answer(mode=mode, **{**shape, "width": 1}))
+
+    assert outcome.completion_ids == plain(world, max_tokens=shape["max_tokens"]).completion_ids
+    assert not shuffled.judge.calls
+    assert not outcome.usage.num_steps_rejected
+
+
+@pytest.mark.parametrize("doubt", ["timeout", "garbage", "empty", "error"])
+@given(salts, step_modes, salts)
+def test_doubt_rejects_under_its_own_reason(doubt: str, salt: int, mode: Mode, order: int) -> None:
+    world = make_world(salt, 0.9, like_rate=1.0)
+    shuffled = world.shuffled(order, spread=0.01)
+    if doubt == "timeout":
+        shuffled.judge.delay = lambda call, num_tokens: 1e6
+        shuffled.config = shuffled.config.model_copy(
+            update={"timeouts": shuffled.config.timeouts.model_copy(update={"judge_s": 0.5})}
+        )
+    elif doubt == "garbage":
+        shuffled.judge.script = lambda context, seed: 7
+    elif doubt == "empty":
+        shuffled.judge.script = lambda context, seed: 8
+    else:
+        shuffled.judge.fail = lambda call: EngineUnavailable("down")
+
+    outcome = run_virtual(shuffled.answer(mode=mode))
+
+    assert outcome.completion_ids == plain(world).completion_ids
+    expected = {"timeout": "timeout", "garbage": "garbage", "empty": "garbage", "error": "judge_error"}[doubt]
+    if shuffled.judge.calls:
+        assert set(outcome.usage.num_steps_rejected) <= {expected, "marker", "capped"}
+    assert outcome.usage.degraded == (("judge",) if doubt == "error" and shuffled.judge.calls else ())
+
+
+@given(salts, step_modes, shapes, salts, st.integers(0, 6))
+def test_a_dead_draft_leaves_the_target_alone(salt: int, mode: Mode, shape: dict[str, object], order: int, after: int) -> None:
+    world = make_world(salt, 0.9, like_rate=0.0)
+    shuffled = world.shuffled(order)
+    engine = shuffled.draft
+    engine.fail = lambda call: EngineUnavailable("down") if len(engine.calls) > after else None
+
+    outcome = run_virtual(shuffled.answer(mode=mode, **shape))
+
+    assert outcome.completion_ids == plain(world, max_tokens=shape["max_tokens"]).completion_ids
+    assert outcome.usage.degraded == (("draft",) if len(engine.calls) > after else ()) or shape["max_tokens"] != 200
+
+
+@given(salts, modes, salts, st.integers(0, 6), st.sampled_from([EngineUnavailable("down"), EngineRejected("too long")]))
+def test_a_dead_target_is_a_typed_error(salt: int, mode: Mode, order: int, after: int, error: EngineError) -> None:
+    world = make_world(salt, 0.9).shuffled(order)
+    engine = world.target
+    engine.fail = lambda call: error if len(engine.calls) > after else None
+
+    async def attempt() -> Outcome | None:
+        try:
+            return await world.answer(mode=mode)
+        except TargetUnavailable:
+            assert isinstance(error, EngineUnavailable)
+        except EngineRejected:
+            assert isinstance(error, EngineRejected)
+        return None
+
+    outcome = run_virtual(attempt())
+
+    assert outcome is None or len(engine.calls) <= after or mode.speculates_steps
+    world.assert_idle()
+
+
+@given(salts, step_modes, shapes, salts)
+def test_no_two_calls_share_noise(salt: int, mode: Mode, shape: dict[str, object], order: int) -> None:
+    world = make_world(salt, 0.9, sampled=True).shuffled(order)
+
+    run_virtual(world.answer(mode=mode, temperature=0.6, seed=salt, **shape))
+
+    def key(call: EngineCall) -> tuple[int, tuple[int, ...], int]:
+        return len(call.input_ids), tuple(call.input_ids.tolist()), call.seed
+
+    drafted = Counter(key(recorded.call) for recorded in world.draft.calls)
+    assert max(drafted.values(), default=1) == 1  # siblings continue one prefix with different seeds
+    target_seeds = {recorded.call.seed for recorded in world.target.calls}
+    assert not target_seeds & {recorded.call.seed for recorded in world.draft.calls}
+
+
+@given(salts, agreements, step_modes, shapes, salts, salts)
+def test_a_deterministic_request_does_not_depend_on_completion_order(
+    salt: int, agreement: float, mode: Mode, shape: dict[str, object], order: int, other_order: int
+) -> None:
+    world = make_world(salt, agreement, sampled=True, tool_rate=0.2)
+    fields = {"mode": mode, "temperature": 0.6, "seed": salt, "deterministic": True, **shape}
+
+    first, second = (run_virtual(world.shuffled(one).answer(**fields)) for one in (order, other_order))
+
+    assert first.completion_ids == second.completion_ids
+    assert first.usage.num_steps_accepted == second.usage.num_steps_accepted
+    assert first.usage.num_steps_rejected == second.usage.num_steps_rejected
+
+
+@given(salts, modes, shapes, salts, st.floats(0, 1))
+def test_cancelling_at_any_moment_stops_every_engine_call(
+    salt: int, mode: Mode, shape: dict[str, object], order: int, moment: float
+) -> None:
+    world = make_world(salt, 0.9)
+    whole = world.shuffled(order)
+    duration_s = run_virtual(whole.answer(mode=mode, **shape)).usage.latency_s
+    cut = world.shuffled(order)
+
+    async def attempt() -> None:
+        task = asyncio.create_task(cut.answer(mode=mode, **shape))
+        await asyncio.sleep(moment * duration_s)
+        finished = task.done()
+        task.cancel()
+        try:
+            await task
+            assert finished
+        except asyncio.CancelledError:
+            assert not finished
+        cut.assert_idle()
+        assert len(asyncio.all_tasks()) == 1
+
+    run_virtual(attempt())
+
+    calls = [len(engine.calls) for engine in cut.engines]
+    assert all(before <= after for before, after in zip(calls, (len(engine.calls) for engine in whole.engines), strict=True))
+    assert whole.text.startswith(cut.text)
+
+
+@given(salts, step_modes, shapes, salts)
+def test_the_answer_after_the_reasoning_is_the_targets_own(salt: int, mode: Mode, shape: dict[str, object], order: int) -> None:
+    world = make_world(salt, 0.9, like_rate=1.0)
+    shuffled = world.shuffled(order)
+
+    ids = run_virtual(shuffled.answer(mode=mode, **shape)).completion_ids
+
+    if CLOSE not in ids:
+        return
+    reasoning = ids[: ids.index(CLOSE) + 1]
+    rest = []
+    while len(reasoning) + len(rest) < len(ids):
+        rest.append(world.target.script((*PROMPT, *reasoning, *rest), 0))
+    assert ids == (*reasoning, *rest)
+    assert all(CLOSE not in recorded.call.input_ids for recorded in shuffled.draft.calls)
+
+
+@given(salts, agreements, step_modes, shapes, salts)
+def test_nothing_is_speculated_below_an_end(
+    salt: int, agreement: float, mode: Mode, shape: dict[str, object], order: int
+) -> None:
+    world = make_world(salt, agreement, like_rate=1.0, tool_rate=0.3).shuffled(order)
+
+    outcome = run_virtual(world.answer(mode=mode, **shape))
+
+    assert END not in outcome.completion_ids[:-1]
+    completion = outcome.completion_ids
+    for engine in (world.target, world.draft):
+        for recorded in engine.calls:
+            written = tuple(recorded.call.input_ids[len(PROMPT) :].tolist())
+            assert END not in written
+            # Below a step with a closing token nothing was written before that step was committed (a step that is itself
+            # being written in chunks may hold one).
+            closing = [index for index, token in enumerate(written) if token in RULES.closing_ids]
+            closing = [index for index in closing if RULES.cut([*written[index + 1 :], END], 10**6).end is StepEnd.DELIMITER]
+            assert all(written[: index + 1] == completion[: index + 1] for index in closing)
+            if recorded.call.draft_ids is not None:
+                drafts = recorded.call.draft_ids.tolist()
+                assert not set(drafts[:-1]) & ({END} if CLOSE in written else {END, CLOSE})
+
+
+@given(salts, modes, shapes, salts)
+def test_every_accepted_step_was_judged_or_equal(salt: int, mode: Mode, shape: dict[str, object], order: int) -> None:
+    """Replayed by a slow reference: each committed step is the target's own after what was committed before, or was accepted."""
+    world = make_world(salt, 0.9, like_rate=0.5).shuffled(order)
+
+    outcome = run_virtual(world.answer(mode=mode, trace=True, **shape))
+
+    prefix = list(PROMPT)
+    position = 0
+    for record in outcome.ledger.records:
+        ids = outcome.completion_ids[position : position + record.num_tokens]
+        own = []
+        while len(own) < len(ids):
+            own.append(world.target.script((*prefix, *own), 0))
+        if record.origin == "draft":
+            assert record.reason == ("exact" if tuple(own) == ids and record.reason == "exact" else "judge")
+        else:
+            assert tuple(own) == ids
+        prefix.extend(ids)
+        position += record.num_tokens
+    assert position == len(outcome.completion_ids)
+
+
+def test_a_deadline_ends_the_answer_with_what_is_committed() -> None:
+    world = make_world(3, 0.9)
+    whole = run_virtual(world.fresh().answer(mode="lr", deterministic=True))
+
+    cut = run_virtual(world.answer(mode="lr", deterministic=True, deadline_s=whole.usage.latency_s / 2))
+
+    assert cut.finish_reason is FinishReason.DEADLINE
+    assert 0 < len(cut.completion_ids) < len(whole.completion_ids)
+    world.assert_idle()
+
+
+def test_a_hanging_target_is_reported_within_its_limit() -> None:
+    world = make_world(3, 0.9)
+    world.config = world.config.model_copy(update={"timeouts": world.config.timeouts.model_copy(update={"target_s": 2.0})})
+    world.target.delay = lambda call, num_tokens: 1e6
+
+    with pytest.raises(TargetUnavailable, match=r"2\.0 s"):
+        run_virtual(world.answer(mode="lr"))
+
+
+def test_an_engine_that_answers_with_nothing_is_taken_for_dead() -> None:
+    class Mute(ScriptedEngine):
+        def _write(self, call: EngineCall):  # type: ignore[no-untyped-def]
+            from lr_backend.engine import Generation
+
+            return Generation(())
+
+    world = make_world(3, 0.9)
+    world.target = Mute(world.target.script)
+
+    with pytest.raises(TargetUnavailable, match="no tokens"):
+        run_virtual(world.answer(mode="lr"))

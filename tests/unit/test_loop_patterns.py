@@ -1,0 +1,167 @@
+"""All accept/reject patterns at depth 8, against a step-by-step reference written from the paper's description."""
+
+from __future__ import annotations
+
+import pytest
+
+from lr_backend.engine import EngineCall
+from lr_backend.request import Origin
+from lr_backend.testing import run_virtual
+from tests.support.world import BREAK, CLOSE, END, FIRST_LETTER, PROMPT, THINK, World
+
+DEPTH = 8
+TARGET_WORD, DRAFT_WORD = FIRST_LETTER, FIRST_LETTER + 1
+
+
+def _position(context: tuple[int, ...]) -> int:
+    return sum(token == BREAK for token in context)
+
+
+def _writer(word: int):  # type: ignore[no-untyped-def]
+    """Step p is ``word`` p + 1 times; after DEPTH steps the reasoning closes, then one word and the end."""
+
+    def script(context: tuple[int, ...], seed: int) -> int:
+        if len(context) == len(PROMPT):
+            return THINK
+        if CLOSE in context:
+            return END if context[-1] != CLOSE else word
+        position = _position(context)
+        if position == DEPTH:
+            return CLOSE
+        step = context[::-1].index(BREAK) if BREAK in context else len(context) - len(PROMPT) - 1
+        return word if step <= position else BREAK
+
+    return script
+
+
+def _reference(pattern: int) -> list[tuple[int, ...]]:
+    """One step at a time: draft, write the target's, keep the draft if the judge says so."""
+    target, draft = _writer(TARGET_WORD), _writer(DRAFT_WORD)
+    prefix = list(PROMPT)
+    steps = []
+    for position in range(DEPTH):
+        script = draft if pattern >> position & 1 else target
+        step: list[int] = []
+        while not step or step[-1] != BREAK:
+            step.append(script((*prefix, *step), 0))
+        steps.append(tuple(step))
+        prefix.extend(step)
+    return steps
+
+
+@pytest.mark.parametrize("mode", ["lr", "lr_sd"])
+def test_every_pattern_of_verdicts_commits_what_the_paper_says(mode: str) -> None:
+    """2^8 patterns; the judge decides by the length of the step, hence by position."""
+    for pattern in range(2**DEPTH):
+
+        def alike(first: str, second: str, pattern: int = pattern) -> bool:
+            letters = second.removeprefix("<think>").strip()
+            return bool(pattern >> (len(letters) - 1) & 1)
+
+        world = World.of(_writer(TARGET_WORD), _writer(DRAFT_WORD), alike)
+
+        outcome = run_virtual(world.answer(mode=mode, max_depth=DEPTH, trace=True, deterministic=True))
+
+        records = [record for record in outcome.ledger.records if record.index < DEPTH]
+        expected = _reference(pattern)
+        flat = tuple(token for step in expected for token in step)
+        assert outcome.completion_ids[: len(flat)] == flat, f"{pattern:08b}"
+        origins = [Origin.DRAFT if pattern >> position & 1 else Origin.CORRECTION for position in range(DEPTH)]
+        assert [record.origin for record in records] == origins
+        usage = outcome.usage
+        assert usage.num_steps_accepted == pattern.bit_count() + 1  # the closing step is the same in both
+        assert usage.num_steps_rejected.get("judge", 0) == DEPTH - pattern.bit_count()
+        assert usage.num_steps_late == 0
+        # Each judged position costs one judge call and no more; equal or closing steps cost none.
+        judged_lengths = [len(recorded.call.input_ids) for recorded in world.judge.calls]
+        assert len(judged_lengths) >= DEPTH
+
+
+def test_a_fully_accepted_chain_takes_the_time_of_two_target_steps() -> None:
+    """Steps of equal cost T, drafts of cost c T: three steps in 2cT + T instead of 3T (paper, section 1)."""
+    world = World.of(_writer(TARGET_WORD), _writer(DRAFT_WORD), lambda first, second: True)
+
+    def takes(seconds: float):  # type: ignore[no-untyped-def]
+        def delay(call: EngineCall, num_tokens: int) -> float:
+            return seconds
+
+        return delay
+
+    world.target.delay, world.draft.delay, world.judge.delay = takes(1.0), takes(0.1), takes(0.0)
+
+    outcome = run_virtual(world.answer(mode="lr", max_depth=3, trace=True))
+
+    committed = [record.committed_s for record in outcome.ledger.records]
+    assert committed[2] == pytest.approx(1.2)
+    assert world.target.max_in_flight == 3
+
+
+def test_the_target_step_is_used_after_a_rejection_and_never_written_again() -> None:
+    world = World.of(_writer(TARGET_WORD), _writer(DRAFT_WORD), lambda first, second: False)
+
+    outcome = run_virtual(world.answer(mode="lr", max_depth=4, stream=True))
+
+    prefixes = [tuple(recorded.call.input_ids.tolist()) for recorded in world.target.calls]
+    assert len(set(prefixes)) == len(prefixes)
+    assert outcome.usage.num_steps_rejected == {"judge": DEPTH}
+
+
+def test_the_window_slides_and_keeps_what_runs_below_an_accepted_step() -> None:
+    world = World.of(_writer(TARGET_WORD), _writer(DRAFT_WORD), lambda first, second: True)
+
+    run_virtual(world.answer(mode="lr", max_depth=4))
+
+    prefixes = [tuple(recorded.call.input_ids.tolist()) for recorded in world.draft.calls]
+    assert len(set(prefixes)) == len(prefixes)  # nothing is drafted twice
+    assert not world.target.cancelled
+    # The one draft that cannot win runs below the last step, whose reasoning closes.
+    assert len(world.draft.cancelled) <= 1
+
+
+@pytest.mark.parametrize("max_depth", [1, 2, 3, 5])
+def test_at_most_max_depth_target_steps_run_and_drafting_runs_one_past_them(max_depth: int) -> None:
+    world = World.of(_writer(TARGET_WORD), _writer(DRAFT_WORD), lambda first, second: False)
+    world.target.delay = lambda call, num_tokens: 100.0
+    world.draft.delay = lambda call, num_tokens: 1.0
+
+    run_virtual(world.answer(mode="lr", max_depth=max_depth, max_tokens=40))
+
+    assert world.target.max_in_flight == max_depth
+    first_round = [recorded for recorded in world.draft.calls if recorded.started_s < 100.0]
+    assert len(first_round) == max_depth
+
+
+def test_a_late_draft_is_not_waited_for() -> None:
+    world = World.of(_writer(TARGET_WORD), _writer(DRAFT_WORD), lambda first, second: True)
+    world.draft.delay = lambda call, num_tokens: 1e6
+
+    outcome = run_virtual(world.answer(mode="lr"))
+
+    assert outcome.usage.num_steps_accepted == 0
+    assert outcome.usage.num_steps_late == DEPTH + 1
+    assert len(world.draft.cancelled) == DEPTH + 1
+
+
+def test_siblings_are_judged_by_one_target_step_and_the_lowest_accepted_wins() -> None:
+    def sibling_word(context: tuple[int, ...], seed: int) -> int:
+        """The seed chooses the word of the whole step: siblings differ."""
+        return _writer(FIRST_LETTER + 1 + seed % 7)(context, seed)
+
+    world = World.of(_writer(TARGET_WORD), sibling_word, lambda first, second: True)
+
+    outcome = run_virtual(world.answer(mode="lr", width=3, max_depth=2, temperature=0.6, trace=True, deterministic=True))
+
+    drafted = [record for record in outcome.ledger.records if record.origin is Origin.DRAFT]
+    assert drafted
+    assert all(record.sibling == 0 for record in drafted)
+    first_prefix = [r.call for r in world.draft.calls if len(r.call.input_ids) == len(PROMPT)]
+    assert len({call.seed for call in first_prefix}) == 3
+
+
+def test_equal_greedy_siblings_collapse_into_one() -> None:
+    world = World.of(_writer(TARGET_WORD), _writer(DRAFT_WORD), lambda first, second: True)
+
+    run_virtual(world.answer(mode="lr", width=4, max_depth=2))
+
+    prefixes = [tuple(recorded.call.input_ids.tolist()) for recorded in world.draft.calls]
+    assert len(set(prefixes)) == len(prefixes)

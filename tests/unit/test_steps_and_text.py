@@ -1,0 +1,182 @@
+"""Where steps end, and how committed tokens become text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lr_backend.contract import decode_stop_words
+from lr_backend.errors import ConfigError
+from lr_backend.loop.steps import StepRules
+from lr_backend.loop.text import TextStream
+from lr_backend.propose import make_proposer
+from lr_backend.propose.draft_step import continue_drafted
+from lr_backend.propose.ngram import lookup_ngram
+from lr_backend.request import ProposerName
+from lr_backend.step import StepEnd
+from lr_backend.testing import WordTokenizer
+from tests.support.world import BREAK, CLOSE, DOT_BREAK, END, NEWLINE, RULES, THINK, TOKENIZER, TOOL
+
+tokens = st.lists(st.integers(0, len(TOKENIZER.words) - 1), max_size=30)
+
+
+@given(tokens, st.integers(1, 40))
+def test_a_step_is_the_shortest_prefix_that_holds_an_end(ids: list[int], max_tokens: int) -> None:
+    step = RULES.cut(ids, max_tokens)
+
+    def ended(part: list[int]) -> bool:
+        return bool({END, CLOSE} & set(part)) or "\n\n" in TOKENIZER.decode(part)
+
+    complete = [n for n in range(1, min(len(ids), max_tokens) + 1) if ended(ids[:n])]
+    if complete:
+        assert step is not None
+        assert len(step.ids) == complete[0]
+        assert step.end is not StepEnd.CAP
+    elif len(ids) >= max_tokens:
+        assert step is not None
+        assert step.end is StepEnd.CAP
+    else:
+        assert step is None
+
+
+@pytest.mark.parametrize(
+    ("ids", "end", "closes"),
+    [
+        ([7, BREAK], StepEnd.DELIMITER, False),
+        ([7, DOT_BREAK, 8], StepEnd.DELIMITER, False),
+        ([NEWLINE, NEWLINE], StepEnd.DELIMITER, False),
+        ([THINK, 7, BREAK], StepEnd.DELIMITER, False),
+        ([7, CLOSE], StepEnd.THINK_CLOSE, True),
+        ([7, END], StepEnd.END, True),
+        ([TOOL, BREAK], StepEnd.DELIMITER, True),
+    ],
+)
+def test_what_ended_a_step(ids: list[int], end: StepEnd, closes: bool) -> None:
+    step = RULES.cut(ids, 10)
+
+    assert step is not None
+    assert (step.end, step.closes) == (end, closes)
+
+
+def test_the_stop_list_holds_delimiters_inside_tokens_pairs_and_every_end() -> None:
+    words = decode_stop_words(RULES.stop_words)
+
+    assert {(END,), (CLOSE,), (BREAK,), (DOT_BREAK,), (NEWLINE, NEWLINE)} == set(words)
+    assert decode_stop_words(RULES.end_words) == ((END,),)
+
+
+def test_a_tokenizer_without_an_end_token_is_refused() -> None:
+    with pytest.raises(ConfigError, match="end token"):
+        StepRules.build("\n\n", {}, [])
+
+
+@given(st.text(alphabet="ab\n", max_size=40), st.data())
+def test_text_is_streamed_without_loss(text: str, data: st.DataObject) -> None:
+    tokenizer = WordTokenizer(["a", "b", "\n"])
+    ids = tokenizer.encode(text)
+    stream = TextStream(tokenizer)
+    out = ""
+    while ids:
+        size = data.draw(st.integers(1, len(ids)))
+        out += stream.push(ids[:size])
+        ids = ids[size:]
+
+    assert out + stream.flush() == text
+
+
+@given(st.text(alphabet="ab", max_size=30), st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=3), st.data())
+def test_a_stop_string_cuts_the_text_wherever_it_is_split(text: str, stop: list[str], data: st.DataObject) -> None:
+    tokenizer = WordTokenizer(["a", "b", "aba", "bb"])
+    ids = tokenizer.encode(text)
+    stream = TextStream(tokenizer, stop)
+    out = ""
+    while ids:
+        size = data.draw(st.integers(1, len(ids)))
+        out += stream.push(ids[:size])
+        ids = ids[size:]
+    out += stream.flush()
+
+    found = [text.find(word) for word in stop if word in text]
+    assert out == (text[: min(found)] if found else text)
+    assert stream.stopped == bool(found)
+
+
+def test_bytes_of_a_character_wait_for_each_other() -> None:
+    class Bytes:
+        all_special_ids = ()
+
+        def __len__(self) -> int:
+            return 256
+
+        def decode(self, ids: list[int], **_: object) -> str:
+            return bytes(ids).decode("utf-8", errors="replace")
+
+    stream = TextStream(Bytes())  # type: ignore[arg-type]
+    first, second, third = "€".encode()
+
+    assert [stream.push([part]) for part in (first, second, third)] == ["", "", "€"]
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=40), st.integers(1, 5), st.integers(0, 8))
+def test_ngram_lookup_continues_the_longest_suffix_seen_before(context: list[int], ngram_max: int, max_tokens: int) -> None:
+    found = lookup_ngram(np.asarray(context, dtype=np.int32), ngram_max, max_tokens)
+
+    expected: list[int] = []
+    for size in range(min(ngram_max, len(context) - 1), 0, -1):
+        starts = [i for i in range(len(context) - size) if context[i : i + size] == context[-size:]]
+        if starts:
+            expected = context[starts[-1] + size :][:max_tokens]
+            break
+    assert list(found) == (expected if max_tokens else [])
+
+
+@given(st.lists(st.integers(0, 5), max_size=12), st.lists(st.integers(0, 5), min_size=1, max_size=12), st.integers(0, 12))
+def test_the_drafted_step_goes_on_where_the_target_stands(written: list[int], drafted: list[int], max_tokens: int) -> None:
+    proposed = list(continue_drafted(written, drafted, max_tokens))
+
+    assert len(proposed) <= max_tokens
+    if written == drafted[: len(written)]:
+        assert proposed == drafted[len(written) :][:max_tokens]
+    elif proposed:
+        # What precedes the proposal in the drafted step is what the target wrote last.
+        ends = [i for i in range(1, len(drafted)) if drafted[i : i + len(proposed)] == proposed]
+        assert any(drafted[i - 1] == written[-1] for i in ends)
+
+
+def test_realignment_prefers_the_longest_match() -> None:
+    #  the target wrote "so 3 4 5"; the draft holds "4 5" once and "5" twice
+    assert continue_drafted([9, 3, 4, 5], [5, 8, 3, 4, 5, 7], 8) == (7,)
+
+
+def test_the_draft_step_proposer_falls_back_to_ngrams() -> None:
+    proposer = make_proposer(ProposerName.DRAFT_STEP, 2)
+    context = np.asarray([1, 2, 3, 1], dtype=np.int32)
+
+    assert proposer(context, [1], None, 2) == (2, 3)
+    assert proposer(context, [1], [9, 8], 2) == (2, 3)
+    assert proposer(context, [1], [1, 7], 2) == (7,)
+
+
+QWEN_LIKE = Path(__file__).parents[2] / "demo" / "checkpoints" / "target"
+
+
+@pytest.mark.skipif(not (QWEN_LIKE / "tokenizer.json").exists(), reason="no demo tokenizer here")
+def test_rules_of_a_real_tokenizer_cut_where_the_text_does() -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(QWEN_LIKE)
+    rules = StepRules.from_tokenizer(tokenizer, [tokenizer.eos_token_id])
+    text = (
+        "<think>\nMia has 12 apples.\n\nSo Tom has 3 (see above):\n\n7 + 5 = 12 apples.\n</think>\n\nThe answer is \\boxed{12}."
+    )
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    steps = []
+    while (step := rules.cut(ids, 100)) is not None:
+        steps.append(tokenizer.decode(step.ids))
+        ids = ids[len(step.ids) :]
+
+    assert steps == ["<think>\nMia has 12 apples.\n\n", "So Tom has 3 (see above):\n\n", "7 + 5 = 12 apples.\n</think>", "\n\n"]
