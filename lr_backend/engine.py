@@ -66,6 +66,8 @@ class EngineCall:
     draft_logits: npt.NDArray[Any] | None = None
     min_tokens: int = 0
     return_log_probs: bool = False
+    return_perf_metrics: bool = False
+    """Ask for the counts and times of :class:`Generation` beyond its tokens; they cost a few output tensors."""
 
     def __post_init__(self) -> None:
         assert len(self.input_ids) > 0 and self.max_new_tokens > 0, (len(self.input_ids), self.max_new_tokens)
@@ -79,7 +81,6 @@ class EngineCall:
             "input_lengths": len(self.input_ids),
             "request_output_len": self.max_new_tokens,
             "exclude_input_in_output": True,
-            "return_perf_metrics": True,
             "seed": self.seed,
         }
         if self.sampling.greedy:
@@ -96,6 +97,7 @@ class EngineCall:
             "draft_logits": self.draft_logits,
             "min_tokens": self.min_tokens or None,
             "return_log_probs": self.return_log_probs or None,
+            "return_perf_metrics": self.return_perf_metrics or None,
         }
         values |= {name: value for name, value in optional.items() if value is not None}
         return {name: engine_tensor(name, value) for name, value in values.items()}

@@ -1,0 +1,35 @@
+# Everything here works on a fresh machine with Python 3.11 or 3.12, make and gcc.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test lint check-models clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+venv: $(STAMP) ## the virtual environment that the others use
+
+$(STAMP): pyproject.toml client/pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cpu,dev]' -e client
+	@touch $@
+
+demo: venv ## a question streamed live, then four modes side by side, through a real Triton
+	$(BIN)/python -m demo.run
+
+test: venv ## all tests; starts its own servers on free ports
+	$(BIN)/python -m pytest
+
+lint: venv ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+check-models: venv ## the demo models against their figures (500 problems, 2,000 pairs)
+	$(BIN)/python -m demo.check
+
+clean: ## remove what the other targets made
+	rm -rf $(VENV) out engines/built

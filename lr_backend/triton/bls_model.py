@@ -1,0 +1,129 @@
+"""The ``lookahead`` model as Triton's Python backend loads it: decoupled, one coroutine a request, BLS to the engines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+import uuid
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+import structlog
+import triton_python_backend_utils as pb
+
+from lr_backend.config import LoopConfig
+from lr_backend.contract import LOOKAHEAD_INPUTS
+from lr_backend.engine import Role
+from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, LookaheadError
+from lr_backend.loop.loop import Engines
+from lr_backend.triton.bls_engine import Arrays, BlsEngine, CallGate, unavailable
+from lr_backend.triton.models import load_models
+from lr_backend.triton.service import LookaheadService, triton_code
+
+CANCEL_RESERVE = 8
+"""Threads beyond the gate, so that a cancel never waits behind the calls that it is to stop."""
+
+
+class TritonReplies:
+    """One client behind Triton's response sender. The final flag is sent once, here and nowhere else."""
+
+    def __init__(self, sender: Any) -> None:
+        self._sender = sender
+        self._closed = False
+
+    def send(self, tensors: Mapping[str, npt.NDArray[Any]], *, final: bool) -> None:
+        response = pb.InferenceResponse([pb.Tensor(name, array) for name, array in tensors.items()])
+        self._send(response, final)
+
+    def fail(self, error: LookaheadError) -> None:
+        code = getattr(pb.TritonError, triton_code(error))
+        self._send(pb.InferenceResponse(error=pb.TritonError(error.public(), code)), True)
+
+    def is_cancelled(self) -> bool:
+        return bool(self._sender.is_cancelled())
+
+    def _send(self, response: Any, final: bool) -> None:
+        if self._closed:
+            return
+        self._closed = final
+        self._sender.send(response, flags=pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0)
+
+
+async def infer(model_name: str, request_id: str, inputs: Arrays, wanted: tuple[str, ...]) -> dict[str, npt.NDArray[Any]]:
+    """One BLS call. Raises :class:`EngineError` by what Triton or the engine answered."""
+    request = pb.InferenceRequest(
+        model_name=model_name,
+        request_id=request_id,
+        inputs=[pb.Tensor(name, array) for name, array in inputs.items()],
+        requested_output_names=list(wanted),
+    )
+    try:
+        response = await request.async_exec()
+    except pb.TritonModelException as error:
+        raise unavailable(model_name, error) from error
+    if response.has_error():
+        raise _engine_error(model_name, response.error())
+    return {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
+
+
+def _engine_error(model_name: str, error: Any) -> EngineError:
+    kinds = {pb.TritonError.INVALID_ARG: EngineRejected, pb.TritonError.UNSUPPORTED: EngineRejected}
+    kind = kinds.get(error.code(), EngineUnavailable)
+    return kind(f"{model_name}: {error.message()}")
+
+
+class TritonPythonModel:
+    """Triton's entry points; the work is :class:`LookaheadService`'s."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        structlog.configure(
+            processors=[
+                structlog.processors.add_log_level,
+                structlog.processors.TimeStamper(fmt="iso"),
+                structlog.processors.format_exc_info,
+                structlog.processors.JSONRenderer(),
+            ],
+            wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+            logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        )
+        directory = Path(args["model_repository"]) / args["model_version"]
+        self._config = LoopConfig.load(directory / "lookahead.json")
+        json.loads(args["model_config"])  # Triton's own word on what it loaded; a damaged one fails here
+        self._models = load_models(self._config)
+        self._executor = ThreadPoolExecutor(self._config.limits.max_in_flight_calls + CANCEL_RESERVE, "bls")
+        self._service: LookaheadService | None = None
+        self._engines: list[BlsEngine] = []
+
+    def _start(self) -> LookaheadService:
+        """Made by the first request: the gate belongs to the event loop, which runs only from then on."""
+        asyncio.get_running_loop().set_default_executor(self._executor)
+        gate = CallGate(self._config.limits.max_in_flight_calls)
+        self._engines = [
+            BlsEngine(role.value, infer, gate, tokens_per_block=self._config.tokens_per_block)
+            for role in (Role.TARGET, Role.DRAFT, Role.JUDGE)
+        ]
+        return LookaheadService(self._config, self._models, Engines(*self._engines))
+
+    async def execute(self, requests: list[Any]) -> None:
+        if self._service is None:
+            self._service = self._start()
+        await asyncio.gather(*(self._serve(self._service, request) for request in requests))
+
+    async def _serve(self, service: LookaheadService, request: Any) -> None:
+        replies = TritonReplies(request.get_response_sender())
+        arrays = {}
+        for spec in LOOKAHEAD_INPUTS:
+            tensor = pb.get_input_tensor_by_name(request, spec.name)
+            if tensor is not None:
+                arrays[spec.name] = tensor.as_numpy()
+        # In-flight ids must be unique for cancels to hit their call, and clients may send the same one twice.
+        request_id = f"{request.request_id() or 'r'}-{uuid.uuid4().hex[:12]}"
+        await service.serve(request_id, arrays, replies)
+
+    def finalize(self) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)

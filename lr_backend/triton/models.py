@@ -1,0 +1,54 @@
+"""Tokenizers and what is derived from them, loaded once at start-up from local directories."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lr_backend.config import LoopConfig
+from lr_backend.errors import CheckpointError
+from lr_backend.loop.loop import Models
+from lr_backend.loop.steps import StepRules
+from lr_backend.verify.judge_prompt import JudgePrompt
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """A Hugging Face tokenizer from a checkpoint directory; nothing is downloaded and no code of the checkpoint is run.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    from transformers import AutoTokenizer
+
+    if not (directory / "tokenizer.json").exists() and not (directory / "tokenizer_config.json").exists():
+        raise CheckpointError(f"{directory.name}: no tokenizer in the checkpoint directory")
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{directory.name}: the tokenizer cannot be loaded: {error}") from error
+
+
+def end_ids(tokenizer: Any, directory: Path) -> list[int]:
+    """Every token that ends an answer: the tokenizer's own and those of ``generation_config.json``."""
+    ids = {tokenizer.eos_token_id}
+    path = directory / "generation_config.json"
+    if path.exists():
+        named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        ids.update(named if isinstance(named, list) else [named])
+    return sorted(token for token in ids if token is not None)
+
+
+def load_models(config: LoopConfig) -> Models:
+    """What the loop needs to know about the vocabularies."""
+    tokenizer = load_tokenizer(config.tokenizer_dir)
+    judge_tokenizer = load_tokenizer(config.judge_tokenizer_dir)
+    rules = StepRules.from_tokenizer(
+        tokenizer,
+        end_ids(tokenizer, config.tokenizer_dir),
+        delimiter=config.step_delimiter,
+        think_open=config.think_open,
+        think_close=config.think_close,
+        markers=config.markers,
+    )
+    return Models(rules, tokenizer, JudgePrompt.from_tokenizer(judge_tokenizer), judge_tokenizer)

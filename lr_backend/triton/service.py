@@ -1,0 +1,139 @@
+"""The ``lookahead`` model without Triton: admission, prompt, loop, responses, and exactly one end for every request.
+
+A transport (:mod:`~lr_backend.triton.bls_model`, or a test) hands in the arrays that a client sent and a :class:`Replies` to
+answer through.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+
+from lr_backend.config import LoopConfig
+from lr_backend.contract import IntArray
+from lr_backend.errors import Cancelled, EngineRejected, InvalidRequest, LookaheadError, Overloaded
+from lr_backend.loop.loop import Committed, Engines, LookaheadLoop, Models, Outcome
+from lr_backend.request import LookaheadRequest
+from lr_backend.triton.tensors import committed_tensors, final_tensors, request_fields
+
+CANCEL_POLL_S = 0.02
+"""Triton tells of a client that went away only when asked (``is_cancelled``)."""
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+log = structlog.get_logger()
+
+
+class Replies(Protocol):
+    """The way back to one client."""
+
+    def send(self, tensors: Mapping[str, npt.NDArray[Any]], *, final: bool) -> None: ...
+
+    def fail(self, error: LookaheadError) -> None:
+        """Send an error and close."""
+
+    def is_cancelled(self) -> bool: ...
+
+
+class LookaheadService:
+    """Serves requests; one instance for all of them."""
+
+    def __init__(self, config: LoopConfig, models: Models, engines: Engines) -> None:
+        self._config = config
+        self._models = models
+        self._engines = engines
+        self.num_in_flight = 0
+
+    async def serve(self, request_id: str, arrays: Arrays, replies: Replies) -> None:
+        """Answer one request. Never raises, except for cancellation of the server's own making; always ends the request."""
+        self.num_in_flight += 1
+        try:
+            if self.num_in_flight > self._config.limits.max_in_flight_requests:
+                raise Overloaded(f"{self._config.limits.max_in_flight_requests} requests are in flight; try again later")
+            request = LookaheadRequest.parse({**self._config.defaults, **request_fields(arrays)})
+            prompt_ids = self._prompt(request)
+            await self._answer(request, prompt_ids, request_id, replies)
+        except LookaheadError as error:
+            log.info("request_failed", request_id=request_id, error=error.public())
+            replies.fail(error)
+        except asyncio.CancelledError:
+            replies.fail(Cancelled("the server is shutting down"))
+            raise
+        except Exception:  # a bug of ours must not leave the client waiting, nor tell it our insides
+            log.exception("request_crashed", request_id=request_id)
+            replies.fail(LookaheadError("internal error; see the server's log"))
+        finally:
+            self.num_in_flight -= 1
+
+    async def _answer(self, request: LookaheadRequest, prompt_ids: IntArray, request_id: str, replies: Replies) -> None:
+        parts: list[str] = []
+
+        def emit(committed: Committed) -> None:
+            if request.stream:
+                if committed.text or committed.record is not None:
+                    replies.send(committed_tensors(committed), final=False)
+            else:
+                parts.append(committed.text)
+
+        loop = LookaheadLoop(request, prompt_ids, request_id, self._engines, self._models, self._config, emit)
+        outcome = await self._unless_cancelled(loop, replies)
+        steps = None
+        if request.trace and not request.stream:
+            steps = "[" + ",".join(record.model_dump_json() for record in outcome.ledger.records) + "]"
+        replies.send(final_tensors("".join(parts), outcome.finish_reason, outcome.usage, steps), final=True)
+        usage = outcome.usage
+        log.info(
+            "request_finished",
+            request_id=request_id,
+            mode=usage.mode.value,
+            finish_reason=outcome.finish_reason.value,
+            completion_tokens=usage.completion_tokens,
+            latency_s=round(usage.latency_s, 4),
+            step_acceptance_rate=usage.step_acceptance_rate,
+            degraded=usage.degraded,
+        )
+
+    async def _unless_cancelled(self, loop: LookaheadLoop, replies: Replies) -> Outcome:
+        """Run the loop to its end, or stop it soon after the client has gone."""
+        running = asyncio.create_task(loop.run())
+        try:
+            while True:
+                done, _ = await asyncio.wait({running}, timeout=CANCEL_POLL_S)
+                if done:
+                    return running.result()
+                if replies.is_cancelled():
+                    raise Cancelled("the client cancelled the request")
+        finally:
+            if not running.done():
+                running.cancel()
+                await asyncio.wait({running})
+
+    def _prompt(self, request: LookaheadRequest) -> IntArray:
+        tokenizer: Any = self._models.tokenizer
+        if request.raw:
+            assert request.text_input is not None
+            text = request.text_input
+        else:
+            try:
+                text = tokenizer.apply_chat_template(request.conversation, tokenize=False, add_generation_prompt=True)
+            except Exception as error:  # templates raise whatever they like at turns they do not accept
+                raise InvalidRequest("messages", "", f"the target's chat template refuses it: {error}") from error
+        ids = np.asarray(tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
+        limit = self._config.limits.max_prompt_tokens
+        field = "text_input" if request.messages is None else "messages"
+        if not 1 <= len(ids) <= limit:
+            raise InvalidRequest(field, f"{len(ids)} tokens", f"1 to {limit} tokens")
+        return ids
+
+
+def triton_code(error: LookaheadError) -> str:
+    """The Triton error code that says what the caller can do."""
+    if isinstance(error, InvalidRequest | EngineRejected):
+        return "INVALID_ARG"
+    if isinstance(error, Cancelled):
+        return "CANCELLED"
+    return "INTERNAL" if error.code == LookaheadError.code else "UNAVAILABLE"

@@ -1,0 +1,76 @@
+"""Tensors of the ``lookahead`` model to and from the request's nouns. Plain numpy; testable without Triton."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lr_backend.contract import LOOKAHEAD_INPUTS, TensorSpec
+from lr_backend.errors import InvalidRequest
+from lr_backend.loop.loop import Committed
+from lr_backend.request import FinishReason, Usage
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+
+
+def request_fields(arrays: Arrays) -> dict[str, Any]:
+    """Fields for :meth:`~lr_backend.request.LookaheadRequest.parse` from the inputs that a client sent.
+
+    Raises:
+        InvalidRequest: an input has the wrong number of elements, is no UTF-8, or is no JSON where JSON is due.
+    """
+    return {spec.name: _value(spec, arrays[spec.name]) for spec in LOOKAHEAD_INPUTS if spec.name in arrays}
+
+
+def _value(spec: TensorSpec, array: npt.NDArray[Any]) -> Any:
+    values = array.ravel().tolist()
+    if spec.dims == (1,) and len(values) != 1:
+        raise InvalidRequest(spec.name, f"shape {list(array.shape)}", "one element")
+    if spec.dtype == "STRING":
+        values = [_text(spec.name, value) for value in values]
+    if spec.name == "messages":
+        return _json(spec.name, values[0])
+    return tuple(values) if spec.dims == (-1,) else values[0]
+
+
+def _text(name: str, value: Any) -> str:
+    try:
+        return value.decode("utf-8") if isinstance(value, bytes) else str(value)
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(name, value, "UTF-8 text") from error
+
+
+def _json(name: str, text: str) -> Any:
+    try:
+        value = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise InvalidRequest(name, text, "a JSON list of {role, content}") from error
+    if not isinstance(value, list):
+        raise InvalidRequest(name, text, "a JSON list of {role, content}")
+    return value
+
+
+def committed_tensors(committed: Committed) -> dict[str, npt.NDArray[np.object_]]:
+    """One streamed response: newly committed text, and the step's record where it is traced."""
+    values = {"text_output": committed.text}
+    if committed.record is not None:
+        values["step"] = committed.record.model_dump_json()
+    return _strings(values)
+
+
+def final_tensors(
+    text: str, finish_reason: FinishReason, usage: Usage, steps_json: str | None = None
+) -> dict[str, npt.NDArray[np.object_]]:
+    """The last response. ``steps_json``: all records at once, for a request that does not stream."""
+    values = {"text_output": text, "finish_reason": finish_reason.value, "usage": usage.as_json()}
+    if steps_json is not None:
+        values["step"] = steps_json
+    return _strings(values)
+
+
+def _strings(values: Mapping[str, str]) -> dict[str, npt.NDArray[np.object_]]:
+    return {name: np.array([value.encode()], dtype=np.object_) for name, value in values.items()}

@@ -1,0 +1,131 @@
+"""Calls and cancels through BLS, against a scripted Triton."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lr_backend.engine import EngineCall
+from lr_backend.errors import EngineRejected
+from lr_backend.testing import run_virtual
+from lr_backend.triton.bls_engine import BlsEngine, CallGate
+
+
+@dataclass
+class ScriptedTriton:
+    """Answers each call after ``seconds`` unless a cancel of its id arrives; ignores the first ``deaf`` cancels."""
+
+    seconds: float = 10.0
+    deaf: int = 0
+    running: dict[str, asyncio.Event] = field(default_factory=dict)
+    num_cancels: int = 0
+    max_running: int = 0
+    error: Exception | None = None
+
+    async def infer(self, model: str, request_id: str, inputs: Any, wanted: Any) -> dict[str, Any]:
+        if "stop" in inputs:
+            self.num_cancels += 1
+            if self.num_cancels > self.deaf and request_id in self.running:
+                self.running[request_id].set()
+            return tokens([])
+        if self.error is not None:
+            raise self.error
+        assert request_id not in self.running
+        stopped = self.running[request_id] = asyncio.Event()
+        self.max_running = max(self.max_running, len(self.running))
+        try:
+            await asyncio.wait_for(stopped.wait(), self.seconds)
+            return tokens([1])
+        except TimeoutError:
+            return tokens([1, 2, 3])
+        finally:
+            del self.running[request_id]
+
+
+def tokens(ids: list[int]) -> dict[str, Any]:
+    return {"output_ids": np.array([ids], dtype=np.int32), "sequence_length": np.array([len(ids)], dtype=np.int32)}
+
+
+def call(name: str = "a") -> EngineCall:
+    return EngineCall(name, np.array([1, 2], dtype=np.int32), 4)
+
+
+def engine_of(triton: ScriptedTriton, limit: int = 4) -> BlsEngine:
+    return BlsEngine("target", triton.infer, CallGate(limit), tokens_per_block=32)
+
+
+def test_a_call_comes_back_with_its_tokens() -> None:
+    async def main() -> None:
+        engine = engine_of(ScriptedTriton())
+        assert (await engine.generate(call())).token_ids == (1, 2, 3)
+        await engine.close()
+
+    run_virtual(main())
+
+
+def test_an_error_is_raised_and_frees_the_place() -> None:
+    async def main() -> None:
+        triton = ScriptedTriton(error=EngineRejected("too long"))
+        engine = engine_of(triton, limit=1)
+        for _ in range(3):
+            with pytest.raises(EngineRejected):
+                await engine.generate(call())
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("deaf", [0, 1, 5])
+def test_a_cancel_is_repeated_until_the_call_has_come_back(deaf: int) -> None:
+    async def main() -> None:
+        triton = ScriptedTriton(seconds=1e6, deaf=deaf)
+        engine = engine_of(triton)
+        task = asyncio.create_task(engine.generate(call()))
+        await asyncio.sleep(1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await engine.close()
+        assert not triton.running
+        assert triton.num_cancels == deaf + 1
+
+    run_virtual(main())
+
+
+def test_calls_past_the_gate_wait_and_are_cancelled_without_a_word_to_triton() -> None:
+    async def main() -> None:
+        triton = ScriptedTriton()
+        engine = engine_of(triton, limit=2)
+        tasks = [asyncio.create_task(engine.generate(call(str(index)))) for index in range(4)]
+        await asyncio.sleep(1)
+        assert set(triton.running) == {"0", "1"}
+        tasks[3].cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [isinstance(result, BaseException) for result in results] == [False, False, False, True]
+        assert triton.max_running == 2
+        assert triton.num_cancels == 0
+
+    run_virtual(main())
+
+
+def test_a_cancelled_call_keeps_its_place_until_it_has_come_back() -> None:
+    async def main() -> None:
+        triton = ScriptedTriton(seconds=1e6, deaf=3)
+        engine = engine_of(triton, limit=1)
+        first = asyncio.create_task(engine.generate(call("first")))
+        await asyncio.sleep(1)
+        first.cancel()
+        second = asyncio.create_task(engine.generate(call("second")))
+        await asyncio.sleep(0.01)
+        assert set(triton.running) == {"first"}
+        await asyncio.sleep(10)
+        assert set(triton.running) == {"second"}
+        second.cancel()
+        await asyncio.gather(first, second, return_exceptions=True)
+        await engine.close()
+        assert triton.max_running == 1
+
+    run_virtual(main())

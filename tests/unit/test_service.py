@@ -1,0 +1,230 @@
+"""The lookahead model without Triton: validation, responses, one end for every request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lr_backend.contract import LOOKAHEAD_INPUTS, LOOKAHEAD_OUTPUTS
+from lr_backend.errors import EngineRejected, EngineUnavailable, InvalidRequest, LookaheadError
+from lr_backend.loop.loop import Engines
+from lr_backend.request import Usage
+from lr_backend.testing import run_virtual
+from lr_backend.triton.service import LookaheadService, triton_code
+from lr_backend.triton.tensors import request_fields
+from tests.support.world import LETTERS, World, imitator, storyteller
+
+
+@dataclass
+class RecordedReplies:
+    """What one client received."""
+
+    sent: list[dict[str, str]] = field(default_factory=list)
+    errors: list[LookaheadError] = field(default_factory=list)
+    num_ends: int = 0
+    gone: bool = False
+
+    def send(self, tensors: Mapping[str, Any], *, final: bool) -> None:
+        assert self.num_ends == 0, "a response after the end"
+        assert set(tensors) <= {spec.name for spec in LOOKAHEAD_OUTPUTS}
+        self.sent.append({name: array[0].decode() for name, array in tensors.items()})
+        self.num_ends += final
+
+    def fail(self, error: LookaheadError) -> None:
+        assert self.num_ends == 0, "an error after the end"
+        self.errors.append(error)
+        self.num_ends += 1
+
+    def is_cancelled(self) -> bool:
+        return self.gone
+
+    @property
+    def text(self) -> str:
+        return "".join(response.get("text_output", "") for response in self.sent)
+
+
+def make_world(salt: int = 5) -> World:
+    target = storyteller(salt)
+    return World.of(target, imitator(target, salt + 1, 0.9), lambda first, second: True)
+
+
+def service_of(world: World, **defaults: Any) -> LookaheadService:
+    config = world.config.model_copy(update={"defaults": {"raw": True, **defaults}})
+    return LookaheadService(config, world.models, Engines(world.target, world.draft, world.judge))
+
+
+def arrays(**fields: Any) -> dict[str, Any]:
+    dtypes = {spec.name: spec.numpy_dtype for spec in LOOKAHEAD_INPUTS}
+    fields = {"text_input": LETTERS[:2], **fields}
+    return {
+        name: np.array(
+            [v.encode() if isinstance(v, str) else v for v in (value if isinstance(value, list) else [value])], dtype=dtypes[name]
+        )
+        for name, value in fields.items()
+        if value is not None
+    }
+
+
+def ask(world: World, **fields: Any) -> RecordedReplies:
+    replies = RecordedReplies()
+    run_virtual(service_of(world).serve("id", arrays(**fields), replies))
+    assert replies.num_ends == 1
+    world.assert_idle()
+    return replies
+
+
+def test_a_stream_ends_with_finish_reason_and_usage() -> None:
+    replies = ask(make_world(), trace=True, max_tokens=200)
+
+    *steps, last = replies.sent
+    assert len(steps) > 2
+    assert all(set(response) == {"text_output", "step"} for response in steps)
+    assert last["finish_reason"] == "stop"
+    usage = Usage.model_validate_json(last["usage"])
+    assert usage.num_steps == len(steps)
+    assert "".join(json.loads(response["step"])["text"] for response in steps) == replies.text
+
+
+@pytest.mark.parametrize("mode", ["ar", "sd", "lr", "lr_sd"])
+def test_without_streaming_there_is_exactly_one_response(mode: str) -> None:
+    world = make_world()
+
+    whole = ask(world.fresh(), stream=False, mode=mode, verifier="exact")
+
+    assert len(whole.sent) == 1
+    assert whole.text == ask(world.fresh(), mode=mode, verifier="exact").text
+
+
+def test_the_same_greedy_answer_in_every_lossless_mode() -> None:
+    texts = {ask(make_world(), mode=mode, lossless=True).text for mode in ("ar", "sd", "lr", "lr_sd")}
+
+    assert len(texts) == 1
+
+
+BAD_FIELDS = [
+    ("text_input", None),
+    ("text_input", ""),
+    ("text_input", ["a", "b"]),
+    ("messages", "[]"),
+    ("messages", "{"),
+    ("messages", '{"role": "user"}'),
+    ("messages", '[{"role": "nobody", "content": "x"}]'),
+    ("messages", '[{"role": "user", "content": ""}]'),
+    ("messages", '[{"role": "user", "content": "x", "extra": 1}]'),
+    ("messages", "[" * 100_000),
+    *[("max_tokens", value) for value in (0, -1, 2**31 - 1)],
+    *[("temperature", value) for value in (-0.1, 5.1, float("nan"), float("inf"), float("-inf"))],
+    *[("top_p", value) for value in (0.0, -1.0, 1.1, float("nan"))],
+    *[("top_k", value) for value in (-1, 2**31 - 1)],
+    *[("stop", value) for value in ([""], ["x" * 129], ["x"] * 17)],
+    *[("mode", value) for value in ("", "LR", "fast", "lr-sd")],
+    *[("max_depth", value) for value in (-1, 17, 2**31 - 1)],
+    *[("width", value) for value in (0, -1, 9)],
+    *[("num_draft_tokens", value) for value in (-1, 65)],
+    *[("ngram_max", value) for value in (0, 17)],
+    *[("verifier", value) for value in ("", "yes", "judge ")],
+    *[("proposer", value) for value in ("", "eagle")],
+    *[("deadline_s", value) for value in (-1.0, float("nan"), 1e9)],
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD_FIELDS, ids=[f"{name}={str(value)[:20]}" for name, value in BAD_FIELDS])
+def test_a_bad_field_gets_one_error_naming_it_and_the_server_carries_on(name: str, value: Any) -> None:
+    world = make_world()
+    fields = {"text_input": None, "messages": value} if name == "messages" else {name: value}
+    fields |= {"raw": False} if name == "messages" else {}
+
+    replies = ask(world, **fields)
+
+    (error,) = replies.errors
+    assert isinstance(error, InvalidRequest)
+    assert name in error.message
+    assert triton_code(error) == "INVALID_ARG"
+    assert not replies.sent
+    assert ask(world).text
+
+
+def test_text_that_is_no_utf8_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="UTF-8"):
+        request_fields({"text_input": np.array([b"\xff\xfe"], dtype=np.object_)})
+
+
+def test_both_or_no_prompt_is_refused() -> None:
+    replies = ask(make_world(), messages='[{"role": "user", "content": "x"}]')
+
+    assert "exactly one" in replies.errors[0].message
+
+
+def test_a_prompt_over_the_limit_is_refused_with_its_length() -> None:
+    replies = ask(make_world(), text_input=LETTERS[0] * 2000)
+
+    assert "2000 tokens" in replies.errors[0].message
+
+
+def test_requests_over_the_admission_limit_are_refused_at_once() -> None:
+    world = make_world()
+    world.config = world.config.model_copy(
+        update={"limits": world.config.limits.model_copy(update={"max_in_flight_requests": 2})}
+    )
+    service = service_of(world)
+    replies = [RecordedReplies() for _ in range(5)]
+
+    async def all_at_once() -> None:
+        await asyncio.gather(*(service.serve(f"id{index}", arrays(), one) for index, one in enumerate(replies)))
+
+    run_virtual(all_at_once())
+
+    assert [bool(one.errors) for one in replies] == [False, False, True, True, True]
+    assert all(triton_code(one.errors[0]) == "UNAVAILABLE" for one in replies[2:])
+    assert service.num_in_flight == 0
+
+
+@pytest.mark.parametrize(
+    ("failure", "code"), [(EngineUnavailable("target: gone"), "UNAVAILABLE"), (EngineRejected("target: too long"), "INVALID_ARG")]
+)
+def test_a_failing_target_is_one_typed_error(failure: LookaheadError, code: str) -> None:
+    world = make_world()
+    world.target.fail = lambda call: failure
+
+    (error,) = ask(world).errors
+
+    assert triton_code(error) == code
+
+
+def test_a_bug_of_ours_does_not_leave_the_client_waiting(capsys: pytest.CaptureFixture[str]) -> None:
+    world = make_world()
+
+    def broken(context: tuple[int, ...], seed: int) -> int:
+        raise ZeroDivisionError("secret insides")
+
+    world.target.script = broken
+
+    (error,) = ask(world).errors
+
+    assert "secret" not in error.public()
+    assert triton_code(error) == "INTERNAL"
+
+
+@given(st.floats(0, 3))
+def test_a_client_that_goes_away_stops_the_work(moment_s: float) -> None:
+    world = make_world()
+    replies = RecordedReplies()
+
+    async def leave() -> None:
+        task = asyncio.create_task(service_of(world).serve("id", arrays(), replies))
+        await asyncio.sleep(moment_s)
+        replies.gone = True
+        await task
+
+    run_virtual(leave())
+
+    assert replies.num_ends == 1
+    world.assert_idle()
