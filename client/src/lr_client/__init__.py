@@ -1,0 +1,53 @@
+"""Client of the lookahead reasoning server: :class:`Client`, :class:`AsyncClient`, and a command line."""
+
+from lr_client.aio import AsyncClient, AsyncStream
+from lr_client.client import Client, Stream
+from lr_client.errors import (
+    Cancelled,
+    ClientError,
+    InvalidRequest,
+    Overloaded,
+    RequestTimeout,
+    ServerError,
+    ServerUnreachable,
+    TargetUnavailable,
+)
+from lr_client.types import (
+    Event,
+    FinishEvent,
+    FinishReason,
+    Message,
+    Options,
+    Question,
+    Result,
+    StepEvent,
+    StepRecord,
+    TextEvent,
+    Usage,
+)
+
+__all__ = [
+    "AsyncClient",
+    "AsyncStream",
+    "Cancelled",
+    "Client",
+    "ClientError",
+    "Event",
+    "FinishEvent",
+    "FinishReason",
+    "InvalidRequest",
+    "Message",
+    "Options",
+    "Overloaded",
+    "Question",
+    "RequestTimeout",
+    "Result",
+    "ServerError",
+    "ServerUnreachable",
+    "StepEvent",
+    "StepRecord",
+    "Stream",
+    "TargetUnavailable",
+    "TextEvent",
+    "Usage",
+]

@@ -1,0 +1,182 @@
+"""The asyncio client: :mod:`lr_client.client` with ``await``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+
+from lr_client import _wire
+from lr_client.client import DEFAULT_TIMEOUT_S, DEFAULT_URL, READY_TIMEOUT_S
+from lr_client.protocol import Collector, encode
+from lr_client.types import Event, Options, Question, Result
+
+
+class AsyncStream(AsyncIterator[Event]):
+    """The events of one answer, as they come. One task iterates; any task of the loop may ``cancel``.
+
+    Leaving the ``async with`` block, dropping the stream, or cancelling the task that iterates cancels what
+    has not ended. Iterating raises a :class:`~lr_client.errors.ClientError` where the answer fails, once.
+    """
+
+    def __init__(self, call: Any, exchange: _wire.Exchange) -> None:
+        self._call = call
+        self._exchange = exchange
+
+    @property
+    def request_id(self) -> str:
+        """The id of this request in the server's log."""
+        return self._exchange.request_id
+
+    def cancel(self) -> None:
+        """Tell the server to stop; the iteration raises ``Cancelled``. No effect after the end."""
+        self._exchange.cancel()
+
+    async def __anext__(self) -> Event:
+        while (event := self._exchange.next_event()) is None:
+            if self._exchange.over:
+                raise StopAsyncIteration
+            await self._receive()
+        return event
+
+    async def _receive(self) -> None:
+        try:
+            response = await self._call.read()
+        except asyncio.CancelledError:
+            # gRPC raises this also where cancel() was called on the call, and no one cancelled this task.
+            if self._exchange.cancelled and not _task_is_cancelled():
+                raise self._exchange.failed("CANCELLED", "") from None
+            self.cancel()
+            raise
+        except grpc.RpcError as error:
+            self._exchange.broken(error.code().name, error.details() or "")
+            return
+        if response is grpc.aio.EOF:
+            self._exchange.ended()
+        else:
+            self._exchange.received(response)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop may be closed already
+            self.cancel()
+
+
+def _task_is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+class AsyncClient:
+    """Asks a lookahead server, over one gRPC connection that any number of tasks of one event loop may share.
+
+    Takes the arguments of :class:`lr_client.Client`. The first request connects, in the loop that runs then.
+    """
+
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        *,
+        model: str = "lookahead",
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        credentials: grpc.ChannelCredentials | None = None,
+        metadata: _wire.Metadata | None = None,
+    ) -> None:
+        self.url = _wire.checked_url(url)
+        self.model = model
+        self.timeout_s = _wire.checked_timeout(timeout_s)
+        self._credentials = credentials
+        self._metadata = _wire.metadata_pairs(metadata)
+        self._streams = _wire.OpenStreams()
+        self._channel: Any = None
+        self._stub: Any = None
+
+    async def ask(
+        self, question: Question, options: Options | None = None, *, timeout_s: float | None = None
+    ) -> Result:
+        """The whole answer to a question, or to the last turn of a list of messages.
+
+        Args:
+            timeout_s: seconds until the request is given up and cancelled; None is the client's own.
+
+        Raises:
+            ClientError: see :mod:`lr_client.errors`.
+        """
+        collector = Collector()
+        async with self.stream(question, options, timeout_s=timeout_s) as events:
+            async for event in events:
+                collector.add(event)
+        return collector.result()
+
+    def stream(
+        self, question: Question, options: Options | None = None, *, timeout_s: float | None = None
+    ) -> AsyncStream:
+        """The answer as it is committed; the request is sent once the event loop gets its turn.
+
+        Raises:
+            InvalidRequest: a value cannot be sent. What the server refuses is raised by the iteration.
+        """
+        limit_s = self.timeout_s if timeout_s is None else _wire.checked_timeout(timeout_s)
+        request_id = uuid.uuid4().hex
+        request = _wire.infer_request(self.model, request_id, encode(question, options or Options()))
+        call = self._connected().ModelStreamInfer((request,), timeout=limit_s, metadata=self._metadata)
+        exchange = _wire.Exchange(call, request_id=request_id, url=self.url, timeout_s=limit_s)
+        stream = AsyncStream(call, exchange)
+        self._streams.add(stream)
+        return stream
+
+    async def is_ready(self, *, timeout_s: float = READY_TIMEOUT_S) -> bool:
+        """Whether server and model can take requests; False too where nothing answers in ``timeout_s``."""
+        until_s = time.monotonic() + _wire.checked_timeout(timeout_s)
+        stub = self._connected()
+        try:
+            server = await stub.ServerReady(
+                _wire.server_ready_request(), timeout=timeout_s, metadata=self._metadata
+            )
+            left_s = max(until_s - time.monotonic(), 0.0)
+            model = await stub.ModelReady(
+                _wire.model_ready_request(self.model), timeout=left_s, metadata=self._metadata
+            )
+        except grpc.RpcError:
+            return False
+        return bool(server.ready and model.ready)
+
+    def _connected(self) -> Any:
+        # grpc.aio binds a channel to the loop that runs when it is made.
+        self._streams.check_open()
+        if self._stub is None:
+            options = _wire.CHANNEL_OPTIONS
+            self._channel = (
+                grpc.aio.insecure_channel(self.url, options)
+                if self._credentials is None
+                else grpc.aio.secure_channel(self.url, self._credentials, options)
+            )
+            self._stub = _wire.stub(self._channel)
+        return self._stub
+
+    async def close(self) -> None:
+        """Cancel open requests and close the connection. May be called again."""
+        self._streams.close()
+        if self._channel is not None:
+            await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()

@@ -1,0 +1,170 @@
+"""The blocking client."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+
+from lr_client import _wire
+from lr_client.protocol import Collector, encode
+from lr_client.types import Event, Options, Question, Result
+
+DEFAULT_URL = "localhost:8001"
+DEFAULT_TIMEOUT_S = 600.0
+READY_TIMEOUT_S = 5.0
+
+
+class Stream(Iterator[Event]):
+    """The events of one answer, as they come. One thread iterates; any thread may ``cancel``.
+
+    Leaving the ``with`` block, or dropping the stream, cancels what has not ended. Iterating raises a
+    :class:`~lr_client.errors.ClientError` where the answer fails, once; after that the stream is over.
+    """
+
+    def __init__(self, call: Any, exchange: _wire.Exchange) -> None:
+        self._call = call
+        self._exchange = exchange
+
+    @property
+    def request_id(self) -> str:
+        """The id of this request in the server's log."""
+        return self._exchange.request_id
+
+    def cancel(self) -> None:
+        """Tell the server to stop; the iteration raises ``Cancelled``. No effect after the end."""
+        self._exchange.cancel()
+
+    def __next__(self) -> Event:
+        while (event := self._exchange.next_event()) is None:
+            if self._exchange.over:
+                raise StopIteration
+            self._receive()
+        return event
+
+    def _receive(self) -> None:
+        try:
+            response = next(self._call, None)
+        except grpc.RpcError as error:
+            self._exchange.broken(error.code().name, error.details() or "")
+            return
+        if response is None:
+            self._exchange.ended()
+        else:
+            self._exchange.received(response)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+    def __del__(self) -> None:
+        self.cancel()
+
+
+class Client:
+    """Asks a lookahead server, over one gRPC connection that any number of threads may share.
+
+    Args:
+        url: gRPC address of Triton, ``host:port``.
+        model: name of the lookahead model there.
+        timeout_s: seconds that a request may take from start to end, where the call gives none.
+        credentials: for TLS, such as ``grpc.ssl_channel_credentials()``; None is plain text.
+        metadata: headers of every request, such as a token for a gateway.
+
+    Raises:
+        InvalidRequest: ``url`` or ``timeout_s`` cannot be used. Connecting happens with the first request.
+    """
+
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        *,
+        model: str = "lookahead",
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        credentials: grpc.ChannelCredentials | None = None,
+        metadata: _wire.Metadata | None = None,
+    ) -> None:
+        self.url = _wire.checked_url(url)
+        self.model = model
+        self.timeout_s = _wire.checked_timeout(timeout_s)
+        self._metadata = _wire.metadata_pairs(metadata)
+        self._streams = _wire.OpenStreams()
+        options = _wire.CHANNEL_OPTIONS
+        self._channel = (
+            grpc.insecure_channel(url, options)
+            if credentials is None
+            else grpc.secure_channel(url, credentials, options)
+        )
+        self._stub = _wire.stub(self._channel)
+
+    def ask(
+        self, question: Question, options: Options | None = None, *, timeout_s: float | None = None
+    ) -> Result:
+        """The whole answer to a question, or to the last turn of a list of messages.
+
+        Args:
+            timeout_s: seconds until the request is given up and cancelled; None is the client's own.
+
+        Raises:
+            ClientError: see :mod:`lr_client.errors`.
+        """
+        collector = Collector()
+        with self.stream(question, options, timeout_s=timeout_s) as events:
+            for event in events:
+                collector.add(event)
+        return collector.result()
+
+    def stream(
+        self, question: Question, options: Options | None = None, *, timeout_s: float | None = None
+    ) -> Stream:
+        """The answer as it is committed; the request is sent at once.
+
+        Raises:
+            InvalidRequest: a value cannot be sent. What the server refuses is raised by the iteration.
+        """
+        self._streams.check_open()
+        limit_s = self.timeout_s if timeout_s is None else _wire.checked_timeout(timeout_s)
+        request_id = uuid.uuid4().hex
+        request = _wire.infer_request(self.model, request_id, encode(question, options or Options()))
+        call = self._stub.ModelStreamInfer(iter((request,)), timeout=limit_s, metadata=self._metadata)
+        exchange = _wire.Exchange(call, request_id=request_id, url=self.url, timeout_s=limit_s)
+        stream = Stream(call, exchange)
+        self._streams.add(stream)
+        return stream
+
+    def is_ready(self, *, timeout_s: float = READY_TIMEOUT_S) -> bool:
+        """Whether server and model can take requests; False too where nothing answers in ``timeout_s``."""
+        self._streams.check_open()
+        until_s = time.monotonic() + _wire.checked_timeout(timeout_s)
+        try:
+            server = self._stub.ServerReady(
+                _wire.server_ready_request(), timeout=timeout_s, metadata=self._metadata
+            )
+            left_s = max(until_s - time.monotonic(), 0.0)
+            model = self._stub.ModelReady(
+                _wire.model_ready_request(self.model), timeout=left_s, metadata=self._metadata
+            )
+        except grpc.RpcError:
+            return False
+        return bool(server.ready and model.ready)
+
+    def close(self) -> None:
+        """Cancel open requests and close the connection. May be called again."""
+        self._streams.close()
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

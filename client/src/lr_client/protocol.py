@@ -1,0 +1,361 @@
+"""What crosses the wire, as pure functions.
+
+Question and options -> tensors, outputs -> events, failures -> typed errors.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar, get_type_hints
+
+import numpy as np
+import numpy.typing as npt
+
+from lr_client.errors import (
+    Cancelled,
+    ClientError,
+    InvalidRequest,
+    Overloaded,
+    RequestTimeout,
+    ServerError,
+    ServerUnreachable,
+    TargetUnavailable,
+)
+from lr_client.reasoning import split_reasoning
+from lr_client.types import (
+    Event,
+    FinishEvent,
+    Options,
+    Question,
+    Result,
+    StepEvent,
+    StepRecord,
+    TextEvent,
+    Usage,
+)
+
+INPUTS: dict[str, str] = {
+    "text_input": "BYTES",
+    "messages": "BYTES",
+    "raw": "BOOL",
+    "max_tokens": "INT32",
+    "temperature": "FP32",
+    "top_p": "FP32",
+    "top_k": "INT32",
+    "seed": "UINT64",
+    "stop": "BYTES",
+    "stream": "BOOL",
+    "mode": "BYTES",
+    "max_depth": "INT32",
+    "width": "INT32",
+    "num_draft_tokens": "INT32",
+    "ngram_max": "INT32",
+    "verifier": "BYTES",
+    "proposer": "BYTES",
+    "lossless": "BOOL",
+    "deterministic": "BOOL",
+    "deadline_s": "FP32",
+    "trace": "BOOL",
+}
+"""Inputs of the ``lookahead`` model and their Triton datatypes; all optional, all of rank 1."""
+
+OUTPUTS = ("text_output", "step", "finish_reason", "usage")
+"""Outputs of the ``lookahead`` model: one string each, and any may be missing from a response."""
+
+
+# --- question and options -> tensors ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One input: Triton's datatype, and values of shape [n] (bytes objects for ``BYTES``)."""
+
+    name: str
+    datatype: str
+    values: npt.NDArray[Any]
+
+
+def encode(question: Question, options: Options) -> tuple[Tensor, ...]:
+    """The inputs of one request; fields that are None stay at home.
+
+    Raises:
+        InvalidRequest: a value does not fit its tensor. Every other rule is the server's.
+    """
+    given = _prompt(question) | {item.name: getattr(options, item.name) for item in fields(options)}
+    return tuple(_tensor(name, value) for name, value in given.items() if _is_given(value))
+
+
+def _is_given(value: object) -> bool:
+    return value is not None and not (isinstance(value, tuple) and not value)
+
+
+def _prompt(question: Question) -> dict[str, str]:
+    if isinstance(question, str):
+        return {"text_input": question}
+    try:
+        messages = [{"role": message["role"], "content": message["content"]} for message in question]
+        return {"messages": json.dumps(messages, ensure_ascii=False)}
+    except (TypeError, KeyError, ValueError) as error:
+        rule = "give a string, or a list of {'role': ..., 'content': ...}"
+        raise InvalidRequest(f"messages={_shown(question)}: {rule}", field="messages") from error
+
+
+def _tensor(name: str, value: object) -> Tensor:
+    datatype = INPUTS[name]
+    convert, numpy_dtype, rule = _CODECS[datatype]
+    items = value if isinstance(value, tuple) else (value,)
+    try:
+        values = np.array([convert(item) for item in items], dtype=numpy_dtype)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidRequest(f"{name}={_shown(value)}: {rule}", field=name) from error
+    return Tensor(name, datatype, values)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _bool(value: object) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError
+    return bool(value)
+
+
+def _int(low: int, high: int) -> Callable[[object], int]:
+    # numpy would cut 1.5 to 1 and, in some versions, wrap what is out of range; neither may happen silently.
+    def convert(value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+            raise TypeError
+        if not low <= value <= high:
+            raise ValueError
+        return int(value)
+
+    return convert
+
+
+def _float32(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+        raise TypeError
+    number = float(value)
+    if not abs(number) <= _FLOAT32_MAX:  # false for NaN too
+        raise ValueError
+    return number
+
+
+def _bytes(value: object) -> bytes:
+    if not isinstance(value, str):
+        raise TypeError
+    return value.encode("utf-8")
+
+
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
+_CODECS: dict[str, tuple[Callable[[object], Any], Any, str]] = {
+    "BYTES": (_bytes, np.object_, "text that UTF-8 can encode"),
+    "BOOL": (_bool, np.bool_, "True or False"),
+    "INT32": (_int(-(2**31), 2**31 - 1), np.int32, "a whole number of 32 bits"),
+    "UINT64": (_int(0, 2**64 - 1), np.uint64, "a whole number from 0 to 2**64 - 1"),
+    "FP32": (_float32, np.float32, "a finite number"),
+}
+
+
+# --- outputs -> events ------------------------------------------------------------------------------------
+
+
+class Decoder:
+    """Turns the responses of one request into events. Holds their one rule: the finish comes once, last."""
+
+    def __init__(self) -> None:
+        self.finished = False
+
+    def feed(self, outputs: Mapping[str, bytes]) -> tuple[Event, ...]:
+        """The events of one response: its step, its text, its finish; empty outputs make none.
+
+        Raises:
+            ServerError: an output is unreadable, or comes after the finish.
+        """
+        events = tuple(_events(outputs))
+        if events and self.finished:
+            raise ServerError("the server sent more after the end of the answer", advice=_VERSION_ADVICE)
+        self.finished = self.finished or any(isinstance(event, FinishEvent) for event in events)
+        return events
+
+    def end(self) -> None:
+        """The server closed the stream.
+
+        Raises:
+            ServerError: the answer had not ended.
+        """
+        if not self.finished:
+            advice = "look at the server's log, then send again"
+            raise ServerError("the stream ended before the answer did", advice=advice)
+
+
+def _events(outputs: Mapping[str, bytes]) -> Iterable[Event]:
+    if step := outputs.get("step"):
+        yield StepEvent(read_record(StepRecord, step))
+    if text := outputs.get("text_output"):
+        yield TextEvent(text.decode("utf-8", errors="replace"))
+    if reason := outputs.get("finish_reason"):
+        usage = outputs.get("usage") or b"{}"
+        yield FinishEvent(reason.decode("utf-8", errors="replace"), read_record(Usage, usage))
+
+
+RecordT = TypeVar("RecordT", StepRecord, Usage)
+_VERSION_ADVICE = "client and server are of different versions: update the older one"
+
+
+def read_record(cls: type[RecordT], raw: bytes) -> RecordT:
+    """A ``StepRecord`` or ``Usage`` from its JSON. Unknown keys are ignored: a newer server may send more.
+
+    Raises:
+        ServerError: it is not JSON, a needed key is missing, or a value has the wrong type.
+    """
+    try:
+        document = json.loads(raw)
+        if not isinstance(document, dict):
+            raise TypeError("not an object")
+        readers = _readers(cls)
+        return cls(**{name: read(document[name]) for name, read in readers.items() if name in document})
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        shown = raw[:80].decode("utf-8", errors="replace")
+        message = f"unreadable {cls.__name__} from the server: {shown}"
+        raise ServerError(message, advice=_VERSION_ADVICE) from error
+
+
+def _readers(cls: type[RecordT]) -> dict[str, Callable[[object], Any]]:
+    return {name: _READERS[hint] for name, hint in get_type_hints(cls).items()}
+
+
+def _of(*types: type) -> Callable[[object], Any]:
+    def read(value: object) -> object:
+        if type(value) not in types:  # not isinstance: True is no number here
+            raise TypeError(f"{value!r} is not one of {types}")
+        return float(value) if float in types and type(value) is int else value
+
+    return read
+
+
+def _optional(read: Callable[[object], Any]) -> Callable[[object], Any]:
+    return lambda value: None if value is None else read(value)
+
+
+def _strings(value: object) -> tuple[str, ...]:
+    return tuple(_of(str)(item) for item in _of(list)(value))
+
+
+def _counts(value: object) -> dict[str, int]:
+    return {name: _of(int)(count) for name, count in _of(dict)(value).items()}
+
+
+_READERS: dict[Any, Callable[[object], Any]] = {
+    int: _of(int),
+    float: _of(float, int),
+    str: _of(str),
+    int | None: _optional(_of(int)),
+    float | None: _optional(_of(float, int)),
+    str | None: _optional(_of(str)),
+    tuple[str, ...]: _strings,
+    Mapping[str, int]: _counts,
+}
+
+
+class Collector:
+    """Adds events up to a :class:`Result`."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._steps: list[StepRecord] = []
+        self._finish = FinishEvent("error", Usage())
+
+    def add(self, event: Event) -> None:
+        """Take the next event of the stream."""
+        match event:
+            case TextEvent(text):
+                self._texts.append(text)
+            case StepEvent(record):
+                self._steps.append(record)
+            case FinishEvent():
+                self._finish = event
+
+    def result(self) -> Result:
+        """The whole answer, once the stream has ended."""
+        text, usage = "".join(self._texts), self._finish.usage
+        reasoning, answer = split_reasoning(text, num_reasoning_tokens=usage.reasoning_tokens)
+        return Result(
+            text=text,
+            reasoning=reasoning,
+            answer=answer,
+            finish_reason=self._finish.finish_reason,
+            usage=usage,
+            steps=tuple(self._steps),
+        )
+
+
+# --- failures -> typed errors -----------------------------------------------------------------------------
+
+_CODED = re.compile(r"\b(LR_[A-Z][A-Z_]*[A-Z]): *(.*)", re.DOTALL)
+_TRACEBACK = re.compile(r"\n\s*(?:At:|Traceback \().*", re.DOTALL)
+_FIELD = re.compile(r"([A-Za-z_][\w.]*)=")
+_TYPES: dict[str, type[ClientError]] = {
+    "LR_OVERLOADED": Overloaded,
+    "LR_CANCELLED": Cancelled,
+    "LR_TARGET_UNAVAILABLE": TargetUnavailable,
+}
+_ADVICE = {
+    "LR_ENGINE_REJECTED": "the same request will fail again: shorten the question or max_tokens",
+    "LR_ENGINE_UNAVAILABLE": "retry later, or ask another server",
+    "LR_ENGINE_TIMEOUT": "retry later; the engine may be overloaded",
+    "LR_CONFIG": "the server's operator has to mend its settings",
+    "LR_CHECKPOINT": "the server's operator has to mend the model's checkpoint",
+}
+
+
+def error_from_text(text: str) -> ClientError:
+    """The error behind a server's message: ``LR_CODE: text``, maybe with Triton's own words around it."""
+    coded = _CODED.search(text)
+    if coded is None:
+        advice = "check the model's name, and that the server loaded it" if "unknown model" in text else None
+        return ServerError(_first(text) or "the server failed without saying why", advice=advice)
+    code, message = coded[1], _first(coded[2])
+    if code == "LR_INVALID_REQUEST":
+        named = _FIELD.match(message)
+        return InvalidRequest(message, field=named[1] if named else None, code=code)
+    kind = _TYPES.get(code, ServerError)
+    return kind(message or f"the server answered {code}", code=code, advice=_ADVICE.get(code))
+
+
+def _first(text: str) -> str:
+    # What follows is the stack of the server's Python: of no use here.
+    return _TRACEBACK.sub("", text).strip()
+
+
+def error_from_status(
+    status: str, details: str, *, url: str, timeout_s: float, cancelled: bool
+) -> ClientError:
+    """The error behind a gRPC status that is not OK.
+
+    Args:
+        status: name of the status, such as ``UNAVAILABLE``.
+        cancelled: this client cancelled the call; CANCELLED from elsewhere is a server shutting down.
+    """
+    if cancelled:
+        return Cancelled("the request was cancelled")
+    if _CODED.search(details):
+        return error_from_text(details)
+    if status == "DEADLINE_EXCEEDED":
+        return RequestTimeout(f"no end of the answer within {timeout_s:g} s")
+    if status in ("UNAVAILABLE", "CANCELLED"):
+        return ServerUnreachable(f"no answer from {url}: {_first(details) or status}")
+    if status == "RESOURCE_EXHAUSTED":
+        return Overloaded(_first(details) or "the server is out of resources")
+    if status == "INVALID_ARGUMENT":
+        return InvalidRequest(_first(details) or "the server refused the request")
+    if status == "UNIMPLEMENTED":
+        return ServerError(
+            f"{url} is no Triton server", advice="check the address; Triton's gRPC port is 8001"
+        )
+    return ServerError(f"{status}: {_first(details)}")

@@ -1,0 +1,155 @@
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from fake_server import WAIT_S, FakeServer, Gate
+from typer.testing import CliRunner, Result
+
+from lr_client.cli import app
+from lr_client.types import Usage
+
+GREEN, YELLOW, BLUE = "\x1b[32m", "\x1b[33m", "\x1b[34m"
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("FORCE_COLOR", "NO_COLOR", "LOOKAHEAD_URL", "LOOKAHEAD_MODEL", "COLORTERM"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    yield
+
+
+def call(*arguments: str, **env: str) -> Result:
+    return CliRunner().invoke(app, arguments, env=env)
+
+
+def test_steps_are_coloured_by_their_origin(server: FakeServer) -> None:
+    result = call("ask", "steps", "--url", server.url, FORCE_COLOR="1")
+    assert result.exit_code == 0
+    for colour, text in ((GREEN, "one. "), (YELLOW, "two. "), (BLUE, "three. ")):
+        assert f"{colour}{text}\x1b[0m" in result.output
+    assert f"{GREEN}■ draft accepted" in result.output  # the legend
+    assert server.request().inputs["trace"] == [True]
+
+
+def test_no_terminal_no_colour(server: FakeServer) -> None:
+    result = call("ask", "steps", "--url", server.url)
+    assert "\x1b" not in result.output
+    assert "■" not in result.output
+    reasoning, rule, *answer, closing = result.output.splitlines()
+    assert reasoning == "one. two. three. "
+    assert "answer" in rule
+    assert answer == ["42"]
+    assert closing == (
+        "20.0 tokens/s · 1.50 s · steps accepted 50% · tokens accepted 25% · mean accepted length 1.0"
+        " · 12 wasted tokens · finish: stop · without judge"
+    )
+
+
+def test_a_text_without_reasoning_is_shown_once(server: FakeServer) -> None:
+    result = call("ask", "plain", "--no-trace", "--url", server.url)
+    assert result.output.splitlines()[0] == "ab"
+    assert "tokens accepted - " in result.output
+    assert server.request().inputs["trace"] == [False]
+
+
+def test_what_a_model_writes_cannot_steer_the_terminal(server: FakeServer) -> None:
+    result = call("ask", "escapes", "--url", server.url)
+    assert result.output.splitlines()[0] == "[31mred [bold]:smile:"
+
+
+def test_json_prints_one_event_a_line(server: FakeServer) -> None:
+    result = call("ask", "steps", "--json", "--url", server.url, FORCE_COLOR="1")
+    events = [json.loads(line) for line in result.output.splitlines()]
+    assert [event["event"] for event in events] == ["step", "text"] * 3 + ["text", "finish"]
+    assert events[0]["origin"] == "draft"
+    assert events[1]["text"] == "one. "
+    assert events[-1]["finish_reason"] == "stop"
+    assert set(events[-1]["usage"]) == set(Usage.__dataclass_fields__)
+
+
+def test_options_reach_the_server(server: FakeServer) -> None:
+    flags = (
+        "--mode lr --temperature 0.5 --top-p 0.5 --top-k 4 --max-tokens 9 --max-depth 2 --width 3 "
+        "--num-draft-tokens 5 --ngram-max 6 --verifier exact --proposer ngram --seed 7 --stop x --stop y"
+    )
+    result = call("ask", "plain", *flags.split(), "--system", "brief", LOOKAHEAD_URL=server.url)
+    assert result.exit_code == 0
+    inputs = server.request().inputs
+    assert json.loads(inputs.pop("messages")[0])[0] == {"role": "system", "content": "brief"}
+    assert inputs == {
+        "mode": ["lr"],
+        "temperature": [0.5],
+        "top_p": [0.5],
+        "top_k": [4],
+        "max_tokens": [9],
+        "max_depth": [2],
+        "width": [3],
+        "num_draft_tokens": [5],
+        "ngram_max": [6],
+        "verifier": ["exact"],
+        "proposer": ["ngram"],
+        "seed": [7],
+        "stop": ["x", "y"],
+        "trace": [True],
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "words"),
+    [
+        (["ask", "overloaded"], 1, "Overloaded: 64 requests"),
+        (["ask", "invalid"], 2, "InvalidRequest: width=99"),
+        (["ask", "held", "--timeout", "0.1"], 1, "RequestTimeout: "),
+        (["ask", "plain", "--timeout", "0"], 2, "InvalidRequest: timeout_s"),
+        (["ask", "plain", "--url", "http://localhost:1"], 2, "InvalidRequest: url"),
+        (["ask", "plain", "--url", "localhost:1"], 1, "ServerUnreachable: no answer from localhost:1"),
+        (["check", "--url", "localhost:1"], 1, "ServerUnreachable: no ready model"),
+    ],
+)
+def test_errors_are_one_line(server: FakeServer, arguments: list[str], exit_code: int, words: str) -> None:
+    result = call(*arguments, LOOKAHEAD_URL=server.url)
+    assert result.exit_code == exit_code
+    last = result.output.splitlines()[-1]
+    assert last.startswith(words)
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("arguments", [["ask"], ["ask", "q", "--max-tokens", "many"], ["sing"]])
+def test_wrong_use_exits_2(arguments: list[str]) -> None:
+    assert call(*arguments).exit_code == 2
+
+
+def test_an_error_midway_keeps_what_was_said(server: FakeServer) -> None:
+    result = call("ask", "fails midway", "--url", server.url)
+    assert result.exit_code == 1
+    assert result.output.splitlines() == [
+        "a",
+        "TargetUnavailable: gone (retry later, or ask another server)",
+    ]
+
+
+def test_check_asks_a_tiny_question(server: FakeServer) -> None:
+    result = call("check", "--url", server.url)
+    assert (result.exit_code, result.output[:3]) == (0, "OK:")
+    server.ready = False
+    assert call("check", "--url", server.url).exit_code == 1
+
+
+def test_ctrl_c_cancels_the_request_and_exits_130(server: FakeServer, gate: Gate) -> None:
+    command = [sys.executable, "-m", "lr_client", "ask", "held", "--url", server.url]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert gate.reached.wait(WAIT_S)
+        assert process.stdout.read(1) == "a"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=WAIT_S)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert errors.strip() == "cancelled"
+    assert server.request().was_cancelled()

@@ -1,0 +1,50 @@
+"""The client against the server's own tables; skipped where the client is installed alone."""
+
+from dataclasses import fields
+
+import pytest
+
+from lr_client import Options, StepRecord, Usage
+from lr_client.protocol import INPUTS, OUTPUTS, encode, error_from_text, read_record
+from lr_client.render import STYLES
+
+contract = pytest.importorskip("lr_backend.contract")
+request = pytest.importorskip("lr_backend.request")
+errors = pytest.importorskip("lr_backend.errors")
+
+
+def test_inputs_and_outputs_are_the_server_s() -> None:
+    wire = {"STRING": "BYTES"}
+    assert {spec.name: wire.get(spec.dtype, spec.dtype) for spec in contract.LOOKAHEAD_INPUTS} == INPUTS
+    assert tuple(spec.name for spec in contract.LOOKAHEAD_OUTPUTS) == OUTPUTS
+
+
+def test_every_field_of_the_server_s_request_can_be_sent() -> None:
+    prompt = {"text_input", "messages"}
+    assert prompt | {item.name for item in fields(Options)} == set(request.LookaheadRequest.model_fields)
+
+
+def test_what_the_client_sends_parses() -> None:
+    sent = encode([{"role": "user", "content": "q"}], Options(mode="lr", max_depth=2, trace=True))
+    assert {tensor.name for tensor in sent} == {"messages", "mode", "max_depth", "trace"}
+
+
+def test_the_server_s_records_are_read_whole() -> None:
+    usage = request.Usage(num_steps=3, num_steps_rejected={"judge": 1}, degraded=("draft",), latency_s=2.0)
+    assert read_record(Usage, usage.as_json().encode()).num_steps_rejected == {"judge": 1}
+    assert {item.name for item in fields(Usage)} == set(request.Usage.model_fields)
+    assert {item.name for item in fields(StepRecord)} == set(request.StepRecord.model_fields)
+    step = request.StepRecord(index=1, origin="draft", reason="judge", text="t", num_tokens=2)
+    assert read_record(StepRecord, step.model_dump_json().encode()).origin == "draft"
+
+
+def test_every_origin_has_a_colour() -> None:
+    assert set(STYLES) == {str(origin) for origin in request.Origin}
+
+
+def test_public_messages_of_the_server_are_understood() -> None:
+    refused = errors.InvalidRequest("width", 99, "at most 8")
+    error = error_from_text(refused.public())
+    assert (type(error).__name__, getattr(error, "field", None)) == ("InvalidRequest", "width")
+    for kind in (errors.Overloaded, errors.TargetUnavailable, errors.Cancelled):
+        assert type(error_from_text(kind("why").public())).__name__ == kind.__name__

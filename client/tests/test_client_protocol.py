@@ -1,0 +1,371 @@
+import json
+import math
+from dataclasses import asdict, fields
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_server import Reply, decode_inputs, stream_response
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tritonclient.grpc import service_pb2
+
+from lr_client import (
+    Cancelled,
+    ClientError,
+    Event,
+    FinishEvent,
+    InvalidRequest,
+    Options,
+    Overloaded,
+    RequestTimeout,
+    ServerError,
+    ServerUnreachable,
+    StepEvent,
+    StepRecord,
+    TargetUnavailable,
+    TextEvent,
+    Usage,
+)
+from lr_client._wire import checked_timeout, checked_url, infer_request, outputs_of
+from lr_client.protocol import (
+    INPUTS,
+    Collector,
+    Decoder,
+    encode,
+    error_from_status,
+    error_from_text,
+    read_record,
+)
+from lr_client.reasoning import END_THINK, ReasoningSplitter, split_reasoning
+
+QUICK = settings(max_examples=50, deadline=None)
+TEXT = st.text(st.characters(codec="utf-8"))
+INT32 = st.integers(-(2**31), 2**31 - 1)
+FLOAT32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
+VALUES = {
+    "BYTES": TEXT,
+    "INT32": INT32,
+    "UINT64": st.integers(0, 2**64 - 1),
+    "FP32": FLOAT32,
+    "BOOL": st.booleans(),
+}
+
+
+@st.composite
+def option_fields(draw: st.DrawFn) -> dict[str, Any]:
+    strategies = {item.name: VALUES[INPUTS[item.name]] for item in fields(Options)}
+    strategies["stop"] = st.lists(TEXT, min_size=1, max_size=4).map(tuple)
+    return {name: draw(values) for name, values in strategies.items() if draw(st.booleans())}
+
+
+@QUICK
+@given(TEXT, option_fields())
+def test_every_option_reaches_the_server_as_it_was_given(question: str, given_fields: dict[str, Any]) -> None:
+    request = infer_request("lookahead", "id", encode(question, Options(**given_fields)))
+    wanted = {"text_input": question} | given_fields
+    assert decode_inputs(request) == {
+        name: list(value) if name == "stop" else [value] for name, value in wanted.items()
+    }
+    assert {tensor.name: tensor.datatype for tensor in request.inputs} == {
+        name: INPUTS[name] for name in wanted
+    }
+
+
+@QUICK
+@given(st.lists(st.fixed_dictionaries({"role": TEXT, "content": TEXT})))
+def test_messages_travel_as_json(messages: list[Any]) -> None:
+    (tensor,) = encode(messages, Options())
+    assert tensor.name == "messages"
+    assert json.loads(tensor.values[0]) == messages
+
+
+def test_none_and_no_stop_strings_stay_at_home() -> None:
+    assert [tensor.name for tensor in encode("q", Options(stop=[], seed=None))] == ["text_input"]
+
+
+def test_one_stop_string_is_not_taken_apart() -> None:
+    assert Options(stop="END").stop == ("END",)
+
+
+def test_numpy_numbers_are_numbers() -> None:
+    sent = encode("q", Options(max_tokens=np.int64(5), temperature=np.float64(0.5)))  # type: ignore[arg-type]
+    assert [tensor.values.tolist() for tensor in sent[1:]] == [[5], [0.5]]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", 2**31),
+        ("max_tokens", 1.5),
+        ("max_tokens", True),
+        ("max_tokens", "7"),
+        ("seed", -1),
+        ("seed", 2**64),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", 1e39),
+        ("temperature", 10**400),
+        ("temperature", "hot"),
+        ("trace", 1),
+        ("mode", "\ud800"),
+        ("mode", 3),
+        ("stop", ["a", 3]),
+    ],
+)
+def test_what_would_be_bent_on_the_wire_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        encode("q", Options(**{name: value}))
+    assert caught.value.field == name
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("question", [[{"role": "user"}], [3], 5, [{"role": "user", "content": b"x"}]])
+def test_a_malformed_question_is_refused(question: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        encode(question, Options())
+    assert caught.value.field == "messages"
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, math.nan, math.inf, 1e9])
+def test_a_wait_without_a_bound_is_refused(timeout_s: float) -> None:
+    with pytest.raises(InvalidRequest):
+        checked_timeout(timeout_s)
+
+
+@pytest.mark.parametrize("url", ["", "http://localhost:8000"])
+def test_a_url_that_grpc_would_misread_is_refused(url: str) -> None:
+    with pytest.raises(InvalidRequest):
+        checked_url(url)
+
+
+RATES = st.none() | st.floats(0, 1)
+COUNTS = st.integers(0, 2**53)
+UNKNOWN = st.dictionaries(TEXT.map("x_{}".format), st.none() | st.integers() | TEXT, max_size=3)
+USAGES = st.builds(
+    Usage,
+    completion_tokens=COUNTS,
+    num_steps_rejected=st.dictionaries(TEXT, COUNTS, max_size=3),
+    step_acceptance_rate=RATES,
+    mean_accepted_length=RATES,
+    latency_s=st.floats(0, 1e6) | st.integers(0, 9).map(float),
+    mode=TEXT,
+    degraded=st.lists(TEXT, max_size=2).map(tuple),
+)
+STEPS = st.builds(
+    StepRecord,
+    index=COUNTS,
+    origin=TEXT,
+    text=TEXT,
+    reason=TEXT,
+    sibling=st.none() | COUNTS,
+    drafted_text=st.none() | TEXT,
+    committed_s=st.floats(0, 1e6),
+)
+
+
+@QUICK
+@given(USAGES, UNKNOWN)
+def test_usage_survives_json_and_unknown_keys(usage: Usage, unknown: dict[str, Any]) -> None:
+    assert read_record(Usage, json.dumps(asdict(usage) | unknown).encode()) == usage
+
+
+@QUICK
+@given(STEPS, UNKNOWN)
+def test_step_records_survive_json_and_unknown_keys(step: StepRecord, unknown: dict[str, Any]) -> None:
+    assert read_record(StepRecord, json.dumps(asdict(step) | unknown).encode()) == step
+
+
+def test_missing_counts_are_zero_and_missing_rates_none() -> None:
+    assert read_record(Usage, b"{}") == Usage()
+    assert Usage().tokens_per_s is None
+
+
+@QUICK
+@given(st.binary())
+def test_garbage_records_are_a_server_error(raw: bytes) -> None:
+    with pytest.raises(ServerError):
+        read_record(StepRecord, raw)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"[]",
+        b"null",
+        b'{"latency_s": "fast"}',
+        b'{"num_steps": true}',
+        b'{"num_steps": 1.5}',
+        b'{"degraded": "draft"}',
+        b'{"num_steps_rejected": {"judge": "many"}}',
+        b"[" * 100_000,
+    ],
+)
+def test_a_value_of_the_wrong_type_is_a_server_error(raw: bytes) -> None:
+    with pytest.raises(ServerError, match="unreadable Usage"):
+        read_record(Usage, raw)
+
+
+def test_a_response_becomes_its_step_then_its_text_then_its_finish() -> None:
+    step = {"index": 0, "origin": "draft", "text": "a"}
+    reply = Reply(text="a", step=step, finish="stop", usage={"num_steps": 1})
+    assert Decoder().feed(outputs_of(stream_response(reply.outputs()))) == (
+        StepEvent(StepRecord(index=0, origin="draft", text="a")),
+        TextEvent("a"),
+        FinishEvent("stop", Usage(num_steps=1)),
+    )
+
+
+def test_empty_and_missing_outputs_make_no_events() -> None:
+    assert Decoder().feed({}) == ()
+    assert Decoder().feed({"text_output": b"", "step": b"", "finish_reason": b"", "usage": b""}) == ()
+
+
+def test_a_finish_may_come_without_usage() -> None:
+    assert Decoder().feed({"finish_reason": b"length"}) == (FinishEvent("length", Usage()),)
+
+
+def test_nothing_may_follow_the_finish_but_empty_responses() -> None:
+    decoder = Decoder()
+    decoder.feed({"finish_reason": b"stop"})
+    assert decoder.feed({}) == ()
+    decoder.end()
+    with pytest.raises(ServerError):
+        decoder.feed({"text_output": b"more"})
+
+
+def test_an_end_before_the_finish_is_an_error() -> None:
+    with pytest.raises(ServerError):
+        Decoder().end()
+
+
+@QUICK
+@given(st.binary(), st.integers(0, 5))
+def test_garbage_tensors_are_a_server_error_or_some_bytes(raw: bytes, num: int) -> None:
+    response = service_pb2.ModelStreamInferResponse()
+    response.infer_response.outputs.add(name="text_output", datatype="BYTES", shape=[num])
+    response.infer_response.raw_output_contents.append(raw)
+    try:
+        assert set(outputs_of(response)) <= {"text_output"}
+    except ServerError as error:
+        assert "unreadable" in error.message
+
+
+CODES: dict[str, type[ClientError]] = {
+    "LR_INTERNAL": ServerError,
+    "LR_INVALID_REQUEST": InvalidRequest,
+    "LR_OVERLOADED": Overloaded,
+    "LR_CANCELLED": Cancelled,
+    "LR_TARGET_UNAVAILABLE": TargetUnavailable,
+    "LR_ENGINE_ERROR": ServerError,
+    "LR_ENGINE_REJECTED": ServerError,
+    "LR_ENGINE_UNAVAILABLE": ServerError,
+    "LR_ENGINE_TIMEOUT": ServerError,
+    "LR_CONFIG": ServerError,
+    "LR_CHECKPOINT": ServerError,
+    "LR_OF_TOMORROW": ServerError,
+}
+WRAPS = [
+    "{}",
+    "Failed to process the request(s) for model 'lookahead_0_0', message: {}",
+    "in ensemble 'x', TritonModelException: {}\n\nAt:\n  /models/lookahead/1/model.py(12): execute\n",
+]
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_every_code_becomes_its_error_whatever_is_around_it(code: str, wrap: str) -> None:
+    error = error_from_text(wrap.format(f"{code}: something, said: plainly"))
+    assert type(error) is CODES[code]
+    assert (error.code, error.message) == (code, "something, said: plainly")
+    assert code == "LR_CANCELLED" or error.advice
+
+
+def test_the_field_of_an_invalid_request_is_named() -> None:
+    error = error_from_text("LR_INVALID_REQUEST: messages.0.role='bot': Input should be 'system', 'user'")
+    assert isinstance(error, InvalidRequest)
+    assert error.field == "messages.0.role"
+    other = error_from_text("LR_INVALID_REQUEST: no way")
+    assert isinstance(other, InvalidRequest)
+    assert other.field is None
+
+
+def test_triton_s_unknown_model_says_to_check_its_name() -> None:
+    error = error_from_text("Request for unknown model: 'nope' is not found")
+    assert type(error) is ServerError
+    assert "model's name" in str(error)
+
+
+@QUICK
+@given(st.text())
+def test_any_message_becomes_an_error_that_says_something(text: str) -> None:
+    assert isinstance(error_from_text(text), ClientError)
+    assert str(error_from_text(text)).strip()
+
+
+@pytest.mark.parametrize(
+    ("status", "details", "cancelled", "kind"),
+    [
+        ("UNAVAILABLE", "connection refused", False, ServerUnreachable),
+        ("CANCELLED", "", True, Cancelled),
+        ("CANCELLED", "", False, ServerUnreachable),
+        ("DEADLINE_EXCEEDED", "Deadline Exceeded", False, RequestTimeout),
+        ("RESOURCE_EXHAUSTED", "", False, Overloaded),
+        ("INVALID_ARGUMENT", "bad", False, InvalidRequest),
+        ("UNIMPLEMENTED", "", False, ServerError),
+        ("INTERNAL", "oops", False, ServerError),
+        ("UNAVAILABLE", "LR_OVERLOADED: queue full", False, Overloaded),
+    ],
+)
+def test_every_status_becomes_its_error(
+    status: str, details: str, cancelled: bool, kind: type[ClientError]
+) -> None:
+    error = error_from_status(status, details, url="here:1", timeout_s=2.0, cancelled=cancelled)
+    assert type(error) is kind
+
+
+def test_timeouts_and_lost_connections_are_python_s_own_kinds_too() -> None:
+    assert issubclass(RequestTimeout, TimeoutError)
+    assert issubclass(ServerUnreachable, ConnectionError)
+    assert str(RequestTimeout("late", advice="")) == "late"
+
+
+@pytest.mark.parametrize(
+    ("text", "num_reasoning_tokens", "parts"),
+    [
+        ("<think>\nwhy\n</think>\n\n42", 5, ("why", "42")),
+        ("why</think>42", 0, ("why", "42")),
+        ("<think>why", 0, ("why", "")),
+        ("why", 3, ("why", "")),
+        ("42", 0, ("", "42")),
+        ("", 0, ("", "")),
+    ],
+)
+def test_reasoning_ends_at_its_tag(text: str, num_reasoning_tokens: int, parts: tuple[str, str]) -> None:
+    assert split_reasoning(text, num_reasoning_tokens=num_reasoning_tokens) == parts
+
+
+@QUICK
+@given(st.lists(st.sampled_from([*"</think>ab<", END_THINK]) | TEXT))
+def test_the_splitter_is_partition_whatever_the_pieces(pieces: list[str]) -> None:
+    splitter = ReasoningSplitter()
+    parts = [splitter.feed(piece) for piece in pieces]
+    reasoning = "".join(part for part, _ in parts) + splitter.flush()
+    whole, _, rest = "".join(pieces).partition(END_THINK)
+    assert (reasoning, "".join(part for _, part in parts)) == (whole, rest)
+
+
+def test_a_result_is_the_sum_of_its_events() -> None:
+    collector = Collector()
+    step = StepRecord(index=0, origin="target", text="a")
+    events: list[Event] = [
+        StepEvent(step),
+        TextEvent("a</th"),
+        TextEvent("ink>b"),
+        FinishEvent("stop", Usage(num_steps=1)),
+    ]
+    for event in events:
+        collector.add(event)
+    result = collector.result()
+    assert (result.text, result.reasoning, result.answer) == ("a</think>b", "a", "b")
+    assert (result.finish_reason, result.usage.num_steps, result.steps) == ("stop", 1, (step,))
