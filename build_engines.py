@@ -1,0 +1,11 @@
+"""Build what a deployment spec says: ``python build_engines.py --spec engines/demo.toml [--role R] [--output DIR] [--dry-run]``.
+
+The same as ``lookahead build``; it lies here because a build is the first thing that a deployment runs.
+"""
+
+import typer
+
+from lr_backend.cli import build
+
+if __name__ == "__main__":
+    typer.run(build)

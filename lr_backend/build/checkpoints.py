@@ -1,0 +1,253 @@
+"""Checks of a checkpoint folder before anything is built from it: complete, not truncated, supported, with a tokenizer.
+
+Reads headers only, so that a folder of any size is checked in milliseconds, and needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lr_backend.errors import CheckpointError
+
+ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")
+FLOAT_DTYPES = ("F32", "F16", "BF16")
+MAX_HEADER_BYTES = 100_000_000
+"""The format's own limit; a larger number is garbage, not a header."""
+
+_LAYER_TENSORS = (
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+    "self_attn.q_proj.weight",
+    "self_attn.k_proj.weight",
+    "self_attn.v_proj.weight",
+    "self_attn.o_proj.weight",
+    "mlp.gate_proj.weight",
+    "mlp.up_proj.weight",
+    "mlp.down_proj.weight",
+)
+_EXTRA_LAYER_TENSORS: Mapping[str, tuple[str, ...]] = {
+    "Qwen3ForCausalLM": ("self_attn.q_norm.weight", "self_attn.k_norm.weight"),
+    "Qwen2ForCausalLM": ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+    "LlamaForCausalLM": (),
+}
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "special_tokens_map.json",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """A checkpoint that passed.
+
+    Attributes:
+        vocab_size: width of the logits; at least the tokenizer's size.
+        max_positions: longest sequence that the model was made for, in tokens.
+        vocabulary: token text to id, added tokens too.
+        files: what the checkpoint consists of; what a manifest hashes.
+    """
+
+    directory: Path
+    architecture: str
+    vocab_size: int
+    max_positions: int
+    num_parameters: int
+    vocabulary: Mapping[str, int]
+    files: tuple[Path, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        size = 1
+        for dim in self.shape:
+            size *= dim
+        return size
+
+
+def check_checkpoint(directory: Path) -> CheckpointInfo:
+    """Check one checkpoint folder.
+
+    Raises:
+        CheckpointError: names the folder, the file or tensor, and what is wrong with it.
+    """
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is not a folder")
+    config = _json_object(directory / "config.json")
+    architecture = _architecture(config, directory)
+    vocab_size, num_layers, max_positions = (
+        _positive(config, key, directory) for key in ("vocab_size", "num_hidden_layers", "max_position_embeddings")
+    )
+    weights = _weight_files(directory)
+    tensors = _tensors(weights, directory)
+    _require_tensors(tensors, architecture, num_layers, bool(config.get("tie_word_embeddings", False)), directory)
+    _require_shapes(tensors, vocab_size, directory)
+    vocabulary = _vocabulary(directory)
+    if vocabulary and max(vocabulary.values()) >= vocab_size:
+        raise CheckpointError(f"{directory}: the tokenizer has ids beyond the model's vocabulary of {vocab_size}")
+    _require_chat_template(directory)
+    named = [directory / "config.json", *(directory / name for name in _TOKENIZER_FILES)]
+    return CheckpointInfo(
+        directory=directory,
+        architecture=architecture,
+        vocab_size=vocab_size,
+        max_positions=max_positions,
+        num_parameters=sum(tensor.size for tensor in tensors.values()),
+        vocabulary=vocabulary,
+        files=tuple(sorted({*weights, *(path for path in named if path.is_file())})),
+    )
+
+
+def check_same_vocabulary(target: CheckpointInfo, draft: CheckpointInfo) -> None:
+    """Draft steps become target prefixes as token ids, so both must read every id alike.
+
+    Raises:
+        CheckpointError: naming tokens that differ.
+    """
+    if target.vocabulary == draft.vocabulary:
+        return
+    tokens = target.vocabulary.keys() | draft.vocabulary.keys()
+    differing = sorted(token for token in tokens if target.vocabulary.get(token) != draft.vocabulary.get(token))
+    shown = ", ".join(
+        f"{token!r} (target {target.vocabulary.get(token, 'none')}, draft {draft.vocabulary.get(token, 'none')})"
+        for token in differing[:3]
+    )
+    raise CheckpointError(f"target and draft must share a vocabulary; {len(differing)} tokens differ: {shown}")
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return value
+
+
+def _architecture(config: Mapping[str, Any], directory: Path) -> str:
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    if name not in ARCHITECTURES:
+        raise CheckpointError(f"{directory}: architecture {name} is not one of {', '.join(ARCHITECTURES)}")
+    return str(name)
+
+
+def _positive(config: Mapping[str, Any], key: str, directory: Path) -> int:
+    value = config.get(key)
+    if type(value) is not int or value < 1:
+        raise CheckpointError(f"{directory}: config.json: {key}={value!r} must be a positive integer")
+    return value
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    """The safetensors files, those of the index where there is one."""
+    index = directory / "model.safetensors.index.json"
+    if not index.is_file():
+        single = directory / "model.safetensors"
+        if not single.is_file():
+            raise CheckpointError(f"{directory} has neither model.safetensors nor {index.name}")
+        return [single]
+    weight_map = _json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no weight_map")
+    names = {str(name) for name in weight_map.values()}
+    if any(Path(name).name != name for name in names):
+        raise CheckpointError(f"{index} names files outside of the checkpoint")
+    missing = sorted(name for name in names if not (directory / name).is_file())
+    if missing:
+        raise CheckpointError(f"{directory}: {missing[0]} is missing ({len(missing)} of {len(names)} weight files are)")
+    return [directory / name for name in sorted(names)]
+
+
+def _tensors(files: Iterable[Path], directory: Path) -> dict[str, _Tensor]:
+    tensors: dict[str, _Tensor] = {}
+    for path in files:
+        tensors |= read_header(path)
+    index = directory / "model.safetensors.index.json"
+    promised = _json_object(index)["weight_map"] if index.is_file() else {}
+    absent = sorted(set(promised) - set(tensors))
+    if absent:
+        raise CheckpointError(f"{directory}: tensor {absent[0]} is in the index but in no file")
+    return tensors
+
+
+def read_header(path: Path) -> dict[str, _Tensor]:
+    """Names, types and shapes of a safetensors file, whose size must be exactly what its header promises.
+
+    Raises:
+        CheckpointError: it is no safetensors file, or cut short.
+    """
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if not 2 <= length <= MAX_HEADER_BYTES:
+                raise ValueError(f"header of {length} bytes")
+            text = file.read(length)
+        header = json.loads(text)
+        tensors = {
+            name: _Tensor(entry["dtype"], tuple(entry["shape"])) for name, entry in header.items() if name != "__metadata__"
+        }
+        end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+    except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is no safetensors file or is cut short: {error}") from error
+    size, expected = path.stat().st_size, 8 + length + end
+    if size != expected:
+        raise CheckpointError(f"{path} has {size} bytes, its header promises {expected}: truncated or corrupt")
+    return tensors
+
+
+def _require_tensors(tensors: Mapping[str, _Tensor], architecture: str, num_layers: int, tied: bool, directory: Path) -> None:
+    per_layer = (*_LAYER_TENSORS, *_EXTRA_LAYER_TENSORS[architecture])
+    required = {"model.embed_tokens.weight", "model.norm.weight"} | (set() if tied else {"lm_head.weight"})
+    required |= {f"model.layers.{layer}.{name}" for layer in range(num_layers) for name in per_layer}
+    missing = sorted(required - set(tensors))
+    if missing:
+        raise CheckpointError(f"{directory}: {len(missing)} tensors are missing, the first is {missing[0]}")
+    for name in required:
+        if tensors[name].dtype not in FLOAT_DTYPES:
+            raise CheckpointError(f"{directory}: {name} is {tensors[name].dtype}, not one of {', '.join(FLOAT_DTYPES)}")
+
+
+def _require_shapes(tensors: Mapping[str, _Tensor], vocab_size: int, directory: Path) -> None:
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in tensors and tensors[name].shape[:1] != (vocab_size,):
+            raise CheckpointError(
+                f"{directory}: {name} has shape {tensors[name].shape}, config.json says vocab_size {vocab_size}"
+            )
+
+
+def _vocabulary(directory: Path) -> dict[str, int]:
+    """Every token of ``tokenizer.json`` with its id, whatever kind of model it holds."""
+    path = directory / "tokenizer.json"
+    content = _json_object(path)
+    model = content.get("model")
+    listed = model.get("vocab") if isinstance(model, dict) else None
+    try:
+        if isinstance(listed, dict):
+            vocabulary = {str(token): int(number) for token, number in listed.items()}
+        elif isinstance(listed, list):
+            vocabulary = {str(entry[0]): number for number, entry in enumerate(listed)}
+        else:
+            raise CheckpointError(f"{path} holds no vocabulary")
+        vocabulary |= {str(token["content"]): int(token["id"]) for token in content.get("added_tokens") or ()}
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} is malformed: {error!r}") from error
+    return vocabulary
+
+
+def _require_chat_template(directory: Path) -> None:
+    if (directory / "chat_template.jinja").is_file():
+        return
+    if not _json_object(directory / "tokenizer_config.json").get("chat_template"):
+        raise CheckpointError(f"{directory}: the tokenizer has no chat template")

@@ -1,0 +1,113 @@
+"""Renders a model repository from the templates in ``model_repository/``; the whole folder appears at once or not at all."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jinja2 import StrictUndefined, TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from lr_backend.build.checkpoints import CheckpointInfo
+from lr_backend.build.spec import PACKAGE_ROOT, TorchDeployment
+from lr_backend.contract import ENGINE_INPUTS, ENGINE_OUTPUTS, LOOKAHEAD_INPUTS, LOOKAHEAD_OUTPUTS, tensor_list_pbtxt
+from lr_backend.engine import Role
+from lr_backend.errors import ConfigError
+
+TEMPLATES = PACKAGE_ROOT / "model_repository"
+LOOKAHEAD_MODEL = "lookahead"
+TRITON_MAX_BATCH_SIZE = 64
+"""Requests that Triton may hand over in one ``execute``; the engine's own batch size is its ``max_batch_size`` parameter."""
+
+MANIFEST = "manifest.json"
+_PLACEHOLDER = re.compile(r"\$\{|\{\{|\}\}|\{%|%\}")
+
+
+def engine_files(spec: TorchDeployment, role: Role) -> dict[str, str]:
+    """Files of one engine's model folder: path within the repository to text."""
+    engine = spec.engine(role)
+    values = {
+        "role": role.value,
+        "spec_name": spec.name,
+        "max_batch_size": TRITON_MAX_BATCH_SIZE,
+        "max_queue_size": engine.max_queue_size,
+        "inputs": tensor_list_pbtxt("input", ENGINE_INPUTS),
+        "outputs": tensor_list_pbtxt("output", ENGINE_OUTPUTS),
+        "parameters": engine.parameters(spec.checkpoint_dir(role)),
+    }
+    return _render_folder(TEMPLATES / spec.runtime, role.value, values)
+
+
+def lookahead_files(spec: TorchDeployment, target: CheckpointInfo) -> dict[str, str]:
+    """Files of the ``lookahead`` model's folder, its settings among them."""
+    values = {
+        "spec_name": spec.name,
+        "inputs": tensor_list_pbtxt("input", LOOKAHEAD_INPUTS),
+        "outputs": tensor_list_pbtxt("output", LOOKAHEAD_OUTPUTS),
+    }
+    files = _render_folder(TEMPLATES / LOOKAHEAD_MODEL, LOOKAHEAD_MODEL, values)
+    config = spec.loop_config(target.vocab_size)
+    return {**files, f"{LOOKAHEAD_MODEL}/1/lookahead.json": config.model_dump_json(indent=2) + "\n"}
+
+
+def write_repository(output: Path, files: Mapping[str, str], manifest: Mapping[str, Any], keep: Path | None = None) -> None:
+    """Put a repository at ``output``, replacing one that this project wrote earlier.
+
+    The files are written beside it and moved there, so that a reader sees the old folder or the new one, and a failure
+    leaves the old one as it was. ``keep`` is an earlier repository whose other models stay.
+
+    Raises:
+        ConfigError: ``output`` is something else, or cannot be written.
+    """
+    require_replaceable(output)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
+    except OSError as error:
+        raise ConfigError(f"{output} cannot be written: {error.strerror}") from error
+    try:
+        fresh = staging / "new"
+        shutil.copytree(keep, fresh) if keep else fresh.mkdir()
+        for name, text in {**files, MANIFEST: json.dumps(manifest, indent=2, sort_keys=True) + "\n"}.items():
+            path = fresh / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        if output.exists():
+            output.rename(staging / "old")
+        fresh.rename(output)
+    except OSError as error:
+        if (staging / "old").exists() and not output.exists():
+            (staging / "old").rename(output)
+        raise ConfigError(f"{output} cannot be written: {error.strerror}") from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def require_replaceable(output: Path) -> None:
+    """Raises: ConfigError: ``output`` holds something that is not a repository of ours."""
+    if not output.exists() or (output / MANIFEST).is_file():
+        return
+    if not output.is_dir() or any(output.iterdir()):
+        raise ConfigError(f"{output} exists and is not a repository that this command wrote; give another --output")
+
+
+def _render_folder(folder: Path, model: str, values: Mapping[str, Any]) -> dict[str, str]:
+    if not folder.is_dir():
+        raise ConfigError(f"the templates are missing: no folder {folder}")
+    environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False)
+    environment.filters["quoted"] = lambda text: json.dumps(str(text), ensure_ascii=False)
+    files = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts):
+        name = f"{model}/{path.relative_to(folder).as_posix()}"
+        try:
+            files[name] = environment.from_string(path.read_text(encoding="utf-8")).render(**values)
+        except TemplateError as error:
+            raise ConfigError(f"template {path.name}: {error}") from error
+        if _PLACEHOLDER.search(files[name]):
+            raise ConfigError(f"template {path.name}: a placeholder is left after rendering")
+    return files

@@ -1,0 +1,176 @@
+"""The ``lookahead`` command: build a model repository, serve it, say the version."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import signal
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+
+import lr_backend
+from lr_backend.build.repository import BuildReport, build_repository
+from lr_backend.build.spec import DeploymentSpec
+from lr_backend.engine import Role
+from lr_backend.errors import LookaheadError
+from lr_backend.triton.backend_dir import find_tritonserver
+from lr_backend.triton.server import ServerError, ServerOptions, TritonServer, useful_lines
+from lr_backend.triton.warmup import QUESTION, WarmupAnswer, warm_up
+
+app = typer.Typer(
+    name="lookahead",
+    help="Lookahead Reasoning behind Triton: build, serve.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+SpecOption = Annotated[str, typer.Option("--spec", help="Name of a spec in engines/, or a path to a TOML file.")]
+
+_WAKE_S = 0.5
+"""A blocking wait is cut into pieces this long, so that a signal is acted upon promptly."""
+
+
+@app.command()
+def build(
+    spec: SpecOption = "demo",
+    role: Annotated[Role | None, typer.Option(help="Build this engine alone; keep the rest of an earlier build.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Where to; by default engines/built/<name>.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, write nothing.")] = False,
+) -> None:
+    """Check a spec's checkpoints and render its Triton model repository."""
+    console = Console()
+    try:
+        command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+        report = build_repository(DeploymentSpec.load(spec), output, role=role, dry_run=dry_run, command=command)
+    except LookaheadError as error:
+        _fail(error)
+    for line in report.checked:
+        console.print(f"[green]checked[/] {line}", highlight=False, soft_wrap=True)
+    for name in report.files:
+        console.print(f"{'wrote' if report.written else 'would write'} {name}", highlight=False, soft_wrap=True)
+    state = "" if report.written else " left as it was"
+    console.print(f"[bold]{report.output}[/]{state}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def serve(
+    spec: SpecOption = "demo",
+    host: Annotated[str, typer.Option(help="Address to listen on. Triton has no authentication.")] = "127.0.0.1",
+    http_port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)] = 8000,
+    grpc_port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)] = 8001,
+    metrics_port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)] = 8002,
+    repository: Annotated[Path | None, typer.Option(help="Where the model repository is rendered.")] = None,
+    tritonserver: Annotated[Path | None, typer.Option(help="By default the one on PATH, then the wheel's.")] = None,
+    log_file: Annotated[Path | None, typer.Option(help="By default beside the repository.")] = None,
+) -> None:
+    """Build what is stale, start Triton, wait for a real answer, and serve until Ctrl-C or SIGTERM."""
+    console = Console()
+    try:
+        deployment = DeploymentSpec.load(spec)
+        report = build_repository(deployment, repository, only_if_stale=True, command="lookahead serve")
+        _say_built(console, report)
+        options = ServerOptions(
+            host=host,
+            http_port=http_port,
+            grpc_port=grpc_port,
+            metrics_port=metrics_port,
+            thread_pool_size=deployment.server.thread_pool_size,
+            exit_timeout_s=deployment.server.exit_timeout_s,
+            tritonserver=tritonserver,
+            log_file=log_file or report.output.with_name(f"{report.output.name}.log"),
+        )
+        status = _run(console, TritonServer(report.output, options), deployment)
+    except LookaheadError as error:
+        _fail(error)
+    raise typer.Exit(status)
+
+
+@app.command()
+def version() -> None:
+    """Versions of the server, Python, and the tritonserver that would be run."""
+    console = Console()
+    console.print(f"lookahead {lr_backend.__version__}, Python {platform.python_version()}", highlight=False)
+    try:
+        console.print(f"tritonserver {find_tritonserver().binary}", highlight=False, soft_wrap=True)
+    except LookaheadError as error:
+        console.print(error.message, highlight=False)
+
+
+class _StopRequest:
+    """SIGINT or SIGTERM, seen once: the second one no longer waits for requests in flight."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self.impatient = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._seen)
+
+    def _seen(self, number: int, frame: FrameType | None) -> None:
+        self.impatient = self.event.is_set()
+        self.event.set()
+
+
+def _run(console: Console, server: TritonServer, deployment: DeploymentSpec) -> int:
+    """Serve until asked to stop; the server's exit status.
+
+    A signal ends every phase: while the models load as well as later.
+    """
+    stop = _StopRequest()
+    try:
+        server.start()
+        with console.status(f"starting {deployment.name} ..."):
+            server.wait_ready(deployment.server.load_timeout_s, give_up=stop.event)
+            answer = None if stop.event.is_set() else warm_up(server.http_url)
+        if answer is not None:
+            console.print(_panel(server, deployment, answer))
+        while not stop.event.wait(_WAKE_S):
+            if not server.running:
+                raise ServerError(f"the server died with status {server.wait()}", useful_lines(server.log_text()))
+        console.print("stopping: requests in flight may finish")
+        return _drain(server, stop)
+    finally:
+        server.stop(0.0)
+
+
+def _drain(server: TritonServer, stop: _StopRequest) -> int:
+    """Ask the server to end and wait; a second signal stops the waiting."""
+    server.terminate()
+    while not stop.impatient and server.running:
+        server.wait(_WAKE_S)
+    return server.stop(0.0) or 0
+
+
+def _panel(server: TritonServer, deployment: DeploymentSpec, answer: WarmupAnswer) -> Panel:
+    table = Table.grid(padding=(0, 2))
+    table.add_row("HTTP", f"http://{server.http_url}")
+    table.add_row("gRPC", server.grpc_url)
+    table.add_row("metrics", f"http://{server.metrics_url}/metrics")
+    table.add_row("log", str(server.log_file))
+    usage = answer.usage
+    calls = ", ".join(f"{usage.get(f'num_{role}_calls', 0)} {role}" for role in Role)
+    table.add_row("warm-up", f"{usage.get('completion_tokens', 0)} tokens, calls: {calls}")
+    body = json.dumps({"text_input": QUESTION, "stream": False})
+    table.add_row("try", f"curl -s http://{server.http_url}/v2/models/lookahead/generate -d {shlex.quote(body)}")
+    return Panel(table, title=f"lookahead serves {deployment.name}", subtitle="Ctrl-C stops", expand=False)
+
+
+def _say_built(console: Console, report: BuildReport) -> None:
+    for line in report.checked:
+        console.print(f"[green]checked[/] {line}", highlight=False, soft_wrap=True)
+    console.print(f"{'built' if report.written else 'up to date'}: {report.output}", highlight=False, soft_wrap=True)
+
+
+def _fail(error: LookaheadError) -> NoReturn:
+    """One line on stderr (a server's reasons may follow on their own), and exit status 1."""
+    Console(stderr=True).print(f"error: {error.message}", style="red", highlight=False, markup=False, soft_wrap=True)
+    raise typer.Exit(1)

@@ -1,0 +1,119 @@
+"""Runs one server process and leaves nothing of it behind, whatever dies first.
+
+Started by the launcher as ``python -I -S guard.py LIFELINE_FD DRAIN_S SHM_PREFIX -- COMMAND...``; standard library only. It
+prints the server's process id, which is also its process group, and then waits for one of:
+
+- the server ended, by itself or killed: what it left running is killed (Python backend stubs outlive their server);
+- SIGTERM or SIGINT, or the lifeline closed because the launcher's process died: the server gets SIGTERM and ``DRAIN_S``
+  seconds, then SIGKILL with all it started. SIGQUIT does that at once.
+
+Last it removes the shared memory whose name starts with the prefix, and exits as the server did. A lifeline instead of
+a death signal from the launcher, because that signal fires when the launching *thread* ends; only this process, which
+has one thread, asks for one, so that a killed guard takes the server with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+SHM_DIR = Path("/dev/shm")
+KILLED_BY_GUARD = 137
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def remove_shared_memory(prefix: str, directory: Path = SHM_DIR) -> list[str]:
+    """Delete the regions (and semaphores) whose name starts with ``prefix``; returns their names."""
+    if not prefix:
+        return []
+    removed = []
+    for path in [*directory.glob(f"{prefix}*"), *directory.glob(f"sem.{prefix}*")]:
+        path.unlink(missing_ok=True)
+        removed.append(path.name)
+    return removed
+
+
+def kill_group(group: int) -> None:
+    """SIGKILL to every process of the group, if there is any."""
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def _die_with_guard() -> None:
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _children() -> list[int]:
+    """Processes whose parent is this one: after the server is gone, its orphans, which a subreaper inherits."""
+    path = Path(f"/proc/self/task/{os.getpid()}/children")
+    return [int(pid) for pid in path.read_text().split()] if path.exists() else []
+
+
+def _kill_orphans() -> None:
+    """Kill and reap until no child is left; also reaches those that left the server's process group."""
+    while True:
+        for pid in _children():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def _drain(server_fd: int, signals: int, seconds: float) -> bool:
+    """Wait for the server to end. False: it did not in time, or SIGQUIT asked to stop waiting."""
+    deadline = time.monotonic() + seconds
+    while True:
+        ready, _, _ = select.select([server_fd, signals], [], [], max(0.0, deadline - time.monotonic()))
+        if server_fd in ready:
+            return True
+        if not ready or signal.SIGQUIT in os.read(signals, 64):
+            return False
+
+
+def main(arguments: list[str]) -> int:
+    lifeline, drain_s, prefix, command = int(arguments[0]), float(arguments[1]), arguments[2], arguments[4:]
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    signals, wakeup = os.pipe()
+    os.set_blocking(wakeup, False)
+    signal.set_wakeup_fd(wakeup)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
+        signal.signal(number, lambda *_: None)
+    try:
+        server = subprocess.Popen(command, stdout=sys.stderr, process_group=0, preexec_fn=_die_with_guard)
+    except OSError as error:
+        sys.stderr.write(f"{command[0]} cannot be started: {error.strerror}\n")
+        return 126
+    sys.stdout.write(f"{server.pid}\n")
+    sys.stdout.close()
+    server_fd = os.pidfd_open(server.pid)
+    killed = False
+    ready, _, _ = select.select([server_fd, lifeline, signals], [], [])
+    if server_fd not in ready:
+        server.send_signal(signal.SIGTERM)
+        killed = not _drain(server_fd, signals, drain_s)
+    kill_group(server.pid)
+    code = server.wait()
+    _kill_orphans()
+    remove_shared_memory(prefix)
+    if killed:
+        return KILLED_BY_GUARD
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,97 @@
+"""Proof that a server answers: one call to each engine, then one question through the step loop, all over HTTP.
+
+Besides the proof it pays the first calls' one-off costs (lazy imports, memory growth) before a client would.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lr_backend.contract import BY_NAME
+from lr_backend.engine import EngineCall, Role
+from lr_backend.errors import LookaheadError
+
+QUESTION = "Tom has 12 apples. He buys 7 more apples and eats 3 of them. How many apples does Tom have now?"
+MAX_TOKENS = 96
+_JSON_DTYPES = {"STRING": "BYTES"}
+
+
+class WarmupError(LookaheadError):
+    """The server is ready but does not answer."""
+
+    code = "LR_SERVER"
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupAnswer:
+    """What came back for :data:`QUESTION`; ``usage`` as the server counted it."""
+
+    text: str
+    finish_reason: str
+    usage: dict[str, Any]
+
+
+def warm_up(http_url: str, *, timeout_s: float = 120.0, mode: str = "lr_sd") -> WarmupAnswer:
+    """Ask every model of the server at ``host:port`` once.
+
+    Raises:
+        WarmupError: one of them refused, failed, or did not answer in time.
+    """
+    for role in Role:
+        _warm_engine(http_url, role, timeout_s)
+    body = {"text_input": QUESTION, "mode": mode, "max_tokens": MAX_TOKENS, "temperature": 0.0, "stream": False}
+    answer = post_json(http_url, "lookahead", "generate", body, timeout_s)
+    reason = str(answer.get("finish_reason", ""))
+    if reason not in ("stop", "length"):
+        raise WarmupError(f"lookahead ended its answer with {reason or 'no finish reason'!r}")
+    usage = answer.get("usage")
+    counts = json.loads(usage) if isinstance(usage, str) and usage else {}
+    if counts.get("degraded"):
+        raise WarmupError(f"lookahead answered without {', '.join(counts['degraded'])}")
+    return WarmupAnswer(str(answer.get("text_output", "")), reason, counts)
+
+
+def _warm_engine(http_url: str, role: Role, timeout_s: float) -> None:
+    call = EngineCall(f"warm-up-{role}", np.arange(1, 17, dtype=np.int32), max_new_tokens=2)
+    inputs = [
+        {
+            "name": name,
+            "shape": list(array.shape),
+            "datatype": _JSON_DTYPES.get(BY_NAME[name].dtype, BY_NAME[name].dtype),
+            "data": array.ravel().tolist(),
+        }
+        for name, array in call.tensors().items()
+    ]
+    body = {"id": call.request_id, "inputs": inputs, "outputs": [{"name": "output_ids"}, {"name": "sequence_length"}]}
+    outputs = post_json(http_url, role.value, "infer", body, timeout_s).get("outputs", [])
+    lengths = [output["data"][0] for output in outputs if output["name"] == "sequence_length"]
+    if not lengths or lengths[0] < 1:
+        raise WarmupError(f"{role} generated nothing")
+
+
+def post_json(http_url: str, model: str, verb: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    """One POST to a model of the server at ``host:port``; ``verb`` is ``infer`` or ``generate``.
+
+    Raises:
+        WarmupError: no answer in time, no JSON, or an HTTP status other than 200.
+    """
+    host, port = http_url.rsplit(":", 1)
+    connection = http.client.HTTPConnection(host, int(port), timeout=timeout_s)
+    try:
+        headers = {"Content-Type": "application/json", "Connection": "close"}
+        connection.request("POST", f"/v2/models/{model}/{verb}", json.dumps(body), headers)
+        response = connection.getresponse()
+        answer = json.loads(response.read())
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise WarmupError(f"{model} did not answer: {error or type(error).__name__}") from error
+    finally:
+        connection.close()
+    if response.status != 200 or not isinstance(answer, dict):
+        reason = answer.get("error", answer) if isinstance(answer, dict) else answer
+        raise WarmupError(f"{model} refused with HTTP {response.status}: {reason}")
+    return answer

@@ -1,0 +1,102 @@
+"""Deployment specs: what is read, and what is refused with a reason."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lr_backend.build.spec import PACKAGE_ROOT, DeploymentSpec, TorchDeployment
+from lr_backend.engine import Role
+from lr_backend.errors import ConfigError
+from tests.support.tiny_models import write_spec
+
+ROLES = ("target", "draft", "judge")
+
+
+@pytest.fixture
+def spec_path(tmp_path: Path) -> Path:
+    return write_spec(tmp_path / "engines" / "tiny.toml", {role: Path("ck") / role for role in ROLES})
+
+
+def edited(path: Path, old: str, new: str) -> Path:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    return path
+
+
+def test_the_demo_is_found_by_name_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    spec = DeploymentSpec.load("demo")
+    assert isinstance(spec, TorchDeployment)
+    assert spec.root == PACKAGE_ROOT
+    assert spec.checkpoint_dir(Role.TARGET) == PACKAGE_ROOT / "demo" / "checkpoints" / "target"
+    assert spec.loop_config(1024).defaults["mode"] == "lr_sd"
+    assert spec.built_dir == PACKAGE_ROOT / "engines" / "built" / "demo"
+
+
+def test_the_working_folder_comes_before_the_checkout(spec_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(spec_path.parent.parent)
+    assert DeploymentSpec.load("tiny").path == spec_path
+
+
+def test_every_key_of_the_demo_says_why() -> None:
+    lines = (PACKAGE_ROOT / "engines" / "demo.toml").read_text().splitlines()
+    keys = [line for line in lines if re.match(r"\w+ = ", line)]
+    explained = {line.split(" = ")[0] for line in keys if "#" in line}
+    assert {line.split(" = ")[0] for line in keys} - explained == {"checkpoint"}
+
+
+def test_paths_are_relative_to_the_project_root(spec_path: Path) -> None:
+    spec = DeploymentSpec.load(spec_path)
+    assert isinstance(spec, TorchDeployment)
+    assert spec.checkpoint_dir(Role.DRAFT) == spec_path.parent.parent / "ck" / "draft"
+
+
+def test_a_spec_outside_of_engines_is_its_own_root(tmp_path: Path) -> None:
+    path = write_spec(tmp_path / "mine.toml", {role: Path(role) for role in ROLES})
+    assert DeploymentSpec.load(path).root == tmp_path
+
+
+@pytest.mark.parametrize("runtime", ["tensorrtllm", "llmapi"])
+def test_planned_runtimes_say_that_they_are_not_built_yet(spec_path: Path, runtime: str) -> None:
+    with pytest.raises(ConfigError, match="not built yet in this version"):
+        DeploymentSpec.load(edited(spec_path, '"torch"', f'"{runtime}"'))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('"torch"', '"tortch"', "runtime 'tortch' is not one of torch"),
+        ("num_threads = 1", "num_thread = 1", "target.num_thread"),
+        ("num_threads = 1", "num_threads = 0", "target.num_threads"),
+        ("[server]", "[serve]", "serve"),
+        ("max_num_tokens = 256", "max_num_tokens = 23", "at least max_batch_size"),
+        ("max_tokens_in_paged_kv_cache = 8192", "max_tokens_in_paged_kv_cache = 2047", "must hold one sequence"),
+        ("max_seq_len = 2048", "max_seq_len = 1279", "target.max_seq_len must hold"),
+        ("max_tokens = 256", "max_tokenz = 256", "lookahead.limits.max_tokenz"),
+        ("max_tokens = 256", "max_tokens = 0", "lookahead.limits.max_tokens"),
+        ("max_step_tokens = 16", "max_step_tokens = 1024", "judge.max_seq_len must hold two steps"),
+        ("max_draft_len = 16\n\n[draft]", "max_draft_len = 15\n\n[draft]", "must equal target.max_draft_len = 15"),
+        ("[server]", "[server]\nthread_pool_size = 127", "at most 119"),
+        ("[server]", "[lookahead.defaults]\nmode = 'fast'\n[server]", "lookahead.defaults.mode"),
+        ("[server]", "[lookahead.defaults]\nmax_tokens = 257\n[server]", "beyond the limit 256"),
+        ("[server]", "[lookahead.defaults]\ncolour = 1\n[server]", "lookahead.defaults.colour"),
+        ("[lookahead.limits]", "[lookahead]\nvocab_size = 3\n[lookahead.limits]", "vocab_size comes from the checkpoints"),
+        ('name = "tiny"', 'name = "../tiny"', "name"),
+        ("[server]", "[server", "cannot be read"),
+    ],
+)
+def test_mistakes_are_named(spec_path: Path, old: str, new: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)) as caught:
+        DeploymentSpec.load(edited(spec_path, old, new))
+    assert "\n" not in caught.value.message
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"no deployment spec named 'nope'; known: .*demo"):
+        DeploymentSpec.load("nope")
+    with pytest.raises(ConfigError, match=r"no deployment spec at engines/nope\.toml"):
+        DeploymentSpec.load("engines/nope.toml")

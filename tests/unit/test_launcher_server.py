@@ -1,0 +1,279 @@
+"""The launcher against a stand-in for tritonserver: start, readiness, every way to end. Waits are for events, with a bound."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lr_backend.errors import ConfigError
+from lr_backend.triton import server as launcher
+from lr_backend.triton.guard import remove_shared_memory
+from lr_backend.triton.server import Ports, ServerError, ServerOptions, TritonServer, free_ports, useful_lines
+from tests.support import fake_triton
+
+BOUND_S = 30.0
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    for model in ("target", "lookahead"):
+        (tmp_path / "repository" / model).mkdir(parents=True)
+        (tmp_path / "repository" / model / "config.pbtxt").touch()
+    return tmp_path / "repository"
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Path:
+    script = tmp_path / "tritonserver"
+    script.write_text(f"#!{sys.executable}\n" + Path(fake_triton.__file__).read_text())
+    script.chmod(0o755)
+    return script
+
+
+class Started:
+    """A server over the stand-in, and the processes it is made of."""
+
+    def __init__(self, repository: Path, fake: Path, mode: str, **options: int) -> None:
+        self.pid_file = repository.parent / "pids"
+        environment = {
+            "FAKE_MODE": mode, "FAKE_PIDS": str(self.pid_file), "FAKE_MARKER": str(repository.parent / "marker"),
+        }  # fmt: skip
+        self.server = TritonServer(repository, ServerOptions(tritonserver=fake, environment=environment, **options))
+
+    def processes(self) -> list[int]:
+        return [os.pidfd_open(int(pid)) for pid in until_written(self.pid_file).split()]
+
+    @property
+    def shared_memory(self) -> list[str]:
+        return [name for name in os.listdir("/dev/shm") if self.server.shm_prefix in name]
+
+
+def until_written(path: Path) -> str:
+    """Text of a file that another process makes by renaming."""
+    deadline = time.monotonic() + BOUND_S
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path.name} never came"
+        select.select([], [], [], 0.01)
+    return path.read_text()
+
+
+def all_ended(process_fds: list[int]) -> bool:
+    """Whether every process has ended within the bound."""
+    deadline = time.monotonic() + BOUND_S
+    try:
+        return all(select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0] for fd in process_fds)
+    finally:
+        for fd in process_fds:
+            os.close(fd)
+
+
+@pytest.fixture
+def start(repository: Path, fake: Path) -> Iterator[type[Started]]:
+    made: list[Started] = []
+
+    def make(mode: str = "ok", **options: int) -> Started:
+        made.append(Started(repository, fake, mode, **options))
+        return made[-1]
+
+    yield make  # type: ignore[misc]
+    for each in made:
+        each.server.stop(0.0)
+
+
+def test_a_ready_server_is_stopped_without_a_trace(start: type[Started]) -> None:
+    started = start("ok")
+    with started.server as server:
+        server.wait_ready(BOUND_S)
+        processes = started.processes()
+        assert server.running
+        assert len(started.shared_memory) == 2
+        log = server.log_file
+        assert log is not None
+    assert all_ended(processes)
+    assert not started.shared_memory
+    assert not log.parent.exists()
+    assert "Signal (15) received." in server.log_text(), "the log can still be read"
+    assert server.stop() is None, "stopping again is fine"
+
+
+def test_stop_returns_zero_after_a_full_drain(start: type[Started]) -> None:
+    started = start("ok")
+    started.server.start()
+    started.server.wait_ready(BOUND_S)
+    assert started.server.stop() == 0
+
+
+def test_a_server_that_ignores_sigterm_is_killed_with_all_it_started(start: type[Started]) -> None:
+    started = start("stubborn")
+    started.server.start()
+    started.server.wait_ready(BOUND_S)
+    processes = started.processes()
+    assert started.server.stop(drain_s=0.0) == 137
+    assert all_ended(processes)
+    assert not started.shared_memory
+
+
+def test_a_killed_server_leaves_nothing_and_stop_still_works(start: type[Started]) -> None:
+    started = start("ok")
+    started.server.start()
+    started.server.wait_ready(BOUND_S)
+    processes = started.processes()
+    assert started.server.pid is not None
+    os.kill(started.server.pid, signal.SIGKILL)
+    assert started.server.wait(BOUND_S) == 128 + signal.SIGKILL
+    assert all_ended(processes), "its children were ended without anybody calling stop"
+    assert not started.shared_memory
+    assert started.server.stop() == 137
+
+
+def test_a_killed_guard_takes_the_server_along(start: type[Started]) -> None:
+    started = start("ok")
+    started.server.start()
+    started.server.wait_ready(BOUND_S)
+    processes = started.processes()
+    assert started.server._guard is not None
+    started.server._guard.kill()
+    assert all_ended(processes[:1])
+    started.server.stop()
+    assert all_ended(processes[1:2]), "the group is ended by stop"
+    assert not started.shared_memory
+    os.kill(int(until_written(started.pid_file).split()[2]), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_no_server_outlives_its_launcher(repository: Path, fake: Path, tmp_path: Path, number: int) -> None:
+    code = (
+        "import sys, pathlib; from lr_backend.triton.server import *\n"
+        "server = TritonServer(pathlib.Path(sys.argv[1]), ServerOptions(tritonserver=pathlib.Path(sys.argv[2])))\n"
+        "server.start(); server.wait_ready(30); print(server.shm_prefix, flush=True); sys.stdin.read()"
+    )
+    environment = {**os.environ, "FAKE_PIDS": str(tmp_path / "pids"), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code, str(repository), str(fake)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True) as parent:
+        assert parent.stdout is not None
+        prefix = parent.stdout.readline().strip()
+        processes = [os.pidfd_open(int(pid)) for pid in until_written(tmp_path / "pids").split()]
+        parent.send_signal(number)
+        assert all_ended(processes)
+    gone = time.monotonic() + BOUND_S
+    while any(prefix in name for name in os.listdir("/dev/shm")) and time.monotonic() < gone:
+        select.select([], [], [], 0.01)
+    assert prefix
+    assert not any(prefix in name for name in os.listdir("/dev/shm"))
+
+
+def test_an_early_death_shows_why_the_model_did_not_load(start: type[Started]) -> None:
+    started = start("dies")
+    started.server.start()
+    with pytest.raises(ServerError, match="before it was ready") as caught:
+        started.server.wait_ready(BOUND_S)
+    assert caught.value.log_tail == "target: Internal: no\nsuch file"
+    assert not started.server.running
+
+
+def test_an_early_death_without_a_reason_shows_the_end_of_the_log(start: type[Started]) -> None:
+    started = start("exits")
+    started.server.start()
+    with pytest.raises(ServerError, match="status 3") as caught:
+        started.server.wait_ready(BOUND_S)
+    assert caught.value.log_tail.splitlines()[-1] == "line 39"
+    assert len(caught.value.log_tail.splitlines()) == 12
+
+
+def test_a_server_that_never_answers_runs_out_of_time(start: type[Started]) -> None:
+    started = start("silent")
+    started.server.start()
+    with pytest.raises(ServerError, match="not ready within"):
+        started.server.wait_ready(0.2)
+
+
+def test_waiting_can_be_given_up(start: type[Started]) -> None:
+    started = start("silent")
+    started.server.start()
+    give_up = threading.Event()
+    give_up.set()
+    started.server.wait_ready(BOUND_S, give_up)
+    assert started.server.running
+
+
+def test_a_lost_race_for_a_port_is_run_again(start: type[Started]) -> None:
+    started = start("port")
+    started.server.start()
+    started.server.wait_ready(BOUND_S)
+    assert started.server._attempts == 2
+
+
+def test_a_port_that_was_asked_for_is_not_replaced(start: type[Started], repository: Path) -> None:
+    ports = free_ports(ServerOptions())
+    started = start("port", http_port=ports.http, grpc_port=ports.grpc, metrics_port=ports.metrics)
+    started.server.start()
+    with pytest.raises(ServerError, match="already in use"):
+        started.server.wait_ready(BOUND_S)
+
+
+def test_an_answer_from_another_server_on_the_port_does_not_count(
+    start: type[Started], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    first = start("ok")
+    first.server.start()
+    first.server.wait_ready(BOUND_S)
+    taken, real = first.server.ports.http, free_ports
+    numbers = iter([Ports(taken, 1, first.server.ports.metrics)])
+    monkeypatch.setattr(launcher, "free_ports", lambda options: next(numbers, None) or real(options))
+    second = start("ok")
+    (tmp_path / "pids").unlink()
+    second.server.start()
+    second.server.wait_ready(BOUND_S)
+    assert second.server.ports.http != taken
+
+
+def test_free_ports_differ_and_keep_what_was_asked_for() -> None:
+    ports = free_ports(ServerOptions(grpc_port=4321))
+    assert ports.grpc == 4321
+    assert len({ports.http, ports.grpc, ports.metrics}) == 3
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", ports.http))
+
+
+def test_only_own_shared_memory_is_removed(tmp_path: Path) -> None:
+    for name in ("mine_1", "sem.mine_2", "mines", "other_mine_", "sem.other"):
+        (tmp_path / name).touch()
+    assert sorted(remove_shared_memory("mine_", tmp_path)) == ["mine_1", "sem.mine_2"]
+    assert remove_shared_memory("", tmp_path) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mines", "other_mine_", "sem.other"]
+
+
+def test_the_command_line_is_the_hardened_one(repository: Path) -> None:
+    server = TritonServer(repository, ServerOptions(thread_pool_size=99, exit_timeout_s=7, arguments=("--log-verbose=1",)))
+    command = server.command(Path("/bin/tritonserver"), Path("/links"))
+    assert {
+        "--model-control-mode=none", "--disable-auto-complete-config", "--exit-on-error=true", "--strict-readiness=true",
+        "--exit-timeout-secs=7", "--backend-config=python,thread-pool-size=99", "--backend-directory=/links",
+        "--http-address=127.0.0.1", "--grpc-address=127.0.0.1", "--metrics-address=127.0.0.1",
+    } <= set(command)  # fmt: skip
+    assert command[-1] == "--log-verbose=1"
+
+
+def test_a_binary_that_cannot_run_is_an_error(repository: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.write_text("#!/no/such/interpreter\n")
+    broken.chmod(0o755)
+    with pytest.raises(ServerError, match="cannot be started"):
+        TritonServer(repository, ServerOptions(tritonserver=broken)).start()
+    with pytest.raises(ConfigError, match="not an executable"):
+        TritonServer(repository, ServerOptions(tritonserver=repository)).start()
+
+
+def test_useful_lines_of_an_empty_log() -> None:
+    assert useful_lines("") == ""
