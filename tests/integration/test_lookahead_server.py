@@ -1,0 +1,217 @@
+"""The demo models behind a real Triton, asked over every transport."""
+
+from __future__ import annotations
+
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lr_client import Client, FinishEvent, InvalidRequest, Options, StepEvent, TextEvent
+
+from demo.problems import Problem, problems
+from lr_backend.build.repository import build_repository
+from lr_backend.build.spec import DeploymentSpec
+from lr_backend.request import Usage
+from lr_backend.triton.server import ServerOptions, TritonServer
+
+pytestmark = pytest.mark.integration
+MODES = ("ar", "sd", "lr", "lr_sd")
+WAIT_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    repository = tmp_path_factory.mktemp("served") / "repository"
+    spec = DeploymentSpec.load("demo")
+    build_repository(spec, repository)
+    with TritonServer(repository, ServerOptions(exit_timeout_s=5)) as running:
+        running.wait_ready(spec.server.load_timeout_s)
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: TritonServer) -> Iterator[Client]:
+    with Client(server.grpc_url, timeout_s=WAIT_S) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def questions() -> list[Problem]:
+    return list(islice(problems(99, "test"), 4))
+
+
+def post(server: TritonServer, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+    request = urllib.request.Request(f"http://{server.http_url}/v2/models/lookahead/{path}", json.dumps(body).encode())
+    try:
+        with urllib.request.urlopen(request, timeout=WAIT_S) as response:
+            return response.status, response.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read()
+
+
+def counters(server: TritonServer, role: str) -> dict[str, float]:
+    """``lr_engine_*`` of one role."""
+    with urllib.request.urlopen(f"http://{server.metrics_url}/metrics", timeout=WAIT_S) as response:
+        lines = response.read().decode().splitlines()
+    mine = [line for line in lines if line.startswith("lr_engine_") and f'role="{role}"' in line]
+    return {line.split("{")[0]: float(line.rsplit(" ", 1)[1]) for line in mine}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_stream_of_steps_ends_with_the_usage(client: Client, questions: list[Problem], mode: str) -> None:
+    with client.stream(questions[0].question, Options(mode=mode, trace=True, max_tokens=400, seed=3)) as stream:
+        events = list(stream)
+
+    steps = [event for event in events if isinstance(event, StepEvent)]
+    text = "".join(event.text for event in events if isinstance(event, TextEvent))
+    (finish,) = [event for event in events if isinstance(event, FinishEvent)]
+    assert events[-1] is finish
+    assert "".join(step.record.text for step in steps) == text
+    assert text.startswith("<think>")
+    assert finish.usage.num_steps == len(steps)
+    assert finish.usage.mode == mode
+    assert (finish.usage.num_draft_calls > 0) == (mode in ("lr", "lr_sd"))
+    assert (finish.usage.num_draft_tokens > 0) == (mode in ("sd", "lr_sd"))
+    assert not finish.usage.degraded
+
+
+def test_greedy_and_lossless_every_mode_says_what_the_target_says(client: Client, questions: list[Problem]) -> None:
+    """Equal up to rounding at ties: how many of the answers differ is bounded, and shown."""
+    different = []
+    for problem in questions:
+        answers = {
+            mode: client.ask(
+                problem.question, Options(mode=mode, temperature=0.0, lossless=True, stream=False, max_tokens=400)
+            ).text
+            for mode in MODES
+        }
+        different += [(problem.question, mode) for mode in MODES if answers[mode] != answers["ar"]]
+
+    assert len(different) <= 1, different
+
+
+def test_generate_sends_one_response_and_generate_stream_many(server: TritonServer, questions: list[Problem]) -> None:
+    body = {"text_input": questions[0].question, "max_tokens": 300, "temperature": 0.0, "lossless": True}
+
+    status, whole = post(server, "generate", {**body, "stream": False})
+    stream_status, events = post(server, "generate_stream", body)
+
+    assert status == stream_status == 200
+    answer = json.loads(whole)
+    parts = [json.loads(line.removeprefix("data: ")) for line in events.decode().split("\n\n") if line]
+    assert len(parts) > 2
+    assert "".join(part["text_output"] for part in parts) == answer["text_output"]
+    assert parts[-1]["finish_reason"] == answer["finish_reason"]
+    assert Usage.model_validate_json(answer["usage"]).completion_tokens > 0
+
+
+def test_messages_are_rendered_with_the_targets_template(server: TritonServer, questions: list[Problem]) -> None:
+    options = {"stream": False, "temperature": 0.0, "max_tokens": 60, "mode": "ar"}
+    messages = json.dumps([{"role": "user", "content": questions[0].question}])
+
+    _, by_messages = post(server, "generate", {"messages": messages, **options})
+    _, by_text = post(server, "generate", {"text_input": questions[0].question, **options})
+
+    assert json.loads(by_messages)["text_output"] == json.loads(by_text)["text_output"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("mode", "fast"), ("max_tokens", 0), ("temperature", -1.0), ("width", 99), ("verifier", "?"), ("top_p", 2.0)],
+)
+def test_a_bad_field_is_one_error_naming_it_and_the_server_carries_on(
+    server: TritonServer, client: Client, questions: list[Problem], field: str, value: object
+) -> None:
+    status, body = post(server, "generate", {"text_input": "x", "stream": False, field: value})
+
+    assert status == 400
+    assert field in json.loads(body)["error"]
+    with pytest.raises(InvalidRequest, match=field):
+        client.ask("x", Options(**{field: value}))
+    assert client.ask(questions[0].question, Options(max_tokens=8, stream=False)).finish_reason == "length"
+
+
+def test_stop_strings_and_limits(client: Client, questions: list[Problem]) -> None:
+    question = questions[0].question
+    whole = client.ask(question, Options(temperature=0.0, lossless=True, max_tokens=400)).text
+    stop = whole[40:48]
+
+    cut = client.ask(question, Options(temperature=0.0, lossless=True, max_tokens=400, stop=[stop]))
+
+    assert cut.text == whole[: whole.index(stop)]
+    assert cut.finish_reason == "stop"
+
+
+def test_branches_share_the_targets_iterations(server: TritonServer, client: Client, questions: list[Problem]) -> None:
+    """Mean target batch above one in ``lr``, by the engine's own counters, with one request at a time."""
+
+    def rows_and_iterations() -> tuple[float, float]:
+        now = counters(server, "target")
+        return now["lr_engine_batch_rows_total"], now["lr_engine_iterations_total"]
+
+    def settle() -> tuple[float, float]:
+        """Metrics are refreshed on a thread of their own: wait until two reads agree."""
+        tick = threading.Event()
+        before = rows_and_iterations()
+        for _ in range(60):
+            tick.wait(0.7)
+            now = rows_and_iterations()
+            if now == before:
+                break
+            before = now
+        return before
+
+    rows, iterations = settle()
+    for index, problem in enumerate(questions):
+        client.ask(problem.question, Options(mode="lr", stream=False, max_tokens=400, seed=index))
+    more_rows, more_iterations = settle()
+
+    assert (more_rows - rows) / (more_iterations - iterations) > 1.2
+
+
+def test_many_at_once_each_get_their_own_answer(client: Client, questions: list[Problem]) -> None:
+    def ask(index: int) -> tuple[int, str]:
+        problem = questions[index % len(questions)]
+        options = Options(mode="ar" if index % 2 else "lr", temperature=0.0, lossless=True, stream=False, max_tokens=120)
+        return index % len(questions), client.ask(problem.question, options).text
+
+    with ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(ask, range(12)))
+
+    texts: dict[int, list[str]] = {}
+    for index, text in answers:
+        texts.setdefault(index, []).append(text)
+    assert sum(len(set(same)) - 1 for same in texts.values()) <= 1
+
+
+def test_a_cancelled_stream_stops_all_engine_work(server: TritonServer, client: Client, questions: list[Problem]) -> None:
+    with client.stream(questions[1].question, Options(mode="lr_sd", max_tokens=1000, temperature=1.5)) as stream:
+        next(stream)
+
+    tick = threading.Event()
+    for _ in range(60):
+        running = [counters(server, role).get("lr_engine_running", 0) for role in ("target", "draft", "judge")]
+        if not any(running):
+            break
+        tick.wait(0.5)
+    assert not any(running)
+    assert client.ask(questions[0].question, Options(max_tokens=8)).text
+
+
+def test_the_log_holds_no_question_and_no_answer(server: TritonServer, client: Client) -> None:
+    canary = "Zanzibar quokka"
+
+    client.ask(f"{canary} has 3 apples.", Options(max_tokens=20))
+    with pytest.raises(InvalidRequest):
+        client.ask(canary, Options(mode="nonsense"))
+
+    assert canary not in server.log_text()
+    assert Path(server.repository).exists()

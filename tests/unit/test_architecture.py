@@ -1,0 +1,104 @@
+"""Imports point one way (docs/architecture.md), read from the source with ``ast``."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LEAVES = {"errors", "contract", "step", "engine", "request", "config"}
+
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "step": set(),
+    "contract": {"errors"},
+    "engine": {"contract", "errors"},
+    "request": {"engine", "errors"},
+    "config": {"errors"},
+    "verify": {"engine", "errors", "step", "contract"},
+    "propose": {"contract", "request"},
+    "loop": {"verify", "propose", *LEAVES},
+    "torch_engine": LEAVES,
+    "build": LEAVES,
+    "triton": {"loop", "verify", "propose", "torch_engine", *LEAVES},
+    "testing": {"contract", "engine", "errors"},
+    "cli": {"build", "triton", *LEAVES},
+}
+
+
+def python_files(*folders: str) -> Iterator[Path]:
+    for folder in folders:
+        yield from sorted((ROOT / folder).rglob("*.py"))
+
+
+def imported(path: Path) -> set[str]:
+    """Full names of all modules that a file imports, wherever in the file."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path}: relative import"
+            names.add(node.module)
+    return names
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(ROOT / "lr_backend").parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", list(python_files("lr_backend")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_one_way(path: Path) -> None:
+    part = part_of(path)
+    if part == "__init__":
+        return
+    others = {name.split(".")[1] for name in imported(path) if name.startswith("lr_backend.")} - {part}
+
+    assert others <= ALLOWED[part], f"{path.relative_to(ROOT)} may not import {sorted(others - ALLOWED[part])}"
+
+
+def test_the_allowed_imports_have_no_circle() -> None:
+    remaining = dict(ALLOWED)
+    while remaining:
+        free = [part for part, needs in remaining.items() if not needs & set(remaining)]
+        assert free, f"a circle among {sorted(remaining)}"
+        for part in free:
+            del remaining[part]
+
+
+def test_torch_lives_in_the_torch_engine_alone() -> None:
+    users = {part_of(path) for path in python_files("lr_backend") if any(n.split(".")[0] == "torch" for n in imported(path))}
+
+    assert users <= {"torch_engine"}
+
+
+def test_tritons_backend_module_is_imported_at_the_rim_alone() -> None:
+    users = {path.name for path in python_files("lr_backend") if "triton_python_backend_utils" in imported(path)}
+
+    assert users == {"bls_model.py", "engine_model.py"}
+
+
+def test_the_loop_knows_no_framework() -> None:
+    roots = {name.split(".")[0] for path in python_files("lr_backend/loop", "lr_backend/propose") for name in imported(path)}
+
+    assert not roots & {"torch", "transformers", "tritonclient", "triton_python_backend_utils", "structlog"}
+
+
+def test_the_tree_is_pure() -> None:
+    roots = {
+        name.split(".")[0]
+        for path in python_files("lr_backend/loop")
+        if path.stem in {"tree", "steps", "seeds", "text"}
+        for name in imported(path)
+    }
+
+    assert not roots & {"asyncio", "time", "random", "threading"}
+
+
+def test_the_client_stands_alone() -> None:
+    roots = {name.split(".")[0] for path in python_files("client/src") for name in imported(path)}
+
+    assert not roots & {"lr_backend", "demo", "torch", "transformers"}
