@@ -39,7 +39,7 @@ class TokenSpeculation:
 
     proposer: Proposer
     num_draft_tokens: int
-    plain_chunk: int = 8
+    plain_chunk: int = 4
     one_hot_vocab: int = 0
 
 

@@ -8,10 +8,11 @@ from lr_backend.contract import IntArray
 
 
 def lookup_ngram(context: IntArray, ngram_max: int, max_tokens: int, ngram_min: int = 1) -> tuple[int, ...]:
-    """Up to ``max_tokens`` tokens after the latest earlier occurrence of the longest suffix of at most ``ngram_max``.
+    """Up to ``max_tokens`` tokens after the latest earlier occurrence of the longest suffix of ``ngram_min`` to ``ngram_max``.
 
     Args:
         context: token ids, shape [N]: the prefix and what is written so far.
+        ngram_min: shorter matches say too little to be worth a verification.
     """
     length = len(context)
     if max_tokens <= 0 or length < 2:

@@ -121,12 +121,14 @@ def test_bytes_of_a_character_wait_for_each_other() -> None:
     assert [stream.push([part]) for part in (first, second, third)] == ["", "", "€"]
 
 
-@given(st.lists(st.integers(0, 4), min_size=1, max_size=40), st.integers(1, 5), st.integers(0, 8))
-def test_ngram_lookup_continues_the_longest_suffix_seen_before(context: list[int], ngram_max: int, max_tokens: int) -> None:
-    found = lookup_ngram(np.asarray(context, dtype=np.int32), ngram_max, max_tokens)
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=40), st.integers(1, 5), st.integers(0, 8), st.integers(1, 3))
+def test_ngram_lookup_continues_the_longest_suffix_seen_before(
+    context: list[int], ngram_max: int, max_tokens: int, ngram_min: int
+) -> None:
+    found = lookup_ngram(np.asarray(context, dtype=np.int32), ngram_max, max_tokens, ngram_min)
 
     expected: list[int] = []
-    for size in range(min(ngram_max, len(context) - 1), 0, -1):
+    for size in range(min(ngram_max, len(context) - 1), ngram_min - 1, -1):
         starts = [i for i in range(len(context) - size) if context[i : i + size] == context[-size:]]
         if starts:
             expected = context[starts[-1] + size :][:max_tokens]
@@ -143,8 +145,8 @@ def test_the_drafted_step_goes_on_where_the_target_stands(written: list[int], dr
         assert proposed == drafted[len(written) :][:max_tokens]
     elif proposed:
         # What precedes the proposal in the drafted step is what the target wrote last.
-        ends = [i for i in range(1, len(drafted)) if drafted[i : i + len(proposed)] == proposed]
-        assert any(drafted[i - 1] == written[-1] for i in ends)
+        ends = [i for i in range(2, len(drafted)) if drafted[i : i + len(proposed)] == proposed]
+        assert any(drafted[i - 2 : i] == written[-2:] for i in ends)
 
 
 def test_realignment_prefers_the_longest_match() -> None:
@@ -154,11 +156,12 @@ def test_realignment_prefers_the_longest_match() -> None:
 
 def test_the_draft_step_proposer_falls_back_to_ngrams() -> None:
     proposer = make_proposer(ProposerName.DRAFT_STEP, 2)
-    context = np.asarray([1, 2, 3, 1], dtype=np.int32)
+    context = np.asarray([0, 1, 2, 3, 0, 1], dtype=np.int32)
 
-    assert proposer(context, [1], None, 2) == (2, 3)
-    assert proposer(context, [1], [9, 8], 2) == (2, 3)
-    assert proposer(context, [1], [1, 7], 2) == (7,)
+    assert proposer(context, [0, 1], None, 2) == (2, 3)
+    assert proposer(context, [0, 1], [9, 8], 2) == (2, 3)
+    assert proposer(context, [0, 1], [0, 1, 7], 2) == (7,)
+    assert proposer(context[:5], [0], None, 2) == ()  # one token is too little to go by
 
 
 QWEN_LIKE = Path(__file__).parents[2] / "demo" / "checkpoints" / "target"

@@ -1,0 +1,167 @@
+"""Attention of one iteration, by kind of chunk: decodes over the window, short chunks padded together, long ones alone.
+
+Query heads that share a key head become further query rows of it, so that grouped-query attention needs no repeated keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lr_backend.torch_engine.decode_window import DecodeRow, DecodeWindow
+from lr_backend.torch_engine.kv_store import KvStore
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens ``start`` to ``start + count`` of one sequence, whose ``blocks`` cover them."""
+
+    start: int
+    count: int
+    blocks: Items[int]
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+
+class Group(Protocol):
+    """Chunks that attend together; their rows lie side by side."""
+
+    num_rows: int
+
+    def attend(self, layer: int, query: Tensor, key_value: Tensor) -> Tensor:
+        """[rows, heads * head_dim] of the group's rows; the pool has their keys and values already."""
+        ...
+
+
+class DecodeGroup:
+    """One new token each, in the order of the window."""
+
+    def __init__(self, store: KvStore, window: DecodeWindow, rows: Items[DecodeRow]) -> None:
+        self.num_rows = len(rows)
+        self._window = window
+        self._store = store
+        self._longest = max(row.length for row in rows) + 1
+        device = store.device
+        self._positions = torch.tensor(window.positions(rows), dtype=torch.int64, device=device)
+        self._mask: Tensor | None = None
+        if any(row.length + 1 != self._longest for row in rows):
+            lengths = torch.tensor([[row.length] for row in rows], device=device)
+            self._mask = _additive(torch.arange(self._longest, device=device) > lengths, store.rows.dtype)[:, None, None]
+
+    def attend(self, layer: int, query: Tensor, key_value: Tensor) -> Tensor:
+        self._window.append(layer, self._positions, key_value)
+        keys, values = self._window.view(layer, self.num_rows, self._longest)
+        heads = query.view(self.num_rows, self._store.num_kv_heads, -1, self._store.head_dim)
+        attended = F.scaled_dot_product_attention(heads, keys, values, attn_mask=self._mask)
+        return attended.view(self.num_rows, -1)
+
+
+class ShortGroup:
+    """Chunks of a few tokens (verifications, ends of prompts), padded to one length."""
+
+    def __init__(self, store: KvStore, spans: Items[Span]) -> None:
+        self._store = store
+        self._batch = len(spans)
+        self._longest = max(span.count for span in spans)
+        self.num_rows = sum(span.count for span in spans)
+        size = store.tokens_per_block
+        num_blocks = max(-(-span.end // size) for span in spans)
+        padded: list[int] = []
+        for span in spans:
+            used = list(span.blocks[: -(-span.end // size)])
+            padded += used + [store.padding_block] * (num_blocks - len(used))
+        self._blocks = torch.tensor(padded, device=store.device)
+        self._pad, self._unpad = self._padding(spans)
+        self._row_mask = self._causal(spans, num_blocks * size)
+        self._masks: dict[int, Tensor] = {}
+
+    def _padding(self, spans: Items[Span]) -> tuple[Tensor | None, Tensor | None]:
+        """Row indices to pad queries by (a short chunk repeats its last row) and to take the padding out again."""
+        if all(span.count == self._longest for span in spans):
+            return None, None
+        pad: list[int] = []
+        unpad: list[int] = []
+        first = 0
+        for place, span in enumerate(spans):
+            pad += [first + min(row, span.count - 1) for row in range(self._longest)]
+            unpad += range(place * self._longest, place * self._longest + span.count)
+            first += span.count
+        device = self._store.device
+        return torch.tensor(pad, device=device), torch.tensor(unpad, device=device)
+
+    def _causal(self, spans: Items[Span], length: int) -> Tensor:
+        """Additive mask [batch, 1, 1, rows, length]."""
+        device = self._store.device
+        starts = torch.tensor([span.start for span in spans], device=device)
+        last = starts[:, None] + torch.arange(self._longest, device=device)
+        blocked = torch.arange(length, device=device) > last[:, :, None]
+        return _additive(blocked, self._store.rows.dtype)[:, None, None]
+
+    def attend(self, layer: int, query: Tensor, key_value: Tensor) -> Tensor:
+        if self._pad is not None:
+            query = query.index_select(0, self._pad)
+        keys, values = self._store.gather(layer, self._blocks, self._batch)
+        heads = query.view(self._batch, self._longest, self._store.num_kv_heads, -1, self._store.head_dim)
+        groups = heads.shape[3]
+        folded = heads.permute(0, 2, 3, 1, 4).flatten(2, 3)
+        if groups not in self._masks:
+            self._masks[groups] = self._row_mask.expand(-1, -1, groups, -1, -1).flatten(2, 3)
+        attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=self._masks[groups])
+        shape = (self._batch, self._store.num_kv_heads, groups, self._longest, self._store.head_dim)
+        rows = attended.view(shape).permute(0, 3, 1, 2, 4).reshape(self._batch * self._longest, -1)
+        return rows if self._unpad is None else rows.index_select(0, self._unpad)
+
+
+class LongGroup:
+    """One chunk of a long prompt; key heads are the batch, so that their query heads share keys and mask."""
+
+    def __init__(self, store: KvStore, span: Span) -> None:
+        self._store = store
+        self._span = span
+        self.num_rows = span.count
+        used = span.blocks[: -(-span.end // store.tokens_per_block)]
+        self._blocks = torch.tensor(list(used), device=store.device)
+        self._mask: Tensor | None = None
+        if span.start:
+            last = torch.arange(span.start, span.end, device=store.device)
+            self._mask = _additive(torch.arange(span.end, device=store.device) > last[:, None], store.rows.dtype)
+
+    def attend(self, layer: int, query: Tensor, key_value: Tensor) -> Tensor:
+        keys, values = self._store.gather(layer, self._blocks, 1)
+        heads = query.view(self.num_rows, self._store.num_kv_heads, -1, self._store.head_dim).permute(1, 2, 0, 3)
+        shape = (-1, heads.shape[1], -1, -1)
+        keys, values = (part[0, :, None, : self._span.end].expand(shape) for part in (keys, values))
+        attended = F.scaled_dot_product_attention(heads, keys, values, attn_mask=self._mask, is_causal=self._mask is None)
+        return attended.permute(2, 0, 1, 3).reshape(self.num_rows, -1)
+
+
+class IterationAttention:
+    """The :class:`~lr_backend.torch_engine.model.Attention` of one iteration."""
+
+    def __init__(self, store: KvStore, groups: Items[Group], slots: Tensor) -> None:
+        """``slots`` int64 [T]: where each row's keys and values go; rows lie in the order of ``groups``."""
+        self._store = store
+        self._groups = groups
+        self._slots = slots
+
+    def __call__(self, layer: int, query: Tensor, key_value: Tensor) -> Tensor:
+        self._store.write(layer, self._slots, key_value)
+        if len(self._groups) == 1:
+            return self._groups[0].attend(layer, query, key_value)
+        outputs, first = [], 0
+        for group in self._groups:
+            rows = slice(first, first + group.num_rows)
+            outputs.append(group.attend(layer, query[rows], key_value[rows]))
+            first = rows.stop
+        return torch.cat(outputs)
+
+
+def _additive(blocked: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(blocked.shape, dtype=dtype, device=blocked.device).masked_fill_(blocked, float("-inf"))

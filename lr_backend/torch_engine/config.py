@@ -1,0 +1,142 @@
+"""Settings of one torch engine, checked when made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+from lr_backend.errors import ConfigError
+
+DTYPES = ("float32", "bfloat16")
+DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How one checkpoint is served.
+
+    Attributes:
+        checkpoint_dir: Hugging Face folder: ``config.json`` and safetensors.
+        num_threads: torch's intra-op threads, which are of the whole process; None leaves them as they are.
+        tokens_per_block: KV cache granularity: what is shared, copied and evicted.
+        max_tokens_in_paged_kv_cache: KV pool size in tokens, all sequences together; decoding sequences are held a second time,
+            side by side, in at most as much again.
+        max_batch_size: sequences in one iteration.
+        max_num_tokens: tokens in one iteration; longer prompts are prefilled in chunks.
+        max_queue_size: requests that may wait; the next one is refused at once.
+        max_seq_len: prompt and output of one request together.
+        max_draft_len: most draft tokens of one verification; 0 refuses drafts, as upstream without the mode.
+        enable_kv_cache_reuse: keep and share the blocks of computed prefixes.
+        exclude_input_in_output: what holds for requests that do not say.
+        reproduce_upstream_draft_bias: sampling with token-only drafts follows upstream's biased rule. For tests.
+    """
+
+    checkpoint_dir: Path
+    dtype: str = "float32"
+    device: str = "cpu"
+    num_threads: int | None = None
+    tokens_per_block: int = 32
+    max_tokens_in_paged_kv_cache: int = 16384
+    max_batch_size: int = 16
+    max_num_tokens: int = 512
+    max_queue_size: int = 256
+    max_seq_len: int = 2048
+    max_draft_len: int = 16
+    enable_kv_cache_reuse: bool = True
+    exclude_input_in_output: bool = False
+    reproduce_upstream_draft_bias: bool = False
+
+    def __post_init__(self) -> None:
+        _require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+        _require(self.device in DEVICES, "device", self.device, f"one of {', '.join(DEVICES)}")
+        for name in ("tokens_per_block", "max_batch_size", "max_queue_size"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        _require(self.num_threads is None or self.num_threads >= 1, "num_threads", self.num_threads, "at least 1")
+        _require(self.max_seq_len >= 2, "max_seq_len", self.max_seq_len, "at least 2")
+        _require(self.max_draft_len >= 0, "max_draft_len", self.max_draft_len, "at least 0")
+        least = self.max_batch_size + self.max_draft_len
+        _require(
+            self.max_num_tokens >= least,
+            "max_num_tokens",
+            self.max_num_tokens,
+            f"at least max_batch_size + max_draft_len = {least}, so that a verification always fits beside the decodes",
+        )
+        _require(
+            self.max_tokens_in_paged_kv_cache >= 2 * self.tokens_per_block,
+            "max_tokens_in_paged_kv_cache",
+            self.max_tokens_in_paged_kv_cache,
+            "at least two blocks",
+        )
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that sequences may hold; the pool has one more, a block of zeros that only pads gathers."""
+        return self.max_tokens_in_paged_kv_cache // self.tokens_per_block
+
+    @classmethod
+    def from_parameters(cls, parameters: Mapping[str, str], **defaults: Any) -> Self:
+        """Settings from the ``parameters`` of a Triton ``config.pbtxt`` (text to text).
+
+        Keys are field names, with upstream's ``gpt_model_path`` for ``checkpoint_dir``; upstream keys that leave this
+        engine no choice are checked and dropped. ``defaults`` hold where a key is absent.
+
+        Raises:
+            ConfigError: naming the key that is unknown, missing, malformed or out of range.
+        """
+        values: dict[str, Any] = dict(defaults)
+        readers = {_UPSTREAM_NAMES.get(name, name): (name, read) for name, read in _READERS.items()}
+        for key, text in parameters.items():
+            if key in _FIXED:
+                _require(text.lower() in _FIXED[key], key, text, f"this engine has only {' or '.join(_FIXED[key])}")
+                continue
+            _require(key in readers, key, text, "not a parameter of the torch engine")
+            name, read = readers[key]
+            values[name] = read(key, text)
+        if "checkpoint_dir" not in values:
+            raise ConfigError("parameter gpt_model_path is missing")
+        return cls(**values)
+
+
+def _require(valid: bool, name: str, value: object, rule: str) -> None:
+    if not valid:
+        raise ConfigError(f"{name}={value!r}: {rule}")
+
+
+def _integer(key: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{key}={text!r}: an integer") from None
+
+
+def _boolean(key: str, text: str) -> bool:
+    """Upstream's spellings and no others."""
+    if text in ("True", "true", "TRUE", "1"):
+        return True
+    _require(text in ("False", "false", "FALSE", "0"), key, text, "true or false")
+    return False
+
+
+def _path(key: str, text: str) -> Path:
+    _require(bool(text) and not text.startswith("${"), key, text, "a checkpoint directory")
+    return Path(text)
+
+
+def _text(key: str, text: str) -> str:
+    return text
+
+
+_UPSTREAM_NAMES = {"checkpoint_dir": "gpt_model_path"}
+_BY_TYPE: dict[str, Callable[[str, str], Any]] = {
+    "Path": _path, "str": _text, "int": _integer, "int | None": _integer, "bool": _boolean,
+}  # fmt: skip
+_READERS = {field.name: _BY_TYPE[str(field.type)] for field in fields(EngineConfig)}
+_FIXED = {
+    "max_beam_width": ("1",),
+    "gpt_model_type": ("inflight_fused_batching", "inflight_batching"),
+    "batch_scheduler_policy": ("max_utilization",),
+    "enable_chunked_context": ("true", "1"),
+    "FORCE_CPU_ONLY_INPUT_TENSORS": ("yes", "no"),
+}

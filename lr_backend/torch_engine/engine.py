@@ -1,0 +1,328 @@
+"""The torch engine: one thread that runs iterations, each for all sequences in flight.
+
+An iteration is: schedule -> run -> choose tokens -> advance. Requests join and leave between iterations.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, LookaheadError, Overloaded
+from lr_backend.torch_engine.config import EngineConfig
+from lr_backend.torch_engine.kv_cache import KvCache
+from lr_backend.torch_engine.limits import cut_at_end, plan_run
+from lr_backend.torch_engine.model import DecoderModel
+from lr_backend.torch_engine.outputs import NewTokens, choose_tokens
+from lr_backend.torch_engine.request import EngineRequest, EngineResponse
+from lr_backend.torch_engine.runner import Runner
+from lr_backend.torch_engine.scheduler import Chunk, Scheduler
+from lr_backend.torch_engine.sequence import OnDone, Sequence
+from lr_backend.torch_engine.stats import Counters, EngineStats
+
+IDLE_CHECK_S = 1.0
+"""After this long without work the engine checks its KV books, once."""
+
+_logger = logging.getLogger(__name__)
+
+
+class TorchEngine:
+    """Serves one model. All public methods may be called from any thread."""
+
+    def __init__(self, config: EngineConfig, model: DecoderModel | None = None) -> None:
+        """Load the checkpoint (unless a model is given) and start the engine's thread.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be served.
+        """
+        self.config = config
+        dtype: torch.dtype = getattr(torch, config.dtype)
+        self.model = model or DecoderModel.load(
+            config.checkpoint_dir, dtype=dtype, device=config.device, max_seq_len=config.max_seq_len
+        )
+        self._runner = Runner(self.model, num_blocks=config.num_blocks, tokens_per_block=config.tokens_per_block)
+        self._scheduler = self._new_scheduler()
+        self._counters = Counters()
+        self._wake = threading.Condition()
+        # Guarded by the condition's lock: what other threads hand over, and the ids they may not use again.
+        self._inbox: deque[Sequence] = deque()
+        self._cancels: deque[Sequence] = deque()
+        self._errands: deque[Callable[[], None]] = deque()
+        self._by_id: dict[str, Sequence] = {}
+        self._num_submitted = 0
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: EngineRequest, on_done: OnDone) -> None:
+        """Queue a request; ``on_done`` gets its response or error, exactly once, from the engine's thread.
+
+        A request with ``stop`` cancels the one of the same id and is answered at once, whether there was one or not.
+
+        Raises:
+            EngineRejected: the request breaks a rule, or its id is in flight.
+            Overloaded: the queue is full.
+            EngineUnavailable: the engine is closed.
+        """
+        if request.stop:
+            self.cancel(request.request_id)
+            on_done(EngineResponse(request, ()))
+            return
+        plan = plan_run(request, self.config, self.model.spec.vocab_size)
+        sequence = Sequence(
+            order=0,
+            request=request,
+            on_done=on_done,
+            drafts=plan.drafts,
+            max_new_tokens=plan.max_new_tokens,
+            tokens_per_block=self.config.tokens_per_block,
+        )
+        with self._wake:
+            self._check_admission(request)
+            sequence.order = self._num_submitted
+            self._num_submitted += 1
+            self._inbox.append(sequence)
+            if request.request_id:
+                self._by_id[request.request_id] = sequence
+            self._wake.notify()
+
+    def cancel(self, request_id: str) -> None:
+        """End a request in flight: it is answered with what it has. Unknown ids are no error."""
+        with self._wake:
+            sequence = self._by_id.get(request_id)
+            if sequence is not None:
+                self._cancels.append(sequence)
+                self._wake.notify()
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges now; cheap, and consistent up to one iteration."""
+        scheduler, cache = self._scheduler, self._scheduler.cache
+        return EngineStats(
+            **asdict(self._counters),
+            num_tokens_reused=scheduler.num_reused_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            num_waiting=len(self._inbox) + len(scheduler.waiting),
+            num_running=len(scheduler.running),
+            num_blocks_used=cache.num_held,
+            num_blocks_cached=cache.num_cached,
+            num_blocks_free=cache.num_free,
+        )
+
+    def check_integrity(self) -> None:
+        """Check the KV books between two iterations.
+
+        Raises:
+            AssertionError: naming what does not add up.
+        """
+        self._on_engine_thread(self._check_books).result()
+
+    def close(self) -> None:
+        """Fail what is in flight with :class:`EngineUnavailable` and wait until the engine's thread has ended."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _check_admission(self, request: EngineRequest) -> None:
+        if self._closing:
+            raise EngineUnavailable("the engine is closed")
+        if request.request_id in self._by_id:
+            raise EngineRejected(f"request id {request.request_id!r} is in flight already")
+        num_waiting = len(self._inbox) + len(self._scheduler.waiting)
+        if num_waiting >= self.config.max_queue_size:
+            raise Overloaded(f"the engine's queue is full: {num_waiting} requests wait")
+
+    def _run(self) -> None:
+        """The engine's thread. However it ends, nobody is left waiting."""
+        failure = EngineUnavailable("the engine was closed")
+        try:
+            if self.config.num_threads is not None:
+                # OpenMP keeps this number by thread, so it is set on the one that computes.
+                torch.set_num_threads(self.config.num_threads)
+            with torch.inference_mode():
+                while self._take_work():
+                    if not self._scheduler.idle:
+                        self._iterate()
+        except Exception as error:
+            _logger.exception("the engine's thread died")
+            failure = EngineUnavailable(f"the engine died: {error}")
+        finally:
+            with self._wake:
+                self._closing = True
+                errands = list(self._errands)
+            self._fail_all(failure)
+            for errand in errands:
+                errand()
+
+    def _take_work(self) -> bool:
+        """Wait until there is something to do, and take what other threads handed over; False once closing."""
+        with self._wake:
+            unchecked = True
+            while self._scheduler.idle and not (self._inbox or self._cancels or self._errands or self._closing):
+                if not self._wake.wait(IDLE_CHECK_S if unchecked else None):
+                    self._check_when_idle()
+                    unchecked = False
+            arrived, cancelled, errands = list(self._inbox), list(self._cancels), list(self._errands)
+            self._inbox.clear()
+            self._cancels.clear()
+            self._errands.clear()
+            closing = self._closing
+            self._scheduler.waiting.extend(arrived)
+        for errand in errands:
+            errand()
+        for sequence in cancelled:
+            if sequence in self._scheduler.running or sequence in self._scheduler.waiting:
+                self._counters.num_cancelled += 1
+                self._finish(sequence)
+        return not closing
+
+    def _iterate(self) -> None:
+        started = time.perf_counter()
+        chunks: list[Chunk] = []
+        try:
+            chunks = self._scheduler.schedule()
+            now = time.monotonic_ns()
+            for chunk in chunks:
+                chunk.sequence.first_scheduled_ns = chunk.sequence.first_scheduled_ns or now
+            logits, outputs = self._runner.run(chunks)
+            if logits.numel() and not math.isfinite(logits.sum().item()):
+                raise EngineError("the model computed logits that are not finite")
+            gained = choose_tokens(logits, outputs, biased=self.config.reproduce_upstream_draft_bias)
+            self._advance(chunks, gained)
+        except Exception as error:
+            _logger.exception("iteration failed")
+            self._recover(chunks, error)
+        finally:
+            self._counters.busy_s += time.perf_counter() - started
+
+    def _advance(self, chunks: list[Chunk], gained: list[NewTokens]) -> None:
+        """Book what was computed, give out the new tokens, finish the sequences that ended."""
+        counters, cache = self._counters, self._scheduler.cache
+        counters.num_iterations += 1
+        counters.num_batch_rows += len(chunks)
+        now = time.monotonic_ns()
+        for chunk in chunks:
+            sequence = chunk.sequence
+            counters.num_tokens_prefilled += chunk.count if not sequence.num_generated else 0
+            sequence.num_computed = min(chunk.end, len(sequence.tokens))
+            if sequence.num_computed // cache.tokens_per_block > len(sequence.table.keys):
+                cache.register(sequence.table, sequence.tokens, sequence.num_computed)
+        for new in gained:
+            if self._take_tokens(new, now):
+                self._finish(new.sequence)
+
+    def _take_tokens(self, new: NewTokens, now_ns: int) -> bool:
+        """Append a sequence's new tokens as far as they are emitted; whether it ended."""
+        sequence, counters = new.sequence, self._counters
+        output = sequence.tokens[sequence.num_prompt_tokens :] if sequence.request.stop_words else []
+        output_length = sequence.num_generated
+        emitted, ended = cut_at_end(sequence.request, output or range(output_length), new.token_ids, sequence.max_new_tokens)
+        sequence.tokens += emitted
+        # Accepted drafts have their keys and values; the token after them is computed next.
+        sequence.num_computed = min(sequence.num_computed + new.num_accepted, len(sequence.tokens))
+        sequence.log_probs += new.log_probs[: len(emitted)]
+        sequence.num_accepted = min(new.num_accepted, len(emitted))
+        sequence.first_token_ns = sequence.first_token_ns or now_ns
+        sequence.last_token_ns = now_ns
+        counters.num_tokens_decoded += len(emitted)
+        counters.num_draft_tokens += len(sequence.drafts)
+        counters.num_accepted_tokens += sequence.num_accepted
+        return ended or sequence.is_verification
+
+    def _finish(self, sequence: Sequence) -> None:
+        self._scheduler.remove(sequence)
+        self._counters.num_requests += 1
+        self._answer(sequence, sequence.response())
+
+    def _answer(self, sequence: Sequence, result: EngineResponse | LookaheadError) -> None:
+        """Free the id, then tell the caller; a caller's failure is not the engine's."""
+        with self._wake:
+            if self._by_id.get(sequence.request.request_id) is sequence:
+                del self._by_id[sequence.request.request_id]
+        try:
+            sequence.on_done(result)
+        except Exception:
+            _logger.exception("on_done of request %r failed", sequence.request.request_id)
+
+    def _recover(self, chunks: list[Chunk], error: Exception) -> None:
+        """Fail the sequences of an iteration, and trust nothing that it touched.
+
+        Without chunks it was the scheduler that failed: then all sequences fail and the books start afresh.
+        """
+        failure = error if isinstance(error, LookaheadError) else EngineError(f"the iteration failed: {error}")
+        self._runner.window.forget()
+        failed = [chunk.sequence for chunk in chunks if chunk.sequence in self._scheduler.running]
+        if not chunks:
+            self._fail_all(failure)
+            self._reset_books()
+            return
+        for sequence in failed:
+            self._runner.store.clear(self._scheduler.remove_failed(sequence))
+            self._counters.num_failed += 1
+            self._answer(sequence, failure)
+
+    def _fail_all(self, failure: LookaheadError) -> None:
+        with self._wake:
+            waiting = [*self._scheduler.waiting, *self._inbox]
+            self._inbox.clear()
+        for sequence in [*self._scheduler.running, *waiting]:
+            self._scheduler.remove_failed(sequence)
+            self._counters.num_failed += 1
+            self._answer(sequence, failure)
+
+    def _check_when_idle(self) -> None:
+        try:
+            self._check_books()
+        except AssertionError:
+            _logger.exception("the KV books do not add up; the cache starts afresh")
+            self._counters.num_integrity_failures += 1
+            self._reset_books()
+
+    def _check_books(self) -> None:
+        self._scheduler.cache.check_integrity(one.table for one in self._scheduler.running)
+        waiting = [one.table.blocks for one in self._scheduler.waiting]
+        assert not any(waiting), ("a waiting sequence holds blocks", waiting)
+
+    def _new_scheduler(self) -> Scheduler:
+        config = self.config
+        cache = KvCache(
+            config.num_blocks,
+            config.tokens_per_block,
+            reuse=config.enable_kv_cache_reuse,
+            copy_prefix=self._runner.store.copy_prefix,
+        )
+        return Scheduler(cache, max_batch_size=config.max_batch_size, max_num_tokens=config.max_num_tokens)
+
+    def _reset_books(self) -> None:
+        """Start with an empty cache; no sequence is running."""
+        before, self._scheduler = self._scheduler, self._new_scheduler()
+        self._scheduler.num_preemptions = before.num_preemptions
+        self._scheduler.num_reused_tokens = before.num_reused_tokens
+        self._runner.store.rows.zero_()
+
+    def _on_engine_thread(self, errand: Callable[[], Any]) -> Future[Any]:
+        """Have something done between two iterations."""
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(errand())
+            except BaseException as error:
+                future.set_exception(error)
+
+        with self._wake:
+            if self._closing:
+                raise EngineUnavailable("the engine is closed")
+            self._errands.append(run)
+            self._wake.notify()
+        return future

@@ -1,0 +1,60 @@
+"""A torch engine in this process behind the :class:`~lr_backend.engine.Engine` protocol: no Triton between."""
+
+from __future__ import annotations
+
+import asyncio
+
+from lr_backend.engine import EngineCall, Generation
+from lr_backend.errors import EngineError, EngineUnavailable, LookaheadError, Overloaded
+from lr_backend.torch_engine.engine import TorchEngine
+from lr_backend.torch_engine.request import EngineRequest, EngineResponse
+
+
+class InProcessEngine:
+    """``generate`` and ``close`` of one engine. Several event loops may use it at a time."""
+
+    def __init__(self, engine: TorchEngine) -> None:
+        """Takes the engine over: :meth:`close` closes it."""
+        self.engine = engine
+
+    async def generate(self, call: EngineCall) -> Generation:
+        """Run one call; cancelling the coroutine ends the run.
+
+        Raises:
+            EngineRejected: the call breaks a rule of the engine.
+            EngineUnavailable: the engine is closed, or its queue is full.
+            EngineError: the iteration failed.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[EngineResponse] = loop.create_future()
+
+        def settle(result: EngineResponse | LookaheadError) -> None:
+            if future.done():
+                return
+            if isinstance(result, EngineResponse):
+                future.set_result(result)
+            else:
+                future.set_exception(_engine_error(result))
+
+        def on_done(result: EngineResponse | LookaheadError) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(settle, result)
+
+        try:
+            self.engine.submit(EngineRequest.from_call(call), on_done)
+        except Overloaded as error:
+            raise _engine_error(error) from error
+        try:
+            return (await future).generation()
+        except asyncio.CancelledError:
+            self.engine.cancel(call.request_id)
+            raise
+
+    async def close(self) -> None:
+        """End what is in flight and wait until the engine's thread has ended."""
+        await asyncio.to_thread(self.engine.close)
+
+
+def _engine_error(error: LookaheadError) -> EngineError:
+    """The protocol knows engine errors only; a full queue is one that passes."""
+    return error if isinstance(error, EngineError) else EngineUnavailable(error.message)

@@ -1,0 +1,278 @@
+"""Who owns which KV block: allocation, prefix reuse, reference counts, eviction. Plain Python; no tensor is touched here.
+
+A block is in one of three states: *free*, *held* by one or more sequences, or *cached*: nobody holds it but its content is
+known and may be taken again, until it is the least recently used and a block is needed.
+
+Content is named by a chain: key(block) = hash(key(block before), its token ids), so that equal keys mean equal prefixes; the
+token ids are compared on a hit all the same. Full blocks are registered as soon as they are computed, not when their request
+ends. A block that matches only in its first tokens is copied up to there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+ROOT_KEY = b""
+"""The chain before the first block."""
+
+CopyPrefix = Callable[[int, int, int], None]
+"""(source block, target block, number of tokens)."""
+
+
+def block_key(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """Name of a block's content, given the name of all before it."""
+    return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
+
+
+def prefix_keys(tokens: Sequence[int], tokens_per_block: int) -> list[bytes]:
+    """Keys of the full blocks of a token sequence, in order."""
+    keys, parent = [], ROOT_KEY
+    for start in range(0, len(tokens) - tokens_per_block + 1, tokens_per_block):
+        parent = block_key(parent, tokens[start : start + tokens_per_block])
+        keys.append(parent)
+    return keys
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a registered block holds: the chain before it and its token ids (fewer than a block's when partly filled)."""
+
+    parent: bytes
+    tokens: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """Blocks of one sequence in order, and the chain keys of those of them that are full and computed."""
+
+    blocks: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+
+
+class KvCache:
+    """Blocks ``0`` to ``num_blocks - 1``; the engine's thread owns it."""
+
+    def __init__(self, num_blocks: int, tokens_per_block: int, *, reuse: bool, copy_prefix: CopyPrefix) -> None:
+        self.num_blocks = num_blocks
+        self.tokens_per_block = tokens_per_block
+        self.reuse = reuse
+        self._copy_prefix = copy_prefix
+        self._free = deque(range(num_blocks))
+        self._references = [0] * num_blocks
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._contents: dict[int, Content] = {}
+        self._by_key: dict[bytes, int] = {}
+        self._children: dict[bytes, dict[int, None]] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that an allocation may take: free, or cached and evictable."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_held(self) -> int:
+        return self.num_blocks - self.num_available
+
+    def has(self, key: bytes) -> bool:
+        """Whether a full block of this content can be taken."""
+        return key in self._by_key
+
+    def num_blocks_needed(self, keys: Sequence[bytes], limit: int, num_tokens: int) -> int:
+        """How many of the available blocks a new sequence of ``num_tokens`` would take, given its cached prefix.
+
+        A cached block that nobody holds counts: taking it leaves one less available.
+        """
+        total = -(-num_tokens // self.tokens_per_block)
+        if not self.reuse:
+            return total
+        num_shared = 0
+        for key in keys[: limit // self.tokens_per_block]:
+            block = self._by_key.get(key)
+            if block is None:
+                break
+            num_shared += self._references[block] > 0
+        return total - num_shared
+
+    def take_prefix(self, table: BlockTable, tokens: Sequence[int], keys: Sequence[bytes], limit: int) -> int:
+        """Give an empty table the longest cached prefix of ``tokens``; returns how many tokens it covers, at most ``limit``.
+
+        ``keys`` are those of the full blocks of ``tokens``. A partly matching block is copied if a block can be had for it.
+        """
+        assert not table.blocks and not table.keys, table
+        if not self.reuse:
+            return 0
+        size = self.tokens_per_block
+        for index, key in enumerate(keys[: limit // size]):
+            block = self._by_key.get(key)
+            if block is None:
+                break
+            expected = tuple(tokens[index * size : (index + 1) * size])
+            assert self._contents[block].tokens == expected, ("hash collision", block)
+            self._hold(block)
+            table.blocks.append(block)
+            table.keys.append(key)
+        covered = len(table.blocks) * size
+        return covered + self._take_partial(table, tokens[covered : min(limit, covered + size)])
+
+    def _take_partial(self, table: BlockTable, tokens: Sequence[int]) -> int:
+        """Copy the rows of the block that continues the table's chain with most of ``tokens``."""
+        parent = table.keys[-1] if table.keys else ROOT_KEY
+        best, matched = -1, 0
+        for block in self._children.get(parent, ()):
+            length = _common_length(self._contents[block].tokens, tokens)
+            if length > matched:
+                best, matched = block, length
+        if not matched:
+            return 0
+        self._hold(best)
+        taken = self.num_available > 0
+        if taken:
+            table.blocks += self._allocate(1)
+            self._copy_prefix(best, table.blocks[-1], matched)
+        self._drop(best)
+        return matched if taken else 0
+
+    def extend(self, table: BlockTable, num_tokens: int) -> bool:
+        """Make room for ``num_tokens`` in all; False, with nothing changed, when there are not enough blocks."""
+        missing = -(-num_tokens // self.tokens_per_block) - len(table.blocks)
+        if missing > self.num_available:
+            return False
+        if missing > 0:
+            table.blocks += self._allocate(missing)
+        return True
+
+    def register(self, table: BlockTable, tokens: Sequence[int], num_computed: int) -> None:
+        """Make the table's full blocks among the first ``num_computed`` tokens usable by others."""
+        size = self.tokens_per_block
+        for index in range(len(table.keys), num_computed // size):
+            parent = table.keys[-1] if table.keys else ROOT_KEY
+            content = Content(parent, tuple(tokens[index * size : (index + 1) * size]))
+            key = block_key(parent, content.tokens)
+            table.keys.append(key)
+            if self.reuse and key not in self._by_key:
+                self._by_key[key] = table.blocks[index]
+                self._publish(table.blocks[index], content)
+
+    def release(self, table: BlockTable, tokens: Sequence[int], num_computed: int) -> None:
+        """Give a sequence's blocks back; what was computed of it stays cached, its partly filled block too.
+
+        The end of the sequence becomes evictable before its beginning.
+        """
+        self.register(table, tokens, num_computed)
+        if self.reuse:
+            self._publish_partial(table, tokens, num_computed)
+        for block in reversed(table.blocks):
+            self._drop(block)
+        table.blocks.clear()
+        table.keys.clear()
+
+    def discard(self, table: BlockTable) -> list[int]:
+        """Give a sequence's blocks back after a failed iteration; returns those that became free, whose rows may hold anything.
+
+        Blocks registered before stay: they were computed by iterations that went well.
+        """
+        freed = [block for block in table.blocks if self._references[block] == 1 and block not in self._contents]
+        for block in reversed(table.blocks):
+            self._drop(block)
+        table.blocks.clear()
+        table.keys.clear()
+        return freed
+
+    def _publish_partial(self, table: BlockTable, tokens: Sequence[int], num_computed: int) -> None:
+        full = len(table.keys)
+        rest = tuple(tokens[full * self.tokens_per_block : num_computed])
+        parent = table.keys[-1] if table.keys else ROOT_KEY
+        known = any(self._contents[block].tokens[: len(rest)] == rest for block in self._children.get(parent, ()))
+        if rest and not known:
+            self._publish(table.blocks[full], Content(parent, rest))
+
+    def _publish(self, block: int, content: Content) -> None:
+        self._contents[block] = content
+        self._children.setdefault(content.parent, {})[block] = None
+
+    def _allocate(self, count: int) -> list[int]:
+        """Take blocks: free ones first, then the least recently used cached ones. The caller has checked the number."""
+        blocks = []
+        for _ in range(count):
+            if self._free:
+                block = self._free.popleft()
+            else:
+                block, _ = self._cached.popitem(last=False)
+                self._forget(block)
+            self._references[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def _forget(self, block: int) -> None:
+        content = self._contents.pop(block)
+        siblings = self._children[content.parent]
+        del siblings[block]
+        if not siblings:
+            del self._children[content.parent]
+        if len(content.tokens) == self.tokens_per_block:
+            del self._by_key[block_key(content.parent, content.tokens)]
+
+    def _hold(self, block: int) -> None:
+        if not self._references[block]:
+            del self._cached[block]
+        self._references[block] += 1
+
+    def _drop(self, block: int) -> None:
+        self._references[block] -= 1
+        assert self._references[block] >= 0, block
+        if self._references[block]:
+            return
+        if block in self._contents:
+            self._cached[block] = None
+        else:
+            self._free.append(block)
+
+    def check_integrity(self, tables: Iterable[BlockTable]) -> None:
+        """Check that the books agree with the tables of all live sequences.
+
+        Raises:
+            AssertionError: naming what does not add up.
+        """
+        holders = [0] * self.num_blocks
+        for table in tables:
+            assert len(set(table.blocks)) == len(table.blocks), ("block twice in a table", table.blocks)
+            assert len(table.keys) <= len(table.blocks), ("more keys than blocks", table)
+            for block in table.blocks:
+                holders[block] += 1
+        assert holders == self._references, ("references", holders, self._references)
+        free, cached = list(self._free), set(self._cached)
+        held = {block for block, count in enumerate(holders) if count}
+        assert len(set(free)) == len(free), ("block free twice", free)
+        assert sorted([*free, *cached, *held]) == list(range(self.num_blocks)), ("states", free, cached, held)
+        assert cached <= self._contents.keys(), ("cached without content", cached - self._contents.keys())
+        assert not self._contents.keys() & set(free), ("free with content", free)
+        by_key: dict[bytes, int] = {}
+        children: dict[bytes, set[int]] = {}
+        for block, content in self._contents.items():
+            children.setdefault(content.parent, set()).add(block)
+            assert 0 < len(content.tokens) <= self.tokens_per_block, content
+            if len(content.tokens) == self.tokens_per_block:
+                by_key[block_key(content.parent, content.tokens)] = block
+        assert by_key == self._by_key, ("hash index", by_key, self._by_key)
+        assert children == {parent: set(blocks) for parent, blocks in self._children.items()}, "children"
+
+
+def _common_length(first: Sequence[int], second: Sequence[int]) -> int:
+    length = 0
+    for one, other in zip(first, second, strict=False):
+        if one != other:
+            break
+        length += 1
+    return length

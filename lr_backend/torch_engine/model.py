@@ -1,0 +1,193 @@
+"""The decoder: all sequences of an iteration flattened to rows [T, hidden], attention handed to the plan.
+
+Written so that a small model on a CPU spends its time in matrix products: weights lie transposed ([in, out], the layout whose
+small products are fastest here), query, key and value are one product, and so are gate and up; norm weights are folded into
+the product that follows; q and k are normed and rotated together and in place.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lr_backend.errors import CheckpointError
+from lr_backend.torch_engine.checkpoint import ModelSpec, TensorFiles, read_spec
+from lr_backend.torch_engine.rope import interleave_pairs, rope_table
+
+MAX_TIED_HEAD_COPY_BYTES = 64 << 20
+"""A tied output head is copied to the faster layout up to this size."""
+
+
+class Attention(Protocol):
+    """Writes the new keys and values of one layer to the cache and attends over it."""
+
+    def __call__(self, layer: int, query: Tensor, key_value: Tensor) -> Tensor:
+        """``query`` [T, heads * head_dim], ``key_value`` [T, 2 * kv_heads * head_dim] -> [T, heads * head_dim]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Weights of one decoder layer as [in, out]; norms are folded into ``qkv`` and ``gate_up``."""
+
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    qk_norm: Tensor | None
+    output: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+class DecoderModel:
+    """Qwen3, Qwen2 or Llama. Not thread-safe: the engine's thread owns it."""
+
+    def __init__(
+        self, spec: ModelSpec, layers: list[Layer], embedding: Tensor, norm: Tensor, head: Tensor, rotations: Tensor
+    ) -> None:
+        self.spec = spec
+        self.layers = layers
+        self.embedding = embedding
+        self.norm = norm
+        self.head = head
+        self.rotations = rotations
+        self.dtype = embedding.dtype
+        self.device = embedding.device
+        self._hidden_eps = torch.tensor(math.sqrt(spec.hidden_size * spec.rms_norm_eps), device=self.device)
+        self._head_eps = torch.tensor(math.sqrt(spec.head_dim * spec.rms_norm_eps), device=self.device)
+
+    @classmethod
+    def load(cls, checkpoint_dir: Path, *, dtype: torch.dtype, device: str, max_seq_len: int) -> Self:
+        """Read a checkpoint tensor by tensor, so that the peak is the model plus its largest tensor.
+
+        Raises:
+            CheckpointError: anything in the folder that keeps it from being served, by name.
+        """
+        spec = read_spec(checkpoint_dir)
+        if max_seq_len > spec.max_positions:
+            raise CheckpointError(f"{checkpoint_dir}: the model has {spec.max_positions} positions, max_seq_len is {max_seq_len}")
+        loader = _Loader(spec, TensorFiles(checkpoint_dir), dtype, device)
+        layers = [loader.layer(index) for index in range(spec.num_layers)]
+        embedding, norm, head = loader.ends()
+        loader.files.require_all_read(*(("lm_head.weight",) if spec.tie_word_embeddings else ()))
+        rotations = rope_table(spec.rope, spec.head_dim, max_seq_len + 1).to(device)
+        return cls(spec, layers, embedding, norm, head, rotations)
+
+    @torch.inference_mode()
+    def forward(self, token_ids: Tensor, positions: Tensor, attention: Attention, logit_rows: Tensor | None) -> Tensor:
+        """Logits, float32 [R, vocabulary], of the rows asked for (all T when None).
+
+        Args:
+            token_ids: int64 [T].
+            positions: int64 [T], of each token in its own sequence.
+        """
+        hidden = self.embedding.index_select(0, token_ids)
+        rotations = self.rotations.index_select(0, positions).unsqueeze(1)
+        width, inner = self.spec.num_heads * self.spec.head_dim, self.spec.intermediate_size
+        for index, layer in enumerate(self.layers):
+            normed = self._normed(hidden)
+            bias = layer.qkv_bias
+            qkv = torch.mm(normed, layer.qkv) if bias is None else torch.addmm(bias, normed, layer.qkv)
+            self._rotate(qkv, layer.qk_norm, rotations)
+            hidden.addmm_(attention(index, qkv[:, :width], qkv[:, width:]), layer.output)
+            gate_up = torch.mm(self._normed(hidden), layer.gate_up)
+            hidden.addmm_(F.silu(gate_up[:, :inner]).mul_(gate_up[:, inner:]), layer.down)
+        rows = hidden if logit_rows is None else hidden.index_select(0, logit_rows)
+        return torch.mm(self._normed(rows).mul_(self.norm), self.head).float()
+
+    def _normed(self, hidden: Tensor) -> Tensor:
+        """RMS norm without weight and without the factor sqrt(hidden_size), both folded into the product that follows."""
+        rows = hidden.float()
+        length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+        return (rows / torch.hypot(length, self._hidden_eps)).to(self.dtype)
+
+    def _rotate(self, qkv: Tensor, norm: Tensor | None, rotations: Tensor) -> None:
+        """Norm (Qwen3) and rotate q and k of ``qkv`` in place."""
+        spec = self.spec
+        num_heads = spec.num_heads + spec.num_kv_heads
+        stored = qkv[:, : num_heads * spec.head_dim].view(-1, num_heads, spec.head_dim)
+        heads = stored.float()
+        if norm is not None:
+            length = torch.linalg.vector_norm(heads, dim=-1, keepdim=True)
+            heads.div_(torch.hypot(length, self._head_eps)).mul_(norm)
+        torch.view_as_complex(heads.view(*heads.shape[:2], -1, 2)).mul_(rotations)
+        if heads.dtype != qkv.dtype:
+            stored.copy_(heads)
+
+
+class _Loader:
+    """Turns stored tensors into the layout above."""
+
+    def __init__(self, spec: ModelSpec, files: TensorFiles, dtype: torch.dtype, device: str) -> None:
+        self.spec = spec
+        self.files = files
+        self._dtype = dtype
+        self._device = device
+
+    def layer(self, index: int) -> Layer:
+        spec, prefix = self.spec, f"model.layers.{index}."
+        hidden, attention = spec.hidden_size, f"{prefix}self_attn."
+        q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        widths = {"q_proj": q_width, "k_proj": kv_width, "v_proj": kv_width}
+        input_norm = self._scale(f"{prefix}input_layernorm.weight", hidden)
+        mlp_norm = self._scale(f"{prefix}post_attention_layernorm.weight", hidden)
+        mlp = dict.fromkeys(("gate_proj", "up_proj"), spec.intermediate_size)
+        return Layer(
+            qkv=self._fused(attention, widths, input_norm),
+            qkv_bias=self._bias(attention, widths) if spec.qkv_bias else None,
+            qk_norm=self._qk_norm(attention) if spec.qk_norm else None,
+            output=self._transposed(f"{attention}o_proj.weight", hidden, q_width),
+            gate_up=self._fused(f"{prefix}mlp.", mlp, mlp_norm),
+            down=self._transposed(f"{prefix}mlp.down_proj.weight", hidden, spec.intermediate_size),
+        )
+
+    def ends(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Embedding [vocabulary, hidden], final norm [hidden], head [hidden, vocabulary]."""
+        spec = self.spec
+        shape = (spec.vocab_size, spec.hidden_size)
+        embedding = self._placed(self.files.read("model.embed_tokens.weight", *shape)).contiguous()
+        norm = self._placed(self._scale("model.norm.weight", spec.hidden_size))
+        if not spec.tie_word_embeddings:
+            return embedding, norm, self._transposed("lm_head.weight", *shape)
+        small = embedding.numel() * embedding.element_size() <= MAX_TIED_HEAD_COPY_BYTES
+        return embedding, norm, embedding.t().contiguous() if small else embedding.t()
+
+    def _fused(self, prefix: str, widths: dict[str, int], norm: Tensor) -> Tensor:
+        hidden = self.spec.hidden_size
+        fused = torch.empty(hidden, sum(widths.values()), dtype=self._dtype, device=self._device)
+        start = 0
+        for name, width in widths.items():
+            weight = self._ordered(name, self.files.read(f"{prefix}{name}.weight", width, hidden).float())
+            fused[:, start : start + width] = (weight * norm).t().to(self._device)
+            start += width
+        return fused
+
+    def _bias(self, prefix: str, widths: dict[str, int]) -> Tensor:
+        biases = [self._ordered(name, self.files.read(f"{prefix}{name}.bias", width)) for name, width in widths.items()]
+        return self._placed(torch.cat(biases))
+
+    def _ordered(self, name: str, weight: Tensor) -> Tensor:
+        return interleave_pairs(weight, self.spec.head_dim) if name in ("q_proj", "k_proj") else weight
+
+    def _qk_norm(self, prefix: str) -> Tensor:
+        """Norm weights by head, queries then keys: float32 [heads + kv_heads, head_dim]."""
+        spec, rows = self.spec, []
+        for name, count in (("q_norm", spec.num_heads), ("k_norm", spec.num_kv_heads)):
+            scale = interleave_pairs(self._scale(f"{prefix}{name}.weight", spec.head_dim), spec.head_dim)
+            rows.append(scale.expand(count, -1))
+        return torch.cat(rows).to(self._device)
+
+    def _scale(self, name: str, width: int) -> Tensor:
+        """A norm's weight times the sqrt(width) that our norm leaves out, float32."""
+        return self.files.read(name, width).float() * math.sqrt(width)
+
+    def _transposed(self, name: str, rows: int, columns: int) -> Tensor:
+        return self._placed(self.files.read(name, rows, columns).t()).contiguous()
+
+    def _placed(self, tensor: Tensor) -> Tensor:
+        return tensor.to(device=self._device, dtype=self._dtype)

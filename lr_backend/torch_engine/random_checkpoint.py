@@ -1,0 +1,100 @@
+"""Random checkpoints of any supported shape, for benchmarks and tests: real files, no training."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from lr_backend.torch_engine.checkpoint import ModelSpec, read_spec
+
+
+def write_random_checkpoint(
+    folder: Path,
+    *,
+    architecture: str = "Qwen3ForCausalLM",
+    hidden_size: int = 320,
+    num_layers: int = 6,
+    num_heads: int = 5,
+    num_kv_heads: int = 1,
+    head_dim: int = 64,
+    intermediate_size: int = 896,
+    vocab_size: int = 1024,
+    max_position_embeddings: int = 4096,
+    tie_word_embeddings: bool = True,
+    gain: float = 1.0,
+    seed: int = 0,
+    **extra: Any,
+) -> Path:
+    """Write ``config.json`` and ``model.safetensors``; returns the folder.
+
+    Args:
+        gain: factor on the weights; larger ones make outputs depend more sharply on the input.
+        extra: further entries of ``config.json`` (rope settings, say).
+    """
+    config = {
+        "architectures": [architecture],
+        "hidden_act": "silu",
+        "hidden_size": hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": intermediate_size,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": max_position_embeddings,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": tie_word_embeddings,
+        **extra,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {name: _random(shape, gain, generator) for name, shape in tensor_shapes(read_spec(folder)).items()}
+    save_file(tensors, str(folder / "model.safetensors"))
+    return folder
+
+
+def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """The tensors of a checkpoint by name."""
+    hidden, kv_width, q_width = spec.hidden_size, spec.num_kv_heads * spec.head_dim, spec.num_heads * spec.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (spec.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not spec.tie_word_embeddings:
+        shapes["lm_head.weight"] = (spec.vocab_size, hidden)
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (q_width, hidden),
+        "self_attn.k_proj.weight": (kv_width, hidden),
+        "self_attn.v_proj.weight": (kv_width, hidden),
+        "self_attn.o_proj.weight": (hidden, q_width),
+        "mlp.gate_proj.weight": (spec.intermediate_size, hidden),
+        "mlp.up_proj.weight": (spec.intermediate_size, hidden),
+        "mlp.down_proj.weight": (hidden, spec.intermediate_size),
+    }
+    if spec.qk_norm:
+        layer |= {"self_attn.q_norm.weight": (spec.head_dim,), "self_attn.k_norm.weight": (spec.head_dim,)}
+    if spec.qkv_bias:
+        layer |= {
+            "self_attn.q_proj.bias": (q_width,),
+            "self_attn.k_proj.bias": (kv_width,),
+            "self_attn.v_proj.bias": (kv_width,),
+        }
+    for index in range(spec.num_layers):
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+def _random(shape: tuple[int, ...], gain: float, generator: torch.Generator) -> torch.Tensor:
+    """Norm weights about one, matrices so that rows keep their length, times ``gain``."""
+    if len(shape) == 1:
+        return 0.5 + torch.rand(shape, generator=generator)
+    return torch.randn(shape, generator=generator) * (gain / math.sqrt(shape[1]))

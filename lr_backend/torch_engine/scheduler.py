@@ -1,0 +1,172 @@
+"""Who runs in the next iteration, with how many tokens.
+
+Decodes first, then prompts under way, then new ones, in order of arrival. A decode that finds no block takes those of the
+latest arrival, which then starts over (its computed blocks stay cached, so that it starts late in itself).
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lr_backend.torch_engine.kv_cache import KvCache
+from lr_backend.torch_engine.sequence import Sequence
+
+MIN_SHARED_TOKENS = 64
+"""A request waits for another that is computing its prefix just now if that saves at least so many tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens ``start`` to ``start + count`` of a sequence; the last ``num_logits`` of them yield outputs."""
+
+    sequence: Sequence
+    start: int
+    count: int
+    num_logits: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+
+class Scheduler:
+    """Waiting and running sequences; the engine's thread owns it."""
+
+    def __init__(self, cache: KvCache, *, max_batch_size: int, max_num_tokens: int) -> None:
+        self.cache = cache
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self.num_reused_tokens = 0
+        self._max_batch_size = max_batch_size
+        self._max_num_tokens = max_num_tokens
+
+    @property
+    def idle(self) -> bool:
+        return not self.waiting and not self.running
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def schedule(self) -> list[Chunk]:
+        """The chunks of the next iteration; empty only when idle."""
+        chunks: list[Chunk] = []
+        budget = self._max_num_tokens
+        for sequence in sorted(self.running, key=lambda one: (one.num_pending > 1, one.order)):
+            if sequence not in self.running or not budget:
+                continue
+            count, num_logits = _chunk_size(sequence, budget)
+            if count and self._make_room(sequence, sequence.num_computed + count, chunks):
+                chunks.append(Chunk(sequence, sequence.num_computed, count, num_logits))
+                budget -= count
+        chunks = [chunk for chunk in chunks if chunk.sequence in self.running]
+        budget = self._max_num_tokens - sum(chunk.count for chunk in chunks)
+        for sequence in self._admit() if budget and self.waiting else ():
+            count, num_logits = _chunk_size(sequence, budget)
+            if count:
+                chunks.append(Chunk(sequence, sequence.num_computed, count, num_logits))
+                budget -= count
+            if not budget:
+                break
+        return chunks
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a finished or cancelled sequence out; what it computed stays cached."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+            self.cache.release(sequence.table, sequence.tokens, min(sequence.num_computed, len(sequence.tokens)))
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+
+    def remove_failed(self, sequence: Sequence) -> list[int]:
+        """Take a sequence of a failed iteration out; returns the freed blocks, whose rows may hold anything."""
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        if sequence in self.running:
+            self.running.remove(sequence)
+        return self.cache.discard(sequence.table)
+
+    def _admit(self) -> Iterator[Sequence]:
+        """Start waiting sequences in order, while a place in the batch and blocks for the whole prompt are to be had.
+
+        One whose prefix is being computed right now is passed over; one that lacks blocks holds the ones behind it back.
+        """
+        being_computed = {key for one in self.running for key in one.keys[len(one.table.keys) :]}
+        for sequence in list(self.waiting):
+            if len(self.running) >= self._max_batch_size:
+                return
+            if self._should_wait_for_prefix(sequence, being_computed):
+                continue
+            if not self._start(sequence):
+                return
+            self.waiting.remove(sequence)
+            insort(self.running, sequence, key=lambda one: one.order)
+            being_computed.update(sequence.keys[len(sequence.table.keys) :])
+            yield sequence
+
+    def _should_wait_for_prefix(self, sequence: Sequence, being_computed: set[bytes]) -> bool:
+        if not being_computed or not self.cache.reuse:
+            return False
+        missing = [key for key in sequence.keys if not self.cache.has(key)]
+        num_shared = 0
+        for key in missing:
+            if key not in being_computed:
+                break
+            num_shared += 1
+        return num_shared * self.cache.tokens_per_block >= MIN_SHARED_TOKENS
+
+    def _start(self, sequence: Sequence) -> bool:
+        """Give a sequence its cached prefix and blocks for the rest; False, with nothing changed, when they do not suffice.
+
+        Beside others it also leaves one block for each of them, so that it is not preempted at once.
+        """
+        limit, total = len(sequence.tokens) - 1, len(sequence.tokens) + len(sequence.drafts)
+        table = sequence.table
+        needed = self.cache.num_blocks_needed(sequence.keys, limit, total)
+        if needed + len(self.running) > self.cache.num_available:
+            return False
+        sequence.num_computed = self.cache.take_prefix(table, sequence.tokens, sequence.keys, limit)
+        sequence.num_allocated_blocks += needed
+        enough = self.cache.extend(table, total)
+        assert enough, (needed, table, self.cache.num_available)
+        if not sequence.first_scheduled_ns:
+            sequence.num_reused = sequence.num_computed
+            self.num_reused_tokens += sequence.num_computed
+        return True
+
+    def _make_room(self, sequence: Sequence, num_tokens: int, chunks: list[Chunk]) -> bool:
+        """Blocks for a running sequence's next tokens, from the latest arrivals if need be; False when it is itself the latest.
+
+        A victim already in ``chunks`` is dropped from there by the caller, which keeps only running sequences.
+        """
+        held = len(sequence.table.blocks)
+        while not self.cache.extend(sequence.table, num_tokens):
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        sequence.num_allocated_blocks += len(sequence.table.blocks) - held
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.cache.release(sequence.table, sequence.tokens, min(sequence.num_computed, len(sequence.tokens)))
+        sequence.restart()
+        self.num_preemptions += 1
+        place = sum(1 for one in self.waiting if one.order < sequence.order)
+        self.waiting.insert(place, sequence)
+
+
+def _chunk_size(sequence: Sequence, budget: int) -> tuple[int, int]:
+    """Tokens and logit rows of a sequence's next chunk; (0, 0) when nothing of use fits the budget.
+
+    The last token before the drafts and all drafts stay together: one chunk yields all their logits.
+    """
+    num_logits = len(sequence.drafts) + 1
+    if sequence.num_pending <= budget:
+        return sequence.num_pending, num_logits
+    count = min(budget, sequence.num_pending - num_logits)
+    return (count, 0) if count > 0 else (0, 0)

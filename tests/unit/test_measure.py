@@ -1,0 +1,61 @@
+"""Paired speedups and the rates beside them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lr_client import Usage
+
+from demo.measure import Sample, paired_speedup, report
+
+seconds = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=20)
+
+
+@given(seconds, st.floats(0.1, 10.0))
+def test_a_constant_ratio_has_no_range(baseline_s: list[float], ratio: float) -> None:
+    speedup, low, high = paired_speedup(baseline_s, [value / ratio for value in baseline_s])
+
+    assert speedup == pytest.approx(ratio)
+    assert low == pytest.approx(ratio)
+    assert high == pytest.approx(ratio)
+
+
+@given(seconds, st.randoms())
+def test_the_range_holds_the_ratio_of_the_sums_for_spread_out_pairs(baseline_s: list[float], random: object) -> None:
+    speedup, low, high = paired_speedup(baseline_s, list(reversed(baseline_s)))
+
+    assert low <= speedup * 1.0001
+    assert speedup <= high * 1.0001
+
+
+def test_a_report_has_one_row_a_mode_with_pooled_rates() -> None:
+    def usage(accepted: int, rejected: int, mean: float | None) -> Usage:
+        return Usage(
+            completion_tokens=10,
+            num_steps_accepted=accepted,
+            num_steps_rejected={"judge": rejected},
+            mean_accepted_length=mean,
+            num_draft_tokens=8,
+            num_accepted_tokens=2,
+            num_target_passes=5,
+        )
+
+    samples = [
+        Sample("ar", 0, True, 2.0, Usage(completion_tokens=10)),
+        Sample("lr", 0, True, 1.0, usage(3, 1, 3.0)),
+        Sample("lr", 1, False, 1.0, usage(0, 2, 0.0)),
+        Sample("ar", 1, True, 4.0, Usage(completion_tokens=10)),
+    ]
+
+    rows = report(samples, baseline="ar")
+
+    assert list(rows) == ["ar", "lr"]
+    assert rows["lr"].speedup == pytest.approx(3.0)
+    assert (rows["lr"].correct, rows["lr"].total) == (1, 2)
+    assert rows["lr"].step_acceptance_rate == pytest.approx(3 / 6)
+    assert rows["lr"].token_acceptance_rate == pytest.approx(4 / 16)
+    assert rows["lr"].mean_accepted_length == pytest.approx(1.0)
+    assert rows["lr"].passes_per_token == pytest.approx(0.5)
+    assert rows["ar"].step_acceptance_rate is None
+    assert rows["ar"].tokens_per_s == pytest.approx(20 / 6)
