@@ -78,7 +78,7 @@ class LookaheadRequest(BaseModel):
         max_depth: steps drafted ahead of the last committed one (the paper's gamma).
         width: candidate steps at each position.
         num_draft_tokens: token drafts in one verification.
-        ngram_max: longest suffix that the n-gram proposer looks up.
+        ngram_max: longest suffix that the n-gram proposer looks up; the shortest is one less.
         lossless: no judged step is ever accepted; only token speculation, everywhere.
         deterministic: the result does not depend on which engine answers first.
         deadline_s: seconds until the answer is cut with finish reason ``deadline``; 0 is the server's own limit.
@@ -100,7 +100,7 @@ class LookaheadRequest(BaseModel):
     max_depth: int = Field(default=4, ge=0, le=16)
     width: int = Field(default=1, ge=1, le=8)
     num_draft_tokens: int = Field(default=8, ge=0, le=64)
-    ngram_max: int = Field(default=3, ge=1, le=16)
+    ngram_max: int = Field(default=4, ge=1, le=16)
     verifier: VerifierName = VerifierName.JUDGE
     proposer: ProposerName = ProposerName.DRAFT_STEP
     lossless: bool = False

@@ -13,13 +13,10 @@ Proposer = Callable[[IntArray, Sequence[int], Sequence[int] | None, int], tuple[
 """(prefix with what is written, written step so far, drafted step if known, at most n) -> proposed tokens."""
 
 
-NGRAM_MIN = 2
-"""Shortest suffix worth looking up: after a single common token the guess is mostly wrong (docs/decisions.md)."""
-
-
 def make_proposer(name: ProposerName, ngram_max: int) -> Proposer:
     """The proposer of a request; ``draft_step`` falls back to n-gram lookup where the drafted step does not help."""
-    ngram_min = min(NGRAM_MIN, ngram_max)
+    # Shorter matches than these two lengths guess mostly wrong, and a wrong guess costs a verification.
+    ngram_min = max(1, ngram_max - 1)
 
     def by_ngram(context: IntArray, written: Sequence[int], drafted: Sequence[int] | None, max_tokens: int) -> tuple[int, ...]:
         return lookup_ngram(context, ngram_max, max_tokens, ngram_min)

@@ -8,11 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-
-MIN_MATCH = 2
-"""Tokens that must agree before the two are taken to stand at the same place: one common word says too little."""
-
-
 def continue_drafted(written: Sequence[int], drafted: Sequence[int], max_tokens: int) -> tuple[int, ...]:
     """Tokens of ``drafted`` that may follow ``written``; empty if the two have nothing in common there."""
     if max_tokens <= 0:
@@ -29,7 +24,7 @@ def _position(written: Sequence[int], drafted: Sequence[int]) -> int | None:
     choice = None
     for end in range(1, len(drafted)):
         length = _common_suffix(written, drafted, end)
-        if length >= MIN_MATCH:
+        if length:
             rank = (length, -abs(end - len(written)))
             if best is None or rank > best:
                 best, choice = rank, end

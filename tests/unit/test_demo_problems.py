@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from demo.judge_pairs import change, pairs
@@ -56,6 +56,7 @@ def stated(family: str, template: str, full: Meaning) -> Meaning:
 def test_every_phrasing_reads_back(
     family: str, template: str, s: str, t: str, u: str, a: int, b: int, r: int, w: int, o: str
 ) -> None:
+    assume(s != t)
     if "{f}" in template:
         b = 2 + b % len(FRACTIONS)
     full = Meaning(family, u, s, t, a, o, b, r, w)
@@ -141,9 +142,9 @@ def test_foreign_text_has_no_meaning(text: str) -> None:
 
 
 def test_contradicting_words_are_not_read() -> None:
-    assert meaning("Finding half of the pens that Mia has means 12 / 2 = 6 of them.") is not None
-    assert meaning("Finding half of the pens that Mia has means 12 / 3 = 4 of them.") is None
-    assert meaning("Now Mia gains 2 pens, so we have 3 + 2 = 5 pens for Tom.") is None
+    assert meaning("Mia has 12 pens, and Tom has half as many, and 12 / 2 = 6, so Tom has 6 pens.") is not None
+    assert meaning("Mia has 12 pens, and Tom has half as many, and 12 / 3 = 4, so Tom has 4 pens.") is None
+    assert meaning("Mia has 12 pens, and Tom has half as many, and 12 / 2 = 6, so Ben has 6 pens.") is None
 
 
 def test_pairs_are_half_and_half_and_labelled_by_the_checker() -> None:

@@ -145,8 +145,8 @@ def test_the_drafted_step_goes_on_where_the_target_stands(written: list[int], dr
         assert proposed == drafted[len(written) :][:max_tokens]
     elif proposed:
         # What precedes the proposal in the drafted step is what the target wrote last.
-        ends = [i for i in range(2, len(drafted)) if drafted[i : i + len(proposed)] == proposed]
-        assert any(drafted[i - 2 : i] == written[-2:] for i in ends)
+        ends = [i for i in range(1, len(drafted)) if drafted[i : i + len(proposed)] == proposed]
+        assert any(drafted[i - 1] == written[-1] for i in ends)
 
 
 def test_realignment_prefers_the_longest_match() -> None:
@@ -155,7 +155,7 @@ def test_realignment_prefers_the_longest_match() -> None:
 
 
 def test_the_draft_step_proposer_falls_back_to_ngrams() -> None:
-    proposer = make_proposer(ProposerName.DRAFT_STEP, 2)
+    proposer = make_proposer(ProposerName.DRAFT_STEP, 3)
     context = np.asarray([0, 1, 2, 3, 0, 1], dtype=np.int32)
 
     assert proposer(context, [0, 1], None, 2) == (2, 3)
