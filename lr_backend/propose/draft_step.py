@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+
 def continue_drafted(written: Sequence[int], drafted: Sequence[int], max_tokens: int) -> tuple[int, ...]:
     """Tokens of ``drafted`` that may follow ``written``; empty if the two have nothing in common there."""
     if max_tokens <= 0:
