@@ -3,6 +3,9 @@
 What the contract makes us do by hand: a call that was sent cannot be taken back, only asked to stop by a second request of the
 same id, which "succeeds" even when nothing of that id runs. So a cancel is repeated until the call has come back, and the call
 keeps its place among those in flight until then.
+
+A model whose process died answers each call, cancels too, after a second and one at a time; calls would pile up without end.
+So an engine that fails, or that does not let go of a cancelled call, is left alone for a while: its :class:`Breaker` is open.
 """
 
 from __future__ import annotations
@@ -18,7 +21,11 @@ from lr_backend.engine import EngineCall, Generation, cancel_tensors
 from lr_backend.errors import EngineError, EngineUnavailable
 
 CANCEL_REPEAT_S = 0.05
-MAX_CANCELS = 100
+MAX_CANCELS = 20
+"""A call that this many cancels do not end is stuck, and its engine out of order."""
+CANCEL_TIMEOUT_S = 0.5
+RETRY_S = 5.0
+"""How long an engine that is out of order is left alone before one call tries it again."""
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 Infer = Callable[[str, str, Arrays, tuple[str, ...]], Awaitable[dict[str, npt.NDArray[Any]]]]
@@ -56,6 +63,28 @@ class CallGate:
         self._semaphore.release()
 
 
+class Breaker:
+    """Whether an engine is worth calling. Open: calls fail at once. After a while one call may try; its success closes it."""
+
+    def __init__(self, retry_s: float = RETRY_S) -> None:
+        self._retry_s = retry_s
+        self._open_until: float | None = None
+
+    def enter(self, name: str) -> None:
+        """Raises :class:`EngineUnavailable` while open; lets one call through when the time has come."""
+        if self._open_until is None:
+            return
+        if asyncio.get_running_loop().time() < self._open_until:
+            raise EngineUnavailable(f"{name} is out of order; it is tried again within {self._retry_s:g} s")
+        self.trip()
+
+    def trip(self) -> None:
+        self._open_until = asyncio.get_running_loop().time() + self._retry_s
+
+    def close(self) -> None:
+        self._open_until = None
+
+
 class BlsEngine:
     """One model of the server as an :class:`~lr_backend.engine.Engine`."""
 
@@ -64,9 +93,11 @@ class BlsEngine:
         self._infer = infer
         self._gate = gate
         self._tokens_per_block = tokens_per_block
+        self._breaker = Breaker()
         self._reaping: set[asyncio.Task[None]] = set()
 
     async def generate(self, call: EngineCall) -> Generation:
+        self._breaker.enter(self._model_name)
         # Cancelled while it waits here, a call was never sent and needs no cancel.
         await self._gate.enter()
         running = asyncio.create_task(self._run(call))
@@ -86,7 +117,12 @@ class BlsEngine:
     async def _run(self, call: EngineCall) -> Generation:
         wanted = TOKEN_OUTPUTS + (PERF_OUTPUTS if call.return_perf_metrics else ())
         wanted += ("output_log_probs",) if call.return_log_probs else ()
-        outputs = await self._infer(self._model_name, call.request_id, call.tensors(), wanted)
+        try:
+            outputs = await self._infer(self._model_name, call.request_id, call.tensors(), wanted)
+        except EngineUnavailable:
+            self._breaker.trip()
+            raise
+        self._breaker.close()
         return Generation.from_tensors(outputs, tokens_per_block=self._tokens_per_block)
 
     def _reap(self, request_id: str, running: asyncio.Task[Generation]) -> None:
@@ -96,13 +132,26 @@ class BlsEngine:
 
     async def _stop(self, request_id: str, running: asyncio.Task[Generation]) -> None:
         for _ in range(MAX_CANCELS):
-            with suppress(EngineError):  # where the engine is gone so is the call, and its own failure says so
-                await self._infer(self._model_name, request_id, cancel_tensors(), TOKEN_OUTPUTS)
+            if not await self._cancel(request_id):
+                break
             done, _pending = await asyncio.wait({running}, timeout=CANCEL_REPEAT_S)
             if done:
                 break
-        if running.done() and not running.cancelled():
+        if not running.done():
+            self._breaker.trip()
+            await asyncio.wait({running})
+        if not running.cancelled():
             running.exception()  # nobody else asks for it any more
+
+    async def _cancel(self, request_id: str) -> bool:
+        """Ask once; False if not even that is answered. Where the engine is gone so is the call, and its own failure says so."""
+        try:
+            async with asyncio.timeout(CANCEL_TIMEOUT_S):
+                with suppress(EngineError):
+                    await self._infer(self._model_name, request_id, cancel_tensors(), TOKEN_OUTPUTS)
+        except TimeoutError:
+            return False
+        return True
 
 
 def unavailable(model_name: str, error: Exception) -> EngineUnavailable:

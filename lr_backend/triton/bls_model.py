@@ -19,7 +19,7 @@ import triton_python_backend_utils as pb
 from lr_backend.config import LoopConfig
 from lr_backend.contract import LOOKAHEAD_INPUTS
 from lr_backend.engine import Role
-from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, LookaheadError
+from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, LookaheadError, Overloaded
 from lr_backend.loop.loop import Engines
 from lr_backend.triton.bls_engine import Arrays, BlsEngine, CallGate, unavailable
 from lr_backend.triton.models import load_models
@@ -73,7 +73,8 @@ async def infer(model_name: str, request_id: str, inputs: Arrays, wanted: tuple[
 
 def _engine_error(model_name: str, error: Any) -> EngineError:
     kinds = {pb.TritonError.INVALID_ARG: EngineRejected, pb.TritonError.UNSUPPORTED: EngineRejected}
-    kind = kinds.get(error.code(), EngineUnavailable)
+    # A full queue passes; it does not mean that the engine is out of order.
+    kind = EngineError if Overloaded.code in error.message() else kinds.get(error.code(), EngineUnavailable)
     return kind(f"{model_name}: {error.message()}")
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from lr_backend.engine import EngineCall
-from lr_backend.errors import EngineRejected
+from lr_backend.errors import EngineRejected, EngineUnavailable
 from lr_backend.testing import run_virtual
-from lr_backend.triton.bls_engine import BlsEngine, CallGate
+from lr_backend.triton.bls_engine import MAX_CANCELS, RETRY_S, BlsEngine, CallGate
 
 
 @dataclass
@@ -24,6 +24,7 @@ class ScriptedTriton:
     running: dict[str, asyncio.Event] = field(default_factory=dict)
     num_cancels: int = 0
     max_running: int = 0
+    num_calls: int = 0
     error: Exception | None = None
 
     async def infer(self, model: str, request_id: str, inputs: Any, wanted: Any) -> dict[str, Any]:
@@ -32,6 +33,7 @@ class ScriptedTriton:
             if self.num_cancels > self.deaf and request_id in self.running:
                 self.running[request_id].set()
             return tokens([])
+        self.num_calls += 1
         if self.error is not None:
             raise self.error
         assert request_id not in self.running
@@ -74,6 +76,7 @@ def test_an_error_is_raised_and_frees_the_place() -> None:
         for _ in range(3):
             with pytest.raises(EngineRejected):
                 await engine.generate(call())
+        assert triton.num_calls == 3
 
     run_virtual(main())
 
@@ -127,5 +130,41 @@ def test_a_cancelled_call_keeps_its_place_until_it_has_come_back() -> None:
         await asyncio.gather(first, second, return_exceptions=True)
         await engine.close()
         assert triton.max_running == 1
+
+    run_virtual(main())
+
+
+def test_an_engine_out_of_order_is_left_alone_and_tried_again_by_one_call() -> None:
+    async def main() -> None:
+        triton = ScriptedTriton(error=EngineUnavailable("not healthy"))
+        engine = engine_of(triton)
+        for _ in range(3):
+            with pytest.raises(EngineUnavailable):
+                await engine.generate(call())
+        assert triton.num_calls == 1
+        await asyncio.sleep(RETRY_S)
+        triton.error = None
+        first, second = await asyncio.gather(engine.generate(call("a")), engine.generate(call("b")), return_exceptions=True)
+        assert not isinstance(first, BaseException)
+        assert isinstance(second, EngineUnavailable)
+        assert (await engine.generate(call())).token_ids == (1, 2, 3)
+
+    run_virtual(main())
+
+
+def test_a_call_that_no_cancel_ends_puts_its_engine_out_of_order() -> None:
+    async def main() -> None:
+        triton = ScriptedTriton(seconds=100.0, deaf=10**6)
+        engine = engine_of(triton)
+        task = asyncio.create_task(engine.generate(call()))
+        await asyncio.sleep(1)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await asyncio.sleep(2)
+        assert triton.num_cancels == MAX_CANCELS
+        with pytest.raises(EngineUnavailable, match="out of order"):
+            await engine.generate(call("b"))
+        await engine.close()
+        assert not triton.running
 
     run_virtual(main())

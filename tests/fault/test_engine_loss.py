@@ -1,0 +1,58 @@
+"""An engine process is killed under a running server."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from itertools import islice
+
+import psutil
+import pytest
+from lr_client import Client, Options
+
+from demo.problems import problems
+from lr_backend.build.repository import build_repository
+from lr_backend.build.spec import DeploymentSpec
+from lr_backend.triton.server import ServerOptions, TritonServer
+
+pytestmark = pytest.mark.integration
+QUESTION = next(islice(problems(98, "test"), 1)).question
+GREEDY = {"temperature": 0.0, "lossless": True, "max_tokens": 200, "stream": False}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    repository = tmp_path_factory.mktemp("faulty") / "repository"
+    spec = DeploymentSpec.load("demo")
+    build_repository(spec, repository)
+    with TritonServer(repository, ServerOptions(exit_timeout_s=2)) as running:
+        running.wait_ready(spec.server.load_timeout_s)
+        yield running
+
+
+def stub_of(server: TritonServer, model: str) -> int:
+    """The process that serves one model."""
+    assert server.pid is not None
+    (stub,) = [
+        child.pid
+        for child in psutil.Process(server.pid).children(recursive=True)
+        if child.status() != psutil.STATUS_ZOMBIE and any(f"{model}_0_0" in part for part in child.cmdline())
+    ]
+    return stub
+
+
+def test_a_killed_draft_leaves_the_targets_answer(server: TritonServer) -> None:
+    """Calls to a dead stub hang for seconds: the first question ends by late drafts, later ones know that the draft is out of order.
+
+    The judge is left alive: with two of its stubs dead this Triton (24.10) may itself crash in its Python backend.
+    """
+    with Client(server.grpc_url, timeout_s=60) as client:
+        alone = client.ask(QUESTION, Options(mode="ar", **GREEDY)).text
+        os.kill(stub_of(server, "draft"), signal.SIGKILL)
+
+        results = [client.ask(QUESTION, Options(mode="lr", **GREEDY)) for _ in range(8)]
+
+        assert {result.text for result in results} == {alone}
+        assert any(result.usage.degraded == ("draft",) for result in results)
+        assert server.running
