@@ -43,7 +43,7 @@ def stub_of(server: TritonServer, model: str) -> int:
 
 
 def test_a_killed_draft_leaves_the_targets_answer(server: TritonServer) -> None:
-    """Calls to a dead stub hang for seconds: the first question ends by late drafts, later ones know that the draft is out of order.
+    """Calls to a dead stub hang for seconds: first every draft is late, then the draft is known to be down.
 
     The judge is left alive: with two of its stubs dead this Triton (24.10) may itself crash in its Python backend.
     """

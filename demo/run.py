@@ -1,0 +1,186 @@
+"""``make demo``: one problem streamed live, then the same problems in each of the four modes, through a real Triton.
+
+The baseline of every speedup is ``ar`` with ``stream=false``: one uninterrupted engine request, nothing else running, at the
+thread setting that is best for it. So a second server runs the target alone at each other thread setting; ``ar`` is asked of
+both, and the faster one is the baseline. Modes take turns on every problem, so that a noisy machine is noisy to all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from lr_client import Client, FinishEvent, Options, Result
+from lr_client.render import ConsoleRenderer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from demo.measure import ModeReport, Sample, report
+from demo.problems import Problem, check_answer, problems
+from lr_backend.build.repository import build_repository
+from lr_backend.build.spec import DeploymentSpec, TorchDeployment
+from lr_backend.triton.server import ServerOptions, TritonServer
+
+MODES = ("ar", "sd", "lr", "lr_sd")
+PROBLEM_SEED = 2025
+MAX_TOKENS = 640
+REQUEST_TIMEOUT_S = 120.0
+WARM_UP_PROBLEMS = 2
+
+
+@contextmanager
+def serving(spec: TorchDeployment, repository: Path, *, only: tuple[str, ...] = ()) -> Iterator[TritonServer]:
+    """A server over a freshly rendered repository; ``only`` keeps just these models."""
+    build_repository(spec, repository)
+    for model in repository.iterdir():
+        if only and model.is_dir() and model.name not in only:
+            shutil.rmtree(model)
+    options = ServerOptions(thread_pool_size=spec.server.thread_pool_size, exit_timeout_s=5)
+    with TritonServer(repository, options) as server:
+        server.wait_ready(spec.server.load_timeout_s)
+        yield server
+
+
+def ask(client: Client, problem: Problem, mode: str, temperature: float, index: int) -> tuple[Sample, Result]:
+    """One answer, timed by the client from submit to final response."""
+    options = Options(mode=mode, stream=False, max_tokens=MAX_TOKENS, temperature=temperature, seed=index)
+    started = time.perf_counter()
+    result = client.ask(problem.question, options, timeout_s=REQUEST_TIMEOUT_S)
+    latency_s = time.perf_counter() - started
+    return Sample(mode, index, check_answer(problem, result.text), latency_s, result.usage), result
+
+
+def show_one(client: Client, problem: Problem, temperature: float, console: Console) -> None:
+    """Stream one answer step by step, coloured by origin."""
+    console.rule("[bold]one question, live")
+    console.print(f"[bold]{problem.question}[/]\n", highlight=False)
+    renderer = ConsoleRenderer(console, legend=True)
+    options = Options(mode="lr_sd", max_tokens=MAX_TOKENS, temperature=temperature, seed=1, trace=True)
+    try:
+        with client.stream(problem.question, options, timeout_s=REQUEST_TIMEOUT_S) as stream:
+            for event in stream:
+                renderer.show(event)
+                if isinstance(event, FinishEvent):
+                    break
+    finally:
+        renderer.close()
+    console.print(f"[dim]right answer: {problem.answer}[/]\n")
+
+
+def compare(
+    clients: Mapping[str, Client], baselines: Mapping[str, Client], questions: list[Problem], temperature: float, console: Console
+) -> list[Sample]:
+    """Every mode on every problem, in turns whose order rotates from problem to problem."""
+    turns = [*((mode, client, mode) for mode, client in clients.items()), *((name, c, "ar") for name, c in baselines.items())]
+    samples = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("four modes in turn", total=len(questions) * len(turns))
+        for index, problem in enumerate(questions):
+            shift = index % len(turns)
+            for name, client, mode in turns[shift:] + turns[:shift]:
+                sample, _ = ask(client, problem, mode, temperature, index)
+                samples.append(Sample(name, index, sample.correct, sample.latency_s, sample.usage))
+                progress.advance(task)
+    return samples
+
+
+def best_baseline(samples: list[Sample]) -> tuple[list[Sample], str]:
+    """Keep of all ``ar`` settings the fastest, as ``ar``; also its name."""
+    totals: dict[str, float] = {}
+    for sample in samples:
+        if sample.mode.startswith("ar"):
+            totals[sample.mode] = totals.get(sample.mode, 0.0) + sample.latency_s
+    best = min(totals, key=lambda name: totals[name])
+    kept = [s for s in samples if s.mode == best or not s.mode.startswith("ar")]
+    return [Sample("ar", s.problem, s.correct, s.latency_s, s.usage) if s.mode == best else s for s in kept], best
+
+
+def table(rows: Mapping[str, ModeReport], title: str) -> Table:
+    """The comparison as people read it."""
+    view = Table(title=title)
+    for name in (
+        "mode",
+        "right",
+        "tokens/s",
+        "seconds",
+        "speedup (95 %)",
+        "step acc.",
+        "accepted length",
+        "token acc.",
+        "passes/token",
+    ):
+        view.add_column(name, justify="left" if name == "mode" else "right")
+    for mode in MODES:
+        row = rows[mode]
+        view.add_row(
+            mode,
+            f"{row.correct}/{row.total}",
+            f"{row.tokens_per_s:.0f}",
+            f"{row.latency_s:.2f}",
+            f"{row.speedup:.2f} ({row.speedup_low:.2f} to {row.speedup_high:.2f})",
+            _number(row.step_acceptance_rate),
+            _number(row.mean_accepted_length),
+            _number(row.token_acceptance_rate),
+            _number(row.passes_per_token),
+        )
+    return view
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def main(
+    num_problems: Annotated[int, typer.Option("--problems", min=1)] = 20,
+    temperature: Annotated[float, typer.Option(min=0.0, max=5.0)] = 0.6,
+    output: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("out/demo.json"),
+) -> None:
+    """Serve the demo models and compare the four modes."""
+    console = Console()
+    spec = DeploymentSpec.load("demo")
+    assert isinstance(spec, TorchDeployment)
+    questions = list(islice(problems(PROBLEM_SEED, "test"), num_problems + 1))
+    other_threads = {1, os.cpu_count() or 1} - {spec.target.num_threads}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lookahead-demo-")))
+        with console.status("starting Triton with lookahead, target, draft and judge"):
+            server = stack.enter_context(serving(spec, folder / "all"))
+            client = stack.enter_context(Client(server.grpc_url))
+            baselines = {}
+            for threads in sorted(other_threads):
+                target = spec.target.model_copy(update={"num_threads": threads})
+                alone = spec.model_copy(update={"target": target})
+                other = stack.enter_context(serving(alone, folder / f"ar-{threads}", only=("target", "lookahead")))
+                baselines[f"ar at {threads} threads"] = stack.enter_context(Client(other.grpc_url))
+            for index in range(WARM_UP_PROBLEMS):
+                for mode in MODES:
+                    ask(client, questions[0], mode, temperature, index)
+                for other_client in baselines.values():
+                    ask(other_client, questions[0], "ar", temperature, index)
+        console.print(f"Triton {server.grpc_url} (gRPC), {server.http_url} (HTTP): lookahead, target, draft, judge\n")
+        show_one(client, questions[0], temperature, console)
+        samples = compare(dict.fromkeys(MODES, client), baselines, questions[1:], temperature, console)
+    samples, baseline = best_baseline(samples)
+    rows = report(samples, "ar")
+    console.print(table(rows, f"{num_problems} problems at temperature {temperature:g}, one at a time"))
+    setting = baseline if baseline != "ar" else f"ar at {spec.target.num_threads} threads"
+    console.print(f"[dim]speedup: seconds of {setting} (its best setting here), one uninterrupted request, over the mode's[/]")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    document = {"temperature": temperature, "baseline": setting, "modes": {mode: rows[mode].as_dict() for mode in MODES}}
+    output.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    console.print(f"written to {output}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

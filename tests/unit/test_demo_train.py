@@ -1,0 +1,114 @@
+"""The demo's training data: what is learned, what is seen, and how the models start out."""
+
+from __future__ import annotations
+
+import random
+from itertools import islice
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from demo.judge_pairs import Pair, pairs  # noqa: E402
+from demo.problems import meaning, problems  # noqa: E402
+from demo.tokenizer import chat, train_tokenizer  # noqa: E402
+from demo.train import (  # noqa: E402
+    IGNORED,
+    RECIPES,
+    Document,
+    _pair_document,
+    build_model,
+    document,
+    drill,
+    pack,
+    rate_factor,
+    verdict_ids,
+)
+from lr_backend.verify.judge_prompt import JudgePrompt  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def tokenizer():  # type: ignore[no-untyped-def]
+    return train_tokenizer(documents=1000)
+
+
+def learned(item: Document, tokenizer) -> str:  # type: ignore[no-untyped-def]
+    """The text of the tokens that are learned."""
+    return str(tokenizer.decode([token for token in item.labels if token != IGNORED]))
+
+
+def test_the_question_is_not_learned(tokenizer) -> None:  # type: ignore[no-untyped-def]
+    for problem in islice(problems(0), 20):
+        item = document(problem, tokenizer)
+        assert tokenizer.decode(item.ids) == chat(problem.question) + problem.completion + "<|im_end|>"
+        assert learned(item, tokenizer) == problem.completion + "<|im_end|>"
+
+
+def test_the_digits_of_a_slip_are_not_learned(tokenizer) -> None:  # type: ignore[no-untyped-def]
+    problem = next(p for p in problems(1, slip_rate=0.5) if any(step.slip for step in p.steps))
+    item = document(problem, tokenizer)
+    gone = len(problem.completion + "<|im_end|>") - len(learned(item, tokenizer))
+    assert gone >= sum(len(str(step.meaning.result)) for step in problem.steps if step.slip)
+    for step in problem.steps:
+        assert (step.text in learned(item, tokenizer)) is not step.slip
+
+
+def test_a_drill_is_right(tokenizer) -> None:  # type: ignore[no-untyped-def]
+    text = learned(drill(random.Random(0), tokenizer), tokenizer)
+    for fact in text.removeprefix("<think>\n").removesuffix(".<|im_end|>").split(".\n\n"):
+        a, op, b, _, result = fact.removeprefix("We get ").split(" ")
+        assert {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b), "/": int(a) / int(b)}[op] == int(result)
+
+
+def test_a_pair_ends_in_its_verdict_and_tells_each_field(tokenizer) -> None:  # type: ignore[no-untyped-def]
+    prompt = JudgePrompt.from_tokenizer(tokenizer)
+    aligned, unaligned = verdict_ids(tokenizer)
+    for pair in islice(pairs(0), 200):
+        item = _pair_document(pair, prompt, tokenizer, (aligned, unaligned))
+        assert [*prompt.head_ids, *item.ids[:-1]] == prompt.ids(pair.first, pair.second)
+        assert item.ids[-1] == item.labels[-1] == (aligned if pair.aligned else unaligned)
+        told = [label for label in item.labels[:-1] if label != IGNORED]
+        assert len(told) == len(pair.fields)
+        assert told.count(unaligned) == sum(not same for _, same in pair.fields)
+
+
+def test_fields_of_a_pair_are_those_that_differ() -> None:
+    for pair in islice(pairs(2), 300):
+        one, two = meaning(pair.first), meaning(pair.second)
+        assert one is not None
+        assert two is not None
+        if one.family == two.family and one.op == two.op:
+            assert all(same for _, same in pair.fields) is pair.aligned
+        assert all(0 < end <= len(pair.second) for end, _ in pair.fields)
+    assert Pair("a", "b", False).fields == ()
+
+
+def test_packed_documents_see_the_prefix_and_themselves() -> None:
+    items = (Document([n] * 4, [n] * 4, [1.0] * 4) for n in range(1, 100))
+    batch = pack(items, rows=1, length=11, pad=0, prefix=(90, 91))
+    assert batch.ids.tolist() == [[90, 91, 1, 1, 1, 1, 2, 2, 2, 2, 0]]
+    assert batch.positions.tolist() == [[0, 1, 2, 3, 4, 5, 2, 3, 4, 5, 0]]
+    assert batch.labels[0, 2].item() == batch.labels[0, 6].item() == IGNORED
+    sees = batch.mask()[0, 0]
+    assert sees[8].nonzero().flatten().tolist() == [0, 1, 6, 7, 8]
+    assert sees[5].nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("role", ["target", "draft", "judge"])
+def test_models_have_the_sizes_that_are_told(tokenizer, role) -> None:  # type: ignore[no-untyped-def]
+    model = build_model(RECIPES[role], tokenizer)
+    least, most = {"target": (6e6, 9e6), "draft": (0.8e6, 1.3e6), "judge": (2.5e6, 3.5e6)}[role]
+    assert least <= model.num_parameters() <= most
+    for layer in model.model.layers[1 : max(2, len(model.model.layers) - 1)]:
+        attention = layer.self_attn
+        assert torch.equal(attention.q_proj.weight[:64], attention.k_proj.weight[:64])
+
+
+def test_rates_rise_then_fall() -> None:
+    recipe = RECIPES["target"]
+    factors = [rate_factor(step, 400, recipe) for step in range(400)]
+    peak = factors.index(max(factors))
+    assert factors[: peak + 1] == sorted(factors[: peak + 1])
+    assert factors[peak:] == sorted(factors[peak:], reverse=True)
+    assert factors[-1] == pytest.approx(recipe.floor, rel=0.1)
