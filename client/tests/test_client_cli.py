@@ -141,15 +141,21 @@ def test_check_asks_a_tiny_question(server: FakeServer) -> None:
 
 def test_ctrl_c_cancels_the_request_and_exits_130(server: FakeServer, gate: Gate) -> None:
     command = [sys.executable, "-m", "lr_client", "ask", "held", "--url", server.url]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        assert gate.reached.wait(WAIT_S)
-        assert process.stdout.read(1) == "a"
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=WAIT_S)
-    finally:
-        process.kill()
+
+    def hear_ctrl_c() -> None:
+        """In the background of a script SIGINT is ignored and children inherit that."""
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, text=True, preexec_fn=hear_ctrl_c) as process:
+        try:
+            assert process.stdout is not None
+            assert gate.reached.wait(WAIT_S)
+            assert process.stdout.read(1) == "a"
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=WAIT_S)
+        finally:
+            process.kill()
     assert process.returncode == 130
     assert errors.strip() == "cancelled"
     assert server.request().was_cancelled()
