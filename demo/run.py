@@ -38,6 +38,13 @@ REQUEST_TIMEOUT_S = 120.0
 WARM_UP_PROBLEMS = 2
 
 
+def demo_spec() -> TorchDeployment:
+    """The deployment of the demo models."""
+    spec = DeploymentSpec.load("demo")
+    assert isinstance(spec, TorchDeployment)
+    return spec
+
+
 @contextmanager
 def serving(spec: TorchDeployment, repository: Path, *, only: tuple[str, ...] = ()) -> Iterator[TritonServer]:
     """A server over a freshly rendered repository; ``only`` keeps just these models."""
@@ -148,8 +155,7 @@ def main(
 ) -> None:
     """Serve the demo models and compare the four modes."""
     console = Console()
-    spec = DeploymentSpec.load("demo")
-    assert isinstance(spec, TorchDeployment)
+    spec = demo_spec()
     questions = list(islice(problems(PROBLEM_SEED, "test"), num_problems + 1))
     other_threads = {1, os.cpu_count() or 1} - {spec.target.num_threads}
     with ExitStack() as stack:

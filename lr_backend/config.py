@@ -12,6 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lr_backend.errors import ConfigError
 
+CANCEL_RESERVE = 8
+"""Threads that engine calls leave free, so that a cancel never waits behind what it is to stop."""
+
 
 class Timeouts(BaseModel):
     """Seconds that one engine call of a role may take, and a whole request."""

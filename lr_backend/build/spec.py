@@ -13,16 +13,13 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
 
-from lr_backend.config import LoopConfig
+from lr_backend.config import CANCEL_RESERVE, LoopConfig
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError, InvalidRequest
 from lr_backend.request import LookaheadRequest
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 """The source checkout: specs are looked up by name and templates are found here."""
-
-CANCEL_RESERVE = 8
-"""Threads that engine calls leave free, so that a cancel never waits behind what it is to stop."""
 
 _FILLED_BY_BUILD = ("tokenizer_dir", "judge_tokenizer_dir", "vocab_size", "tokens_per_block")
 

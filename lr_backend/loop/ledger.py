@@ -50,7 +50,7 @@ class Ledger:
     num_steps_drafted: int = 0
     num_steps_accepted: int = 0
     num_proposed: int = 0
-    num_verified: int = 0
+    num_accepted: int = 0
     num_reused_tokens: int = 0
     first_step_s: float | None = None
     _run_length: int = 0
@@ -72,7 +72,7 @@ class Ledger:
         while accepted < min(len(proposed), len(returned)) and proposed[accepted] == returned[accepted]:
             accepted += 1
         self.num_proposed += len(proposed)
-        self.num_verified += accepted
+        self.num_accepted += accepted
 
     def step_committed(self, num_tokens: int, *, num_reasoning: int) -> None:
         self.num_steps += 1
@@ -112,8 +112,8 @@ class Ledger:
             step_acceptance_rate=rate(self.num_steps_accepted, decided),
             mean_accepted_length=rate(sum(runs), len(runs)),
             num_draft_tokens=self.num_proposed,
-            num_accepted_tokens=self.num_verified,
-            token_acceptance_rate=rate(self.num_verified, self.num_proposed),
+            num_accepted_tokens=self.num_accepted,
+            token_acceptance_rate=rate(self.num_accepted, self.num_proposed),
             num_target_calls=calls[Role.TARGET],
             num_draft_calls=calls[Role.DRAFT],
             num_judge_calls=calls[Role.JUDGE],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import sys
 import uuid
@@ -16,7 +15,7 @@ import numpy.typing as npt
 import structlog
 import triton_python_backend_utils as pb
 
-from lr_backend.config import LoopConfig
+from lr_backend.config import CANCEL_RESERVE, LoopConfig
 from lr_backend.contract import LOOKAHEAD_INPUTS
 from lr_backend.engine import Role
 from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, LookaheadError, Overloaded
@@ -24,9 +23,6 @@ from lr_backend.loop.loop import Engines
 from lr_backend.triton.bls_engine import Arrays, BlsEngine, CallGate, unavailable
 from lr_backend.triton.models import load_models
 from lr_backend.triton.service import LookaheadService, triton_code
-
-CANCEL_RESERVE = 8
-"""Threads beyond the gate, so that a cancel never waits behind the calls that it is to stop."""
 
 
 class TritonReplies:
@@ -94,7 +90,6 @@ class TritonPythonModel:
         )
         directory = Path(args["model_repository"]) / args["model_version"]
         self._config = LoopConfig.load(directory / "lookahead.json")
-        json.loads(args["model_config"])  # Triton's own word on what it loaded; a damaged one fails here
         self._models = load_models(self._config)
         self._executor = ThreadPoolExecutor(self._config.limits.max_in_flight_calls + CANCEL_RESERVE, "bls")
         self._service: LookaheadService | None = None

@@ -12,9 +12,8 @@ import pytest
 from lr_client import Client, Options
 
 from demo.problems import problems
-from lr_backend.build.repository import build_repository
-from lr_backend.build.spec import DeploymentSpec
-from lr_backend.triton.server import ServerOptions, TritonServer
+from demo.run import demo_spec, serving
+from lr_backend.triton.server import TritonServer
 
 pytestmark = pytest.mark.integration
 QUESTION = next(islice(problems(98, "test"), 1)).question
@@ -23,11 +22,7 @@ GREEDY = {"temperature": 0.0, "lossless": True, "max_tokens": 200, "stream": Fal
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    repository = tmp_path_factory.mktemp("faulty") / "repository"
-    spec = DeploymentSpec.load("demo")
-    build_repository(spec, repository)
-    with TritonServer(repository, ServerOptions(exit_timeout_s=2)) as running:
-        running.wait_ready(spec.server.load_timeout_s)
+    with serving(demo_spec(), tmp_path_factory.mktemp("served") / "repository") as running:
         yield running
 
 

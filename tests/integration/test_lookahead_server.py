@@ -16,10 +16,9 @@ import pytest
 from lr_client import Client, FinishEvent, InvalidRequest, Options, StepEvent, TextEvent
 
 from demo.problems import Problem, problems
-from lr_backend.build.repository import build_repository
-from lr_backend.build.spec import DeploymentSpec
+from demo.run import demo_spec, serving
 from lr_backend.request import Usage
-from lr_backend.triton.server import ServerOptions, TritonServer
+from lr_backend.triton.server import TritonServer
 
 pytestmark = pytest.mark.integration
 MODES = ("ar", "sd", "lr", "lr_sd")
@@ -28,11 +27,7 @@ WAIT_S = 120.0
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    repository = tmp_path_factory.mktemp("served") / "repository"
-    spec = DeploymentSpec.load("demo")
-    build_repository(spec, repository)
-    with TritonServer(repository, ServerOptions(exit_timeout_s=5)) as running:
-        running.wait_ready(spec.server.load_timeout_s)
+    with serving(demo_spec(), tmp_path_factory.mktemp("served") / "repository") as running:
         yield running
 
 
