@@ -1,6 +1,7 @@
 """Attention of one iteration, by kind of chunk: decodes over the window, short chunks padded together, long ones alone.
 
-Query heads that share a key head become further query rows of it, so that grouped-query attention needs no repeated keys.
+Query heads that share a key head become further query rows of it, so that grouped-query attention needs no repeated keys. In the
+same way decodes that share the first blocks of their prefix, as the branches of one answer do, read these only once.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from torch import Tensor
 
 from lr_backend.torch_engine.decode_window import DecodeRow, DecodeWindow
 from lr_backend.torch_engine.kv_store import KvStore
+
+MIN_SHARED_TOKENS = 64
+"""A shared prefix shorter than this costs more to attend over apart than it saves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,43 @@ class Group(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Neighbours in the window, ``first`` to ``first + count``; all begin with the same ``shared`` tokens (0: nothing shared)."""
+
+    first: int
+    count: int
+    shared: int
+
+
+def runs_of(rows: Items[DecodeRow], tokens_per_block: int) -> list[Run]:
+    """Part arranged rows into runs that share a prefix worth sharing, and runs of the others between them."""
+    runs: list[Run] = []
+    first = 0
+    while first < len(rows):
+        common = rows[first].length // tokens_per_block
+        stop = first + 1
+        while stop < len(rows):
+            narrowed = _num_equal(rows[first].blocks, rows[stop].blocks, min(common, rows[stop].length // tokens_per_block))
+            worth = narrowed * tokens_per_block >= MIN_SHARED_TOKENS
+            if not worth or (stop > first + 1 and 2 * narrowed < common):
+                break
+            common, stop = narrowed, stop + 1
+        if stop > first + 1:
+            runs.append(Run(first, stop - first, common * tokens_per_block))
+        elif runs and not runs[-1].shared:
+            runs[-1] = Run(runs[-1].first, runs[-1].count + 1, 0)
+        else:
+            runs.append(Run(first, 1, 0))
+        first = stop
+    return runs
+
+
+def _num_equal(left: Items[int], right: Items[int], limit: int) -> int:
+    """How many leading blocks, up to ``limit``, are the same."""
+    return next((at for at in range(limit) if left[at] != right[at]), limit)
+
+
 class DecodeGroup:
     """One new token each, in the order of the window."""
 
@@ -47,20 +88,48 @@ class DecodeGroup:
         self.num_rows = len(rows)
         self._window = window
         self._store = store
-        self._longest = max(row.length for row in rows) + 1
-        device = store.device
-        self._positions = torch.tensor(window.positions(rows), dtype=torch.int64, device=device)
-        self._mask: Tensor | None = None
-        if any(row.length + 1 != self._longest for row in rows):
-            lengths = torch.tensor([[row.length] for row in rows], device=device)
-            self._mask = _additive(torch.arange(self._longest, device=device) > lengths, store.rows.dtype)[:, None, None]
+        self._positions = window.positions(rows)
+        can_share = store.device.type == "cpu" and store.rows.dtype == torch.float32
+        runs = runs_of(rows, store.tokens_per_block) if can_share else [Run(0, len(rows), 0)]
+        self._parts = [(run, *self._tail(rows[run.first : run.first + run.count], run.shared)) for run in runs]
+
+    def _tail(self, rows: Items[DecodeRow], start: int) -> tuple[int, Tensor | None]:
+        """Where the longest row ends, and what the others may not see after ``start``: [rows, 1, 1, longest - start]."""
+        longest = max(row.length for row in rows) + 1
+        if all(row.length + 1 == longest for row in rows):
+            return longest, None
+        device = self._store.device
+        lengths = torch.tensor([[row.length] for row in rows], device=device)
+        return longest, _additive(torch.arange(start, longest, device=device) > lengths, self._store.rows.dtype)[:, None, None]
 
     def attend(self, layer: int, query: Tensor, key_value: Tensor) -> Tensor:
         self._window.append(layer, self._positions, key_value)
-        keys, values = self._window.view(layer, self.num_rows, self._longest)
-        heads = query.view(self.num_rows, self._store.num_kv_heads, -1, self._store.head_dim)
-        attended = F.scaled_dot_product_attention(heads, keys, values, attn_mask=self._mask)
-        return attended.view(self.num_rows, -1)
+        attended = [self._attend_run(layer, query, *part) for part in self._parts]
+        return attended[0] if len(attended) == 1 else torch.cat(attended)
+
+    def _attend_run(self, layer: int, query: Tensor, run: Run, longest: int, mask: Tensor | None) -> Tensor:
+        places = slice(run.first, run.first + run.count)
+        heads = query[places].view(run.count, self._store.num_kv_heads, -1, self._store.head_dim)
+        keys, values = self._window.view(layer, places, slice(run.shared, longest))
+        if not run.shared:
+            return F.scaled_dot_product_attention(heads, keys, values, attn_mask=mask).view(run.count, -1)
+        own, own_mass = _attend_with_mass(heads, keys, values, mask)
+        keys, values = self._window.view(layer, slice(run.first, run.first + 1), slice(0, run.shared))
+        shape = heads.shape
+        folded = heads.transpose(0, 1).reshape(1, shape[1], -1, shape[3])
+        shared, shared_mass = _attend_with_mass(folded, keys, values, None)
+        shared = shared.view(shape[1], shape[0], -1, shape[3]).transpose(0, 1)
+        shared_mass = shared_mass.view(shape[1], shape[0], -1).transpose(0, 1)
+        return torch.lerp(own, shared, torch.sigmoid(shared_mass - own_mass).unsqueeze(-1)).reshape(run.count, -1)
+
+
+def _attend_with_mass(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Attention [B, heads, rows, head_dim] and, of its scores, the log of the sum of their exponentials [B, heads, rows].
+
+    Two parts of a context combine by these masses to attention over the whole.
+    """
+    attended, mass = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, keys, values, attn_mask=mask)
+    return attended, mass
 
 
 class ShortGroup:

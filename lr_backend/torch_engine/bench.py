@@ -88,6 +88,7 @@ def main(
     checkpoint: Annotated[Path | None, typer.Argument(help="Hugging Face folder; a random 7M Qwen3 when absent")] = None,
     threads: Annotated[int, typer.Option(help="torch threads")] = 1,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
+    weight_dtype: Annotated[str, typer.Option(help="same, float16 or auto")] = "same",
     prefix: Annotated[int, typer.Option(help="prompt tokens before the decoding")] = 300,
     rounds: Annotated[int, typer.Option(help="rounds of each figure; the best counts")] = 5,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
@@ -96,7 +97,9 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         path = checkpoint or write_random_checkpoint(Path(folder))
         max_seq_len = min(2048, read_spec(path).max_positions)
-        config = EngineConfig(path, dtype=dtype, device=device, num_threads=threads, max_seq_len=max_seq_len)
+        config = EngineConfig(
+            path, dtype=dtype, device=device, weight_dtype=weight_dtype, num_threads=threads, max_seq_len=max_seq_len
+        )
         engine = TorchEngine(config)
     try:
         _report(engine, prefix, rounds)
@@ -106,7 +109,9 @@ def main(
 
 def _report(engine: TorchEngine, prefix: int, rounds: int) -> None:
     vocab_size = engine.model.spec.vocab_size
-    typer.echo(f"{engine.model.spec.architecture}, {engine.config.dtype}, {engine.config.num_threads} threads, prefix {prefix}")
+    config = engine.config
+    weights = f"{config.dtype}, weights {config.weight_dtype}"
+    typer.echo(f"{engine.model.spec.architecture}, {weights}, {config.num_threads} threads, prefix {prefix}")
     for name, sampling in (("greedy", Sampling()), ("T 0.6 top_k 20 top_p 0.95", Sampling(0.6, 20, 0.95))):
         for batch in (1, 2, 4, 8):
             prompts = [_prompt(vocab_size, prefix, seed) for seed in range(batch)]

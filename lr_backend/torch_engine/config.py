@@ -10,6 +10,7 @@ from typing import Any, Self
 from lr_backend.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16")
+WEIGHT_DTYPES = ("auto", "same", "float16")
 DEVICES = ("cpu", "cuda")
 
 
@@ -19,6 +20,8 @@ class EngineConfig:
 
     Attributes:
         checkpoint_dir: Hugging Face folder: ``config.json`` and safetensors.
+        weight_dtype: how weights are held: ``same`` as ``dtype``; ``float16``, which halves what decoding must read from memory
+            (CPU with dtype float32 only); ``auto``: the faster of the two in a short trial at start-up.
         num_threads: torch's intra-op threads, which are of the whole process; None leaves them as they are.
         tokens_per_block: KV cache granularity: what is shared, copied and evicted.
         max_tokens_in_paged_kv_cache: KV pool size in tokens, all sequences together; decoding sequences are held a second time,
@@ -36,6 +39,7 @@ class EngineConfig:
     checkpoint_dir: Path
     dtype: str = "float32"
     device: str = "cpu"
+    weight_dtype: str = "same"
     num_threads: int | None = None
     tokens_per_block: int = 32
     max_tokens_in_paged_kv_cache: int = 16384
@@ -51,6 +55,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         _require(self.device in DEVICES, "device", self.device, f"one of {', '.join(DEVICES)}")
+        _require(self.weight_dtype in WEIGHT_DTYPES, "weight_dtype", self.weight_dtype, f"one of {', '.join(WEIGHT_DTYPES)}")
+        if self.weight_dtype == "float16":
+            packable = (self.device, self.dtype) == ("cpu", "float32")
+            _require(packable, "weight_dtype", self.weight_dtype, "only with device cpu and dtype float32")
         for name in ("tokens_per_block", "max_batch_size", "max_queue_size"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         _require(self.num_threads is None or self.num_threads >= 1, "num_threads", self.num_threads, "at least 1")

@@ -1,7 +1,8 @@
 """Keys and values of the sequences that decode now, kept side by side, so that a decode iteration gathers nothing.
 
-The pool stays the truth: every row is written there too. The window is a copy by batch row; a sequence that stays costs one
-appended row an iteration, one that joins costs one gather. Rows are kept dense: the last rows move into holes.
+The pool stays the truth: every row is written there too. The window is a copy by batch row, each head's keys side by side; a
+sequence that stays costs one appended token an iteration, one that joins costs one gather. Rows are kept dense: the last rows
+move into holes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class DecodeRow:
 
 
 class DecodeWindow:
-    """A [batch, length] window over the pool; the engine's thread owns it."""
+    """A [layers, keys and values, batch, kv_heads, length, head_dim] window over the pool; the engine's thread owns it."""
 
     def __init__(self, store: KvStore, max_tokens: int) -> None:
         """``max_tokens``: most batch * length; a batch over it is not held (:meth:`arrange` says so)."""
@@ -39,6 +40,7 @@ class DecodeWindow:
         self._held: list[tuple[int, int] | None] = []
         self._rows = store.rows.new_empty(0)
         self._flat: list[Tensor] = []
+        self._heads = torch.empty(0, dtype=torch.int64)
 
     def forget(self) -> None:
         """Drop all content and its memory: after a failed iteration nothing in here is known to be right."""
@@ -64,20 +66,23 @@ class DecodeWindow:
         self._held = [(rows[index].key, rows[index].length + 1) for index in arranged]
         return arranged
 
-    def positions(self, rows: Items[DecodeRow]) -> list[int]:
-        """Flat index of each arranged row's new token."""
-        return [place * self._length + row.length for place, row in enumerate(rows)]
+    def positions(self, rows: Items[DecodeRow]) -> Tensor:
+        """Where each arranged row's new keys and values go, head by head: int64 [rows * 2 * kv_heads]."""
+        heads = self._store.num_kv_heads
+        starts = [place * heads * self._length + row.length for place, row in enumerate(rows)]
+        return (torch.tensor(starts, device=self._store.device)[:, None] + self._heads).flatten()
 
     def append(self, layer: int, positions: Tensor, key_value: Tensor) -> None:
-        self._flat[layer].index_copy_(0, positions, key_value)
+        self._flat[layer].index_copy_(0, positions, key_value.reshape(len(positions), -1))
 
-    def view(self, layer: int, batch: int, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [batch, kv_heads, length, head_dim], without a copy (and each in one call, which counts here)."""
+    def view(self, layer: int, places: slice, tokens: slice) -> tuple[Tensor, Tensor]:
+        """Keys and values [places, kv_heads, tokens, head_dim], without a copy (and each in one call, which counts here)."""
         store, rows = self._store, self._flat[layer]
-        size = (batch, store.num_kv_heads, length, store.head_dim)
-        stride = (self._length * store.width, store.head_dim, store.width, 1)
-        first = rows.storage_offset()
-        return rows.as_strided(size, stride, first), rows.as_strided(size, stride, first + store.width // 2)
+        size = (places.stop - places.start, store.num_kv_heads, tokens.stop - tokens.start, store.head_dim)
+        head = self._length * store.head_dim
+        stride = (store.num_kv_heads * head, head, store.head_dim, 1)
+        first = rows.storage_offset() + places.start * stride[0] + tokens.start * store.head_dim
+        return rows.as_strided(size, stride, first), rows.as_strided(size, stride, first + self._batch * stride[0])
 
     def _fit(self, rows: Items[DecodeRow]) -> bool:
         """Grow for these rows if need be; False when that would pass the limit."""
@@ -91,17 +96,22 @@ class DecodeWindow:
             batch, length = len(rows), _round_up(longest, self._store.tokens_per_block)
         if batch * length > self._max_tokens:
             return False
-        num_layers = self._store.rows.shape[0]
+        store = self._store
+        num_layers, heads, head_dim = store.rows.shape[0], store.num_kv_heads, store.head_dim
         self._batch, self._length, self._held = batch, length, []
-        self._rows = self._store.rows.new_zeros(num_layers, batch, length, self._store.width)
-        self._flat = list(self._rows.view(num_layers, batch * length, self._store.width).unbind(0))
+        self._rows = store.rows.new_zeros(num_layers, 2, batch, heads, length, head_dim)
+        self._flat = list(self._rows.view(num_layers, -1, head_dim).unbind(0))
+        keys = torch.arange(heads, device=store.device) * length
+        self._heads = torch.cat([keys, keys + batch * heads * length])
         return True
 
     def _load(self, place: int, row: DecodeRow) -> None:
         size = self._store.tokens_per_block
         blocks = torch.tensor(row.blocks[: -(-row.length // size)], dtype=torch.int64, device=self._store.device)
         if len(blocks):
-            self._rows[:, place, : len(blocks) * size] = self._store.gather_all_layers(blocks)
+            keys, values = self._store.split_heads(self._store.gather_all_layers(blocks))
+            self._rows[:, 0, place, :, : len(blocks) * size] = keys
+            self._rows[:, 1, place, :, : len(blocks) * size] = values
 
 
 def _round_up(value: int, step: int) -> int:

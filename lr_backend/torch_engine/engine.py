@@ -47,7 +47,12 @@ class TorchEngine:
         self.config = config
         dtype: torch.dtype = getattr(torch, config.dtype)
         self.model = model or DecoderModel.load(
-            config.checkpoint_dir, dtype=dtype, device=config.device, max_seq_len=config.max_seq_len
+            config.checkpoint_dir,
+            dtype=dtype,
+            device=config.device,
+            max_seq_len=config.max_seq_len,
+            weight_dtype=config.weight_dtype,
+            num_threads=config.num_threads,
         )
         self._runner = Runner(self.model, num_blocks=config.num_blocks, tokens_per_block=config.tokens_per_block)
         self._scheduler = self._new_scheduler()

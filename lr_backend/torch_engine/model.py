@@ -1,8 +1,7 @@
 """The decoder: all sequences of an iteration flattened to rows [T, hidden], attention handed to the plan.
 
-Written so that a small model on a CPU spends its time in matrix products: weights lie transposed ([in, out], the layout whose
-small products are fastest here), query, key and value are one product, and so are gate and up; norm weights are folded into
-the product that follows; q and k are normed and rotated together and in place.
+Written so that a small model on a CPU spends its time in matrix products: query, key and value are one product, and so are
+gate and up; norm weights are folded into the product that follows; q and k are normed and rotated together and in place.
 """
 
 from __future__ import annotations
@@ -16,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lr_backend.errors import CheckpointError
+from lr_backend.errors import CheckpointError, ConfigError
 from lr_backend.torch_engine.checkpoint import ModelSpec, TensorFiles, read_spec
+from lr_backend.torch_engine.product import LARGEST_HALF, DenseProduct, HalfProduct, Product, half_is_available, half_is_faster
 from lr_backend.torch_engine.rope import interleave_pairs, rope_table
 
 MAX_TIED_HEAD_COPY_BYTES = 64 << 20
@@ -34,21 +34,20 @@ class Attention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Weights of one decoder layer as [in, out]; norms are folded into ``qkv`` and ``gate_up``."""
+    """Weights of one decoder layer; norms are folded into ``qkv`` and ``gate_up``."""
 
-    qkv: Tensor
-    qkv_bias: Tensor | None
+    qkv: Product
     qk_norm: Tensor | None
-    output: Tensor
-    gate_up: Tensor
-    down: Tensor
+    output: Product
+    gate_up: Product
+    down: Product
 
 
 class DecoderModel:
     """Qwen3, Qwen2 or Llama. Not thread-safe: the engine's thread owns it."""
 
     def __init__(
-        self, spec: ModelSpec, layers: list[Layer], embedding: Tensor, norm: Tensor, head: Tensor, rotations: Tensor
+        self, spec: ModelSpec, layers: list[Layer], embedding: Tensor, norm: Tensor, head: Product, rotations: Tensor
     ) -> None:
         self.spec = spec
         self.layers = layers
@@ -62,16 +61,36 @@ class DecoderModel:
         self._head_eps = torch.tensor(math.sqrt(spec.head_dim * spec.rms_norm_eps), device=self.device)
 
     @classmethod
-    def load(cls, checkpoint_dir: Path, *, dtype: torch.dtype, device: str, max_seq_len: int) -> Self:
+    def load(
+        cls,
+        checkpoint_dir: Path,
+        *,
+        dtype: torch.dtype,
+        device: str,
+        max_seq_len: int,
+        weight_dtype: str = "same",
+        num_threads: int | None = None,
+    ) -> Self:
         """Read a checkpoint tensor by tensor, so that the peak is the model plus its largest tensor.
+
+        Args:
+            weight_dtype: ``same`` as ``dtype``, ``float16`` (packed, see :mod:`~lr_backend.torch_engine.product`), or ``auto``:
+                the faster of the two, timed with ``num_threads``.
 
         Raises:
             CheckpointError: anything in the folder that keeps it from being served, by name.
+            ConfigError: float16 weights where torch has no kernel for them.
         """
+        if weight_dtype == "float16" and not half_is_available():
+            raise ConfigError("weight_dtype='float16': this torch has no FBGEMM on this CPU")
         spec = read_spec(checkpoint_dir)
         if max_seq_len > spec.max_positions:
             raise CheckpointError(f"{checkpoint_dir}: the model has {spec.max_positions} positions, max_seq_len is {max_seq_len}")
-        loader = _Loader(spec, TensorFiles(checkpoint_dir), dtype, device)
+        if weight_dtype == "auto":
+            half = (device, dtype) == ("cpu", torch.float32) and half_is_faster(_shapes(spec), spec.num_layers, num_threads)
+        else:
+            half = weight_dtype == "float16"
+        loader = _Loader(spec, TensorFiles(checkpoint_dir), dtype, device, half=half)
         layers = [loader.layer(index) for index in range(spec.num_layers)]
         embedding, norm, head = loader.ends()
         loader.files.require_all_read(*(("lm_head.weight",) if spec.tie_word_embeddings else ()))
@@ -91,14 +110,13 @@ class DecoderModel:
         width, inner = self.spec.num_heads * self.spec.head_dim, self.spec.intermediate_size
         for index, layer in enumerate(self.layers):
             normed = self._normed(hidden)
-            bias = layer.qkv_bias
-            qkv = torch.mm(normed, layer.qkv) if bias is None else torch.addmm(bias, normed, layer.qkv)
+            qkv = layer.qkv(normed)
             self._rotate(qkv, layer.qk_norm, rotations)
-            hidden.addmm_(attention(index, qkv[:, :width], qkv[:, width:]), layer.output)
-            gate_up = torch.mm(self._normed(hidden), layer.gate_up)
-            hidden.addmm_(F.silu(gate_up[:, :inner]).mul_(gate_up[:, inner:]), layer.down)
+            layer.output.add_to(hidden, attention(index, qkv[:, :width], qkv[:, width:]))
+            gate_up = layer.gate_up(self._normed(hidden))
+            layer.down.add_to(hidden, F.silu(gate_up[:, :inner]).mul_(gate_up[:, inner:]))
         rows = hidden if logit_rows is None else hidden.index_select(0, logit_rows)
-        return torch.mm(self._normed(rows).mul_(self.norm), self.head).float()
+        return self.head(self._normed(rows).mul_(self.norm)).float()
 
     def _normed(self, hidden: Tensor) -> Tensor:
         """RMS norm without weight and without the factor sqrt(hidden_size), both folded into the product that follows."""
@@ -120,14 +138,21 @@ class DecoderModel:
             stored.copy_(heads)
 
 
+def _shapes(spec: ModelSpec) -> list[tuple[int, int]]:
+    """(out, in) of the products of one layer."""
+    hidden, inner, width = spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim
+    return [(width + 2 * spec.num_kv_heads * spec.head_dim, hidden), (hidden, width), (2 * inner, hidden), (hidden, inner)]
+
+
 class _Loader:
     """Turns stored tensors into the layout above."""
 
-    def __init__(self, spec: ModelSpec, files: TensorFiles, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, spec: ModelSpec, files: TensorFiles, dtype: torch.dtype, device: str, *, half: bool) -> None:
         self.spec = spec
         self.files = files
         self._dtype = dtype
         self._device = device
+        self._half = half
 
     def layer(self, index: int) -> Layer:
         spec, prefix = self.spec, f"model.layers.{index}."
@@ -138,32 +163,40 @@ class _Loader:
         mlp_norm = self._scale(f"{prefix}post_attention_layernorm.weight", hidden)
         mlp = dict.fromkeys(("gate_proj", "up_proj"), spec.intermediate_size)
         return Layer(
-            qkv=self._fused(attention, widths, input_norm),
-            qkv_bias=self._bias(attention, widths) if spec.qkv_bias else None,
+            qkv=self._product(
+                self._fused(attention, widths, input_norm), self._bias(attention, widths) if spec.qkv_bias else None
+            ),
             qk_norm=self._qk_norm(attention) if spec.qk_norm else None,
-            output=self._transposed(f"{attention}o_proj.weight", hidden, q_width),
-            gate_up=self._fused(f"{prefix}mlp.", mlp, mlp_norm),
-            down=self._transposed(f"{prefix}mlp.down_proj.weight", hidden, spec.intermediate_size),
+            output=self._product(self.files.read(f"{attention}o_proj.weight", hidden, q_width)),
+            gate_up=self._product(self._fused(f"{prefix}mlp.", mlp, mlp_norm)),
+            down=self._product(self.files.read(f"{prefix}mlp.down_proj.weight", hidden, spec.intermediate_size)),
         )
 
-    def ends(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Embedding [vocabulary, hidden], final norm [hidden], head [hidden, vocabulary]."""
+    def ends(self) -> tuple[Tensor, Tensor, Product]:
+        """Embedding [vocabulary, hidden], final norm [hidden], head."""
         spec = self.spec
         shape = (spec.vocab_size, spec.hidden_size)
         embedding = self._placed(self.files.read("model.embed_tokens.weight", *shape)).contiguous()
         norm = self._placed(self._scale("model.norm.weight", spec.hidden_size))
         if not spec.tie_word_embeddings:
-            return embedding, norm, self._transposed("lm_head.weight", *shape)
+            return embedding, norm, self._product(self.files.read("lm_head.weight", *shape))
         small = embedding.numel() * embedding.element_size() <= MAX_TIED_HEAD_COPY_BYTES
-        return embedding, norm, embedding.t().contiguous() if small else embedding.t()
+        return embedding, norm, self._product(embedding) if self._half or small else DenseProduct(embedding.t())
+
+    def _product(self, weight: Tensor, bias: Tensor | None = None) -> Product:
+        """The product with ``weight`` [out, in]. Weights out of float16's range stay as they are."""
+        if self._half and weight.abs().max() <= LARGEST_HALF:
+            return HalfProduct.pack(weight.float(), bias)
+        return DenseProduct(self._placed(weight.t()).contiguous(), bias)
 
     def _fused(self, prefix: str, widths: dict[str, int], norm: Tensor) -> Tensor:
+        """Several matrices below each other, the norm before them folded in: [out, hidden]."""
         hidden = self.spec.hidden_size
-        fused = torch.empty(hidden, sum(widths.values()), dtype=self._dtype, device=self._device)
+        fused = torch.empty(sum(widths.values()), hidden, dtype=torch.float32 if self._half else self._dtype)
         start = 0
         for name, width in widths.items():
             weight = self._ordered(name, self.files.read(f"{prefix}{name}.weight", width, hidden).float())
-            fused[:, start : start + width] = (weight * norm).t().to(self._device)
+            fused[start : start + width] = weight * norm
             start += width
         return fused
 
@@ -185,9 +218,6 @@ class _Loader:
     def _scale(self, name: str, width: int) -> Tensor:
         """A norm's weight times the sqrt(width) that our norm leaves out, float32."""
         return self.files.read(name, width).float() * math.sqrt(width)
-
-    def _transposed(self, name: str, rows: int, columns: int) -> Tensor:
-        return self._placed(self.files.read(name, rows, columns).t()).contiguous()
 
     def _placed(self, tensor: Tensor) -> Tensor:
         return tensor.to(device=self._device, dtype=self._dtype)

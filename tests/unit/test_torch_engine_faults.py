@@ -151,16 +151,16 @@ def test_logits_that_are_not_finite_fail_the_request_and_poison_nothing(
 ) -> None:
     full = greedy(engine, prompt(9), 12)
     other = greedy(engine, prompt(30, 5), 12)
-    head = engine.model.layers[0].qkv
-    kept = head.clone()
+    norm = engine.model.norm
+    kept = norm.clone()
     gate = Gate(engine)
-    head.fill_(float("nan"))
+    norm.fill_(float("nan"))
     failing = start(engine, request(prompt(50, 7), 12))
     gate.open()
     with pytest.raises(EngineError, match="not finite"):
         failing.result()
     gate = Gate(engine)
-    head.copy_(kept)
+    norm.copy_(kept)
     gate.open()
     assert greedy(engine, prompt(9), 12) == full
     answers = ask(engine, request(prompt(30, 5), 12), request(prompt(9), 12), request(prompt(50, 7), 12))
