@@ -64,6 +64,8 @@ class LoopConfig(BaseModel):
             for one whose token-only rule is biased, ``off`` for no token drafts at T > 0.
         await_drafted_step: a target step starts when the drafted step beside it is there, to verify it as token drafts from the
             first token on; otherwise it starts at once and takes the drafted step up when it comes.
+        verification_cost: what the target takes to verify token drafts, call and all, in tokens that it decodes meanwhile. Where
+            drafts bring less than that, a request goes on without them for a while.
         vocab_size: logits width of the target, for ``one_hot``.
         defaults: request fields taken where a request does not give them.
     """
@@ -78,6 +80,7 @@ class LoopConfig(BaseModel):
     markers: tuple[str, ...] = ("<tool_call>", "</tool_call>")
     draft_logits: Literal["none", "one_hot", "off"] = "none"
     await_drafted_step: bool = False
+    verification_cost: float = Field(default=1.3, ge=1.0, le=64.0)
     vocab_size: int = Field(default=1, ge=1)
     tokens_per_block: int = Field(default=32, ge=1)
     timeouts: Timeouts = Timeouts()

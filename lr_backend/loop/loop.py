@@ -391,6 +391,8 @@ class LookaheadLoop:
         return TokenSpeculation(
             proposer=make_proposer(request.proposer, request.ngram_max),
             num_draft_tokens=num_draft_tokens,
+            verification_cost=config.verification_cost,
+            remember=not request.deterministic,
             one_hot_vocab=config.vocab_size if config.draft_logits == "one_hot" else 0,
         )
 

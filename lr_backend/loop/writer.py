@@ -6,6 +6,7 @@ written so far; anything shorter means *continue* (drafts may be dropped, calls 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -33,14 +34,53 @@ class TokenSpeculation:
 
     Attributes:
         num_draft_tokens: proposals in one verification at most.
-        plain_chunk: tokens decoded before the proposer is asked again, where it had nothing.
+        verification_cost: what a verification takes, in tokens decoded plainly meanwhile; below this gain it does not pay.
+        plain_chunk: tokens decoded before the proposer is asked again, where it had nothing; doubles while it has nothing.
         one_hot_vocab: width of one-hot draft logits to send along, 0 for none.
+        remember: judge the payoff by the request's earlier steps too; otherwise a step's calls follow from its own tokens alone.
     """
 
     proposer: Proposer
     num_draft_tokens: int
+    verification_cost: float = 1.0
     plain_chunk: int = 4
     one_hot_vocab: int = 0
+    remember: bool = True
+
+
+class Payoff:
+    """Whether verifying token drafts pays, by the tokens that the last verifications brought.
+
+    Counts tokens and never seconds, so that what is proposed follows from what was written.
+    """
+
+    WEIGHT = 0.3
+    RETRY_TOKENS = 128
+    """Plain tokens after which drafts get another chance."""
+
+    def __init__(self, cost: float) -> None:
+        self._cost = cost
+        self._gain = cost + 1.0  # the benefit of the doubt
+        self._num_plain_tokens = 0
+
+    @property
+    def pays(self) -> bool:
+        return self._gain >= self._cost
+
+    @property
+    def tokens_until_retry(self) -> int:
+        return self.RETRY_TOKENS - self._num_plain_tokens
+
+    def verified(self, num_tokens: int) -> None:
+        """A verification brought ``num_tokens``, the target's own included."""
+        self._gain += self.WEIGHT * (num_tokens - self._gain)
+        self._num_plain_tokens = 0
+
+    def decoded(self, num_tokens: int) -> None:
+        """``num_tokens`` were decoded without drafts."""
+        self._num_plain_tokens += num_tokens
+        if self.tokens_until_retry <= 0:
+            self._gain, self._num_plain_tokens = max(self._gain, self._cost), 0
 
 
 @dataclass
@@ -60,7 +100,11 @@ class StepWriter:
     request_id: str
     ledger: Ledger
     speculation: TokenSpeculation | None = None
+    _payoff: Payoff = field(init=False)
     _calls: count[int] = field(default_factory=count)
+
+    def __post_init__(self) -> None:
+        self._payoff = self._new_payoff()
 
     async def write(
         self,
@@ -83,13 +127,19 @@ class StepWriter:
         cut = self.rules.cut_answer if answer else self.rules.cut
         stop_words = self.rules.end_words if answer else self.rules.stop_words
         written: list[int] = []
-        num_empty = 0
+        payoff = self._payoff if self.speculation is None or self.speculation.remember else self._new_payoff()
+        num_empty = num_plain = 0
         while (step := cut(written, max_tokens)) is None:
             context = np.concatenate([prefix, np.asarray(written, dtype=np.int32)]) if written else prefix
-            proposed = self._propose(context, written, drafted(), max_tokens, cut)
-            generation = await self._call(context, proposed, max_tokens - len(written), sibling, stop_words)
+            proposed = self._propose(context, written, drafted(), max_tokens, cut) if payoff.pays else ()
+            num_plain = 0 if proposed else num_plain + 1
+            budget = len(proposed) + 1 if proposed else min(max_tokens - len(written), self._plain_tokens(num_plain, payoff))
+            generation = await self._call(context, proposed, budget, sibling, stop_words)
             if proposed:
                 self.ledger.drafts_verified(proposed, generation.token_ids)
+                payoff.verified(len(generation.token_ids))
+            else:
+                payoff.decoded(len(generation.token_ids))
             num_empty = 0 if generation.token_ids else num_empty + 1
             if num_empty >= MAX_EMPTY_ANSWERS:
                 raise EngineUnavailable(f"the {self.role.value} engine keeps answering with no tokens")
@@ -113,16 +163,24 @@ class StepWriter:
         ended = cut([*written, *proposed], max_tokens) if proposed else None
         return proposed if ended is None else proposed[: len(ended.ids) - len(written)]
 
+    def _plain_tokens(self, num_plain: int, payoff: Payoff) -> int:
+        """Tokens that the ``num_plain``-th call without drafts in a row may bring."""
+        if self.speculation is None:
+            return sys.maxsize
+        return self.speculation.plain_chunk << min(num_plain - 1, 16) if payoff.pays else payoff.tokens_until_retry
+
+    def _new_payoff(self) -> Payoff:
+        return Payoff(self.speculation.verification_cost if self.speculation is not None else 1.0)
+
     async def _call(
         self, context: IntArray, proposed: tuple[int, ...], budget: int, sibling: int, stop_words: IntArray
     ) -> Generation:
         draft_ids = np.asarray(proposed, dtype=np.int32) if proposed else None
-        chunk = budget if self.speculation is None else min(budget, self.speculation.plain_chunk)
         one_hot = self.speculation is not None and self.speculation.one_hot_vocab and not self.sampling.greedy
         call = EngineCall(
             request_id=f"{self.request_id}/{self.role.value}/{next(self._calls)}",
             input_ids=context,
-            max_new_tokens=len(proposed) + 1 if proposed else chunk,
+            max_new_tokens=budget,
             sampling=self.sampling,
             seed=derive_seed(self.seed, len(context), self.role, sibling),
             stop_words=stop_words,

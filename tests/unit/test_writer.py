@@ -1,0 +1,80 @@
+"""Token drafts while a step is written: taken while they pay, left where they do not, tried again later."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lr_backend.contract import IntArray
+from lr_backend.engine import GREEDY, Role
+from lr_backend.loop.ledger import Ledger
+from lr_backend.loop.steps import StepRules
+from lr_backend.loop.writer import Payoff, StepWriter, TokenSpeculation
+from lr_backend.testing import RecordedCall, ScriptedEngine, run_virtual
+
+END = 999
+RULES = StepRules.build("\n\n", {}, [END])
+PREFIX: IntArray = np.arange(10, dtype=np.int32)
+
+
+def counting(context: tuple[int, ...], seed: int) -> int:
+    """Goes on counting; ends after 400."""
+    return context[-1] + 1 if context[-1] < 400 else END
+
+
+def written(proposes: int, *, cost: float, remember: bool = True, steps: int = 1) -> tuple[list[RecordedCall], list[int]]:
+    """The calls for ``steps`` steps of 300 tokens whose drafts are right for ``proposes`` tokens, and the last step's ids."""
+
+    def proposer(context: IntArray, written: Sequence[int], drafted: Sequence[int] | None, most: int) -> tuple[int, ...]:
+        right = range(int(context[-1]) + 1, int(context[-1]) + 1 + proposes)
+        return (*right, 777)[:most]
+
+    engine = ScriptedEngine(counting)
+    speculation = TokenSpeculation(proposer, 8, verification_cost=cost, remember=remember)
+    writer = StepWriter(engine, Role.TARGET, RULES, GREEDY, 0, "r", Ledger(lambda: 0.0, len(PREFIX)), speculation)
+
+    async def run() -> list[int]:
+        ids: Sequence[int] = ()
+        for _ in range(steps):
+            ids = (await writer.write(PREFIX, 300)).ids
+        return list(ids)
+
+    return engine.calls, run_virtual(run())
+
+
+def verified(calls: list[RecordedCall]) -> list[bool]:
+    return [recorded.call.draft_ids is not None for recorded in calls]
+
+
+def test_drafts_that_pay_are_always_verified() -> None:
+    calls, ids = written(3, cost=2.0)
+    assert ids == list(range(10, 310))
+    assert all(verified(calls)[:-1])
+
+
+def test_drafts_that_do_not_pay_are_left_and_tried_again() -> None:
+    calls, ids = written(0, cost=2.0)
+    assert ids == list(range(10, 310))
+    assert verified(calls) == [True, True, False, True, False, True, False]
+    assert [r.call.max_new_tokens for r in calls if r.call.draft_ids is None][:2] == [Payoff.RETRY_TOKENS] * 2
+
+
+def test_what_one_step_learned_holds_for_the_next() -> None:
+    calls, _ = written(0, cost=2.0, steps=2)
+    first, _ = written(0, cost=2.0)
+    assert verified(calls)[len(first) :][:1] == [False]
+
+
+def test_without_memory_each_step_begins_anew() -> None:
+    calls, _ = written(0, cost=2.0, steps=2, remember=False)
+    first, _ = written(0, cost=2.0)
+    assert verified(calls) == verified(first) * 2
+
+
+def test_plain_chunks_grow_while_nothing_is_proposed() -> None:
+    engine = ScriptedEngine(counting)
+    nothing = TokenSpeculation(lambda *_: (), 8)
+    writer = StepWriter(engine, Role.TARGET, RULES, GREEDY, 0, "r", Ledger(lambda: 0.0, len(PREFIX)), nothing)
+    run_virtual(writer.write(PREFIX, 100))
+    assert [recorded.call.max_new_tokens for recorded in engine.calls] == [4, 8, 16, 32, 40]
