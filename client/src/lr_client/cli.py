@@ -54,6 +54,14 @@ def ask(
     ngram_max: Annotated[int | None, typer.Option(help="Longest suffix looked up for token drafts.")] = None,
     verifier: Annotated[str | None, typer.Option(help="exact or judge.")] = None,
     proposer: Annotated[str | None, typer.Option(help="ngram or draft_step.")] = None,
+    lossless: Annotated[
+        bool | None, typer.Option("--lossless", help="Accept no judged step: speculate by tokens only.")
+    ] = None,
+    deterministic: Annotated[
+        bool | None,
+        typer.Option("--deterministic", help="Let the answer not depend on which model is faster."),
+    ] = None,
+    deadline: Annotated[float | None, typer.Option(help="Seconds until the server cuts the answer.")] = None,
     trace: Annotated[bool, typer.Option(help="Colour each step by its origin.")] = True,
     json_lines: Annotated[bool, typer.Option("--json", help="Print one JSON line per event.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds until giving up.")] = DEFAULT_TIMEOUT_S,
@@ -73,6 +81,9 @@ def ask(
         ngram_max=ngram_max,
         verifier=verifier,
         proposer=proposer,
+        lossless=lossless,
+        deterministic=deterministic,
+        deadline_s=deadline,
         trace=trace,
     )
     console = _console()
