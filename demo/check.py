@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -11,38 +12,51 @@ from math import sqrt
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
-from transformers.generation import StoppingCriteria, StoppingCriteriaList
-from transformers.utils.logging import disable_progress_bar
+from transformers import PreTrainedTokenizerFast
 
 from demo.judge_pairs import pairs
 from demo.problems import DELIMITER, Problem, Split, check_answer, problems, same_meaning
-from demo.tokenizer import END_THINK, TURN_END, chat, load_tokenizer
+from demo.tokenizer import CONTEXT, END_THINK, TURN_END, chat, load_tokenizer
+from lr_backend.engine import GREEDY, Sampling
+from lr_backend.torch_engine.config import EngineConfig
+from lr_backend.torch_engine.engine import TorchEngine
+from lr_backend.torch_engine.inprocess import run_all
+from lr_backend.torch_engine.request import EngineRequest
 from lr_backend.verify.judge_prompt import JudgePrompt, parse_verdict
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 CHAIN_TOKENS = 600
 STEP_TOKENS = 100
 TEMPERATURE = 0.6
+BATCH = 32
+MAX_QUEUE = 4096
+DRAFT_SEED = 1 << 32
+"""Far from the seeds of the target's samples: the two never share noise."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """A checkpoint and its tokenizer."""
+    """A checkpoint on the embedded engine, and its tokenizer."""
 
-    network: Qwen3ForCausalLM
+    engine: TorchEngine
     tokenizer: PreTrainedTokenizerFast
 
     @classmethod
-    def load(cls, directory: Path) -> Model:
+    def load(cls, directory: Path, threads: int) -> Model:
         """The checkpoint in ``directory``, computing in fp32."""
-        network = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32)
-        return cls(network.eval(), load_tokenizer(directory))
+        config = EngineConfig(
+            directory,
+            num_threads=threads,
+            max_batch_size=BATCH,
+            max_tokens_in_paged_kv_cache=BATCH * CONTEXT // 2,
+            max_queue_size=MAX_QUEUE,
+            max_seq_len=CONTEXT,
+            max_draft_len=0,
+        )
+        return cls(TorchEngine(config), load_tokenizer(directory))
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
@@ -71,78 +85,33 @@ class Share:
         return centre - reach, centre + reach
 
 
-class _StopAt(StoppingCriteria):  # type: ignore[misc]
-    """Ends a row once its last token is marked in ``ends``, (vocabulary,) of bool."""
-
-    def __init__(self, ends: Tensor) -> None:
-        self.ends = ends
-
-    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> Tensor:
-        return self.ends[input_ids[:, -1]]
-
-
-def end_tokens(model: Model, at_steps: bool) -> Tensor:
-    """(vocabulary,) of bool: the tokens that end a turn and, with ``at_steps``, those that end a step."""
+def end_tokens(model: Model, at_steps: bool) -> frozenset[int]:
+    """The tokens that end a turn and, with ``at_steps``, those that end a step."""
     marks = (TURN_END, DELIMITER, END_THINK) if at_steps else (TURN_END,)
-    texts = (model.decode([token]) for token in range(len(model.tokenizer)))
-    ends = torch.zeros(model.network.config.vocab_size, dtype=torch.bool)
-    ends[: len(model.tokenizer)] = torch.tensor([any(mark in text for mark in marks) for text in texts])
-    return ends
-
-
-def generate_batch(
-    model: Model, prompts: Sequence[Sequence[int]], ends: Tensor, max_new_tokens: int, temperature: float
-) -> list[list[int]]:
-    """Continue each prompt up to and including its first token marked in ``ends``; greedy at temperature 0."""
-    pad = model.tokenizer.pad_token_id
-    width = max(map(len, prompts))
-    ids = torch.tensor([[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts])
-    seen = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    sampling = {"temperature": temperature, "top_p": 0.95, "top_k": 20} if temperature else {}
-    plain = {} if temperature else {"temperature": None, "top_p": None, "top_k": None}
-    output = model.network.generate(
-        ids,
-        attention_mask=seen,
-        do_sample=bool(temperature),
-        max_new_tokens=max_new_tokens,
-        stopping_criteria=StoppingCriteriaList([_StopAt(ends)]),
-        **sampling,
-        **plain,
-    )
-    return [_cut(row, ends) for row in output[:, width:].tolist()]
-
-
-def _cut(ids: list[int], ends: Tensor) -> list[int]:
-    """``ids`` up to and including the first end token."""
-    at = next((i for i, token in enumerate(ids) if ends[token]), len(ids) - 1)
-    return ids[: at + 1]
+    texts = enumerate(map(model.decode, ([token] for token in range(len(model.tokenizer)))))
+    return frozenset(token for token, text in texts if any(mark in text for mark in marks))
 
 
 def generate_all(
-    model: Model,
-    prompts: Sequence[Sequence[int]],
-    *,
-    at_steps: bool,
-    max_new_tokens: int,
-    temperature: float,
-    batch: int,
+    model: Model, prompts: Sequence[Sequence[int]], *, at_steps: bool, max_new_tokens: int, temperature: float, seed: int = 0
 ) -> list[list[int]]:
-    """``generate_batch`` over any number of prompts, similar lengths together, answers in the order given."""
-    ends = end_tokens(model, at_steps)
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    answers: list[list[int]] = [[] for _ in prompts]
-    for start in range(0, len(order), batch):
-        chosen = order[start : start + batch]
-        made = generate_batch(model, [prompts[i] for i in chosen], ends, max_new_tokens, temperature)
-        for i, ids in zip(chosen, made, strict=True):
-            answers[i] = ids
+    """Continue each prompt up to and including its first end token; greedy at temperature 0. Answers in the order given."""
+    sampling = Sampling(temperature, top_k=20, top_p=0.95) if temperature else GREEDY
+    stops = tuple((token,) for token in sorted(end_tokens(model, at_steps)))
+    requests = [
+        EngineRequest("", tuple(prompt), max_new_tokens, sampling, seed=seed + index, stop_words=stops)
+        for index, prompt in enumerate(prompts)
+    ]
+    answers: list[list[int]] = []
+    for start in range(0, len(requests), MAX_QUEUE):
+        answers += [list(answer.token_ids) for answer in run_all(model.engine, requests[start : start + MAX_QUEUE])]
     return answers
 
 
-def solve(model: Model, tasks: Sequence[Problem], temperature: float, batch: int) -> list[list[int]]:
+def solve(model: Model, tasks: Sequence[Problem], temperature: float) -> list[list[int]]:
     """The token ids of the assistant turn for each problem."""
     prompts = [model.encode(chat(task.question)) for task in tasks]
-    return generate_all(model, prompts, at_steps=False, max_new_tokens=CHAIN_TOKENS, temperature=temperature, batch=batch)
+    return generate_all(model, prompts, at_steps=False, max_new_tokens=CHAIN_TOKENS, temperature=temperature)
 
 
 def right_answers(model: Model, tasks: Sequence[Problem], chains: Sequence[Sequence[int]]) -> Share:
@@ -151,11 +120,11 @@ def right_answers(model: Model, tasks: Sequence[Problem], chains: Sequence[Seque
     return Share(sum(check_answer(task, text) for task, text in zip(tasks, texts, strict=True)), len(tasks))
 
 
-def judge_all(judge: Model, steps: Sequence[tuple[str, str]], batch: int) -> list[bool | None]:
+def judge_all(judge: Model, steps: Sequence[tuple[str, str]]) -> list[bool | None]:
     """The judge's verdict on each (target step, drafted step)."""
     prompt = JudgePrompt.from_tokenizer(judge.tokenizer)
     prompts = [prompt.ids(first, second) for first, second in steps]
-    made = generate_all(judge, prompts, at_steps=False, max_new_tokens=1, temperature=0.0, batch=batch)
+    made = generate_all(judge, prompts, at_steps=False, max_new_tokens=1, temperature=0.0)
     return [parse_verdict(judge.decode(ids)) for ids in made]
 
 
@@ -168,10 +137,10 @@ class JudgeFigures:
     changed_accepted: Share
 
 
-def judge_figures(judge: Model, count: int, batch: int, seed: int) -> JudgeFigures:
+def judge_figures(judge: Model, count: int, seed: int) -> JudgeFigures:
     """The judge on ``count`` unseen pairs: half in other words, half with one field changed."""
     tested = list(islice(pairs(seed, "test", stray_rate=0.0), count))
-    verdicts = [v is True for v in judge_all(judge, [(pair.first, pair.second) for pair in tested], batch)]
+    verdicts = [v is True for v in judge_all(judge, [(pair.first, pair.second) for pair in tested])]
     aligned = [v for pair, v in zip(tested, verdicts, strict=True) if pair.aligned]
     changed = [v for pair, v in zip(tested, verdicts, strict=True) if not pair.aligned]
     return JudgeFigures(
@@ -182,13 +151,13 @@ def judge_figures(judge: Model, count: int, batch: int, seed: int) -> JudgeFigur
 
 
 def step_prefixes(
-    model: Model, prompt: Sequence[int], chain: Sequence[int], ends: Tensor
+    model: Model, prompt: Sequence[int], chain: Sequence[int], ends: frozenset[int]
 ) -> Iterator[tuple[list[int], list[int]]]:
     """(prefix, the target's step after it) for each reasoning step of a chain; ``ends`` marks what ends a step."""
     opening = len(model.encode("<think>\n"))
     start = opening
     for i, token in enumerate(chain):
-        if i >= opening and ends[token]:
+        if i >= opening and token in ends:
             yield [*prompt, *chain[:start]], list(chain[start : i + 1])
             start = i + 1
             if END_THINK in model.decode([token]):
@@ -215,7 +184,7 @@ def _bare(text: str) -> str:
 
 
 def acceptance_figures(
-    target: Model, draft: Model, judge: Model, tasks: Sequence[Problem], chains: Sequence[Sequence[int]], batch: int
+    target: Model, draft: Model, judge: Model, tasks: Sequence[Problem], chains: Sequence[Sequence[int]]
 ) -> AcceptanceFigures:
     """Sample the draft's step at every step prefix of the target's chains, and compare."""
     ends = end_tokens(target, at_steps=True)
@@ -230,14 +199,14 @@ def acceptance_figures(
         at_steps=True,
         max_new_tokens=STEP_TOKENS,
         temperature=TEMPERATURE,
-        batch=batch,
+        seed=DRAFT_SEED,
     )
     texts = [(target.decode(step), draft.decode(ids)) for (_, step), ids in zip(cases, drafted, strict=True)]
     bare = [(_bare(first), _bare(second)) for first, second in texts]
     same_end = [_ends_thinking(first) == _ends_thinking(second) for first, second in texts]
     identical = [first == second for first, second in texts]
     checker = [end and same_meaning(*pair) for end, pair in zip(same_end, bare, strict=True)]
-    verdicts = judge_all(judge, bare, batch)
+    verdicts = judge_all(judge, bare)
     judged = [i or (e and v is True) for i, e, v in zip(identical, same_end, verdicts, strict=True)]
     wrong = [j and not c for j, c in zip(judged, checker, strict=True)]
     n = len(cases)
@@ -265,40 +234,37 @@ def main(
     pair_count: Annotated[int, typer.Option("--pairs", help="Unseen pairs to judge.")] = 2000,
     acceptance_count: Annotated[int, typer.Option("--acceptance", help="Problems whose steps are drafted.")] = 100,
     validation: Annotated[bool, typer.Option(help="Use the validation split, as during development.")] = False,
-    batch: Annotated[int, typer.Option()] = 50,
     seed: Annotated[int, typer.Option()] = 1,
-    threads: Annotated[int | None, typer.Option()] = None,
+    threads: Annotated[int, typer.Option(help="torch threads")] = os.cpu_count() or 1,
     checkpoints: Annotated[Path, typer.Option()] = CHECKPOINTS,
 ) -> None:
     """Measure target, draft and judge on problems that were never trained on."""
-    if threads:
-        torch.set_num_threads(threads)
-    disable_progress_bar()
-    torch.manual_seed(seed)
     started = time.monotonic()
     split: Split = "validation" if validation else "test"
     tasks = list(islice(problems(seed, split), problem_count))
     rows: list[tuple[str, Share, str]] = []
-    models = {role: Model.load(checkpoints / role) for role in ("target", "draft", "judge") if _there(checkpoints, role)}
+    models = {role: Model.load(checkpoints / role, threads) for role in ("target", "draft", "judge") if _there(checkpoints, role)}
     chains: list[list[int]] = []
     for role, wanted in (("target", "at least 92 %"), ("draft", "30 to 70 %")):
         if model := models.get(role):
-            rows.append((f"{role} right, greedy", right_answers(model, tasks, solve(model, tasks, 0.0, batch)), wanted))
-            sampled = solve(model, tasks, TEMPERATURE, batch)
+            rows.append((f"{role} right, greedy", right_answers(model, tasks, solve(model, tasks, 0.0)), wanted))
+            sampled = solve(model, tasks, TEMPERATURE)
             rows.append((f"{role} right, T {TEMPERATURE}", right_answers(model, tasks, sampled), ""))
             chains = sampled if role == "target" else chains
     if judge := models.get("judge"):
-        figures = judge_figures(judge, pair_count, batch, seed)
+        figures = judge_figures(judge, pair_count, seed)
         rows.append(("judge agrees with checker", figures.agree, "at least 98 %"))
         rows.append(("judge accepts other words", figures.aligned_accepted, ""))
         rows.append(("judge accepts a changed field", figures.changed_accepted, ""))
     if len(models) == 3:
         n = acceptance_count
-        met = acceptance_figures(models["target"], models["draft"], models["judge"], tasks[:n], chains[:n], batch)
+        met = acceptance_figures(models["target"], models["draft"], models["judge"], tasks[:n], chains[:n])
         rows.append((f"steps accepted by judge, T {TEMPERATURE}", met.judge, "40 to 70 %"))
         rows.append((f"steps accepted by checker, T {TEMPERATURE}", met.checker, ""))
         rows.append((f"steps with identical text, T {TEMPERATURE}", met.identical, "rarer"))
         rows.append(("accepted by judge, not by checker", met.wrongly_accepted, ""))
+    for model in models.values():
+        model.engine.close()
     report(Console(width=110), rows, time.monotonic() - started)
 
 

@@ -6,7 +6,6 @@ Every figure is the best of a few rounds, through the whole engine: scheduling, 
 from __future__ import annotations
 
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,33 +16,14 @@ import torch
 import typer
 
 from lr_backend.engine import Sampling
-from lr_backend.errors import LookaheadError
 from lr_backend.torch_engine.checkpoint import read_spec
 from lr_backend.torch_engine.config import EngineConfig
 from lr_backend.torch_engine.engine import TorchEngine
+from lr_backend.torch_engine.inprocess import run_all
 from lr_backend.torch_engine.random_checkpoint import write_random_checkpoint
-from lr_backend.torch_engine.request import EngineRequest, EngineResponse
+from lr_backend.torch_engine.request import EngineRequest
 
 NUM_DECODED = 48
-
-
-def run_all(engine: TorchEngine, requests: list[EngineRequest]) -> list[EngineResponse]:
-    """Answers in order of the requests. Raises: LookaheadError: one of them failed."""
-    results: dict[int, EngineResponse | LookaheadError] = {}
-    finished = threading.Semaphore(0)
-    for index, request in enumerate(requests):
-
-        def on_done(result: EngineResponse | LookaheadError, index: int = index) -> None:
-            results[index] = result
-            finished.release()
-
-        engine.submit(request, on_done)
-    for _ in requests:
-        finished.acquire()
-    for result in results.values():
-        if not isinstance(result, EngineResponse):
-            raise result
-    return [result for _, result in sorted(results.items()) if isinstance(result, EngineResponse)]
 
 
 def decode_ms(engine: TorchEngine, prompts: list[tuple[int, ...]], sampling: Sampling, rounds: int) -> float:

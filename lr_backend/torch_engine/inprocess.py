@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Sequence
 
 from lr_backend.engine import EngineCall, Generation
 from lr_backend.errors import EngineError, EngineUnavailable, LookaheadError, Overloaded
@@ -58,3 +60,26 @@ class InProcessEngine:
 def _engine_error(error: LookaheadError) -> EngineError:
     """The protocol knows engine errors only; a full queue is one that passes."""
     return error if isinstance(error, EngineError) else EngineUnavailable(error.message)
+
+
+def run_all(engine: TorchEngine, requests: Sequence[EngineRequest]) -> list[EngineResponse]:
+    """All at once, without an event loop; answers in order of the requests.
+
+    Raises:
+        LookaheadError: one of them failed.
+    """
+    results: dict[int, EngineResponse | LookaheadError] = {}
+    finished = threading.Semaphore(0)
+    for index, request in enumerate(requests):
+
+        def on_done(result: EngineResponse | LookaheadError, index: int = index) -> None:
+            results[index] = result
+            finished.release()
+
+        engine.submit(request, on_done)
+    for _ in requests:
+        finished.acquire()
+    for result in results.values():
+        if not isinstance(result, EngineResponse):
+            raise result
+    return [result for _, result in sorted(results.items()) if isinstance(result, EngineResponse)]
