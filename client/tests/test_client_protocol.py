@@ -36,6 +36,7 @@ from lr_client.protocol import (
     error_from_status,
     error_from_text,
     read_record,
+    read_steps,
 )
 from lr_client.reasoning import END_THINK, ReasoningSplitter, split_reasoning
 
@@ -182,10 +183,21 @@ def test_missing_counts_are_zero_and_missing_rates_none() -> None:
 
 
 @QUICK
-@given(st.binary())
+@given(st.binary().filter(lambda raw: raw.strip() != b"[]"))
 def test_garbage_records_are_a_server_error(raw: bytes) -> None:
     with pytest.raises(ServerError):
         read_record(StepRecord, raw)
+    with pytest.raises(ServerError):
+        read_steps(raw)
+
+
+def test_steps_come_one_by_one_or_as_a_list() -> None:
+    one, two = (StepRecord(index=n, origin="draft", text="a") for n in (0, 1))
+    assert read_steps(json.dumps(asdict(one)).encode()) == [one]
+    assert read_steps(json.dumps([asdict(one), asdict(two)]).encode()) == [one, two]
+    assert read_steps(b"[]") == []
+    with pytest.raises(ServerError):
+        read_steps(b"[1]")
 
 
 @pytest.mark.parametrize(

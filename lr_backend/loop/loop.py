@@ -325,7 +325,8 @@ class LookaheadLoop:
         if not self._request.trace:
             return None
         compared = decision.compared if decision is not None else None
-        times = (decision.position.times_s if decision is not None else {}) | (compared.times_s if compared else {})
+        drafted_times = compared.times_s if compared is not None else {}
+        target_times = decision.position.times_s if decision is not None else {}
         target = decision.position.target if decision is not None else step
         record = StepRecord(
             index=self.ledger.num_steps - 1,
@@ -337,7 +338,8 @@ class LookaheadLoop:
             drafted_text=self._plain(compared.drafted) if compared is not None and compared.drafted else None,
             target_text=self._plain(target) if target is not None else None,
             committed_s=self.ledger.now_s(),
-            **{name: times[name] for name in STEP_TIMES if name in times},
+            **{name: drafted_times[name] for name in DRAFTED_TIMES if name in drafted_times},
+            **{name: target_times[name] for name in TARGET_TIMES if name in target_times},
         )
         self.ledger.records.append(record)
         return record
@@ -397,7 +399,8 @@ class LookaheadLoop:
         )
 
 
-STEP_TIMES = ("drafted_started_s", "drafted_finished_s", "target_started_s", "target_finished_s")
+DRAFTED_TIMES = ("drafted_started_s", "drafted_finished_s")
+TARGET_TIMES = ("target_started_s", "target_finished_s")
 
 
 def _raising(error: Exception) -> Change:

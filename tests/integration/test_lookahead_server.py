@@ -78,6 +78,12 @@ def test_a_stream_of_steps_ends_with_the_usage(client: Client, questions: list[P
     assert not finish.usage.degraded
 
 
+def test_one_response_holds_all_steps(client: Client, questions: list[Problem]) -> None:
+    result = client.ask(questions[0].question, Options(mode="lr", trace=True, stream=False, max_tokens=200, seed=3))
+    assert "".join(step.text for step in result.steps) == result.text
+    assert len(result.steps) == result.usage.num_steps > 0
+
+
 def test_greedy_and_lossless_every_mode_says_what_the_target_says(client: Client, questions: list[Problem]) -> None:
     """Equal up to rounding at ties: how many of the answers differ is bounded, and shown."""
     different = []

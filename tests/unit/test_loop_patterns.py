@@ -93,6 +93,9 @@ def test_a_fully_accepted_chain_takes_the_time_of_two_target_steps() -> None:
 
     committed = [record.committed_s for record in outcome.ledger.records]
     assert committed[2] == pytest.approx(1.2)
+    first, second = outcome.ledger.records[:2]
+    assert (first.drafted_finished_s, first.target_started_s, first.target_finished_s) == pytest.approx((0.1, 0.0, 1.0))
+    assert (second.drafted_finished_s, second.target_started_s, second.target_finished_s) == pytest.approx((0.2, 0.1, 1.1))
     assert world.target.max_in_flight == 3
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar, get_type_hints
 
@@ -196,7 +197,7 @@ class Decoder:
 
 def _events(outputs: Mapping[str, bytes]) -> Iterable[Event]:
     if step := outputs.get("step"):
-        yield StepEvent(read_record(StepRecord, step))
+        yield from map(StepEvent, read_steps(step))
     if text := outputs.get("text_output"):
         yield TextEvent(text.decode("utf-8", errors="replace"))
     if reason := outputs.get("finish_reason"):
@@ -214,16 +215,36 @@ def read_record(cls: type[RecordT], raw: bytes) -> RecordT:
     Raises:
         ServerError: it is not JSON, a needed key is missing, or a value has the wrong type.
     """
-    try:
+    with _readable(cls, raw):
+        return _record(cls, json.loads(raw))
+
+
+def read_steps(raw: bytes) -> list[StepRecord]:
+    """The records in a ``step`` output: one, or with ``stream`` false a list of all.
+
+    Raises:
+        ServerError: as :func:`read_record`.
+    """
+    with _readable(StepRecord, raw):
         document = json.loads(raw)
-        if not isinstance(document, dict):
-            raise TypeError("not an object")
-        readers = _readers(cls)
-        return cls(**{name: read(document[name]) for name, read in readers.items() if name in document})
+        return [_record(StepRecord, one) for one in (document if isinstance(document, list) else [document])]
+
+
+@contextmanager
+def _readable(cls: type[RecordT], raw: bytes) -> Iterator[None]:
+    try:
+        yield
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         shown = raw[:80].decode("utf-8", errors="replace")
         message = f"unreadable {cls.__name__} from the server: {shown}"
         raise ServerError(message, advice=_VERSION_ADVICE) from error
+
+
+def _record(cls: type[RecordT], document: object) -> RecordT:
+    if not isinstance(document, dict):
+        raise TypeError("not an object")
+    readers = _readers(cls)
+    return cls(**{name: read(document[name]) for name, read in readers.items() if name in document})
 
 
 def _readers(cls: type[RecordT]) -> dict[str, Callable[[object], Any]]:
