@@ -55,18 +55,23 @@ def _other_number(rng: random.Random, number: int) -> int:
 
 def _changes(rng: random.Random, step: Meaning) -> list[Meaning]:
     """``step`` with each of its fields changed, one at a time."""
-    return [*_other_words(rng, step), *_other_numbers(rng, step), *_other_operator(step)]
+    return [*_other_words(rng, step), *_subtle_changes(rng, step), *_other_operator(step)]
+
+
+def _subtle_changes(rng: random.Random, step: Meaning) -> list[Meaning]:
+    """The changes that are hard to see: another number, or the two people swapped."""
+    swapped = [replace(step, subject=step.other, other=step.subject)] if step.other else []
+    return [*swapped, *_other_numbers(rng, step)]
 
 
 def _other_words(rng: random.Random, step: Meaning) -> Iterator[Meaning]:
-    """Another unit, another person, the two people swapped."""
+    """Another unit, another person."""
     people = [name for name in NAMES if name not in (step.subject, step.other)]
     yield replace(step, unit=rng.choice([item for item in ITEMS if item != step.unit]))
     if step.subject:
         yield replace(step, subject=rng.choice(people))
     if step.other:
         yield replace(step, other=rng.choice(people))
-        yield replace(step, subject=step.other, other=step.subject)
 
 
 def _other_numbers(rng: random.Random, step: Meaning) -> Iterator[Meaning]:
@@ -92,9 +97,9 @@ def _other_operator(step: Meaning) -> Iterator[Meaning]:
         yield replace(step, family=twin, op=OPERATOR[twin])
 
 
-def change(rng: random.Random, step: Meaning) -> Meaning:
-    """``step`` with exactly one number, operator, unit or name changed."""
-    return rng.choice(_changes(rng, step))
+def change(rng: random.Random, step: Meaning, *, subtly: bool = False) -> Meaning:
+    """``step`` with exactly one number, operator, unit or name changed; ``subtly``: where that is hard to see, if it can be."""
+    return rng.choice((_subtle_changes(rng, step) if subtly else []) or _changes(rng, step))
 
 
 def _steps(seed: int, split: Split) -> Iterator[tuple[Meaning, ...]]:
@@ -111,19 +116,26 @@ def _fields(first: Meaning, second: Meaning, text: str) -> tuple[tuple[int, bool
 
 
 def pairs(
-    seed: int, split: Split = "train", stray_rate: float = 0.1, echo_rate: float = 0.0, blur_rate: float = 0.0
+    seed: int,
+    split: Split = "train",
+    stray_rate: float = 0.1,
+    echo_rate: float = 0.0,
+    blur_rate: float = 0.0,
+    subtle_rate: float = 0.0,
 ) -> Iterator[Pair]:
     """Half in other words, half with one field changed.
 
     A share ``stray_rate`` of the latter are two different steps of one problem instead. Easier pairs, to learn from: a share
-    ``echo_rate`` of all keeps the wording of the first step, and a share ``blur_rate`` of the changed is changed further.
+    ``echo_rate`` of all keeps the wording of the first step, and a share ``blur_rate`` of the changed is changed further. Harder
+    ones: of a share ``subtle_rate`` of the changed it is a number, or who is who.
     """
     rng = random.Random(f"pairs-{split}-{seed}")
     for steps in _steps(seed, split):
         for step in steps:
             second = step
             if rng.random() < 0.5:
-                second = rng.choice(steps) if rng.random() < stray_rate else change(rng, step)
+                stray = rng.random() < stray_rate
+                second = rng.choice(steps) if stray else change(rng, step, subtly=rng.random() < subtle_rate)
                 for _ in range(rng.randint(1, 4) if rng.random() < blur_rate else 0):
                     second = change(rng, second)
             wording = rng.randrange(len(STEPS[step.family]))

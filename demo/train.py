@@ -22,20 +22,35 @@ from torch.nn import functional
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from demo.judge_pairs import Pair, pairs
-from demo.problems import DELIMITER, LARGEST, NAMES, SMALLEST, Problem, compute, problems
+from demo.problems import DELIMITER, ITEMS, LARGEST, NAMES, SMALLEST, Problem, compute, problems
 from demo.tokenizer import CONTEXT, END_OF_TEXT, THINK, TURN_END, VOCABULARY, chat, load_tokenizer, train_tokenizer
 from lr_backend.verify.judge_prompt import ALIGNED, UNALIGNED, JudgePrompt
 
 ROOT = Path(__file__).parent
 IGNORED = -100
 SLIP_RATE = 0.04
-DRILL_FACTS = 20
-DRILL_EVERY = 12
+DRILL_FACTS = 24
+DRILL_EVERY = 3
+RECITED_COUNTS, CHANGED_COUNTS = 40, 0.3
+RECITAL_OPENINGS = (
+    "",
+    "Now ",
+    "So far ",
+    "Since ",
+    "Then ",
+    "Next, ",
+    "As ",
+    "Before that ",
+    "It is given that ",
+    "At the start, ",
+)
 FAST_PAIRS = 14
-ECHO_RATE, BLUR_RATE = 0.25, 0.35
+ECHO_RATE, BLUR_RATE, SUBTLE_RATE = 0.1, 0.1, 0.6
 DECISIVE = re.compile(r"\d+|" + "|".join(NAMES))
 """What a step can get wrong; its wording it cannot, so these tokens weigh more."""
 DECISIVE_WEIGHT = 3.0
+COUNT = re.compile(f"({'|'.join(NAMES)}) has (\\d+)")
+LOOKUP_WEIGHT = 0.3
 FIELD_WEIGHT, VERDICT_WEIGHT = 1.0, 2.0
 
 ModelRole = Literal["target", "draft", "judge"]
@@ -62,22 +77,24 @@ class Recipe:
 
 
 RECIPES: dict[ModelRole, Recipe] = {
-    "target": Recipe(320, 5, 5, 64, 960, 3000, 700, 8, 512, 3e-3, 3e-3),
-    "draft": Recipe(192, 2, 3, 64, 640, 900, 400, 16, 512, 4e-3, 4e-3),
-    "judge": Recipe(256, 4, 4, 64, 704, 1500, 700, 6, 512, 2e-3, 2e-3),
+    "target": Recipe(384, 5, 6, 64, 1152, 1700, 500, 8, 512, 3e-3, 3e-3),
+    "draft": Recipe(192, 2, 3, 64, 640, 1600, 400, 16, 512, 4e-3, 4e-3),
+    "judge": Recipe(256, 4, 4, 64, 704, 4200, 700, 6, 512, 2e-3, 2e-3),
 }
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Packed sequences. All fields are (rows, length) of int64: ``labels`` hold ``IGNORED`` where nothing is learned,
-    ``segments`` number the documents of a row (-1 is padding, 0 is a prefix that every later segment sees)."""
+    """Packed sequences. All fields but the last are (rows, length) of int64: ``labels`` hold ``IGNORED`` where nothing is
+    learned, ``segments`` number the documents of a row (-1 is padding, 0 is a prefix that every later segment sees).
+    ``lookups`` (n, 3) are row, query and key of the documents' lookups."""
 
     ids: Tensor
     labels: Tensor
     positions: Tensor
     segments: Tensor
     weights: Tensor
+    lookups: Tensor
 
     def to(self, device: torch.device) -> Batch:
         return Batch(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
@@ -92,11 +109,13 @@ class Batch:
 
 @dataclass(frozen=True)
 class Document:
-    """One training text: ``labels`` are the ids that are learned, ``IGNORED`` elsewhere; ``weights`` scale the loss."""
+    """One training text: ``labels`` are the ids that are learned, ``IGNORED`` elsewhere; ``weights`` scale the loss.
+    ``lookups`` are pairs of positions: where a digit is to be written, and where it stands already."""
 
     ids: list[int]
     labels: list[int]
     weights: list[float]
+    lookups: tuple[tuple[int, int], ...] = ()
 
 
 def document(problem: Problem, tokenizer: PreTrainedTokenizerFast) -> Document:
@@ -104,40 +123,84 @@ def document(problem: Problem, tokenizer: PreTrainedTokenizerFast) -> Document:
     return _document(problem.question, problem.completion, _wrong_spans(problem), tokenizer)
 
 
-def _document(question: str, completion: str, wrong: Sequence[tuple[int, int]], tokenizer: PreTrainedTokenizerFast) -> Document:
-    """``wrong`` are character spans of the completion that are not learned."""
+def _document(
+    question: str, completion: str, unlearned: Sequence[tuple[int, int]], tokenizer: PreTrainedTokenizerFast
+) -> Document:
+    """``unlearned`` are character spans of the completion that only give context."""
     ids = tokenizer.encode(chat(question), add_special_tokens=False)
     labels = [IGNORED] * len(ids)
     weights = [1.0] * len(ids)
     text = completion + TURN_END
     decisive = [match.span() for match in DECISIVE.finditer(text)]
     coded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    place: dict[int, int] = {}  # of a character, among the ids
     for token, (start, end) in zip(coded["input_ids"], coded["offset_mapping"], strict=True):
+        place[start] = len(ids)
         ids.append(token)
-        labels.append(IGNORED if any(start < b and a < end for a, b in wrong) else token)
+        labels.append(IGNORED if any(start < b and a < end for a, b in unlearned) else token)
         weights.append(DECISIVE_WEIGHT if any(start < b and a < end for a, b in decisive) else 1.0)
-    return Document(ids, labels, weights)
+    lookups = [(place[to] - 1, place[source]) for to, source in _recalled(completion) if labels[place[to]] != IGNORED]
+    return Document(ids, labels, weights, tuple(lookups))
+
+
+def _recalled(text: str) -> Iterator[tuple[int, int]]:
+    """Digits of counts that were said before of the same person: (where they are said again, where last before that)."""
+    last: dict[str, tuple[str, int]] = {}
+    for match in COUNT.finditer(text):
+        name, count = match.groups()
+        before, start = last.get(name, ("", 0))
+        if before == count:
+            yield from ((match.start(2) + digit, start + digit) for digit in range(len(count)))
+        last[name] = count, match.start(2)
 
 
 def drill(rng: random.Random, tokenizer: PreTrainedTokenizerFast) -> Document:
-    """Plain arithmetic of the demo world: as many facts in a document as ten problems hold."""
-    facts: list[str] = []
-    while len(facts) < DRILL_FACTS:
+    """Plain arithmetic of the demo world. Only results are learned: the operands come out of nowhere."""
+    text, unlearned = f"{THINK}\n", []
+    for _ in range(DRILL_FACTS):
+        a, operator, b, result = _fact(rng)
+        begin = len(text)
+        text += f"And {a} {operator} {b} = "
+        unlearned.append((begin, len(text)))
+        text += f"{result}.{DELIMITER}"
+    return _document("Practice.", text, unlearned, tokenizer)
+
+
+def _fact(rng: random.Random) -> tuple[int, str, int, int]:
+    """Two operands that lead to a count of the demo world; sums and differences, which are harder, more often."""
+    while True:
         operator = rng.choices("+-*/", (4, 4, 1, 1))[0]
         a, b = rng.randint(SMALLEST, LARGEST), rng.randint(SMALLEST, 6 if operator in "*/" else 60)
         result = compute(a, operator, b)
         if result is not None and SMALLEST <= result <= LARGEST:
-            facts.append(f"We get {a} {operator} {b} = {result}.")
-    return _document("Practice.", f"{THINK}\n" + DELIMITER.join(facts), (), tokenizer)
+            return a, operator, b, result
+
+
+def recital(rng: random.Random, tokenizer: PreTrainedTokenizerFast) -> Document:
+    """Who has how many, said over and over, with changes. Only counts that were said before are learned."""
+    names, unit = rng.sample(NAMES, rng.randint(2, 5)), rng.choice(ITEMS)
+    text, unlearned = f"{THINK}\n", []
+    counts: dict[str, int] = {}
+    for _ in range(RECITED_COUNTS):
+        name, begin = rng.choice(names), len(text)
+        text += f"{rng.choice(RECITAL_OPENINGS)}{name} has "
+        known = name in counts and rng.random() >= CHANGED_COUNTS
+        if not known:
+            counts[name] = rng.randint(SMALLEST, LARGEST)
+        said = f"{counts[name]}"
+        unlearned.append((begin, len(text) + (0 if known else len(said))))
+        text += f"{said} {unit}.{DELIMITER}"
+    return _document("Practice.", text, unlearned, tokenizer)
 
 
 def lessons(seed: int, tokenizer: PreTrainedTokenizerFast) -> Iterator[Document]:
-    """Solved problems, every ``DRILL_EVERY``th document a drill."""
+    """Solved problems; after every ``DRILL_EVERY`` of them a drill and a recital."""
     rng = random.Random(f"drill-{seed}")
     for number, problem in enumerate(problems(seed, slip_rate=SLIP_RATE)):
         yield document(problem, tokenizer)
         if number % DRILL_EVERY == 0:
             yield drill(rng, tokenizer)
+            yield recital(rng, tokenizer)
 
 
 def _wrong_spans(problem: Problem) -> list[tuple[int, int]]:
@@ -172,7 +235,7 @@ def _lectures(seed: int, tokenizer: PreTrainedTokenizerFast) -> Iterator[Documen
     """Judged pairs, easy ones among them."""
     prompt = JudgePrompt.from_tokenizer(tokenizer)
     verdicts = verdict_ids(tokenizer)
-    for pair in pairs(seed, echo_rate=ECHO_RATE, blur_rate=BLUR_RATE):
+    for pair in pairs(seed, echo_rate=ECHO_RATE, blur_rate=BLUR_RATE, subtle_rate=SUBTLE_RATE):
         yield _pair_document(pair, prompt, tokenizer, verdicts)
 
 
@@ -186,6 +249,7 @@ def pack(documents: Iterator[Document], rows: int, length: int, pad: int, prefix
     weights = torch.zeros(shape)
     filled = [len(prefix)] * rows
     count = [0] * rows
+    lookups: list[tuple[int, int, int]] = []
     if prefix:
         ids[:, : len(prefix)] = torch.tensor(prefix)
         positions[:, : len(prefix)] = torch.arange(len(prefix))
@@ -205,8 +269,9 @@ def pack(documents: Iterator[Document], rows: int, length: int, pad: int, prefix
         weights[row, start + 1 : end] = torch.tensor(item.weights[1:])
         positions[row, start:end] = torch.arange(size) + len(prefix)
         segments[row, start:end] = count[row]
+        lookups += [(row, start + query, start + key) for query, key in item.lookups]
         filled[row] = end
-    return Batch(ids, labels, positions, segments, weights)
+    return Batch(ids, labels, positions, segments, weights, torch.tensor(lookups, dtype=torch.long).view(-1, 3))
 
 
 def batches(role: ModelRole, recipe: Recipe, tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[Batch]:
@@ -295,6 +360,46 @@ def loss_of(model: Qwen3ForCausalLM, backbone: Callable[..., Any], batch: Batch)
     return torch.dot(losses, weights) / weights.sum()
 
 
+class LookupHead:
+    """Teaches one attention head where to look: from where a count is said again to where it was said last.
+
+    Finding the last count of one person among those of others takes two layers that are of no use before both are right;
+    left to itself a small model is long at chance. Make it before the model is compiled.
+    """
+
+    def __init__(self, model: Qwen3ForCausalLM) -> None:
+        config = model.config
+        layer = model.model.layers[config.num_hidden_layers // 2]
+        self._attention = layer.self_attn
+        self._head = config.num_attention_heads - 1
+        self._size = config.head_dim
+        self._seen: dict[str, Any] = {}
+        self._attention.register_forward_pre_hook(self._remember, with_kwargs=True)
+
+    def _remember(self, module: torch.nn.Module, positional: Any, named: dict[str, Any]) -> None:
+        self._seen["hidden"] = named["hidden_states"]
+        self._seen["rotations"] = named["position_embeddings"]
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Mean cross-entropy (nats) between where the head attends to at each lookup of the last pass and where it should."""
+        row, query, key = batch.lookups.unbind(1)
+        hidden, (cosine, sine) = self._seen["hidden"], self._seen["rotations"]
+        own = slice(self._head * self._size, (self._head + 1) * self._size)
+        attention = self._attention
+        queries = attention.q_norm(functional.linear(hidden[row, query], attention.q_proj.weight[own]))
+        keys = attention.k_norm(functional.linear(hidden, attention.k_proj.weight[own]))
+        queries = _rotated(queries, cosine[row, query], sine[row, query])
+        keys = _rotated(keys, cosine, sine)
+        scores = torch.einsum("nd,nld->nl", queries, keys[row]) / math.sqrt(self._size)
+        scores = scores.masked_fill(~batch.mask()[row, 0, query], float("-inf"))
+        return functional.cross_entropy(scores.float(), key)
+
+
+def _rotated(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    one, two = heads.chunk(2, dim=-1)
+    return heads * cosine + torch.cat((-two, one), dim=-1) * sine
+
+
 class Muon(torch.optim.Optimizer):
     """Momentum whose update is orthogonalised by Newton-Schulz in fp32 (``torch.optim.Muon`` does it in bf16, which
     processors without bf16 units run slowly). Updates are scaled to the size AdamW's would have."""
@@ -377,6 +482,7 @@ def train(role: ModelRole, steps: int, resume: bool, seed: int, home: Path, keep
     model = build_model(recipe, tokenizer).to(device)
     updates = optimisers(model, recipe)
     run = home / "runs" / f"{role}.pt"
+    lookup_head = LookupHead(model) if role != "judge" else None
     backbone = torch.compile(model.model)
     begin, seconds = 0, 0.0
     if resume and run.exists():
@@ -401,13 +507,15 @@ def train(role: ModelRole, steps: int, resume: bool, seed: int, home: Path, keep
             batch = next(stream).to(device)
             with precision:
                 loss = loss_of(model, backbone, batch)
-            torch.autograd.backward(loss)
+                lookup_loss = lookup_head.loss(batch) if lookup_head is not None else torch.zeros(())
+            torch.autograd.backward(loss + LOOKUP_WEIGHT * lookup_loss)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for update in updates:
                 update.step()
                 update.zero_grad()
             spent = seconds + time.monotonic() - started
-            row = {"step": step + 1, "loss": round(loss.item(), 4), "seconds": round(spent, 1)}
+            figures = {"loss": round(loss.item(), 4), "lookup": round(lookup_loss.item(), 4), "seconds": round(spent, 1)}
+            row = {"step": step + 1, **figures}
             log.write(json.dumps(row) + "\n")
             log.flush()
             progress.update(task, advance=1, description=f"{role} loss {row['loss']}")

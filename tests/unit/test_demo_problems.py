@@ -171,6 +171,17 @@ def tokenizer():  # type: ignore[no-untyped-def]
     return transformers.AutoTokenizer.from_pretrained(CHECKPOINTS / "target")
 
 
+def test_a_subtle_change_is_a_number_or_who_is_who() -> None:
+    rng = random.Random(4)
+    for problem in islice(problems(4), 40):
+        for step in problem.steps:
+            one, two = step.meaning, change(rng, step.meaning, subtly=True)
+            if not (one.a or one.b or one.result or one.wrong or one.other):
+                continue  # nothing subtle to change
+            assert (one.unit, one.op, one.family) == (two.unit, two.op, two.family)
+            assert {one.subject, one.other} == {two.subject, two.other}
+
+
 def test_tokenizer_is_shared_and_small(tokenizer) -> None:  # type: ignore[no-untyped-def]
     contents = {(CHECKPOINTS / role / "tokenizer.json").read_bytes() for role in ROLES}
     assert len(contents) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -14,15 +15,19 @@ from demo.judge_pairs import Pair, pairs  # noqa: E402
 from demo.problems import meaning, problems  # noqa: E402
 from demo.tokenizer import chat, train_tokenizer  # noqa: E402
 from demo.train import (  # noqa: E402
+    DRILL_FACTS,
     IGNORED,
     RECIPES,
+    RECITED_COUNTS,
     Document,
+    LookupHead,
     _pair_document,
     build_model,
     document,
     drill,
     pack,
     rate_factor,
+    recital,
     verdict_ids,
 )
 from lr_backend.verify.judge_prompt import JudgePrompt  # noqa: E402
@@ -54,11 +59,65 @@ def test_the_digits_of_a_slip_are_not_learned(tokenizer) -> None:  # type: ignor
         assert (step.text in learned(item, tokenizer)) is not step.slip
 
 
-def test_a_drill_is_right(tokenizer) -> None:  # type: ignore[no-untyped-def]
-    text = learned(drill(random.Random(0), tokenizer), tokenizer)
-    for fact in text.removeprefix("<think>\n").removesuffix(".<|im_end|>").split(".\n\n"):
-        a, op, b, _, result = fact.removeprefix("We get ").split(" ")
+def test_a_drill_is_right_and_its_operands_are_not_learned(tokenizer) -> None:  # type: ignore[no-untyped-def]
+    item = drill(random.Random(0), tokenizer)
+    text = tokenizer.decode(item.ids).partition("<think>\n")[2].removesuffix(".\n\n<|im_end|>")
+    results = []
+    for fact in text.split(".\n\n"):
+        a, op, b, _, result = fact.removeprefix("And ").split(" ")
         assert {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b), "/": int(a) / int(b)}[op] == int(result)
+        results.append(result)
+    assert len(results) == DRILL_FACTS
+    assert learned(item, tokenizer).removeprefix("<think>\n").split(".\n\n") == [*results, "<|im_end|>"]
+
+
+def test_a_recital_learns_only_counts_that_were_said_before(tokenizer) -> None:  # type: ignore[no-untyped-def]
+    item = recital(random.Random(1), tokenizer)
+    said = tokenizer.decode(item.ids).partition("<think>\n")[2].removesuffix(".\n\n<|im_end|>").split(".\n\n")
+    taught = learned(item, tokenizer).removeprefix("<think>\n").removesuffix(".\n\n<|im_end|>").split(".\n\n")
+    assert len(said) == len(taught) == RECITED_COUNTS
+    counts: dict[str, str] = {}
+    for sentence, part in zip(said, taught, strict=True):
+        *_, name, _, count, unit = sentence.split(" ")
+        assert part.strip() in (unit, f"{count} {unit}")
+        if part.strip() != unit:
+            assert counts[name] == count
+        counts[name] = count
+    assert any(part[0].isdigit() for part in taught)
+
+
+def test_a_lookup_leads_to_the_same_digit_of_the_same_person(tokenizer) -> None:  # type: ignore[no-untyped-def]
+    rng = random.Random(2)
+    items = [recital(rng, tokenizer), *(document(problem, tokenizer) for problem in islice(problems(5), 20))]
+    assert sum(len(item.lookups) for item in items) > 100
+    for item in items:
+        for query, key in item.lookups:
+            assert key < query
+            assert item.ids[query + 1] == item.ids[key] == item.labels[query + 1]
+
+
+def test_packed_lookups_move_with_their_document() -> None:
+    items = (Document([n] * 4, [n] * 4, [1.0] * 4, ((2, 1),)) for n in range(1, 100))
+    batch = pack(items, rows=1, length=11, pad=0, prefix=(90, 91))
+    assert batch.lookups.tolist() == [[0, 4, 3], [0, 8, 7]]
+
+
+def test_the_lookup_loss_teaches_a_head_where_to_look(tokenizer) -> None:  # type: ignore[no-untyped-def]
+    torch.manual_seed(0)
+    model = build_model(replace(RECIPES["draft"], hidden=64, heads=2, head_dim=32, intermediate=64), tokenizer)
+    head = LookupHead(model)
+    batch = pack(iter([recital(random.Random(3), tokenizer)] * 20), rows=1, length=512, pad=0)
+    losses = []
+    for _ in range(30):
+        model.model(input_ids=batch.ids, attention_mask=batch.mask(), position_ids=batch.positions, use_cache=False)
+        losses.append(head.loss(batch))
+        torch.autograd.backward(losses[-1])
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter -= 0.3 * parameter.grad
+        model.zero_grad()
+    assert losses[-1] < 0.8 * losses[0]
 
 
 def test_a_pair_ends_in_its_verdict_and_tells_each_field(tokenizer) -> None:  # type: ignore[no-untyped-def]
@@ -98,7 +157,7 @@ def test_packed_documents_see_the_prefix_and_themselves() -> None:
 @pytest.mark.parametrize("role", ["target", "draft", "judge"])
 def test_models_have_the_sizes_that_are_told(tokenizer, role) -> None:  # type: ignore[no-untyped-def]
     model = build_model(RECIPES[role], tokenizer)
-    least, most = {"target": (6e6, 9e6), "draft": (0.8e6, 1.3e6), "judge": (2.5e6, 3.5e6)}[role]
+    least, most = {"target": (9e6, 12e6), "draft": (0.8e6, 1.3e6), "judge": (2.5e6, 3.5e6)}[role]
     assert least <= model.num_parameters() <= most
     for layer in model.model.layers[1 : max(2, len(model.model.layers) - 1)]:
         attention = layer.self_attn

@@ -1,0 +1,52 @@
+"""The paper's speedup formulas against a simulation of what they describe, and against its own figures."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lr_backend.loop.depth import ceiling, useful_depth
+
+
+def simulated(alpha: float, c: float, k: int, num_runs: int = 20_000) -> float:
+    """Runs of accepted steps up to a correction, in windows of k: a window lasts one target step, and the last one the drafts
+    above its last step besides."""
+    rng = random.Random(1)
+    steps = seconds = 0.0
+    for _ in range(num_runs):
+        accepted = 0
+        while rng.random() < alpha:
+            accepted += 1
+        steps += accepted + 1
+        full, rest = divmod(accepted + 1, k)
+        seconds += full + (rest > 0) + c * ((rest or k) - 1)
+    return steps / seconds
+
+
+@pytest.mark.parametrize("alpha", [0.3, 0.5, 0.7])
+@pytest.mark.parametrize(("c", "k"), [(0.05, 2), (0.05, 4), (0.1, 3), (0.2, 4)])
+def test_a_limited_window_is_as_fast_as_its_simulation(alpha: float, c: float, k: int) -> None:
+    assert ceiling(alpha, c, k) == pytest.approx(simulated(alpha, c, k), rel=0.02)
+
+
+@pytest.mark.parametrize(("alpha", "c", "expected"), [(0.4, 0.1, 1.54), (0.5, 0.1, 1.75), (0.63, 0.3, 1.79)])
+def test_reference_values_at_depth_4(alpha: float, c: float, expected: float) -> None:
+    assert ceiling(alpha, c, 4) == pytest.approx(expected, abs=0.01)
+
+
+@given(alpha=st.floats(0.01, 0.95), c=st.floats(0.01, 0.99))
+def test_depth_helps_up_to_the_useful_one_and_then_not(alpha: float, c: float) -> None:
+    most = useful_depth(c)
+    gains = [ceiling(alpha, c, k) for k in range(1, most + 3)]
+    assert gains[0] == pytest.approx(1.0) or most == 1
+    assert gains[most - 1 :] == [gains[most - 1]] * (len(gains) - most + 1)
+    assert gains[-1] <= 1.0 / (1.0 - alpha) + 1e-9
+
+
+@pytest.mark.parametrize("arguments", [(1.0, 0.1, 4), (-0.1, 0.1, 4), (0.5, 0.0, 4), (0.5, 1.1, 4), (0.5, 0.1, 0)])
+def test_what_means_nothing_is_refused(arguments: tuple[float, float, int]) -> None:
+    with pytest.raises(ValueError, match="out of range"):
+        ceiling(*arguments)
