@@ -18,17 +18,25 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
+import tritonclient.grpc as grpcclient
 import typer
 from lr_client import Client, FinishEvent, Options, Result
 from lr_client.render import ConsoleRenderer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from tritonclient.utils import np_to_triton_dtype
 
 from demo.measure import ModeReport, Sample, report
 from demo.problems import Problem, check_answer, problems
+from demo.tokenizer import chat, load_tokenizer
 from lr_backend.build.repository import build_repository
 from lr_backend.build.spec import DeploymentSpec, TorchDeployment
+from lr_backend.contract import IntArray
+from lr_backend.engine import EngineCall, Role
+from lr_backend.loop.depth import ceiling
+from lr_backend.request import LookaheadRequest
 from lr_backend.triton.server import ServerOptions, TritonServer
 
 MODES = ("ar", "sd", "lr", "lr_sd")
@@ -65,6 +73,41 @@ def ask(client: Client, problem: Problem, mode: str, temperature: float, index: 
     result = client.ask(problem.question, options, timeout_s=REQUEST_TIMEOUT_S)
     latency_s = time.perf_counter() - started
     return Sample(mode, index, check_answer(problem, result.text), latency_s, result.usage), result
+
+
+def seconds_a_token(url: str, model: str, prompt: IntArray, num_tokens: int = 96, rounds: int = 3) -> float:
+    """What one engine takes for a token when nothing else runs: the best of a few greedy calls through Triton."""
+    call = EngineCall(request_id="", input_ids=prompt, max_new_tokens=num_tokens)
+    inputs = []
+    for name, array in call.tensors().items():
+        tensor = grpcclient.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
+        tensor.set_data_from_numpy(array)
+        inputs.append(tensor)
+    times_s = []
+    with grpcclient.InferenceServerClient(url) as client:
+        for _ in range(rounds):
+            started = time.perf_counter()
+            client.infer(model, inputs)
+            times_s.append((time.perf_counter() - started) / num_tokens)
+    return min(times_s)
+
+
+def cost_ratio(server: TritonServer, spec: TorchDeployment, problem: Problem) -> float:
+    """c: a drafted step's time over a target step's of as many tokens, each model alone."""
+    tokenizer = load_tokenizer(spec.checkpoint_dir(Role.TARGET))
+    prompt = np.asarray(tokenizer.encode(chat(problem.question), add_special_tokens=False), dtype=np.int32)
+    draft_s, target_s = (seconds_a_token(server.grpc_url, role.value, prompt) for role in (Role.DRAFT, Role.TARGET))
+    return draft_s / target_s
+
+
+def ceilings(rows: Mapping[str, ModeReport], c: float, max_depth: int) -> dict[str, float]:
+    """What step speculation could gain at most, were parallel steps and verdicts free; ``lr_sd`` multiplies with ``sd``."""
+    found = {}
+    for mode, factor in (("lr", 1.0), ("lr_sd", max(1.0, rows["sd"].speedup))):
+        alpha = rows[mode].step_acceptance_rate
+        if alpha is not None and alpha < 1.0 and 0.0 < c <= 1.0:
+            found[mode] = factor * ceiling(alpha, c, max_depth)
+    return found
 
 
 def show_one(client: Client, problem: Problem, temperature: float, console: Console) -> None:
@@ -176,14 +219,26 @@ def main(
                     ask(other_client, questions[0], "ar", temperature, index)
         console.print(f"Triton {server.grpc_url} (gRPC), {server.http_url} (HTTP): lookahead, target, draft, judge\n")
         show_one(client, questions[0], temperature, console)
+        c = cost_ratio(server, spec, questions[0])
         samples = compare(dict.fromkeys(MODES, client), baselines, questions[1:], temperature, console)
     samples, baseline = best_baseline(samples)
     rows = report(samples, "ar")
     console.print(table(rows, f"{num_problems} problems at temperature {temperature:g}, one at a time"))
     setting = baseline if baseline != "ar" else f"ar at {spec.target.num_threads} threads"
     console.print(f"[dim]speedup: seconds of {setting} (its best setting here), one uninterrupted request, over the mode's[/]")
+    most = ceilings(rows, c, LookaheadRequest.parse({**spec.loop_config().defaults, "text_input": "any"}).max_depth)
+    told = ", ".join(f"{mode} {gain:.2f}" for mode, gain in most.items())
+    console.print(
+        f"[dim]ceiling if parallel steps and verdicts were free (a drafted step costs {c:.2f} of a target step): {told}[/]"
+    )
     output.parent.mkdir(parents=True, exist_ok=True)
-    document = {"temperature": temperature, "baseline": setting, "modes": {mode: rows[mode].as_dict() for mode in MODES}}
+    document = {
+        "temperature": temperature,
+        "baseline": setting,
+        "cost_ratio": c,
+        "ceilings": most,
+        "modes": {mode: rows[mode].as_dict() for mode in MODES},
+    }
     output.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     console.print(f"written to {output}")
 
