@@ -50,7 +50,7 @@ DECISIVE = re.compile(r"\d+|" + "|".join(NAMES))
 """What a step can get wrong; its wording it cannot, so these tokens weigh more."""
 DECISIVE_WEIGHT = 3.0
 COUNT = re.compile(f"({'|'.join(NAMES)}) has (\\d+)")
-LOOKUP_WEIGHT = 0.3
+TAUGHT_WEIGHT = 1.0
 FIELD_WEIGHT, VERDICT_WEIGHT = 1.0, 2.0
 
 ModelRole = Literal["target", "draft", "judge"]
@@ -77,9 +77,9 @@ class Recipe:
 
 
 RECIPES: dict[ModelRole, Recipe] = {
-    "target": Recipe(384, 5, 6, 64, 1152, 1700, 500, 8, 512, 3e-3, 3e-3),
-    "draft": Recipe(192, 2, 3, 64, 640, 1600, 400, 16, 512, 4e-3, 4e-3),
-    "judge": Recipe(256, 4, 4, 64, 704, 4200, 700, 6, 512, 2e-3, 2e-3),
+    "target": Recipe(384, 5, 6, 64, 1152, 1880, 250, 8, 512, 3e-3, 3e-3),
+    "draft": Recipe(192, 2, 3, 64, 640, 1800, 250, 16, 512, 4e-3, 4e-3),
+    "judge": Recipe(256, 4, 4, 64, 704, 4200, 450, 6, 512, 2e-3, 2e-3),
 }
 
 
@@ -87,13 +87,14 @@ RECIPES: dict[ModelRole, Recipe] = {
 class Batch:
     """Packed sequences. All fields but the last are (rows, length) of int64: ``labels`` hold ``IGNORED`` where nothing is
     learned, ``segments`` number the documents of a row (-1 is padding, 0 is a prefix that every later segment sees).
-    ``lookups`` (n, 3) are row, query and key of the documents' lookups."""
+    ``owners`` and ``lookups`` (n, 3) are row, query and key of what the documents' attention is taught."""
 
     ids: Tensor
     labels: Tensor
     positions: Tensor
     segments: Tensor
     weights: Tensor
+    owners: Tensor
     lookups: Tensor
 
     def to(self, device: torch.device) -> Batch:
@@ -110,11 +111,13 @@ class Batch:
 @dataclass(frozen=True)
 class Document:
     """One training text: ``labels`` are the ids that are learned, ``IGNORED`` elsewhere; ``weights`` scale the loss.
-    ``lookups`` are pairs of positions: where a digit is to be written, and where it stands already."""
+    ``owners`` and ``lookups`` are pairs of positions: a count and the name it belongs to; where a digit is to be written and
+    where it stands already."""
 
     ids: list[int]
     labels: list[int]
     weights: list[float]
+    owners: tuple[tuple[int, int], ...] = ()
     lookups: tuple[tuple[int, int], ...] = ()
 
 
@@ -135,12 +138,19 @@ def _document(
     coded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     place: dict[int, int] = {}  # of a character, among the ids
     for token, (start, end) in zip(coded["input_ids"], coded["offset_mapping"], strict=True):
-        place[start] = len(ids)
+        place |= dict.fromkeys(range(start, end), len(ids))
         ids.append(token)
         labels.append(IGNORED if any(start < b and a < end for a, b in unlearned) else token)
         weights.append(DECISIVE_WEIGHT if any(start < b and a < end for a, b in decisive) else 1.0)
     lookups = [(place[to] - 1, place[source]) for to, source in _recalled(completion) if labels[place[to]] != IGNORED]
-    return Document(ids, labels, weights, tuple(lookups))
+    owners = [(place[count], place[name]) for count, name in _owned(completion)]
+    return Document(ids, labels, weights, tuple(owners), tuple(lookups))
+
+
+def _owned(text: str) -> Iterator[tuple[int, int]]:
+    """(a digit of someone's count or the space before it, the name)."""
+    for match in COUNT.finditer(text):
+        yield from ((at, match.start(1)) for at in range(match.start(2) - 1, match.end(2)))
 
 
 def _recalled(text: str) -> Iterator[tuple[int, int]]:
@@ -249,6 +259,7 @@ def pack(documents: Iterator[Document], rows: int, length: int, pad: int, prefix
     weights = torch.zeros(shape)
     filled = [len(prefix)] * rows
     count = [0] * rows
+    owners: list[tuple[int, int, int]] = []
     lookups: list[tuple[int, int, int]] = []
     if prefix:
         ids[:, : len(prefix)] = torch.tensor(prefix)
@@ -269,9 +280,11 @@ def pack(documents: Iterator[Document], rows: int, length: int, pad: int, prefix
         weights[row, start + 1 : end] = torch.tensor(item.weights[1:])
         positions[row, start:end] = torch.arange(size) + len(prefix)
         segments[row, start:end] = count[row]
+        owners += [(row, start + query, start + key) for query, key in item.owners]
         lookups += [(row, start + query, start + key) for query, key in item.lookups]
         filled[row] = end
-    return Batch(ids, labels, positions, segments, weights, torch.tensor(lookups, dtype=torch.long).view(-1, 3))
+    pointers = (torch.tensor(pairs, dtype=torch.long).view(-1, 3) for pairs in (owners, lookups))
+    return Batch(ids, labels, positions, segments, weights, *pointers)
 
 
 def batches(role: ModelRole, recipe: Recipe, tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[Batch]:
@@ -360,17 +373,16 @@ def loss_of(model: Qwen3ForCausalLM, backbone: Callable[..., Any], batch: Batch)
     return torch.dot(losses, weights) / weights.sum()
 
 
-class LookupHead:
-    """Teaches one attention head where to look: from where a count is said again to where it was said last.
+class TaughtHead:
+    """One attention head that is told where to look. Make it before the model is compiled.
 
-    Finding the last count of one person among those of others takes two layers that are of no use before both are right;
-    left to itself a small model is long at chance. Make it before the model is compiled.
+    Finding the last count of one person among those of others takes a head that brings the name to the count, and above it
+    one that finds the same name. Neither is of use before the other, so that a small model left to itself is long at chance.
     """
 
-    def __init__(self, model: Qwen3ForCausalLM) -> None:
+    def __init__(self, model: Qwen3ForCausalLM, layer: int) -> None:
         config = model.config
-        layer = model.model.layers[config.num_hidden_layers // 2]
-        self._attention = layer.self_attn
+        self._attention = model.model.layers[layer].self_attn
         self._head = config.num_attention_heads - 1
         self._size = config.head_dim
         self._seen: dict[str, Any] = {}
@@ -380,9 +392,9 @@ class LookupHead:
         self._seen["hidden"] = named["hidden_states"]
         self._seen["rotations"] = named["position_embeddings"]
 
-    def loss(self, batch: Batch) -> Tensor:
-        """Mean cross-entropy (nats) between where the head attends to at each lookup of the last pass and where it should."""
-        row, query, key = batch.lookups.unbind(1)
+    def loss(self, batch: Batch, pointers: Tensor) -> Tensor:
+        """Mean cross-entropy (nats) between where the head attended to in the last pass and where ``pointers`` say it should."""
+        row, query, key = pointers.unbind(1)
         hidden, (cosine, sine) = self._seen["hidden"], self._seen["rotations"]
         own = slice(self._head * self._size, (self._head + 1) * self._size)
         attention = self._attention
@@ -482,7 +494,8 @@ def train(role: ModelRole, steps: int, resume: bool, seed: int, home: Path, keep
     model = build_model(recipe, tokenizer).to(device)
     updates = optimisers(model, recipe)
     run = home / "runs" / f"{role}.pt"
-    lookup_head = LookupHead(model) if role != "judge" else None
+    middle = recipe.layers // 2
+    owner_head, lookup_head = TaughtHead(model, middle - 1), TaughtHead(model, middle)
     backbone = torch.compile(model.model)
     begin, seconds = 0, 0.0
     if resume and run.exists():
@@ -507,14 +520,18 @@ def train(role: ModelRole, steps: int, resume: bool, seed: int, home: Path, keep
             batch = next(stream).to(device)
             with precision:
                 loss = loss_of(model, backbone, batch)
-                lookup_loss = lookup_head.loss(batch) if lookup_head is not None else torch.zeros(())
-            torch.autograd.backward(loss + LOOKUP_WEIGHT * lookup_loss)
+                taught = torch.zeros(2)
+                if role != "judge":
+                    taught = torch.stack([owner_head.loss(batch, batch.owners), lookup_head.loss(batch, batch.lookups)])
+            torch.autograd.backward(loss + TAUGHT_WEIGHT * taught.sum())
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for update in updates:
                 update.step()
                 update.zero_grad()
             spent = seconds + time.monotonic() - started
-            figures = {"loss": round(loss.item(), 4), "lookup": round(lookup_loss.item(), 4), "seconds": round(spent, 1)}
+            owner, lookup = taught.tolist()
+            losses = {"loss": loss.item(), "owner": owner, "lookup": lookup}
+            figures = {name: round(value, 4) for name, value in losses.items()} | {"seconds": round(spent, 1)}
             row = {"step": step + 1, **figures}
             log.write(json.dumps(row) + "\n")
             log.flush()

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from demo.judge_pairs import Pair, pairs  # noqa: E402
-from demo.problems import meaning, problems  # noqa: E402
+from demo.problems import NAMES, meaning, problems  # noqa: E402
 from demo.tokenizer import chat, train_tokenizer  # noqa: E402
 from demo.train import (  # noqa: E402
     DRILL_FACTS,
@@ -20,7 +20,7 @@ from demo.train import (  # noqa: E402
     RECIPES,
     RECITED_COUNTS,
     Document,
-    LookupHead,
+    TaughtHead,
     _pair_document,
     build_model,
     document,
@@ -96,21 +96,31 @@ def test_a_lookup_leads_to_the_same_digit_of_the_same_person(tokenizer) -> None:
             assert item.ids[query + 1] == item.ids[key] == item.labels[query + 1]
 
 
-def test_packed_lookups_move_with_their_document() -> None:
-    items = (Document([n] * 4, [n] * 4, [1.0] * 4, ((2, 1),)) for n in range(1, 100))
+def test_a_count_belongs_to_the_name_before_it(tokenizer) -> None:  # type: ignore[no-untyped-def]
+    item = recital(random.Random(2), tokenizer)
+    assert len(item.owners) >= 2 * RECITED_COUNTS
+    for place, name in item.owners:
+        assert name < place <= name + 4
+        assert tokenizer.decode([item.ids[name]]).strip() in NAMES
+        assert set(tokenizer.decode(item.ids[name + 2 : place + 1])) <= set(" 0123456789")
+
+
+def test_what_is_taught_moves_with_its_document() -> None:
+    items = (Document([n] * 4, [n] * 4, [1.0] * 4, ((1, 0),), ((2, 1),)) for n in range(1, 100))
     batch = pack(items, rows=1, length=11, pad=0, prefix=(90, 91))
+    assert batch.owners.tolist() == [[0, 3, 2], [0, 7, 6]]
     assert batch.lookups.tolist() == [[0, 4, 3], [0, 8, 7]]
 
 
-def test_the_lookup_loss_teaches_a_head_where_to_look(tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_a_head_learns_where_to_look(tokenizer) -> None:  # type: ignore[no-untyped-def]
     torch.manual_seed(0)
     model = build_model(replace(RECIPES["draft"], hidden=64, heads=2, head_dim=32, intermediate=64), tokenizer)
-    head = LookupHead(model)
+    head = TaughtHead(model, 0)
     batch = pack(iter([recital(random.Random(3), tokenizer)] * 20), rows=1, length=512, pad=0)
     losses = []
     for _ in range(30):
         model.model(input_ids=batch.ids, attention_mask=batch.mask(), position_ids=batch.positions, use_cache=False)
-        losses.append(head.loss(batch))
+        losses.append(head.loss(batch, batch.owners))
         torch.autograd.backward(losses[-1])
         with torch.no_grad():
             for parameter in model.parameters():
