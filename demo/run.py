@@ -44,6 +44,7 @@ PROBLEM_SEED = 2025
 MAX_TOKENS = 640
 REQUEST_TIMEOUT_S = 120.0
 WARM_UP_PROBLEMS = 2
+PIPED_WIDTH = 120
 
 
 def demo_spec() -> TorchDeployment:
@@ -187,6 +188,10 @@ def table(rows: Mapping[str, ModeReport], title: str) -> Table:
     return view
 
 
+def _setting(threads: int) -> str:
+    return f"ar at {threads} thread{'s' if threads > 1 else ''}"
+
+
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
@@ -198,6 +203,8 @@ def main(
 ) -> None:
     """Serve the demo models and compare the four modes."""
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=PIPED_WIDTH)  # a log is not 80 columns wide
     spec = demo_spec()
     questions = list(islice(problems(PROBLEM_SEED, "test"), num_problems + 1))
     other_threads = {1, os.cpu_count() or 1} - {spec.target.num_threads}
@@ -211,7 +218,7 @@ def main(
                 target = spec.target.model_copy(update={"num_threads": threads})
                 alone = spec.model_copy(update={"target": target})
                 other = stack.enter_context(serving(alone, folder / f"ar-{threads}", only=("target", "lookahead")))
-                baselines[f"ar at {threads} threads"] = stack.enter_context(Client(other.grpc_url))
+                baselines[_setting(threads)] = stack.enter_context(Client(other.grpc_url))
             for index in range(WARM_UP_PROBLEMS):
                 for mode in MODES:
                     ask(client, questions[0], mode, temperature, index)
@@ -224,7 +231,7 @@ def main(
     samples, baseline = best_baseline(samples)
     rows = report(samples, "ar")
     console.print(table(rows, f"{num_problems} problems at temperature {temperature:g}, one at a time"))
-    setting = baseline if baseline != "ar" else f"ar at {spec.target.num_threads} threads"
+    setting = baseline if baseline != "ar" else _setting(spec.target.num_threads)
     console.print(f"[dim]speedup: seconds of {setting} (its best setting here), one uninterrupted request, over the mode's[/]")
     most = ceilings(rows, c, LookaheadRequest.parse({**spec.loop_config().defaults, "text_input": "any"}).max_depth)
     told = ", ".join(f"{mode} {gain:.2f}" for mode, gain in most.items())

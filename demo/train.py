@@ -22,7 +22,7 @@ from torch.nn import functional
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from demo.judge_pairs import Pair, pairs
-from demo.problems import DELIMITER, ITEMS, LARGEST, NAMES, SMALLEST, Problem, compute, problems
+from demo.problems import DELIMITER, ITEMS, LARGEST, NAMES, SMALLEST, Problem, compute, problems, spans
 from demo.tokenizer import CONTEXT, END_OF_TEXT, THINK, TURN_END, VOCABULARY, chat, load_tokenizer, train_tokenizer
 from lr_backend.verify.judge_prompt import ALIGNED, UNALIGNED, JudgePrompt
 
@@ -77,9 +77,9 @@ class Recipe:
 
 
 RECIPES: dict[ModelRole, Recipe] = {
-    "target": Recipe(384, 5, 6, 64, 1152, 1880, 250, 8, 512, 3e-3, 3e-3),
+    "target": Recipe(384, 5, 6, 64, 1152, 1960, 250, 8, 512, 3e-3, 3e-3),
     "draft": Recipe(192, 2, 3, 64, 640, 1800, 250, 16, 512, 4e-3, 4e-3),
-    "judge": Recipe(256, 4, 4, 64, 704, 4200, 450, 6, 512, 2e-3, 2e-3),
+    "judge": Recipe(256, 4, 4, 64, 704, 4680, 450, 6, 512, 2e-3, 2e-3),
 }
 
 
@@ -234,11 +234,26 @@ def _pair_document(pair: Pair, prompt: JudgePrompt, tokenizer: PreTrainedTokeniz
     aligned, unaligned = verdict_ids
     ids = [*prompt.ids(pair.first, pair.second)[len(prompt.head_ids) :], aligned if pair.aligned else unaligned]
     labels = [IGNORED] * (len(ids) - 1) + ids[-1:]
-    ends = [end for _, end in tokenizer(pair.second, return_offsets_mapping=True)["offset_mapping"]]
-    start = len(ids) - 1 - len(prompt.tail_ids) - len(ends)
+    first, second = (tokenizer(text, return_offsets_mapping=True)["offset_mapping"] for text in (pair.first, pair.second))
+    start = len(ids) - 1 - len(prompt.tail_ids) - len(second)
     for end, same in pair.fields:
-        labels[start + ends.index(end) + 1] = aligned if same else unaligned
-    return Document(ids, labels, [FIELD_WEIGHT] * (len(ids) - 1) + [VERDICT_WEIGHT])
+        place = next(index for index, (_, token_end) in enumerate(second) if token_end == end)
+        labels[start + place + 1] = aligned if same else unaligned
+    weights = [FIELD_WEIGHT] * (len(ids) - 1) + [VERDICT_WEIGHT]
+    lookups = [(start + query, key) for query, key in _counterparts(pair, first, second)]
+    return Document(ids, labels, weights, lookups=tuple(lookups))
+
+
+def _counterparts(pair: Pair, first: Sequence[tuple[int, int]], second: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """(token of a field in the second step, its counterpart in the first); the steps' tokens by their character spans."""
+    if not pair.fields:
+        return
+    stated = spans(pair.first)
+    for field, (begin, end) in spans(pair.second).items():
+        if field in stated:
+            keys = [index for index, (a, b) in enumerate(first) if a < stated[field][1] and stated[field][0] < b]
+            queries = [index for index, (a, b) in enumerate(second) if a < end and begin < b]
+            yield from ((query, keys[min(number, len(keys) - 1)]) for number, query in enumerate(queries))
 
 
 def _lectures(seed: int, tokenizer: PreTrainedTokenizerFast) -> Iterator[Document]:
@@ -394,6 +409,8 @@ class TaughtHead:
 
     def loss(self, batch: Batch, pointers: Tensor) -> Tensor:
         """Mean cross-entropy (nats) between where the head attended to in the last pass and where ``pointers`` say it should."""
+        if not len(pointers):
+            return torch.zeros((), device=pointers.device)
         row, query, key = pointers.unbind(1)
         hidden, (cosine, sine) = self._seen["hidden"], self._seen["rotations"]
         own = slice(self._head * self._size, (self._head + 1) * self._size)
@@ -520,9 +537,7 @@ def train(role: ModelRole, steps: int, resume: bool, seed: int, home: Path, keep
             batch = next(stream).to(device)
             with precision:
                 loss = loss_of(model, backbone, batch)
-                taught = torch.zeros(2)
-                if role != "judge":
-                    taught = torch.stack([owner_head.loss(batch, batch.owners), lookup_head.loss(batch, batch.lookups)])
+                taught = torch.stack([owner_head.loss(batch, batch.owners), lookup_head.loss(batch, batch.lookups)])
             torch.autograd.backward(loss + TAUGHT_WEIGHT * taught.sum())
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for update in updates:

@@ -142,6 +142,20 @@ def test_a_pair_ends_in_its_verdict_and_tells_each_field(tokenizer) -> None:  # 
         assert told.count(unaligned) == sum(not same for _, same in pair.fields)
 
 
+def test_a_field_looks_to_its_counterpart(tokenizer) -> None:  # type: ignore[no-untyped-def]
+    prompt = JudgePrompt.from_tokenizer(tokenizer)
+    num_looked = 0
+    for pair in islice(pairs(6), 200):
+        item = _pair_document(pair, prompt, tokenizer, verdict_ids(tokenizer))
+        split = len(tokenizer.encode(pair.first, add_special_tokens=False))
+        for query, key in item.lookups:
+            assert key < split < query
+            if pair.aligned:
+                assert tokenizer.decode([item.ids[query]]).strip() == tokenizer.decode([item.ids[key]]).strip()
+        num_looked += len(item.lookups)
+    assert num_looked > 600
+
+
 def test_fields_of_a_pair_are_those_that_differ() -> None:
     for pair in islice(pairs(2), 300):
         one, two = meaning(pair.first), meaning(pair.second)
