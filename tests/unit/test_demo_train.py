@@ -12,24 +12,21 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from demo.judge_pairs import Pair, pairs  # noqa: E402
-from demo.problems import NAMES, meaning, problems  # noqa: E402
-from demo.tokenizer import chat, train_tokenizer  # noqa: E402
-from demo.train import (  # noqa: E402
+from demo.lessons import (  # noqa: E402
     DRILL_FACTS,
     IGNORED,
-    RECIPES,
     RECITED_COUNTS,
     Document,
-    TaughtHead,
     _pair_document,
-    build_model,
     document,
     drill,
     pack,
-    rate_factor,
     recital,
     verdict_ids,
 )
+from demo.problems import NAMES, meaning, problems  # noqa: E402
+from demo.tokenizer import chat, train_tokenizer  # noqa: E402
+from demo.train import RECIPES, TaughtHead, build_model, rate_factor  # noqa: E402
 from lr_backend.verify.judge_prompt import JudgePrompt  # noqa: E402
 
 
@@ -119,7 +116,7 @@ def test_a_head_learns_where_to_look(tokenizer) -> None:  # type: ignore[no-unty
     batch = pack(iter([recital(random.Random(3), tokenizer)] * 20), rows=1, length=512, pad=0)
     losses = []
     for _ in range(30):
-        model.model(input_ids=batch.ids, attention_mask=batch.mask(), position_ids=batch.positions, use_cache=False)
+        model.model(input_ids=batch.ids, attention_mask=batch.mask, position_ids=batch.positions, use_cache=False)
         losses.append(head.loss(batch, batch.owners))
         torch.autograd.backward(losses[-1])
         with torch.no_grad():
@@ -173,7 +170,7 @@ def test_packed_documents_see_the_prefix_and_themselves() -> None:
     assert batch.ids.tolist() == [[90, 91, 1, 1, 1, 1, 2, 2, 2, 2, 0]]
     assert batch.positions.tolist() == [[0, 1, 2, 3, 4, 5, 2, 3, 4, 5, 0]]
     assert batch.labels[0, 2].item() == batch.labels[0, 6].item() == IGNORED
-    sees = batch.mask()[0, 0]
+    sees = batch.mask[0, 0]
     assert sees[8].nonzero().flatten().tolist() == [0, 1, 6, 7, 8]
     assert sees[5].nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 5]
 
