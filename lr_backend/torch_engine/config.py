@@ -10,7 +10,7 @@ from typing import Any, Self
 from lr_backend.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16")
-WEIGHT_DTYPES = ("auto", "same", "float16")
+WEIGHT_DTYPES = ("auto", "same", "float16", "int8")
 DEVICES = ("cpu", "cuda")
 
 
@@ -20,8 +20,9 @@ class EngineConfig:
 
     Attributes:
         checkpoint_dir: Hugging Face folder: ``config.json`` and safetensors.
-        weight_dtype: how weights are held: ``same`` as ``dtype``; ``float16``, which halves what decoding must read from memory
-            (CPU with dtype float32 only); ``auto``: the faster of the two in a short trial at start-up.
+        weight_dtype: how weights are held: ``same`` as ``dtype``; ``float16`` or ``int8``, which halve and quarter what decoding
+            must read from memory (CPU with dtype float32 only; int8 rounds weights and rows); ``auto``: the fastest in a short
+            trial at start-up.
         num_threads: torch's intra-op threads, which are of the whole process; None leaves them as they are.
         tokens_per_block: KV cache granularity: what is shared, copied and evicted.
         max_tokens_in_paged_kv_cache: KV pool size in tokens, all sequences together; decoding sequences are held a second time,
@@ -56,7 +57,7 @@ class EngineConfig:
         _require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         _require(self.device in DEVICES, "device", self.device, f"one of {', '.join(DEVICES)}")
         _require(self.weight_dtype in WEIGHT_DTYPES, "weight_dtype", self.weight_dtype, f"one of {', '.join(WEIGHT_DTYPES)}")
-        if self.weight_dtype == "float16":
+        if self.weight_dtype in ("float16", "int8"):
             packable = (self.device, self.dtype) == ("cpu", "float32")
             _require(packable, "weight_dtype", self.weight_dtype, "only with device cpu and dtype float32")
         for name in ("tokens_per_block", "max_batch_size", "max_queue_size"):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lr_backend.errors import CheckpointError, ConfigError
 from lr_backend.torch_engine.checkpoint import ModelSpec, TensorFiles, read_spec
-from lr_backend.torch_engine.product import LARGEST_HALF, DenseProduct, HalfProduct, Product, half_is_available, half_is_faster
+from lr_backend.torch_engine.product import LARGEST_HALF, PACKERS, DenseProduct, Product, fastest_kind, is_available
 from lr_backend.torch_engine.rope import interleave_pairs, rope_table
 
 MAX_TIED_HEAD_COPY_BYTES = 64 << 20
@@ -74,23 +74,23 @@ class DecoderModel:
         """Read a checkpoint tensor by tensor, so that the peak is the model plus its largest tensor.
 
         Args:
-            weight_dtype: ``same`` as ``dtype``, ``float16`` (packed, see :mod:`~lr_backend.torch_engine.product`), or ``auto``:
-                the faster of the two, timed with ``num_threads``.
+            weight_dtype: ``same`` as ``dtype``, ``float16`` or ``int8`` (see :mod:`~lr_backend.torch_engine.product`), or
+                ``auto``: the fastest of them, timed with ``num_threads``.
 
         Raises:
             CheckpointError: anything in the folder that keeps it from being served, by name.
-            ConfigError: float16 weights where torch has no kernel for them.
+            ConfigError: packed weights where torch has no kernel for them.
         """
-        if weight_dtype == "float16" and not half_is_available():
-            raise ConfigError("weight_dtype='float16': this torch has no FBGEMM on this CPU")
+        if weight_dtype in ("float16", "int8") and not is_available(weight_dtype):
+            raise ConfigError(f"weight_dtype={weight_dtype!r}: this torch has no such kernel for this CPU")
         spec = read_spec(checkpoint_dir)
         if max_seq_len > spec.max_positions:
             raise CheckpointError(f"{checkpoint_dir}: the model has {spec.max_positions} positions, max_seq_len is {max_seq_len}")
-        if weight_dtype == "auto":
-            half = (device, dtype) == ("cpu", torch.float32) and half_is_faster(_shapes(spec), spec.num_layers, num_threads)
-        else:
-            half = weight_dtype == "float16"
-        loader = _Loader(spec, TensorFiles(checkpoint_dir), dtype, device, half=half)
+        kind = weight_dtype
+        if kind == "auto":
+            packable = (device, dtype) == ("cpu", torch.float32)
+            kind = fastest_kind(_shapes(spec), spec.num_layers, num_threads) if packable else "same"
+        loader = _Loader(spec, TensorFiles(checkpoint_dir), dtype, device, kind)
         layers = [loader.layer(index) for index in range(spec.num_layers)]
         embedding, norm, head = loader.ends()
         loader.files.require_all_read(*(("lm_head.weight",) if spec.tie_word_embeddings else ()))
@@ -147,12 +147,12 @@ def _shapes(spec: ModelSpec) -> list[tuple[int, int]]:
 class _Loader:
     """Turns stored tensors into the layout above."""
 
-    def __init__(self, spec: ModelSpec, files: TensorFiles, dtype: torch.dtype, device: str, *, half: bool) -> None:
+    def __init__(self, spec: ModelSpec, files: TensorFiles, dtype: torch.dtype, device: str, kind: str) -> None:
         self.spec = spec
         self.files = files
         self._dtype = dtype
         self._device = device
-        self._half = half
+        self._kind = kind
 
     def layer(self, index: int) -> Layer:
         spec, prefix = self.spec, f"model.layers.{index}."
@@ -178,21 +178,28 @@ class _Loader:
         shape = (spec.vocab_size, spec.hidden_size)
         embedding = self._placed(self.files.read("model.embed_tokens.weight", *shape)).contiguous()
         norm = self._placed(self._scale("model.norm.weight", spec.hidden_size))
+        # Tokens are chosen by the head's logits: it is not rounded to int8.
+        kind = "float16" if self._kind == "int8" else self._kind
         if not spec.tie_word_embeddings:
-            return embedding, norm, self._product(self.files.read("lm_head.weight", *shape))
+            return embedding, norm, self._product(self.files.read("lm_head.weight", *shape), kind=kind)
         small = embedding.numel() * embedding.element_size() <= MAX_TIED_HEAD_COPY_BYTES
-        return embedding, norm, self._product(embedding) if self._half or small else DenseProduct(embedding.t())
+        return embedding, norm, self._product(embedding, kind=kind) if self._packs or small else DenseProduct(embedding.t())
 
-    def _product(self, weight: Tensor, bias: Tensor | None = None) -> Product:
+    @property
+    def _packs(self) -> bool:
+        return self._kind != "same"
+
+    def _product(self, weight: Tensor, bias: Tensor | None = None, kind: str | None = None) -> Product:
         """The product with ``weight`` [out, in]. Weights out of float16's range stay as they are."""
-        if self._half and weight.abs().max() <= LARGEST_HALF:
-            return HalfProduct.pack(weight.float(), bias)
-        return DenseProduct(self._placed(weight.t()).contiguous(), bias)
+        kind = kind or self._kind
+        if kind == "same" or (kind == "float16" and weight.abs().max() > LARGEST_HALF):
+            return DenseProduct.pack(self._placed(weight), bias)
+        return PACKERS[kind](weight.float(), bias)
 
     def _fused(self, prefix: str, widths: dict[str, int], norm: Tensor) -> Tensor:
         """Several matrices below each other, the norm before them folded in: [out, hidden]."""
         hidden = self.spec.hidden_size
-        fused = torch.empty(sum(widths.values()), hidden, dtype=torch.float32 if self._half else self._dtype)
+        fused = torch.empty(sum(widths.values()), hidden, dtype=torch.float32 if self._packs else self._dtype)
         start = 0
         for name, width in widths.items():
             weight = self._ordered(name, self.files.read(f"{prefix}{name}.weight", width, hidden).float())
