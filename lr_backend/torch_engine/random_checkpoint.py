@@ -12,6 +12,9 @@ from safetensors.torch import save_file
 
 from lr_backend.torch_engine.checkpoint import ModelSpec, read_spec
 
+MODEL_TYPES = {"Qwen3ForCausalLM": "qwen3", "Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}
+"""What transformers calls the architectures."""
+
 
 def write_random_checkpoint(
     folder: Path,
@@ -38,6 +41,7 @@ def write_random_checkpoint(
     """
     config = {
         "architectures": [architecture],
+        "model_type": MODEL_TYPES[architecture],
         "hidden_act": "silu",
         "hidden_size": hidden_size,
         "num_hidden_layers": num_layers,
