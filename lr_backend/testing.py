@@ -136,13 +136,14 @@ class ScriptedEngine:
         while len(written) < limit:
             token = self.script((*context, *written), call.seed)
             written.append(token)
-            if any(written[-len(stop) :] == list(stop) for stop in stops):
+            if len(written) >= call.min_tokens and any(written[-len(stop) :] == list(stop) for stop in stops):
                 break
             if drafts:
                 if len(written) > len(drafts) or token != drafts[len(written) - 1]:
                     break
                 accepted += 1
-        return Generation(tuple(written), num_draft_tokens=len(drafts), num_accepted_tokens=accepted)
+        log_probs = (0.0,) * len(written) if call.return_log_probs else ()  # a script leaves nothing to chance
+        return Generation(tuple(written), len(drafts), accepted, log_probs=log_probs)
 
 
 @dataclass

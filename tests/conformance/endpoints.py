@@ -1,0 +1,71 @@
+"""The kinds of engine that the suite holds to one contract.
+
+An engine of TensorRT-LLM, or any other behind Triton, joins by its address::
+
+    LOOKAHEAD_ENGINE=host:8001/tensorrt_llm pytest tests/conformance
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lr_backend.engine import Engine
+from lr_backend.testing import ScriptedEngine, run_virtual
+from lr_backend.torch_engine.inprocess import InProcessEngine
+from tests.support.remote_engine import RemoteEngine
+from tests.support.torch_engines import VOCAB, tiny_engine
+
+ADDRESS = os.environ.get("LOOKAHEAD_ENGINE", "")
+MAX_SEQ_LEN = 256
+"""Of the engines that the suite makes itself."""
+
+Body = Callable[[Engine], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """How to open one engine and run a test body on it. ``samples`` is False where answers do not depend on the seed."""
+
+    open: Callable[[], Engine]
+    run_loop: Callable[[Coroutine[Any, Any, None]], None] = asyncio.run
+    samples: bool = True
+    limits_length: bool = True
+
+    def run(self, body: Body) -> None:
+        async def main() -> None:
+            engine = self.open()
+            assert isinstance(engine, Engine)
+            try:
+                await body(engine)
+            finally:
+                await engine.close()
+
+        self.run_loop(main())
+
+
+def hashed(context: tuple[int, ...], seed: int) -> int:
+    """A script that looks like a greedy model: the next token follows from all before."""
+    state = 17
+    for token in context:
+        state = (state * 31 + token) % 1_000_003
+    return state % VOCAB
+
+
+def scripted() -> Endpoint:
+    return Endpoint(lambda: ScriptedEngine(hashed), run_virtual, samples=False, limits_length=False)
+
+
+def torch_engine(checkpoint: Path, device: str) -> Endpoint:
+    settings: dict[str, Any] = {"device": device, "max_seq_len": MAX_SEQ_LEN, "max_draft_len": 16}
+    return Endpoint(lambda: InProcessEngine(tiny_engine(checkpoint, **settings)))
+
+
+def remote(address: str) -> Endpoint:
+    """``address``: host:port/model."""
+    url, _, model_name = address.partition("/")
+    return Endpoint(lambda: RemoteEngine(url, model_name))
