@@ -36,6 +36,7 @@ class TorchEngineSpec(_Section):
         weight_dtype: ``same`` as ``dtype``, ``float16``, ``int8`` or ``auto``: the fastest.
         num_threads: torch's intra-op threads of this engine's process.
         max_tokens_in_paged_kv_cache: KV budget of all sequences together.
+        kv_cache_free_mem_fraction: holds that budget within a share of the memory that is free once the model is loaded.
         max_num_tokens: most tokens of one iteration; longer prompts are prefilled in chunks.
         max_seq_len: prompt and output of one request together.
         max_draft_len: most token drafts of one verification; 0 refuses drafts.
@@ -47,6 +48,7 @@ class TorchEngineSpec(_Section):
     weight_dtype: Literal["auto", "same", "float16", "int8"] = "same"
     num_threads: int = Field(ge=1, le=256)
     max_tokens_in_paged_kv_cache: int = Field(ge=32)
+    kv_cache_free_mem_fraction: float | None = Field(default=None, gt=0, le=1)
     tokens_per_block: int = Field(default=32, ge=1)
     max_batch_size: int = Field(ge=1, le=1024)
     max_num_tokens: int = Field(ge=1)
@@ -66,6 +68,7 @@ class TorchEngineSpec(_Section):
 
     def parameters(self, checkpoint_dir: Path) -> dict[str, str]:
         """``parameters`` of the model's ``config.pbtxt``, with upstream's keys where upstream has one."""
+        fraction = self.kv_cache_free_mem_fraction
         numbers = ("num_threads", "tokens_per_block", "max_batch_size", "max_num_tokens", "max_queue_size")
         return {
             "gpt_model_type": "inflight_fused_batching",
@@ -80,6 +83,7 @@ class TorchEngineSpec(_Section):
             "dtype": self.dtype,
             "device": self.device,
             "weight_dtype": self.weight_dtype,
+            **({} if fraction is None else {"kv_cache_free_gpu_mem_fraction": str(fraction)}),
             **{name: str(getattr(self, name)) for name in (*numbers, "max_seq_len", "max_draft_len")},
         }
 

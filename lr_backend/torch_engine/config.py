@@ -27,6 +27,8 @@ class EngineConfig:
         tokens_per_block: KV cache granularity: what is shared, copied and evicted.
         max_tokens_in_paged_kv_cache: KV pool size in tokens, all sequences together; decoding sequences are held a second time,
             side by side, in at most as much again.
+        kv_cache_free_mem_fraction: holds the pool (and that second copy) within this share of the memory that is free once the
+            model is loaded; the smaller of the two limits counts. None: no such limit.
         max_batch_size: sequences in one iteration.
         max_num_tokens: tokens in one iteration; longer prompts are prefilled in chunks.
         max_queue_size: requests that may wait; the next one is refused at once.
@@ -44,6 +46,7 @@ class EngineConfig:
     num_threads: int | None = None
     tokens_per_block: int = 32
     max_tokens_in_paged_kv_cache: int = 16384
+    kv_cache_free_mem_fraction: float | None = None
     max_batch_size: int = 16
     max_num_tokens: int = 512
     max_queue_size: int = 256
@@ -72,6 +75,8 @@ class EngineConfig:
             self.max_num_tokens,
             f"at least max_batch_size + max_draft_len = {least}, so that a verification always fits beside the decodes",
         )
+        fraction = self.kv_cache_free_mem_fraction
+        _require(fraction is None or 0.0 < fraction <= 1.0, "kv_cache_free_mem_fraction", fraction, "above 0 and at most 1")
         _require(
             self.max_tokens_in_paged_kv_cache >= 2 * self.tokens_per_block,
             "max_tokens_in_paged_kv_cache",
@@ -88,8 +93,9 @@ class EngineConfig:
     def from_parameters(cls, parameters: Mapping[str, str], **defaults: Any) -> Self:
         """Settings from the ``parameters`` of a Triton ``config.pbtxt`` (text to text).
 
-        Keys are field names, with upstream's ``gpt_model_path`` for ``checkpoint_dir``; upstream keys that leave this
-        engine no choice are checked and dropped. ``defaults`` hold where a key is absent.
+        Keys are field names, with upstream's ``gpt_model_path`` for ``checkpoint_dir`` and ``kv_cache_free_gpu_mem_fraction``
+        for ``kv_cache_free_mem_fraction``; upstream keys that leave this engine no choice are checked and dropped.
+        ``defaults`` hold where a key is absent.
 
         Raises:
             ConfigError: naming the key that is unknown, missing, malformed or out of range.
@@ -120,6 +126,13 @@ def _integer(key: str, text: str) -> int:
         raise ConfigError(f"{key}={text!r}: an integer") from None
 
 
+def _number(key: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{key}={text!r}: a number") from None
+
+
 def _boolean(key: str, text: str) -> bool:
     """Upstream's spellings and no others."""
     if text in ("True", "true", "TRUE", "1"):
@@ -137,9 +150,9 @@ def _text(key: str, text: str) -> str:
     return text
 
 
-_UPSTREAM_NAMES = {"checkpoint_dir": "gpt_model_path"}
+_UPSTREAM_NAMES = {"checkpoint_dir": "gpt_model_path", "kv_cache_free_mem_fraction": "kv_cache_free_gpu_mem_fraction"}
 _BY_TYPE: dict[str, Callable[[str, str], Any]] = {
-    "Path": _path, "str": _text, "int": _integer, "int | None": _integer, "bool": _boolean,
+    "Path": _path, "str": _text, "int": _integer, "int | None": _integer, "float | None": _number, "bool": _boolean,
 }  # fmt: skip
 _READERS = {field.name: _BY_TYPE[str(field.type)] for field in fields(EngineConfig)}
 _FIXED = {

@@ -21,6 +21,7 @@ from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, Lo
 from lr_backend.torch_engine.config import EngineConfig
 from lr_backend.torch_engine.kv_cache import KvCache
 from lr_backend.torch_engine.limits import cut_at_end, plan_run
+from lr_backend.torch_engine.memory import free_bytes, with_kv_budget
 from lr_backend.torch_engine.model import DecoderModel
 from lr_backend.torch_engine.outputs import NewTokens, choose_tokens
 from lr_backend.torch_engine.request import EngineRequest, EngineResponse
@@ -43,8 +44,8 @@ class TorchEngine:
 
         Raises:
             CheckpointError: the checkpoint cannot be served.
+            ConfigError: a setting cannot be kept: no kernel for the weights, too little memory for the KV cache.
         """
-        self.config = config
         dtype: torch.dtype = getattr(torch, config.dtype)
         self.model = model or DecoderModel.load(
             config.checkpoint_dir,
@@ -54,6 +55,7 @@ class TorchEngine:
             weight_dtype=config.weight_dtype,
             num_threads=config.num_threads,
         )
+        self.config = config = with_kv_budget(config, self.model.spec, free_bytes(config.device))
         self._runner = Runner(self.model, num_blocks=config.num_blocks, tokens_per_block=config.tokens_per_block)
         self._scheduler = self._new_scheduler()
         self._counters = Counters()

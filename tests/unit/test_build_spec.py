@@ -75,6 +75,7 @@ def test_planned_runtimes_say_that_they_are_not_built_yet(spec_path: Path, runti
         ("[server]", "[serve]", "serve"),
         ("max_num_tokens = 256", "max_num_tokens = 23", "at least max_batch_size"),
         ("max_tokens_in_paged_kv_cache = 8192", "max_tokens_in_paged_kv_cache = 2047", "must hold one sequence"),
+        ("num_threads = 1", "num_threads = 1\nkv_cache_free_mem_fraction = 1.5", "target.kv_cache_free_mem_fraction"),
         ("max_seq_len = 2048", "max_seq_len = 1279", "target.max_seq_len must hold"),
         ("max_tokens = 256", "max_tokenz = 256", "lookahead.limits.max_tokenz"),
         ("max_tokens = 256", "max_tokens = 0", "lookahead.limits.max_tokens"),

@@ -17,6 +17,7 @@ def test_parameters_are_read_under_upstreams_names() -> None:
             "gpt_model_path": "/models/target",
             "gpt_model_type": "inflight_fused_batching",
             "max_tokens_in_paged_kv_cache": "4096",
+            "kv_cache_free_gpu_mem_fraction": "0.9",
             "enable_kv_cache_reuse": "FALSE",
             "exclude_input_in_output": "true",
             "max_beam_width": "1",
@@ -33,6 +34,7 @@ def test_parameters_are_read_under_upstreams_names() -> None:
         dtype="bfloat16",
         num_threads=2,
         max_tokens_in_paged_kv_cache=4096,
+        kv_cache_free_mem_fraction=0.9,
         max_batch_size=4,
         max_queue_size=7,
         enable_kv_cache_reuse=False,
@@ -45,7 +47,8 @@ def test_parameters_are_read_under_upstreams_names() -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("kv_cache_free_gpu_mem_fraction", "0.9"),
+        ("kv_cache_free_gpu_mem_fraction", "most"),
+        ("sink_token_length", "4"),
         ("checkpoint_dir", "/models/target"),
         ("max_beam_width", "2"),
         ("gpt_model_type", "V1"),
