@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
+from bench import overhead
 from bench.timing import Rounds, Spread, in_turns, ratio
 from lr_backend.torch_engine.checkpoint import read_spec
 from lr_backend.torch_engine.config import EngineConfig
@@ -37,6 +38,7 @@ BATCH = 8
 BRANCHES = 8
 PREFIX_TOKENS = 1000
 BRANCH_TOKENS = 24
+NUM_QUESTIONS = 12
 
 Tokens = tuple[int, ...]
 
@@ -197,13 +199,13 @@ def show(console: Console, figures: EngineFigures, title: str) -> None:
     console.print(table)
 
 
-def summary(figures: EngineFigures, device: str) -> dict[str, Any]:
+def summary(figures: EngineFigures) -> dict[str, Any]:
     """What the JSON line says; ranges stand beside the medians."""
     ratios = ("decode_vs_transformers", "batch8_vs_transformers", "batch8_scaling", "verify8_cost")
     spreads: dict[str, Spread] = {name: getattr(figures, name) for name in ratios}
     line: dict[str, Any] = {name: round(spread.median, 3) for name, spread in spreads.items()}
     line["ranges"] = {name: [round(spread.low, 3), round(spread.high, 3)] for name, spread in spreads.items()}
-    return line | {"prefix_reused_share": round(figures.prefix_reused_share, 4), "device": device}
+    return line | {"prefix_reused_share": round(figures.prefix_reused_share, 4)}
 
 
 def main(
@@ -214,13 +216,19 @@ def main(
     prefix: Annotated[int, typer.Option(help="prompt tokens before the decoding")] = 300,
     rounds: Annotated[int, typer.Option(help="rounds of each figure")] = 7,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    served: Annotated[bool, typer.Option(help="also what loop and Triton add (starts servers)")] = True,
 ) -> None:
     """Print what decode, verification and prefill cost, with ratios and spread, and one JSON line."""
     config = config_of(checkpoint, dtype=dtype, device=device, weight_dtype=weight_dtype, num_threads=threads)
     figures = measure(config, prefix, rounds)
     console, where = Console(width=110), device_line(config)
     show(console, figures, f"{checkpoint.name}, {dtype}, weights {weight_dtype}, prefix {prefix}\n{where}")
-    console.print(json.dumps(summary(figures, where)), soft_wrap=True, highlight=False)
+    line = summary(figures)
+    if served:
+        overheads = overhead.measure_both(NUM_QUESTIONS)
+        overhead.show(console, overheads)
+        line |= overhead.summary(overheads)
+    console.print(json.dumps(line | {"device": where}), soft_wrap=True, highlight=False)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,14 @@ import typer
 from typer.testing import CliRunner
 
 import bench.engine
+import bench.overhead
 import bench.profile
+from bench.overhead import Overhead, large_target
 from bench.profile import Stopwatch
 from bench.timing import Spread, in_turns, ratio
+from demo.run import demo_spec
+from demo.tokenizer import load_tokenizer
+from lr_backend.build.checkpoints import check_checkpoint
 from tests.support.torch_engines import tiny_checkpoint
 
 
@@ -30,7 +35,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_engine_benchmark_ends_with_its_figures(checkpoint: Path) -> None:
-    output = run(bench.engine.main, str(checkpoint), "--rounds", "1", "--prefix", "20")
+    output = run(bench.engine.main, str(checkpoint), "--rounds", "1", "--prefix", "20", "--no-served")
 
     figures = json.loads(output.strip().splitlines()[-1])
     assert {"decode_vs_transformers", "batch8_scaling", "verify8_cost", "prefix_reused_share", "device"} <= figures.keys()
@@ -67,6 +72,26 @@ def test_a_stopwatch_counts_exclusive_time(monkeypatch: pytest.MonkeyPatch) -> N
 
     watch.wrap("outer", outer)()
     assert watch.seconds == {"outer": 1.5, "inner": 6.0}
+
+
+def test_overhead_is_what_neither_target_nor_judge_accounts_for() -> None:
+    large = Overhead(wall_s=10.0, target_s=8.0, judge_s=1.5, num_tokens=100, num_steps=5, num_calls=10)
+    busy = Overhead(wall_s=1.0, target_s=0.9, judge_s=0.2, num_tokens=100, num_steps=5, num_calls=10)
+
+    assert (large.seconds, large.share, large.ms_a_call) == pytest.approx((0.5, 0.05, 50.0))
+    assert busy.share == 0.0
+    line = bench.overhead.summary({"100 M random": large, "demo": busy})
+    assert (line["overhead_share"], line["demo_calls_a_step"]) == (0.05, 2.0)
+
+
+def test_the_large_target_is_a_checkpoint_that_can_be_served(tmp_path: Path) -> None:
+    spec = large_target(demo_spec(), tmp_path / "large", num_layers=1)
+
+    spec.loop_config()
+    assert check_checkpoint(tmp_path / "large").vocab_size > 0
+    tokenizer = load_tokenizer(tmp_path / "large")
+    rendered = tokenizer.apply_chat_template([{"role": "user", "content": "Why?"}], tokenize=False, add_generation_prompt=True)
+    assert rendered.endswith("<think>")
 
 
 def test_turns_rotate_and_the_first_round_is_not_kept() -> None:
