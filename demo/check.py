@@ -45,8 +45,8 @@ class Model:
     tokenizer: PreTrainedTokenizerFast
 
     @classmethod
-    def load(cls, directory: Path, threads: int) -> Model:
-        """The checkpoint in ``directory``, computing in fp32."""
+    def load(cls, directory: Path, threads: int, weight_dtype: str = "same") -> Model:
+        """The checkpoint in ``directory``, computing in fp32; ``weight_dtype`` as in :class:`EngineConfig`."""
         config = EngineConfig(
             directory,
             num_threads=threads,
@@ -55,6 +55,7 @@ class Model:
             max_queue_size=MAX_QUEUE,
             max_seq_len=CONTEXT,
             max_draft_len=0,
+            weight_dtype=weight_dtype,
         )
         return cls(TorchEngine(config), load_tokenizer(directory))
 
@@ -237,13 +238,15 @@ def main(
     seed: Annotated[int, typer.Option()] = 1,
     threads: Annotated[int, typer.Option(help="torch threads")] = os.cpu_count() or 1,
     checkpoints: Annotated[Path, typer.Option()] = CHECKPOINTS,
+    weight_dtype: Annotated[str, typer.Option(help="same, float16, int8 or auto: how weights are held")] = "same",
 ) -> None:
     """Measure target, draft and judge on problems that were never trained on."""
     started = time.monotonic()
     split: Split = "validation" if validation else "test"
     tasks = list(islice(problems(seed, split), problem_count))
     rows: list[tuple[str, Share, str]] = []
-    models = {role: Model.load(checkpoints / role, threads) for role in ("target", "draft", "judge") if _there(checkpoints, role)}
+    there = [role for role in ("target", "draft", "judge") if _there(checkpoints, role)]
+    models = {role: Model.load(checkpoints / role, threads, weight_dtype) for role in there}
     chains: list[list[int]] = []
     for role, wanted in (("target", "at least 92 %"), ("draft", "30 to 70 %")):
         if model := models.get(role):

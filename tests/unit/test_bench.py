@@ -10,6 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 import bench.engine
+import bench.layout
 import bench.overhead
 import bench.profile
 from bench.overhead import Overhead, large_target
@@ -110,3 +111,21 @@ def test_turns_rotate_and_the_first_round_is_not_kept() -> None:
 def test_ratios_are_taken_within_a_round() -> None:
     assert ratio([2.0, 6.0, 9.0], [1.0, 2.0, 4.5], 2.0) == Spread(median=4.0, low=4.0, high=6.0)
     assert Spread(1.0, 0.5, 2.0).text(1) == "1.0 (0.5 to 2.0)"
+
+
+def test_layouts_take_turns_and_their_first_answers_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, order = 0.0, []
+
+    def answer(name: str, seconds: float) -> int:
+        nonlocal now
+        now += seconds
+        order.append(name)
+        return 10
+
+    monkeypatch.setattr(bench.layout.time, "perf_counter", lambda: now)
+    figures = bench.layout.measure(
+        {"a": lambda question, seed: answer("a", 1.0 + seed), "b": lambda question, seed: answer("b", 2.0)}, 2
+    )
+
+    assert order == ["a", "b", "b", "a", "a", "b"]
+    assert figures == {"a": pytest.approx([200.0, 300.0]), "b": pytest.approx([200.0, 200.0])}
