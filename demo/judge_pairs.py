@@ -6,23 +6,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from demo.problems import (
-    FRACTIONS,
-    INVERSE,
-    ITEMS,
-    LARGEST,
-    NAMES,
-    OPERATOR,
-    SMALLEST,
-    STEPS,
-    Meaning,
-    Split,
-    phrase,
-    problems,
-    same_meaning,
-    say,
-    spans,
-)
+from demo.problems import LARGEST, SMALLEST, Meaning, Split, phrase, problems, same_meaning, say, spans
+from demo.sentences import FRACTIONS, INVERSE, ITEMS, NAMES, OPERATOR, STEPS
 
 TWINS = {
     "add": "sub", "sub": "add", "mul": "div", "div": "mul", "more": "fewer", "fewer": "more",

@@ -18,7 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from demo.judge_pairs import Pair, pairs
-from demo.problems import DELIMITER, ITEMS, LARGEST, NAMES, SMALLEST, Problem, compute, problems, spans
+from demo.problems import DELIMITER, LARGEST, SMALLEST, Problem, compute, problems, spans
+from demo.sentences import ITEMS, NAMES
 from demo.tokenizer import END_OF_TEXT, THINK, TURN_END, chat
 from lr_backend.verify.judge_prompt import ALIGNED, UNALIGNED, JudgePrompt
 

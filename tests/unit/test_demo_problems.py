@@ -14,12 +14,7 @@ from hypothesis import strategies as st
 
 from demo.judge_pairs import change, pairs
 from demo.problems import (
-    FRACTIONS,
-    ITEMS,
     LARGEST,
-    NAMES,
-    OPERATOR,
-    STEPS,
     Meaning,
     boxed,
     check_answer,
@@ -33,6 +28,7 @@ from demo.problems import (
     say,
     split_of,
 )
+from demo.sentences import FRACTIONS, ITEMS, NAMES, OPERATOR, STEPS
 
 CHECKPOINTS = Path(__file__).parents[2] / "demo" / "checkpoints"
 ROLES = ("target", "draft", "judge")

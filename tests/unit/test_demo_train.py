@@ -24,7 +24,8 @@ from demo.lessons import (  # noqa: E402
     recital,
     verdict_ids,
 )
-from demo.problems import NAMES, meaning, problems  # noqa: E402
+from demo.problems import meaning, problems  # noqa: E402
+from demo.sentences import NAMES  # noqa: E402
 from demo.tokenizer import chat, train_tokenizer  # noqa: E402
 from demo.train import RECIPES, TaughtHead, build_model, rate_factor  # noqa: E402
 from lr_backend.verify.judge_prompt import JudgePrompt  # noqa: E402
