@@ -8,27 +8,34 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from itertools import accumulate, pairwise
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from demo.judge_pairs import Pair, pairs
-from demo.problems import DELIMITER, LARGEST, SMALLEST, Problem, compute, problems, spans
+from demo.problems import DELIMITER, LARGEST, SMALLEST, Meaning, Problem, compute, problems, say, spans
 from demo.sentences import ITEMS, NAMES
-from demo.tokenizer import END_OF_TEXT, THINK, TURN_END, chat
+from demo.tokenizer import END_OF_TEXT, END_THINK, THINK, TURN_END, chat
 from lr_backend.verify.judge_prompt import ALIGNED, UNALIGNED, JudgePrompt
 
 ModelRole = Literal["target", "draft", "judge"]
+Lesson = Literal["owner", "lookup", "order", "reading"]
+"""What a head is taught to look for: from a count the name it belongs to; from where a digit is to be written where it stands
+already; from the end of a fact the end of the one before; from anywhere in a step the end of the fact that it works on."""
 Span = tuple[int, int]
+
+LESSONS: tuple[Lesson, ...] = get_args(Lesson)
 
 IGNORED = -100
 SLIP_RATE = 0.04
-DRILL_FACTS = 24
+DRILL_FACTS, DRILL_COMPARISONS = 18, 6
 DRILL_EVERY = 3
 RECITED_COUNTS, CHANGED_COUNTS = 40, 0.3
 RECITAL_OPENINGS = (
@@ -47,26 +54,27 @@ ECHO_RATE, BLUR_RATE, SUBTLE_RATE = 0.1, 0.1, 0.6
 DECISIVE = re.compile(r"\d+|" + "|".join(NAMES))
 """What a step can get wrong; its wording it cannot, so these tokens weigh more."""
 DECISIVE_WEIGHT = 3.0
+SENTENCE_END = re.compile(r"[.?](?= |$)")
 COUNT = re.compile(f"({'|'.join(NAMES)}) has (\\d+)")
 FIELD_WEIGHT, VERDICT_WEIGHT = 1.0, 2.0
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Packed sequences. All fields but the last two are (rows, length) of int64: ``labels`` hold ``IGNORED`` where nothing is
+    """Packed sequences. All fields but the last are (rows, length) of int64: ``labels`` hold ``IGNORED`` where nothing is
     learned, ``segments`` number the documents of a row (-1 is padding, 0 is a prefix that every later segment sees).
-    ``owners`` and ``lookups`` (n, 3) are row, query and key of what the documents' attention is taught."""
+    ``pointers`` (n, 3) by lesson are row, query and key of what the documents' attention is taught."""
 
     ids: Tensor
     labels: Tensor
     positions: Tensor
     segments: Tensor
     weights: Tensor
-    owners: Tensor
-    lookups: Tensor
+    pointers: Mapping[Lesson, Tensor]
 
     def to(self, device: torch.device) -> Batch:
-        return Batch(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
+        moved = {name: getattr(self, name).to(device) for name in self.__dataclass_fields__ if name != "pointers"}
+        return Batch(**moved, pointers={lesson: pairs.to(device) for lesson, pairs in self.pointers.items()})
 
     @cached_property
     def mask(self) -> Tensor:
@@ -80,19 +88,34 @@ class Batch:
 @dataclass(frozen=True)
 class Document:
     """One training text: ``labels`` are the ids that are learned, ``IGNORED`` elsewhere; ``weights`` scale the loss.
-    ``owners`` and ``lookups`` are pairs of positions: a count and the name it belongs to; where a digit is to be written and
-    where it stands already."""
+    ``pointers`` are pairs of positions by lesson."""
 
     ids: list[int]
     labels: list[int]
     weights: list[float]
-    owners: tuple[tuple[int, int], ...] = ()
-    lookups: tuple[tuple[int, int], ...] = ()
+    pointers: Mapping[Lesson, Sequence[Span]] = field(default_factory=dict)
 
 
 def document(problem: Problem, tokenizer: PreTrainedTokenizerFast) -> Document:
     """A solved problem; the question and the digits of wrong results are not learned."""
-    return _document(problem.question, problem.completion, _wrong_spans(problem), tokenizer)
+    solved = _document(problem.question, problem.completion, _wrong_spans(problem), tokenizer)
+    return replace(solved, pointers={**solved.pointers, **_reading(problem, tokenizer)})
+
+
+def _reading(problem: Problem, tokenizer: PreTrainedTokenizerFast) -> dict[Lesson, list[Span]]:
+    """Which fact each token of the reasoning is about (from the token before it), and which fact each fact follows."""
+    prompt = chat(problem.question)
+    coded = tokenizer(prompt, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    asked = prompt.index(problem.question)
+    stops = [asked + match.end() for match in SENTENCE_END.finditer(problem.question)]
+    ends = [next(place for place, (_, end) in enumerate(coded) if end >= stop) for stop in stops]
+    text = problem.completion + TURN_END
+    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    begins = list(accumulate((len(step.text + DELIMITER) for step in problem.steps[:-1]), initial=len(f"{THINK}\n")))
+    within = range(begins[0], text.index(END_THINK))
+    about = {place: bisect_right(begins, start) - 1 for place, (start, _) in enumerate(offsets) if start in within}
+    reading = [(len(coded) + place - 1, ends[problem.steps[step].fact]) for place, step in about.items()]
+    return {"order": [(end, before) for before, end in pairwise(ends)], "reading": reading}
 
 
 def _document(question: str, completion: str, unlearned: Sequence[Span], tokenizer: PreTrainedTokenizerFast) -> Document:
@@ -111,7 +134,7 @@ def _document(question: str, completion: str, unlearned: Sequence[Span], tokeniz
         weights.append(DECISIVE_WEIGHT if any(_overlap((start, end), span) for span in decisive) else 1.0)
     lookups = [(place[to] - 1, place[source]) for to, source in _recalled(completion) if labels[place[to]] != IGNORED]
     owners = [(place[count], place[name]) for count, name in _owned(completion)]
-    return Document(ids, labels, weights, tuple(owners), tuple(lookups))
+    return Document(ids, labels, weights, {"owner": owners, "lookup": lookups})
 
 
 def _overlap(one: Span, two: Span) -> bool:
@@ -136,7 +159,7 @@ def _recalled(text: str) -> Iterator[tuple[int, int]]:
 
 
 def drill(rng: random.Random, tokenizer: PreTrainedTokenizerFast) -> Document:
-    """Plain arithmetic of the demo world. Only results are learned: the operands come out of nowhere."""
+    """Plain arithmetic of the demo world, then who has more. Only results are learned: the operands come out of nowhere."""
     text, unlearned = f"{THINK}\n", []
     for _ in range(DRILL_FACTS):
         a, operator, b, result = _fact(rng)
@@ -144,7 +167,19 @@ def drill(rng: random.Random, tokenizer: PreTrainedTokenizerFast) -> Document:
         text += f"And {a} {operator} {b} = "
         unlearned.append((begin, len(text)))
         text += f"{result}.{DELIMITER}"
+    for _ in range(DRILL_COMPARISONS):
+        said, winner = _comparison(rng)
+        unlearned.append((len(text), len(text) + winner))
+        text += said + DELIMITER
     return _document("Practice.", text, unlearned, tokenizer)
+
+
+def _comparison(rng: random.Random) -> tuple[str, int]:
+    """A sentence that says who has more, and where it names the winner (the space before)."""
+    winner, other = rng.sample(NAMES, 2)
+    less, more = sorted(rng.sample(range(SMALLEST, LARGEST + 1), 2))
+    said = say(rng, Meaning("who", rng.choice(ITEMS), winner, other, more, "", less))
+    return said, said.rindex(f" {winner}")
 
 
 def _fact(rng: random.Random) -> tuple[int, str, int, int]:
@@ -212,7 +247,7 @@ def _pair_document(pair: Pair, prompt: JudgePrompt, tokenizer: PreTrainedTokeniz
         labels[start + place + 1] = aligned if same else unaligned
     weights = [FIELD_WEIGHT] * (len(ids) - 1) + [VERDICT_WEIGHT]
     lookups = [(start + query, key) for query, key in _counterparts(pair, first, second)]
-    return Document(ids, labels, weights, lookups=tuple(lookups))
+    return Document(ids, labels, weights, {"lookup": lookups})
 
 
 def _counterparts(pair: Pair, first: Sequence[Span], second: Sequence[Span]) -> Iterator[tuple[int, int]]:
@@ -220,9 +255,9 @@ def _counterparts(pair: Pair, first: Sequence[Span], second: Sequence[Span]) -> 
     if not pair.fields:
         return
     stated = spans(pair.first)
-    for field, span in spans(pair.second).items():
-        if field in stated:
-            keys = [index for index, token in enumerate(first) if _overlap(token, stated[field])]
+    for name, span in spans(pair.second).items():
+        if name in stated:
+            keys = [index for index, token in enumerate(first) if _overlap(token, stated[name])]
             queries = [index for index, token in enumerate(second) if _overlap(token, span)]
             yield from ((query, keys[min(number, len(keys) - 1)]) for number, query in enumerate(queries))
 
@@ -245,8 +280,7 @@ def pack(documents: Iterator[Document], rows: int, length: int, pad: int, prefix
     weights = torch.zeros(shape)
     filled = [len(prefix)] * rows
     count = [0] * rows
-    owners: list[tuple[int, int, int]] = []
-    lookups: list[tuple[int, int, int]] = []
+    pointers: dict[Lesson, list[tuple[int, int, int]]] = {lesson: [] for lesson in LESSONS}
     if prefix:
         ids[:, : len(prefix)] = torch.tensor(prefix)
         positions[:, : len(prefix)] = torch.arange(len(prefix))
@@ -266,11 +300,11 @@ def pack(documents: Iterator[Document], rows: int, length: int, pad: int, prefix
         weights[row, start + 1 : end] = torch.tensor(item.weights[1:])
         positions[row, start:end] = torch.arange(size) + len(prefix)
         segments[row, start:end] = count[row]
-        owners += [(row, start + query, start + key) for query, key in item.owners]
-        lookups += [(row, start + query, start + key) for query, key in item.lookups]
+        for lesson, places in item.pointers.items():
+            pointers[lesson] += [(row, start + query, start + key) for query, key in places]
         filled[row] = end
-    pointers = (torch.tensor(pairs, dtype=torch.long).view(-1, 3) for pairs in (owners, lookups))
-    return Batch(ids, labels, positions, segments, weights, *pointers)
+    moved = {lesson: torch.tensor(places, dtype=torch.long).view(-1, 3) for lesson, places in pointers.items()}
+    return Batch(ids, labels, positions, segments, weights, moved)
 
 
 def batches(role: ModelRole, rows: int, length: int, tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[Batch]:

@@ -51,10 +51,12 @@ class Meaning:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One sentence of reasoning. ``slip`` marks a result that is wrong on purpose, mended by the next step."""
+    """One sentence of reasoning. ``fact`` is the sentence of the question that it works on, by its place there; ``slip`` marks
+    a result that is wrong on purpose, mended by the next step."""
 
     text: str
     meaning: Meaning
+    fact: int
     slip: bool = False
 
 
@@ -243,10 +245,14 @@ class _Story:
         self.people = tuple(rng.sample(NAMES, rng.choices((2, 3, 4), (6, 3, 1))[0]))
         self.count: dict[str, int] = {}
         self.facts: list[str] = []
-        self.steps: list[Meaning] = []
+        self.steps: list[tuple[Meaning, int]] = []
 
     def tell(self, family: str, fact: Meaning) -> None:
         self.facts.append(phrase(self.rng.choice(FACTS[family]), fact))
+
+    def note(self, step: Meaning) -> None:
+        """Append a step that follows from the last fact told."""
+        self.steps.append((step, len(self.facts) - 1))
 
     def work(self, family: str, subject: str, a: int, b: int, other: str = "") -> int:
         """Append the step ``a op b`` of ``family``, sometimes with a check; its result."""
@@ -254,9 +260,9 @@ class _Story:
         result = compute(a, op, b)
         if result is None or not SMALLEST <= result <= LARGEST:
             raise _Unsuited
-        self.steps.append(Meaning(family, self.unit, subject, other, a, op, b, result))
+        self.note(Meaning(family, self.unit, subject, other, a, op, b, result))
         if family not in ("total", "more-than") and self.rng.random() < CHECK_RATE:
-            self.steps.append(Meaning("check", self.unit, subject, "", result, INVERSE[op], b, a))
+            self.note(Meaning("check", self.unit, subject, "", result, INVERSE[op], b, a))
         return result
 
     def introduce(self, person: str) -> None:
@@ -265,7 +271,7 @@ class _Story:
             start = self.rng.choice(range(4, 49))
             given = Meaning("given", self.unit, person, result=start)
             self.tell("given", given)
-            self.steps.append(given)
+            self.note(given)
             self.count[person] = start
             return
         family = self.rng.choice(RELATIONS)
@@ -303,7 +309,7 @@ class _Story:
             "goal-total": Meaning(goal, self.unit),
         }.get(goal, Meaning(goal, self.unit, s, t))
         self.facts.append(phrase(self.rng.choice(QUESTIONS[goal]), wanted))
-        self.steps.insert(0, wanted)
+        self.steps.insert(0, (wanted, len(self.facts) - 1))
         if goal == "goal-who":
             return self._who(s, t)
         result = self.count[s]
@@ -311,19 +317,19 @@ class _Story:
             result = self.work("more-than", s, self.count[s], self.count[t], t)
         elif goal == "goal-total":
             result = self.count[self.people[0]]
-            self.steps.append(Meaning("start", self.unit, self.people[0], result=result))
+            self.note(Meaning("start", self.unit, self.people[0], result=result))
             for person in self.people[1:]:
                 result = self.work("total", person, result, self.count[person])
         subject = s if goal == "goal-now" else ""
-        self.steps.append(Meaning(goal.replace("goal", "conclude"), self.unit, subject, result=result))
+        self.note(Meaning(goal.replace("goal", "conclude"), self.unit, subject, result=result))
         return str(result)
 
     def _who(self, s: str, t: str) -> str:
         if self.count[s] == self.count[t]:
             raise _Unsuited
         first, second = (s, t) if self.count[s] > self.count[t] else (t, s)
-        self.steps.append(Meaning("who", self.unit, first, second, self.count[first], "", self.count[second]))
-        self.steps.append(Meaning("conclude-who", self.unit, first))
+        self.note(Meaning("who", self.unit, first, second, self.count[first], "", self.count[second]))
+        self.note(Meaning("conclude-who", self.unit, first))
         return first
 
 
@@ -333,17 +339,17 @@ def _slip(rng: random.Random, right: int) -> int:
     return rng.choice(sorted(n for n in near if n != right and SMALLEST <= n <= LARGEST))
 
 
-def _worded(rng: random.Random, steps: list[Meaning], slip_rate: float) -> Iterator[Step]:
+def _worded(rng: random.Random, steps: list[tuple[Meaning, int]], slip_rate: float) -> Iterator[Step]:
     """Steps in words; a share ``slip_rate`` of the operations goes wrong first and is mended."""
-    for step in steps:
+    for step, fact in steps:
         if step.kind == "op" and rng.random() < slip_rate:
             wrong = _slip(rng, step.result)
             slipped = replace(step, result=wrong)
             mended = Meaning("mend", step.unit, step.subject, "", step.a, step.op, step.b, step.result, wrong)
-            yield Step(say(rng, slipped), slipped, slip=True)
-            yield Step(say(rng, mended), mended)
+            yield Step(say(rng, slipped), slipped, fact, slip=True)
+            yield Step(say(rng, mended), mended, fact)
         else:
-            yield Step(say(rng, step), step)
+            yield Step(say(rng, step), step, fact)
 
 
 def _draw(rng: random.Random, slip_rate: float) -> Problem | None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from demo.lessons import IGNORED, Batch, ModelRole, batches
+from demo.lessons import IGNORED, Batch, Lesson, ModelRole, batches
 from demo.tokenizer import CONTEXT, END_OF_TEXT, TURN_END, VOCABULARY, load_tokenizer, train_tokenizer
 
 ROOT = Path(__file__).parent
@@ -48,9 +48,9 @@ class Recipe:
 
 
 RECIPES: dict[ModelRole, Recipe] = {
-    "target": Recipe(384, 5, 6, 64, 1152, 1960, 250, 8, 512, 3e-3, 3e-3),
-    "draft": Recipe(192, 2, 3, 64, 640, 1800, 250, 16, 512, 4e-3, 4e-3),
-    "judge": Recipe(256, 4, 4, 64, 704, 4680, 450, 6, 512, 2e-3, 2e-3),
+    "target": Recipe(384, 5, 6, 64, 1152, 1880, 250, 8, 512, 3e-3, 3e-3),
+    "draft": Recipe(192, 2, 3, 64, 640, 1000, 250, 16, 512, 4e-3, 4e-3),
+    "judge": Recipe(256, 4, 4, 64, 704, 2100, 450, 6, 512, 2e-3, 2e-3),
 }
 
 
@@ -127,11 +127,10 @@ class TaughtHead:
     one that finds the same name. Neither is of use before the other, so that a small model left to itself is long at chance.
     """
 
-    def __init__(self, model: Qwen3ForCausalLM, layer: int) -> None:
-        config = model.config
+    def __init__(self, model: Qwen3ForCausalLM, layer: int, head: int) -> None:
         self._attention = model.model.layers[layer].self_attn
-        self._head = config.num_attention_heads - 1
-        self._size = config.head_dim
+        self._head = head
+        self._size = model.config.head_dim
         self._seen: dict[str, Any] = {}
         self._attention.register_forward_pre_hook(self._remember, with_kwargs=True)
 
@@ -144,16 +143,26 @@ class TaughtHead:
         if not len(pointers):
             return torch.zeros((), device=pointers.device)
         row, query, key = pointers.unbind(1)
-        hidden, (cosine, sine) = self._seen["hidden"], self._seen["rotations"]
+        hidden, rotations = self._seen["hidden"], self._seen["rotations"]
         own = slice(self._head * self._size, (self._head + 1) * self._size)
         attention = self._attention
-        queries = attention.q_norm(functional.linear(hidden[row, query], attention.q_proj.weight[own]))
-        keys = attention.k_norm(functional.linear(hidden, attention.k_proj.weight[own]))
-        queries = _rotated(queries, cosine[row, query], sine[row, query])
-        keys = _rotated(keys, cosine, sine)
-        scores = torch.einsum("nd,nld->nl", queries, keys[row]) / math.sqrt(self._size)
-        scores = scores.masked_fill(~batch.mask[row, 0, query], float("-inf"))
-        return functional.cross_entropy(scores.float(), key)
+        queries = _rotated(attention.q_norm(functional.linear(hidden, attention.q_proj.weight[own])), *rotations)
+        keys = _rotated(attention.k_norm(functional.linear(hidden, attention.k_proj.weight[own])), *rotations)
+        scores = (queries @ keys.mT / math.sqrt(self._size)).masked_fill(~batch.mask[:, 0], float("-inf"))
+        return functional.cross_entropy(scores[row, query].float(), key)
+
+
+def taught_heads(model: Qwen3ForCausalLM) -> dict[Lesson, TaughtHead]:
+    """The last heads of the middle layers. What a step is about is read one layer above the look-ups, where there is one."""
+    middle, last = model.config.num_hidden_layers // 2, model.config.num_attention_heads - 1
+    heads: dict[Lesson, TaughtHead] = {
+        "owner": TaughtHead(model, middle - 1, last),
+        "lookup": TaughtHead(model, middle, last),
+    }
+    if middle + 2 < model.config.num_hidden_layers:
+        heads["order"] = TaughtHead(model, middle - 1, last - 1)
+        heads["reading"] = TaughtHead(model, middle + 1, last)
+    return heads
 
 
 def _rotated(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -243,8 +252,7 @@ def train(role: ModelRole, steps: int, resume: bool, seed: int, home: Path, keep
     model = build_model(recipe, tokenizer).to(device)
     updates = optimisers(model, recipe)
     run = home / "runs" / f"{role}.pt"
-    middle = recipe.layers // 2
-    owner_head, lookup_head = TaughtHead(model, middle - 1), TaughtHead(model, middle)
+    taught = taught_heads(model)
     backbone = torch.compile(model.model)
     begin, seconds = 0, 0.0
     if resume and run.exists():
@@ -269,17 +277,16 @@ def train(role: ModelRole, steps: int, resume: bool, seed: int, home: Path, keep
             batch = next(stream).to(device)
             with precision:
                 loss = loss_of(model, backbone, batch)
-                taught = torch.stack([owner_head.loss(batch, batch.owners), lookup_head.loss(batch, batch.lookups)])
-            torch.autograd.backward(loss + TAUGHT_WEIGHT * taught.sum())
+                lessons = {lesson: head.loss(batch, batch.pointers[lesson]) for lesson, head in taught.items()}
+            torch.autograd.backward(loss + TAUGHT_WEIGHT * torch.stack(list(lessons.values())).sum())
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for update in updates:
                 update.step()
                 update.zero_grad()
             spent = seconds + time.monotonic() - started
-            owner, lookup = taught.tolist()
-            losses = {"loss": loss.item(), "owner": owner, "lookup": lookup}
-            figures = {name: round(value, 4) for name, value in losses.items()} | {"seconds": round(spent, 1)}
-            row = {"step": step + 1, **figures}
+            row: dict[str, float] = {"step": step + 1, "loss": round(loss.item(), 4)}
+            row |= {lesson: round(value.item(), 4) for lesson, value in lessons.items()}
+            row["seconds"] = round(spent, 1)
             log.write(json.dumps(row) + "\n")
             log.flush()
             progress.update(task, advance=1, description=f"{role} loss {row['loss']}")

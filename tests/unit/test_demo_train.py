@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
-from itertools import islice
+from itertools import accumulate, islice
 
 import pytest
 
@@ -13,8 +14,10 @@ pytest.importorskip("transformers")
 
 from demo.judge_pairs import Pair, pairs  # noqa: E402
 from demo.lessons import (  # noqa: E402
+    DRILL_COMPARISONS,
     DRILL_FACTS,
     IGNORED,
+    LESSONS,
     RECITED_COUNTS,
     Document,
     _pair_document,
@@ -24,7 +27,7 @@ from demo.lessons import (  # noqa: E402
     recital,
     verdict_ids,
 )
-from demo.problems import meaning, problems  # noqa: E402
+from demo.problems import is_right, meaning, problems  # noqa: E402
 from demo.sentences import NAMES  # noqa: E402
 from demo.tokenizer import chat, train_tokenizer  # noqa: E402
 from demo.train import RECIPES, TaughtHead, build_model, rate_factor  # noqa: E402
@@ -57,16 +60,22 @@ def test_the_digits_of_a_slip_are_not_learned(tokenizer) -> None:  # type: ignor
         assert (step.text in learned(item, tokenizer)) is not step.slip
 
 
-def test_a_drill_is_right_and_its_operands_are_not_learned(tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_a_drill_is_right_and_only_its_results_are_learned(tokenizer) -> None:  # type: ignore[no-untyped-def]
     item = drill(random.Random(0), tokenizer)
-    text = tokenizer.decode(item.ids).partition("<think>\n")[2].removesuffix(".\n\n<|im_end|>")
-    results = []
-    for fact in text.split(".\n\n"):
-        a, op, b, _, result = fact.removeprefix("And ").split(" ")
-        assert {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b), "/": int(a) / int(b)}[op] == int(result)
-        results.append(result)
-    assert len(results) == DRILL_FACTS
-    assert learned(item, tokenizer).removeprefix("<think>\n").split(".\n\n") == [*results, "<|im_end|>"]
+    said = tokenizer.decode(item.ids).partition("<think>\n")[2].removesuffix(".\n\n<|im_end|>").split(".\n\n")
+    taught = learned(item, tokenizer).removeprefix("<think>\n").removesuffix(".\n\n<|im_end|>").split(".\n\n")
+    facts, comparisons = said[:DRILL_FACTS], said[DRILL_FACTS:]
+    assert len(said) == len(taught)
+    assert len(comparisons) == DRILL_COMPARISONS
+    for fact, result in zip(facts, taught, strict=False):
+        a, op, b, _, right = fact.removeprefix("And ").split(" ")
+        assert {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b), "/": int(a) / int(b)}[op] == int(right)
+        assert result == right
+    for sentence, end in zip(comparisons, taught[DRILL_FACTS:], strict=True):
+        read = meaning(f"{sentence}.")
+        assert read is not None
+        assert is_right(f"{sentence}.")
+        assert end in (f" {read.subject}", f" {read.subject} has more")
 
 
 def test_a_recital_learns_only_counts_that_were_said_before(tokenizer) -> None:  # type: ignore[no-untyped-def]
@@ -87,38 +96,59 @@ def test_a_recital_learns_only_counts_that_were_said_before(tokenizer) -> None: 
 def test_a_lookup_leads_to_the_same_digit_of_the_same_person(tokenizer) -> None:  # type: ignore[no-untyped-def]
     rng = random.Random(2)
     items = [recital(rng, tokenizer), *(document(problem, tokenizer) for problem in islice(problems(5), 20))]
-    assert sum(len(item.lookups) for item in items) > 100
+    assert sum(len(item.pointers["lookup"]) for item in items) > 100
     for item in items:
-        for query, key in item.lookups:
+        for query, key in item.pointers["lookup"]:
             assert key < query
             assert item.ids[query + 1] == item.ids[key] == item.labels[query + 1]
 
 
 def test_a_count_belongs_to_the_name_before_it(tokenizer) -> None:  # type: ignore[no-untyped-def]
     item = recital(random.Random(2), tokenizer)
-    assert len(item.owners) >= 2 * RECITED_COUNTS
-    for place, name in item.owners:
+    assert len(item.pointers["owner"]) >= 2 * RECITED_COUNTS
+    for place, name in item.pointers["owner"]:
         assert name < place <= name + 4
         assert tokenizer.decode([item.ids[name]]).strip() in NAMES
         assert set(tokenizer.decode(item.ids[name + 2 : place + 1])) <= set(" 0123456789")
 
 
+def test_a_step_looks_to_the_fact_that_it_works_on(tokenizer) -> None:  # type: ignore[no-untyped-def]
+    for problem in islice(problems(5), 40):
+        item = document(problem, tokenizer)
+        facts = re.split(r"(?<=[.?]) ", problem.question)
+        ends = list(accumulate(len(fact) + 1 for fact in facts))
+        shown = {end: tokenizer.decode(item.ids[: end + 1]) for _, end in item.pointers["reading"]}
+        looked = dict(item.pointers["reading"])
+        start = len(tokenizer.encode(chat(problem.question) + "<think>\n", add_special_tokens=False))
+        for step in problem.steps:
+            assert shown[looked[start - 1]].endswith(facts[step.fact])
+            assert len(shown[looked[start - 1]].partition("user\n")[2]) == ends[step.fact] - 1
+            start += len(tokenizer.encode(step.text + "\n\n", add_special_tokens=False))
+            assert looked[start - 2] == looked[start - 3]
+        assert start - 1 not in looked
+        order = item.pointers["order"]
+        assert len(order) == len(facts) - 1
+        assert all(before < end for end, before in order)
+
+
 def test_what_is_taught_moves_with_its_document() -> None:
-    items = (Document([n] * 4, [n] * 4, [1.0] * 4, ((1, 0),), ((2, 1),)) for n in range(1, 100))
+    items = (Document([n] * 4, [n] * 4, [1.0] * 4, {"owner": [(1, 0)], "lookup": [(2, 1)]}) for n in range(1, 100))
     batch = pack(items, rows=1, length=11, pad=0, prefix=(90, 91))
-    assert batch.owners.tolist() == [[0, 3, 2], [0, 7, 6]]
-    assert batch.lookups.tolist() == [[0, 4, 3], [0, 8, 7]]
+    assert set(batch.pointers) == set(LESSONS)
+    assert batch.pointers["reading"].shape == (0, 3)
+    assert batch.pointers["owner"].tolist() == [[0, 3, 2], [0, 7, 6]]
+    assert batch.pointers["lookup"].tolist() == [[0, 4, 3], [0, 8, 7]]
 
 
 def test_a_head_learns_where_to_look(tokenizer) -> None:  # type: ignore[no-untyped-def]
     torch.manual_seed(0)
     model = build_model(replace(RECIPES["draft"], hidden=64, heads=2, head_dim=32, intermediate=64), tokenizer)
-    head = TaughtHead(model, 0)
+    head = TaughtHead(model, 0, 1)
     batch = pack(iter([recital(random.Random(3), tokenizer)] * 20), rows=1, length=512, pad=0)
     losses = []
     for _ in range(30):
         model.model(input_ids=batch.ids, attention_mask=batch.mask, position_ids=batch.positions, use_cache=False)
-        losses.append(head.loss(batch, batch.owners))
+        losses.append(head.loss(batch, batch.pointers["owner"]))
         torch.autograd.backward(losses[-1])
         with torch.no_grad():
             for parameter in model.parameters():
@@ -146,11 +176,11 @@ def test_a_field_looks_to_its_counterpart(tokenizer) -> None:  # type: ignore[no
     for pair in islice(pairs(6), 200):
         item = _pair_document(pair, prompt, tokenizer, verdict_ids(tokenizer))
         split = len(tokenizer.encode(pair.first, add_special_tokens=False))
-        for query, key in item.lookups:
+        for query, key in item.pointers["lookup"]:
             assert key < split < query
             if pair.aligned:
                 assert tokenizer.decode([item.ids[query]]).strip() == tokenizer.decode([item.ids[key]]).strip()
-        num_looked += len(item.lookups)
+        num_looked += len(item.pointers["lookup"])
     assert num_looked > 600
 
 
