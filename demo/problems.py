@@ -209,7 +209,7 @@ def check_answer(problem: Problem, text: str) -> bool:
 
 RELATIONS = ("more", "fewer", "times", "fraction")
 EVENTS = ("add", "sub", "mul", "div", "part", "give")
-CHECK_RATE = 0.2
+CHECK_RATE = 0.3
 
 
 class _Unsuited(Exception):
@@ -250,17 +250,17 @@ class _Story:
     def tell(self, family: str, fact: Meaning) -> None:
         self.facts.append(phrase(self.rng.choice(FACTS[family]), fact))
 
-    def note(self, step: Meaning) -> None:
-        """Append a step that follows from the last fact told."""
-        self.steps.append((step, len(self.facts) - 1))
+    def note(self, step: Meaning, fact: int | None = None) -> None:
+        """Append a step that works on ``fact``, by default the last one told."""
+        self.steps.append((step, len(self.facts) - 1 if fact is None else fact))
 
-    def work(self, family: str, subject: str, a: int, b: int, other: str = "") -> int:
+    def work(self, family: str, subject: str, a: int, b: int, other: str = "", fact: int | None = None) -> int:
         """Append the step ``a op b`` of ``family``, sometimes with a check; its result."""
         op = OPERATOR[family]
         result = compute(a, op, b)
         if result is None or not SMALLEST <= result <= LARGEST:
             raise _Unsuited
-        self.note(Meaning(family, self.unit, subject, other, a, op, b, result))
+        self.note(Meaning(family, self.unit, subject, other, a, op, b, result), fact)
         if family not in ("total", "more-than") and self.rng.random() < CHECK_RATE:
             self.note(Meaning("check", self.unit, subject, "", result, INVERSE[op], b, a))
         return result
@@ -317,9 +317,9 @@ class _Story:
             result = self.work("more-than", s, self.count[s], self.count[t], t)
         elif goal == "goal-total":
             result = self.count[self.people[0]]
-            self.note(Meaning("start", self.unit, self.people[0], result=result))
-            for person in self.people[1:]:
-                result = self.work("total", person, result, self.count[person])
+            self.note(Meaning("start", self.unit, self.people[0], result=result), fact=0)
+            for fact, person in enumerate(self.people[1:], start=1):  # each was introduced by one fact, in this order
+                result = self.work("total", person, result, self.count[person], fact=fact)
         subject = s if goal == "goal-now" else ""
         self.note(Meaning(goal.replace("goal", "conclude"), self.unit, subject, result=result))
         return str(result)
