@@ -35,7 +35,8 @@ LESSONS: tuple[Lesson, ...] = get_args(Lesson)
 
 IGNORED = -100
 SLIP_RATE = 0.04
-DRILL_FACTS, DRILL_COMPARISONS = 18, 6
+DRILL_FACTS, DRILL_COMPARISONS = 18, 10
+CLOSE_GAP, CLOSE_RATE = 9, 0.6
 DRILL_EVERY = 3
 RECITED_COUNTS, CHANGED_COUNTS = 40, 0.3
 RECITAL_OPENINGS = (
@@ -175,9 +176,12 @@ def drill(rng: random.Random, tokenizer: PreTrainedTokenizerFast) -> Document:
 
 
 def _comparison(rng: random.Random) -> tuple[str, int]:
-    """A sentence that says who has more, and where it names the winner (the space before)."""
+    """A sentence that says who has more, and where it names the winner (the space before). Close counts, which are harder,
+    are more frequent."""
     winner, other = rng.sample(NAMES, 2)
     less, more = sorted(rng.sample(range(SMALLEST, LARGEST + 1), 2))
+    if rng.random() < CLOSE_RATE:
+        less = rng.randint(max(SMALLEST, more - CLOSE_GAP), more - 1)
     said = say(rng, Meaning("who", rng.choice(ITEMS), winner, other, more, "", less))
     return said, said.rindex(f" {winner}")
 
