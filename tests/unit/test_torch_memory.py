@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,9 +15,37 @@ from lr_backend.torch_engine import memory
 from lr_backend.torch_engine.checkpoint import read_spec
 from lr_backend.torch_engine.config import EngineConfig
 from lr_backend.torch_engine.memory import bytes_a_token, with_kv_budget
+from lr_backend.torch_engine.product import is_available
+from lr_backend.torch_engine.random_checkpoint import write_random_checkpoint
 from tests.support.torch_engines import greedy, prompt, tiny_checkpoint, tiny_engine
 
 BYTES_A_TOKEN = 2 * 2 * 2 * 8 * 4  # layers, keys and values, kv heads, head size, float32
+
+LOAD = """
+import sys
+from pathlib import Path
+from unittest.mock import patch
+import torch
+from lr_backend.torch_engine.checkpoint import TensorFiles
+from lr_backend.torch_engine.model import DecoderModel
+
+def private_bytes():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+def watched(files, name, *shape):
+    tensor = read(files, name, *shape)
+    seen.append(private_bytes())
+    return tensor
+
+read, seen = TensorFiles.read, []
+torch.ops.quantized.linear_prepack_fp16(torch.ones(64, 64), None)  # whatever the kernels' library needs for itself
+before = private_bytes()
+with patch.object(TensorFiles, "read", watched):
+    model = DecoderModel.load(Path(sys.argv[1]), dtype=torch.float32, device="cpu", max_seq_len=64, weight_dtype=sys.argv[2])
+print(max(*seen, private_bytes()) - before)
+"""
+"""Prints the most private memory that loading a checkpoint took, in bytes."""
 
 
 @pytest.fixture(scope="module")
@@ -65,3 +95,19 @@ def test_a_containers_limit_counts(limit: str | None, left: int, tmp_path: Path)
 
 def test_free_memory_is_known() -> None:
     assert 0 < memory.free_bytes("cpu") < 1 << 62
+
+
+@pytest.fixture(scope="module")
+def large_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """29 M parameters in float32, many times what an interpreter's memory wavers by."""
+    sizes = {"hidden_size": 512, "num_layers": 8, "num_heads": 8, "num_kv_heads": 8, "intermediate_size": 1536}
+    return write_random_checkpoint(tmp_path_factory.mktemp("large"), vocab_size=4096, **sizes)
+
+
+@pytest.mark.parametrize(("weight_dtype", "share"), [("same", 1.6), ("float16", 1.0), ("int8", 0.6)])
+def test_loading_never_needs_twice_what_the_model_takes(weight_dtype: str, share: float, large_checkpoint: Path) -> None:
+    if not is_available(weight_dtype):
+        pytest.skip(f"no kernel for {weight_dtype} weights on this CPU")
+    loading = [sys.executable, "-c", LOAD, str(large_checkpoint), weight_dtype]
+    peak = int(subprocess.run(loading, check=True, capture_output=True, text=True).stdout)
+    assert 0 < peak < share * (large_checkpoint / "model.safetensors").stat().st_size
