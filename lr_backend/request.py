@@ -49,6 +49,13 @@ class ProposerName(StrEnum):
     DRAFT_STEP = "draft_step"
 
 
+class DepthPolicy(StrEnum):
+    """How far ahead to speculate: always as far as allowed, or as far as measurements say that it pays."""
+
+    FIXED = "fixed"
+    AUTO = "auto"
+
+
 class FinishReason(StrEnum):
     """Why a generation ended. Every request has exactly one."""
 
@@ -76,6 +83,7 @@ class LookaheadRequest(BaseModel):
         stop: strings that end the answer; they are not part of it.
         stream: False sends one response with the whole answer.
         max_depth: steps drafted ahead of the last committed one (the paper's gamma).
+        depth: ``auto`` chooses a depth up to ``max_depth`` at every step by measurement; ``deterministic`` keeps it fixed.
         width: candidate steps at each position.
         num_draft_tokens: token drafts in one verification.
         ngram_max: longest suffix that the n-gram proposer looks up; the shortest is one less.
@@ -98,6 +106,7 @@ class LookaheadRequest(BaseModel):
     stream: bool = True
     mode: Mode = Mode.LR_SD
     max_depth: int = Field(default=4, ge=0, le=16)
+    depth: DepthPolicy = DepthPolicy.FIXED
     width: int = Field(default=1, ge=1, le=8)
     num_draft_tokens: int = Field(default=8, ge=0, le=64)
     ngram_max: int = Field(default=4, ge=1, le=16)

@@ -1,6 +1,7 @@
-"""What step speculation can gain at most: the paper's formulas for the asynchronous window (section 3.2, Theorem 2).
+"""What step speculation gains: the paper's formulas for the asynchronous window (section 3.2, Theorem 2).
 
-All assume steps of equal cost, verdicts that cost nothing, and parallel steps that cost no more than one.
+:func:`ceiling` is the paper's: steps of equal cost, verdicts that cost nothing, parallel steps that cost no more than one.
+:func:`speedup` adds what verdicts and parallel steps do cost. Both count a *cycle*: accepted steps up to a correction.
 """
 
 from __future__ import annotations
@@ -29,13 +30,34 @@ def ceiling(acceptance_rate: float, cost_ratio: float, max_depth: int) -> float:
     Raises:
         ValueError: an argument out of its range.
     """
+    return speedup(acceptance_rate, cost_ratio, max_depth)
+
+
+def speedup(
+    acceptance_rate: float, cost_ratio: float, max_depth: int, *, verdict_cost: float = 0.0, slowdown: float = 1.0
+) -> float:
+    """How much faster ``lr`` is than the target alone, with overheads in units of one target step that runs alone.
+
+    Args:
+        acceptance_rate, cost_ratio, max_depth: as in :func:`ceiling`.
+        verdict_cost: time of a verdict. A cycle waits for one, its last: the others overlap with the steps that follow.
+        slowdown: time of a target step among the window's others, at least 1.
+
+    Raises:
+        ValueError: an argument out of its range.
+    """
     alpha, c, k = acceptance_rate, cost_ratio, max_depth
     _check("acceptance_rate", alpha, 0.0 <= alpha < 1.0)
     _check("max_depth", k, k >= 1)
-    if k >= useful_depth(c):
-        return 1.0 / (c + (1.0 - c) * (1.0 - alpha))
-    drafting = alpha - alpha ** (k + 1) - k * (1.0 - alpha) * alpha**k
-    return (1.0 - alpha**k) / ((1.0 - alpha) + c * drafting)
+    _check("verdict_cost", verdict_cost, verdict_cost >= 0.0)
+    _check("slowdown", slowdown, slowdown >= 1.0)
+    num_steps = 1.0 / (1.0 - alpha)
+    if k >= useful_depth(c):  # S1: the next target step starts as soon as its prefix is drafted
+        return num_steps / (slowdown + verdict_cost + c * alpha * num_steps)
+    # S2: windows of k steps; the correction comes as many drafts later as steps stand above it in the last one
+    num_windows = 1.0 / (1.0 - alpha**k)
+    num_drafts = (alpha - alpha ** (k + 1) - k * (1.0 - alpha) * alpha**k) * num_steps * num_windows
+    return num_steps / (num_windows * slowdown + verdict_cost + c * num_drafts)
 
 
 def _check(name: str, value: float, valid: bool) -> None:

@@ -25,12 +25,14 @@ from lr_backend.contract import IntArray
 from lr_backend.engine import Engine, Role
 from lr_backend.errors import EngineError, EngineRejected, TargetUnavailable
 from lr_backend.loop.ledger import Ledger, MeteredEngine
+from lr_backend.loop.pace import DepthChooser, Pace
 from lr_backend.loop.steps import StepRules
 from lr_backend.loop.text import TextStream
 from lr_backend.loop.tree import Decision, Node, Tree, append
 from lr_backend.loop.writer import StepWriter, TokenSpeculation
 from lr_backend.propose import make_proposer
 from lr_backend.request import (
+    DepthPolicy,
     FinishReason,
     LookaheadRequest,
     Origin,
@@ -96,6 +98,7 @@ class LookaheadLoop:
     Args:
         prompt_ids: the rendered prompt, shape [N].
         emit: receives committed text in order; must not block.
+        pace: what the server has measured, shared by its requests; None: this request's own.
     """
 
     def __init__(
@@ -107,6 +110,7 @@ class LookaheadLoop:
         models: Models,
         config: LoopConfig,
         emit: Emit,
+        pace: Pace | None = None,
     ) -> None:
         self._request = request
         self._models = models
@@ -119,7 +123,12 @@ class LookaheadLoop:
         self._text = TextStream(models.tokenizer, request.stop)
         self._finish: FinishReason | None = None
         self._reasoning = self._may_reason(prompt_ids)
-        self.ledger = Ledger(asyncio.get_running_loop().time, len(prompt_ids))
+        clock = asyncio.get_running_loop().time
+        self.ledger = Ledger(clock, len(prompt_ids))
+        self._pace = pace or Pace(clock)
+        self._depth = DepthChooser(self._pace, min(request.max_depth, config.limits.max_depth))
+        # Which depth pays depends on time, and a deterministic result may not.
+        self._chooses_depth = request.depth is DepthPolicy.AUTO and not request.deterministic
 
         patient = request.deterministic
         timeouts = config.timeouts
@@ -156,7 +165,8 @@ class LookaheadLoop:
         deadline_s = min(self._request.deadline_s or limit_s, limit_s)
         try:
             async with asyncio.timeout(deadline_s) as deadline:
-                await self._answer()
+                with self._pace.request():
+                    await self._answer()
         except TimeoutError:
             assert deadline.expired()
             self._finish = FinishReason.DEADLINE
@@ -181,7 +191,9 @@ class LookaheadLoop:
         """A stretch by the target alone: a step, or all the rest where nobody waits for its parts."""
         whole = not self._request.stream and not self._request.stop
         budget = self._end - len(self._prefix) if whole else self._budget(self._prefix)
-        step = await self._target_writer.write(self._prefix, budget, answer=whole)
+        with self._pace.target() as work:
+            step = await self._target_writer.write(self._prefix, budget, answer=whole)
+            work.num_tokens = len(step.ids)
         self._commit(step, Origin.TARGET, Reason.NONE)
 
     # The algorithm -------------------------------------------------------------------------------------------------
@@ -192,7 +204,7 @@ class LookaheadLoop:
         tree = Tree(
             self._prefix,
             end=self._end,
-            max_depth=min(request.max_depth, limits.max_depth),
+            max_depth=self._depth.depth() if self._chooses_depth else self._depth.max_depth,
             # Greedy siblings would be the same step over again.
             width=1 if request.sampling.greedy else min(request.width, limits.max_width),
             wait_for_drafts=request.deterministic,
@@ -233,15 +245,25 @@ class LookaheadLoop:
             accepted, compared = decision.winner is not None, decision.compared
             self._cancel(decision.discarded)
             self.ledger.root_moved(compared, accepted=accepted, reason=decision.reason)
+            self._choose_depth(tree, decision)
             origin = Origin.DRAFT if accepted else Origin.CORRECTION if compared is not None else Origin.TARGET
             self._commit(decision.step, origin, decision.reason, decision)
+
+    def _choose_depth(self, tree: Tree, decision: Decision) -> None:
+        """Learn from a move of the root, and look ahead from here as far as that pays; a failed draft is never asked again."""
+        if decision.compared is not None:
+            self._depth.decided(decision.winner is not None)
+        if self._chooses_depth and "draft" not in self.ledger.degraded:
+            tree.max_depth = self._depth.depth()
 
     # The work at one node: each coroutine returns what its completion changes ---------------------------------------
 
     async def _draft(self, tree: Tree, node: Node) -> Change:
         node.times_s["drafted_started_s"] = self.ledger.now_s()
         try:
-            step = await self._draft_writer.write(node.prefix, self._budget(node.prefix), sibling=node.sibling)
+            with self._pace.draft() as work:
+                step = await self._draft_writer.write(node.prefix, self._budget(node.prefix), sibling=node.sibling)
+                work.num_tokens = len(step.ids)
         except EngineError:
             return lambda: self._draft_arrived(tree, node, None)
         node.times_s["drafted_finished_s"] = self.ledger.now_s()
@@ -259,9 +281,11 @@ class LookaheadLoop:
         if self._awaits_draft and node.children:
             await self._arrivals[node.children[0]].wait()
         node.times_s["target_started_s"] = self.ledger.now_s()
-        step = await self._target_writer.write(
-            node.prefix, self._budget(node.prefix), sibling=node.sibling, drafted=lambda: tree.drafted_after(node)
-        )
+        with self._pace.target() as work:
+            step = await self._target_writer.write(
+                node.prefix, self._budget(node.prefix), sibling=node.sibling, drafted=lambda: tree.drafted_after(node)
+            )
+            work.num_tokens = len(step.ids)
         node.times_s["target_finished_s"] = self.ledger.now_s()
         return lambda: tree.targeted(node, step)
 
@@ -271,7 +295,8 @@ class LookaheadLoop:
         pair = StepPair(target, node.drafted, self._plain(target), self._plain(node.drafted), call_id)
         # Before the reasoning is known to have begun, only the same tokens will do.
         verifier = self._verifier if self._has_opened(node.prefix) else self._exact
-        verdict = await verifier.verify(pair)
+        with self._pace.verdict():
+            verdict = await verifier.verify(pair)
         if verdict.reason is Reason.JUDGE_ERROR:
             self.ledger.degrade("judge")
         return lambda: self._judged(tree, node, verdict)

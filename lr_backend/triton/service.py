@@ -18,6 +18,7 @@ from lr_backend.config import LoopConfig
 from lr_backend.contract import IntArray
 from lr_backend.errors import Cancelled, EngineRejected, InvalidRequest, LookaheadError, Overloaded
 from lr_backend.loop.loop import Committed, Engines, LookaheadLoop, Models, Outcome
+from lr_backend.loop.pace import Pace
 from lr_backend.request import LookaheadRequest
 from lr_backend.triton.tensors import committed_tensors, final_tensors, request_fields
 
@@ -46,6 +47,7 @@ class LookaheadService:
         self._config = config
         self._models = models
         self._engines = engines
+        self._pace: Pace | None = None
         self.num_in_flight = 0
 
     async def serve(self, request_id: str, arrays: Arrays, replies: Replies) -> None:
@@ -79,7 +81,8 @@ class LookaheadService:
             else:
                 parts.append(committed.text)
 
-        loop = LookaheadLoop(request, prompt_ids, request_id, self._engines, self._models, self._config, emit)
+        self._pace = self._pace or Pace(asyncio.get_running_loop().time)
+        loop = LookaheadLoop(request, prompt_ids, request_id, self._engines, self._models, self._config, emit, self._pace)
         outcome = await self._unless_cancelled(loop, replies)
         steps = None
         if request.trace and not request.stream:

@@ -16,6 +16,7 @@ import numpy as np
 from lr_backend.config import Limits, LoopConfig, Timeouts
 from lr_backend.engine import EngineCall
 from lr_backend.loop.loop import Committed, Engines, LookaheadLoop, Models, Outcome
+from lr_backend.loop.pace import Pace
 from lr_backend.loop.steps import StepRules
 from lr_backend.request import LookaheadRequest
 from lr_backend.testing import Script, ScriptedEngine, WordTokenizer
@@ -132,6 +133,7 @@ class World:
     config: LoopConfig = CONFIG
     models: Models = MODELS
     received: list[Committed] = field(default_factory=list)
+    pace: Pace | None = None
 
     @classmethod
     def of(cls, target: Script, draft: Script, alike: Alike = lambda a, b: False, **config: Any) -> World:
@@ -160,16 +162,17 @@ class World:
             engine.delay = delay
         return world
 
-    async def answer(self, prompt: tuple[int, ...] = PROMPT, **fields: Any) -> Outcome:
+    async def answer(self, prompt: tuple[int, ...] = PROMPT, request_id: str = "request", **fields: Any) -> Outcome:
         request = LookaheadRequest.parse({"text_input": "?", "max_tokens": 200, **fields})
         loop = LookaheadLoop(
             request,
             np.asarray(prompt, dtype=np.int32),
-            "request",
+            request_id,
             Engines(self.target, self.draft, self.judge),
             self.models,
             self.config,
             self.received.append,
+            self.pace,
         )
         return await loop.run()
 

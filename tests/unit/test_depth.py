@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lr_backend.loop.depth import ceiling, useful_depth
+from lr_backend.loop.depth import ceiling, speedup, useful_depth
 
 
 def simulated(alpha: float, c: float, k: int, num_runs: int = 20_000) -> float:
@@ -50,3 +50,20 @@ def test_depth_helps_up_to_the_useful_one_and_then_not(alpha: float, c: float) -
 def test_what_means_nothing_is_refused(arguments: tuple[float, float, int]) -> None:
     with pytest.raises(ValueError, match="out of range"):
         ceiling(*arguments)
+
+
+@given(alpha=st.floats(0.0, 0.95), c=st.floats(0.01, 0.99), k=st.integers(1, 12), v=st.floats(0.0, 1.0), s=st.floats(1.0, 4.0))
+def test_overheads_only_cost(alpha: float, c: float, k: int, v: float, s: float) -> None:
+    real = speedup(alpha, c, k, verdict_cost=v, slowdown=s)
+    assert real <= ceiling(alpha, c, k) + 1e-9
+    assert real >= speedup(alpha, c, k, verdict_cost=v + 0.1, slowdown=s * 1.1)
+
+
+def test_a_slowdown_that_eats_the_gain_leaves_none() -> None:
+    assert speedup(0.5, 0.1, 2, slowdown=2.0) < 1.0 < speedup(0.5, 0.1, 2)
+
+
+@pytest.mark.parametrize("overheads", [{"verdict_cost": -0.1}, {"slowdown": 0.9}])
+def test_overheads_that_mean_nothing_are_refused(overheads: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="out of range"):
+        speedup(0.5, 0.1, 4, **overheads)

@@ -51,6 +51,7 @@ INPUTS: dict[str, str] = {
     "stream": "BOOL",
     "mode": "BYTES",
     "max_depth": "INT32",
+    "depth": "BYTES",
     "width": "INT32",
     "num_draft_tokens": "INT32",
     "ngram_max": "INT32",

@@ -32,6 +32,7 @@ class Options:
         stream: False asks for one response with the whole answer.
         mode: ``ar`` (plain), ``sd`` (token speculation), ``lr`` (step speculation), ``lr_sd`` (both).
         max_depth: steps drafted ahead of the last committed one.
+        depth: ``fixed``, or ``auto``: at most ``max_depth``, as far as measurements say that it pays.
         width: candidate steps at each position.
         num_draft_tokens: token drafts in one verification.
         ngram_max: longest suffix that the n-gram proposer looks up.
@@ -53,6 +54,7 @@ class Options:
     stream: bool | None = None
     mode: str | None = None
     max_depth: int | None = None
+    depth: str | None = None
     width: int | None = None
     num_draft_tokens: int | None = None
     ngram_max: int | None = None

@@ -1,0 +1,206 @@
+"""Depth by measurement: how far ahead to speculate, from what steps, drafts and verdicts have lately cost and brought.
+
+One :class:`Pace` is shared by all requests of a server: it knows what a token of the target takes alone and among others, what
+a drafted one and a verdict take, how long steps are, and how often drafted steps are accepted. Each request has a
+:class:`DepthChooser`, which starts from the server's acceptance rate and learns its own. The choice is the paper's formula with
+measured overheads (:func:`lr_backend.loop.depth.speedup`), maximised over the depth. Where no depth pays the request goes on by
+the target alone and tries again after a while.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from lr_backend.loop.depth import speedup, useful_depth
+
+Clock = Callable[[], float]
+
+LEAST_GAIN = 1.03
+"""Predicted speedup below which lookahead is not worth the risk that the prediction is wrong."""
+STEPS_UNTIL_RETRY = 24
+"""Steps by the target alone before one is looked ahead from again: at most one part in so many is lost."""
+PRIOR_STEPS = 6
+"""The server's acceptance rate weighs as much as this many steps of the request's own."""
+MAX_ALPHA = 0.98
+
+
+class Average:
+    """An exponentially weighted mean that begins as a plain one."""
+
+    def __init__(self, memory: int = 64) -> None:
+        self._memory = memory
+        self._count = 0
+        self.value: float | None = None
+
+    def add(self, value: float) -> None:
+        self._count = min(self._count + 1, self._memory)
+        before = self.value if self.value is not None else value
+        self.value = before + (value - before) / self._count
+
+
+class Crowding:
+    """How the time of a target token grows with the target sequences in flight: a line, by weighted least squares.
+
+    Old points fade. Until different crowds were seen, the line keeps to ``prior`` of a token's time a companion.
+    """
+
+    FADE = 0.98
+
+    def __init__(self, prior: float = 0.15, weight: float = 4.0) -> None:
+        self._prior = prior
+        self._weight = weight
+        self._n = self._x = self._y = self._xx = self._xy = 0.0
+
+    def add(self, companions: float, seconds: float) -> None:
+        """Tokens took ``seconds`` each while on average ``companions`` others ran."""
+        self._n, self._x, self._y = self._n * self.FADE + 1.0, self._x * self.FADE + companions, self._y * self.FADE + seconds
+        self._xx = self._xx * self.FADE + companions * companions
+        self._xy = self._xy * self.FADE + companions * seconds
+
+    @property
+    def alone_s(self) -> float | None:
+        """Seconds of a token with no other sequence in flight; None before the first."""
+        return self._fit()[0] if self._n else None
+
+    def slowdown(self, companions: float, more: float) -> float:
+        """Time of a token with ``companions + more`` others in flight over that with ``companions``, at least 1."""
+        alone, slope = self._fit()
+        return max(1.0, (alone + slope * (companions + more)) / (alone + slope * companions)) if alone > 0.0 else 1.0
+
+    def _fit(self) -> tuple[float, float]:
+        """(seconds alone, seconds a companion): ridge regression towards the prior's slope."""
+        if not self._n:
+            return 0.0, 0.0
+        mean_x, mean_y = self._x / self._n, self._y / self._n
+        spread = self._xx - self._n * mean_x**2
+        together = self._xy - self._n * mean_x * mean_y
+        expected = self._prior * mean_y / (1.0 + self._prior * mean_x)
+        slope = max(0.0, (together + self._weight * expected) / (spread + self._weight))
+        slope = min(slope, mean_y / mean_x if mean_x else slope)
+        return mean_y - slope * mean_x, slope
+
+
+@dataclass
+class Work:
+    """What a stretch of work has brought, to be filled in by whoever does it."""
+
+    num_tokens: int = 0
+
+
+class Pace:
+    """What one server has measured lately. ``clock`` returns seconds; only differences are used."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.crowding = Crowding()
+        self.drafted_token_s = Average()
+        self.verdict_s = Average()
+        self.step_tokens = Average()
+        self.acceptance = Average(memory=256)
+        self.num_requests = 0
+        self._num_running = 0
+        self._since = clock()
+        self._sequence_seconds = 0.0
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """A request is being answered."""
+        self.num_requests += 1
+        try:
+            yield
+        finally:
+            self.num_requests -= 1
+
+    @contextmanager
+    def target(self) -> Iterator[Work]:
+        """The target writes: a companion to the others while it does, and timed by token if it comes to its end."""
+        work, started, before = Work(), self._clock(), self._crowd(+1)
+        try:
+            yield work
+        except BaseException:
+            self._crowd(-1)
+            raise
+        after, seconds = self._crowd(-1), self._clock() - started
+        if seconds > 0.0 and work.num_tokens:
+            self.crowding.add(max(0.0, (after - before) / seconds - 1.0), seconds / work.num_tokens)
+
+    @contextmanager
+    def draft(self) -> Iterator[Work]:
+        """The draft writes a step; timed by token if it comes to its end."""
+        work, started = Work(), self._clock()
+        yield work
+        if work.num_tokens:
+            self.drafted_token_s.add((self._clock() - started) / work.num_tokens)
+            self.step_tokens.add(work.num_tokens)
+
+    @contextmanager
+    def verdict(self) -> Iterator[None]:
+        """A verdict is made; timed if it comes to its end."""
+        started = self._clock()
+        yield
+        self.verdict_s.add(self._clock() - started)
+
+    def _crowd(self, change: int) -> float:
+        """Sequence-seconds of the target until now; then one more or one less is in flight."""
+        now = self._clock()
+        self._sequence_seconds += self._num_running * (now - self._since)
+        self._since, self._num_running = now, self._num_running + change
+        return self._sequence_seconds
+
+
+@dataclass
+class DepthChooser:
+    """The depth of one request's window, anew at every move of its root.
+
+    Attributes:
+        max_depth: never more than this.
+    """
+
+    pace: Pace
+    max_depth: int
+    num_accepted: int = 0
+    num_decided: int = 0
+    _num_alone: int = 0
+
+    def decided(self, accepted: bool) -> None:
+        """A drafted step at the root was accepted, or not."""
+        self.num_decided += 1
+        self.num_accepted += accepted
+        self._num_alone = 0
+        self.pace.acceptance.add(float(accepted))
+
+    def depth(self) -> int:
+        """Target steps in flight from here on; 0: the target alone."""
+        best = max(range(1, self.max_depth + 1), key=self._predicted, default=0)
+        if best and self._predicted(best) >= LEAST_GAIN:
+            return best
+        self._num_alone += 1
+        return min(1, self.max_depth) if self._num_alone > STEPS_UNTIL_RETRY else 0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """The request's own, leaning on the server's while it is young."""
+        prior = self.pace.acceptance.value if self.pace.acceptance.value is not None else 0.5
+        alpha = (self.num_accepted + PRIOR_STEPS * prior) / (self.num_decided + PRIOR_STEPS)
+        return min(alpha, MAX_ALPHA)
+
+    def _predicted(self, depth: int) -> float:
+        """Speedup over the target alone, given what the other requests do."""
+        pace = self.pace
+        alone, drafted, num_tokens = pace.crowding.alone_s, pace.drafted_token_s.value, pace.step_tokens.value
+        if not alone or drafted is None or num_tokens is None:
+            return 1.0 + depth  # nothing measured yet: look as far ahead as allowed
+        cost_ratio = min(1.0, max(drafted / alone, 1e-3))
+        # Beside its own branches a step has those of the other requests, which look ahead alike.
+        others = max(0, pace.num_requests - 1)
+        branches = min(depth, useful_depth(cost_ratio))
+        slowdown = pace.crowding.slowdown(others, (branches - 1) * (others + 1))
+        return speedup(
+            self.acceptance_rate,
+            cost_ratio,
+            depth,
+            verdict_cost=(pace.verdict_s.value or 0.0) / (alone * num_tokens),
+            slowdown=slowdown,
+        )

@@ -1,0 +1,178 @@
+"""Depth by measurement: what is measured, and that the depth chosen from it pays."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lr_backend.loop.pace import STEPS_UNTIL_RETRY, Average, Crowding, DepthChooser, Pace
+from lr_backend.testing import run_virtual
+from tests.support.world import World, chance, imitator, storyteller
+
+TOKEN_S = 0.01
+
+
+@dataclass
+class Clock:
+    """A clock that is set by hand."""
+
+    now_s: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def measured(*, drafted_s: float = 0.1, verdict_s: float = 0.0, per_companion: float = 0.0, alpha: float = 0.7) -> Pace:
+    """A pace that has seen target tokens of one second, in crowds of one to eight."""
+    pace = Pace(Clock())
+    for companions in (0, 1, 3, 7) * 10:
+        pace.crowding.add(companions, 1.0 + per_companion * companions)
+    pace.drafted_token_s.add(drafted_s)
+    pace.step_tokens.add(10.0)
+    pace.verdict_s.add(verdict_s * 10.0)
+    for number in range(100):
+        pace.acceptance.add(float(number % 100 < 100 * alpha))
+    return pace
+
+
+def test_an_average_begins_as_a_plain_mean_and_then_fades() -> None:
+    average = Average(memory=4)
+    assert average.value is None
+    for value in (1.0, 2.0, 3.0):
+        average.add(value)
+    assert average.value == pytest.approx(2.0)
+    for _ in range(50):
+        average.add(10.0)
+    assert average.value == pytest.approx(10.0, rel=0.01)
+
+
+@given(alone=st.floats(0.001, 10.0), share=st.floats(0.0, 1.0))
+def test_crowding_finds_the_line_it_is_shown(alone: float, share: float) -> None:
+    crowding = Crowding()
+    for companions in (0, 1, 2, 3, 5, 7) * 20:
+        crowding.add(companions, alone * (1.0 + share * companions))
+    assert crowding.alone_s == pytest.approx(alone, rel=0.15)
+    assert crowding.slowdown(0, 4) == pytest.approx(1.0 + 4 * share, rel=0.2)
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 50.0), st.floats(1e-6, 100.0)), max_size=30), st.floats(0, 20), st.floats(0, 20))
+def test_a_crowd_never_speeds_up_nor_takes_less_than_nothing(seen: list[tuple[float, float]], others: float, more: float) -> None:
+    crowding = Crowding()
+    for companions, seconds in seen:
+        crowding.add(companions, seconds)
+    assert crowding.slowdown(others, more) >= 1.0
+    assert crowding.alone_s is None or crowding.alone_s >= -1e-9
+
+
+def test_before_anything_is_measured_the_window_is_as_deep_as_allowed() -> None:
+    assert DepthChooser(Pace(Clock()), 5).depth() == 5
+
+
+def test_cheap_drafts_that_are_accepted_make_it_deep() -> None:
+    assert DepthChooser(measured(alpha=0.95), 6).depth() == 6
+
+
+def test_no_deeper_than_there_is_something_to_gain() -> None:
+    assert DepthChooser(measured(drafted_s=0.4, alpha=0.95), 8).depth() == 3
+
+
+@pytest.mark.parametrize(
+    "pace",
+    [measured(alpha=0.0), measured(drafted_s=1.0), measured(verdict_s=5.0), measured(per_companion=1.0)],
+    ids=["nothing accepted", "draft as slow as the target", "slow verdicts", "a target that does one thing at a time"],
+)
+def test_where_it_does_not_pay_the_target_goes_on_alone(pace: Pace) -> None:
+    assert DepthChooser(pace, 6).depth() == 0
+
+
+def test_other_requests_make_it_shallower() -> None:
+    pace = measured(per_companion=0.1, alpha=0.8)
+    depths = []
+    for pace.num_requests in (1, 2, 4, 8, 64):
+        depths.append(DepthChooser(pace, 8).depth())
+    assert depths == sorted(depths, reverse=True)
+    assert depths[0] > 2
+    assert depths[-1] == 0
+
+
+def test_a_request_learns_its_own_acceptance() -> None:
+    chooser = DepthChooser(measured(alpha=0.9, per_companion=0.05), 6)
+    assert chooser.depth() > 0
+    for _ in range(60):
+        chooser.decided(accepted=False)
+    assert chooser.acceptance_rate < 0.1
+    assert chooser.depth() == 0
+
+
+def test_after_a_while_alone_it_tries_one_step() -> None:
+    chooser = DepthChooser(measured(alpha=0.0), 6)
+    depths = [chooser.depth() for _ in range(STEPS_UNTIL_RETRY + 1)]
+    assert depths == [0] * STEPS_UNTIL_RETRY + [1]
+    chooser.decided(accepted=False)
+    assert chooser.depth() == 0
+
+
+def test_work_that_is_cancelled_counts_as_company_only() -> None:
+    clock = Clock()
+    pace = Pace(clock)
+
+    def cancelled() -> None:
+        with pace.target():
+            clock.now_s += 3.0
+            raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        cancelled()
+    assert pace.crowding.alone_s is None
+    with pace.target() as outer:
+        with pace.target() as inner:
+            clock.now_s += 2.0
+            inner.num_tokens = 2
+        clock.now_s += 2.0
+        outer.num_tokens = 2
+    assert pace.crowding._x == pytest.approx(0.98 * 1.0 + 0.5)
+
+
+def crowded_world(salt: int, per_companion: float, like_rate: float) -> World:
+    """A target whose tokens take longer the more sequences are in flight when a call begins; a draft at a tenth of its time."""
+    target = storyteller(salt, num_steps=60, break_rate=0.15)
+    draft = imitator(target, salt + 1, 0.9)
+    world = World.of(target, draft, lambda first, second: chance("like", salt, first, second) < like_rate)
+    engine = world.target
+    engine.delay = lambda call, num_tokens: TOKEN_S * num_tokens * (1.0 + per_companion * (len(engine.in_flight) - 1))
+    world.draft.delay = lambda call, num_tokens: 0.1 * TOKEN_S * num_tokens
+    world.judge.delay = lambda call, num_tokens: TOKEN_S
+    return world
+
+
+def latency_s(world: World, num_clients: int, **fields: object) -> float:
+    """Seconds until ``num_clients`` like requests, each one's steps its own, are all answered; measurements from a first one."""
+
+    async def all_of_them() -> float:
+        clock = asyncio.get_running_loop().time
+        world.pace = Pace(clock)
+        for seed in range(2):  # what a server has seen before
+            await world.answer(seed=seed, request_id=f"warm-{seed}", **fields)
+        started = clock()
+        await asyncio.gather(*(world.answer(seed=seed, request_id=f"{seed}", **fields) for seed in range(num_clients)))
+        return clock() - started
+
+    return run_virtual(all_of_them())
+
+
+@pytest.mark.parametrize("num_clients", [1, 8])
+@pytest.mark.parametrize(("per_companion", "like_rate"), [(0.05, 0.9), (1.0, 0.5), (0.1, 0.0)])
+def test_it_is_never_slower_than_the_target_alone(num_clients: int, per_companion: float, like_rate: float) -> None:
+    alone = latency_s(crowded_world(7, per_companion, like_rate), num_clients, mode="ar", max_tokens=400)
+    world = crowded_world(7, per_companion, like_rate)
+    assert latency_s(world, num_clients, mode="lr", depth="auto", max_depth=6, max_tokens=400) <= alone * 1.03
+
+
+def test_it_is_as_fast_as_the_depth_that_is_best() -> None:
+    fields = {"mode": "lr", "max_tokens": 200, "num_clients": 1}
+    fixed = [latency_s(crowded_world(7, 0.05, 0.9), max_depth=depth, **fields) for depth in range(1, 7)]
+    assert latency_s(crowded_world(7, 0.05, 0.9), depth="auto", max_depth=6, **fields) <= min(fixed) * 1.05
