@@ -8,6 +8,7 @@ import shlex
 import signal
 import sys
 import threading
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, NoReturn
@@ -22,6 +23,8 @@ from lr_backend.build.repository import BuildReport, build_repository
 from lr_backend.build.spec import DeploymentSpec
 from lr_backend.engine import Role
 from lr_backend.errors import LookaheadError
+from lr_backend.plan.simulation import Scenario
+from lr_backend.plan.table import plan as make_plan
 from lr_backend.triton.backend_dir import find_tritonserver
 from lr_backend.triton.server import ServerError, ServerOptions, TritonServer, useful_lines
 from lr_backend.triton.warmup import QUESTION, WarmupAnswer, warm_up
@@ -60,6 +63,53 @@ def build(
         console.print(f"{'wrote' if report.written else 'would write'} {name}", highlight=False, soft_wrap=True)
     state = "" if report.written else " left as it was"
     console.print(f"[bold]{report.output}[/]{state}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def plan(
+    alpha: Annotated[float, typer.Option(help="Share of drafted steps that are accepted.")],
+    c: Annotated[float, typer.Option(help="Time of a drafted step over that of a target step, each model alone.")],
+    k: Annotated[list[int] | None, typer.Option(help="Depths to predict; by default 1 to 8.")] = None,
+    width: Annotated[list[int] | None, typer.Option(help="Widths to predict; by default 1.")] = None,
+    verdict: Annotated[float, typer.Option(help="Time of a verdict over that of a target step.")] = 0.0,
+    call: Annotated[float, typer.Option(help="Hand-over of an engine call over a target step.")] = 0.0,
+    crowding: Annotated[float, typer.Option(help="Share by which a further sequence lengthens an iteration.")] = 0.0,
+    cores: Annotated[int | None, typer.Option(help="Cores that the three models share; by default each has its own.")] = None,
+    requests: Annotated[int, typer.Option(help="Requests at a time.")] = 1,
+    step_tokens: Annotated[int, typer.Option(help="Mean length of a step.")] = 24,
+    step_spread: Annotated[float, typer.Option(help="Steps vary by this share around it.")] = 0.3,
+    steps: Annotated[int, typer.Option(help="Steps of an answer.")] = 60,
+    json_lines: Annotated[bool, typer.Option("--json", help="Print one JSON line a row instead of a table.")] = False,
+) -> None:
+    """Predict speedups by running the real step loop on a virtual clock, over engines that only take time."""
+    step_s = float(step_tokens)  # in units of a target token
+    try:
+        scenario = Scenario(
+            alpha,
+            draft_token_s=c,
+            verdict_s=verdict * step_s,
+            crowding=crowding,
+            call_s=call * step_s,
+            num_cores=cores,
+            step_tokens=step_tokens,
+            step_spread=step_spread,
+            num_steps=steps,
+        )
+        rows = make_plan(scenario, k or range(1, 9), width or (1,), requests)
+    except ValueError as error:
+        Console(stderr=True).print(f"error: {error}", style="red", highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+    if json_lines:
+        for row in rows:
+            typer.echo(json.dumps({name: round(value, 4) for name, value in asdict(row).items()}))
+        return
+    table = Table(
+        "width", "depth", "speedup (range)", "formula", "target batch", title=f"alpha {alpha}, c {c}, {requests} at a time"
+    )
+    for row in rows:
+        gain = f"{row.speedup:.2f} ({row.low:.2f} to {row.high:.2f})"
+        table.add_row(f"{row.width}", f"{row.max_depth}", gain, f"{row.ceiling:.2f}", f"{row.target_batch:.2f}")
+    Console().print(table)
 
 
 @app.command()

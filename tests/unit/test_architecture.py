@@ -25,7 +25,8 @@ ALLOWED: dict[str, set[str]] = {
     "build": LEAVES,
     "triton": {"loop", "verify", "propose", "torch_engine", *LEAVES},
     "testing": {"contract", "engine", "errors"},
-    "cli": {"build", "triton", *LEAVES},
+    "plan": {"loop", "verify", "testing", *LEAVES},
+    "cli": {"build", "plan", "triton", *LEAVES},
 }
 
 

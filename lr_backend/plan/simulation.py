@@ -1,0 +1,305 @@
+"""The real step loop over engines that only take time: what lookahead would gain, before anything is deployed.
+
+Nothing of the loop is modelled: it runs as it is, on a virtual clock. Modelled are the engines: iterations of in-flight batches
+whose time grows with the batch, on cores that the roles share; and the texts: steps of given lengths, of which a given share is
+accepted. Units are free: only ratios of times matter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+
+from lr_backend.config import Limits, LoopConfig, Timeouts
+from lr_backend.contract import IntArray, decode_stop_words
+from lr_backend.engine import EngineCall, Generation
+from lr_backend.loop.loop import Engines, LookaheadLoop, Models
+from lr_backend.loop.pace import Pace
+from lr_backend.loop.steps import StepRules
+from lr_backend.request import DepthPolicy, LookaheadRequest, Mode, Usage
+from lr_backend.testing import WordTokenizer, run_virtual
+from lr_backend.verify.judge_prompt import ALIGNED, UNALIGNED, JudgePrompt
+
+END, THINK, CLOSE, BREAK, OWN, LIKE, UNLIKE = range(7)
+TOKENIZER = WordTokenizer(["<end>", "<think>", "</think>", "\n\n", "①", "②", "③"])
+"""The target's steps are of ``OWN``; the draft's of ``LIKE`` where they will be accepted and of ``UNLIKE`` where not."""
+JUDGE_TOKENIZER = WordTokenizer([UNALIGNED, ALIGNED, "①", "②", "③"])
+JUDGE_UNLIKE = 4
+PROMPT = (OWN, OWN)
+MAX_DEPTH, MAX_WIDTH = 16, 8
+FOREVER_S = 1e12
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is to be predicted for. Times are in any one unit.
+
+    Attributes:
+        acceptance_rate: alpha, share of drafted steps whose meaning is the target's, in [0, 1].
+        target_token_s, draft_token_s: a decode iteration with one sequence.
+        verdict_s: a verdict of the judge.
+        crowding: how much longer an iteration takes for each further sequence, as a share of its time with one. 0: parallel
+            sequences are free.
+        call_s: hand-over of one engine call.
+        num_cores: roles that compute at the same time at full speed; more share. None: each role has its own device.
+        step_tokens: mean length of a step.
+        step_spread: steps are as long as that, give or take this share, uniformly.
+        num_steps: steps of an answer.
+    """
+
+    acceptance_rate: float
+    target_token_s: float = 1.0
+    draft_token_s: float = 0.1
+    verdict_s: float = 0.0
+    crowding: float = 0.0
+    call_s: float = 0.0
+    num_cores: int | None = None
+    step_tokens: int = 24
+    step_spread: float = 0.0
+    num_steps: int = 60
+
+    def __post_init__(self) -> None:
+        rules = {
+            "acceptance_rate": 0.0 <= self.acceptance_rate <= 1.0,
+            "target_token_s": self.target_token_s > 0.0,
+            "draft_token_s": self.draft_token_s > 0.0,
+            "verdict_s": self.verdict_s >= 0.0,
+            "crowding": self.crowding >= 0.0,
+            "call_s": self.call_s >= 0.0,
+            "num_cores": self.num_cores is None or self.num_cores >= 1,
+            "step_tokens": self.step_tokens >= 2,
+            "step_spread": 0.0 <= self.step_spread < 1.0,
+            "num_steps": self.num_steps >= 1,
+        }
+        if bad := [name for name, valid in rules.items() if not valid]:
+            raise ValueError(", ".join(f"{name}={getattr(self, name)} is out of range" for name in bad))
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How requests are answered, and how many at a time."""
+
+    mode: Mode = Mode.LR
+    max_depth: int = 4
+    width: int = 1
+    depth: DepthPolicy = DepthPolicy.FIXED
+    num_requests: int = 1
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a policy takes.
+
+    Attributes:
+        latency_s: mean over the requests.
+        target_batch: mean number of sequences in a target iteration.
+    """
+
+    latency_s: float
+    usages: tuple[Usage, ...]
+    target_batch: float
+
+    @property
+    def step_acceptance_rate(self) -> float | None:
+        """Over all requests, as :class:`Usage` has it."""
+        rates = [usage.step_acceptance_rate for usage in self.usages if usage.step_acceptance_rate is not None]
+        return fmean(rates) if rates else None
+
+
+class Cores:
+    """What roles compute on: with more of them busy than there are, each slows down alike."""
+
+    def __init__(self, num_cores: int | None) -> None:
+        self._num_cores = num_cores
+        self.num_busy = 0
+
+    def slowdown(self) -> float:
+        return 1.0 if self._num_cores is None else max(1.0, self.num_busy / self._num_cores)
+
+
+@dataclass(eq=False)
+class _Sequence:
+    """What is left of one call, in iterations."""
+
+    num_passes: int
+    done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+Writer = Callable[[IntArray, int], Sequence[int]]
+"""(token ids so far, seed of the call) -> the tokens that come next, at least one; a function of its arguments alone."""
+
+
+class BatchingEngine:
+    """An engine that runs iterations for all calls in flight; calls join and leave between two."""
+
+    def __init__(self, writer: Writer, iteration_s: Callable[[int], float], cores: Cores, call_s: float) -> None:
+        self._writer = writer
+        self._iteration_s = iteration_s
+        self._cores = cores
+        self._call_s = call_s
+        self._batch: list[_Sequence] = []
+        self._runner: asyncio.Task[None] | None = None
+        self.num_iterations = 0
+        self.num_rows = 0
+
+    async def generate(self, call: EngineCall) -> Generation:
+        generation = self._write(call)
+        if self._call_s:
+            await asyncio.sleep(self._call_s)
+        sequence = _Sequence(1 if call.draft_ids is not None else len(generation.token_ids))
+        self._batch.append(sequence)
+        if self._runner is None or self._runner.done():
+            self._runner = asyncio.create_task(self._iterate())
+        try:
+            await sequence.done
+        finally:
+            if sequence in self._batch:
+                self._batch.remove(sequence)
+        return generation
+
+    async def close(self) -> None:
+        """Wait until the last iteration is over."""
+        if self._runner is not None:
+            await self._runner
+
+    def _write(self, call: EngineCall) -> Generation:
+        """All that the call brings: up to a stop word, a draft that is wrong, or its budget."""
+        stops = {word[-1] for word in decode_stop_words(call.stop_words)} if call.stop_words is not None else set()
+        drafts = [] if call.draft_ids is None else call.draft_ids.tolist()
+        written: list[int] = []
+        while True:
+            context = np.concatenate([call.input_ids, np.asarray(written, dtype=np.int32)]) if written else call.input_ids
+            for token in self._writer(context, call.seed):
+                written.append(token)
+                wrong = drafts and (len(written) > len(drafts) or token != drafts[len(written) - 1])
+                if wrong or token in stops or len(written) == call.max_new_tokens:
+                    return Generation(tuple(written), len(drafts), max(0, len(written) - 1) if drafts else 0)
+
+    async def _iterate(self) -> None:
+        self._cores.num_busy += 1
+        while self._batch:
+            running = list(self._batch)
+            self.num_iterations += 1
+            self.num_rows += len(running)
+            await asyncio.sleep(self._iteration_s(len(running)) * self._cores.slowdown())
+            for sequence in running:
+                sequence.num_passes -= 1
+                if sequence.num_passes <= 0 and not sequence.done.done():
+                    sequence.done.set_result(None)
+                    if sequence in self._batch:
+                        self._batch.remove(sequence)
+            await asyncio.sleep(0)  # whoever was answered may join the next iteration
+        self._cores.num_busy -= 1
+
+
+def simulate(scenario: Scenario, policy: Policy, seed: int = 0) -> Prediction:
+    """Answer ``policy.num_requests`` requests at once, each with texts of its own.
+
+    Raises:
+        ValueError: a policy that the loop would refuse.
+    """
+    if not 0 <= policy.max_depth <= MAX_DEPTH or not 1 <= policy.width <= MAX_WIDTH or policy.num_requests < 1:
+        raise ValueError(f"{policy} is out of range")
+    return run_virtual(_answer_all(scenario, policy, seed))
+
+
+def speedup(scenario: Scenario, policy: Policy, seed: int = 0) -> float:
+    """Latency of the target alone over that of ``policy``, with the same texts and as many requests."""
+    alone = Policy(Mode.AR, num_requests=policy.num_requests)
+    return simulate(scenario, alone, seed).latency_s / simulate(scenario, policy, seed).latency_s
+
+
+async def _answer_all(scenario: Scenario, policy: Policy, seed: int) -> Prediction:
+    cores = Cores(scenario.num_cores)
+
+    def engine(writer: Writer, one_s: float) -> BatchingEngine:
+        return BatchingEngine(writer, lambda n: one_s * (1.0 + scenario.crowding * (n - 1)), cores, scenario.call_s)
+
+    story = _Story(scenario, seed)
+    engines = Engines(
+        engine(story.target, scenario.target_token_s),
+        engine(story.draft, scenario.draft_token_s),
+        engine(story.judge, scenario.verdict_s),
+    )
+    longest = int(scenario.step_tokens * (1.0 + scenario.step_spread)) + 2
+    max_tokens = longest * (scenario.num_steps + 2)
+    config = _config(longest, max_tokens)
+    pace = Pace(asyncio.get_running_loop().time)
+    fields = {"text_input": "?", "max_tokens": max_tokens, "stream": False, "temperature": 0.6, "seed": seed}
+    request = LookaheadRequest.parse(
+        {**fields, "mode": policy.mode, "max_depth": policy.max_depth, "width": policy.width, "depth": policy.depth}
+    )
+
+    async def answer(number: int) -> Usage:
+        prompt = np.asarray([*PROMPT, *[OWN] * number, BREAK], dtype=np.int32)  # prompts differ, and so do the texts
+        loop = LookaheadLoop(request, prompt, f"{number}", engines, MODELS, config, lambda committed: None, pace)
+        return (await loop.run()).usage
+
+    usages = await asyncio.gather(*(answer(number) for number in range(policy.num_requests)))
+    for one in (engines.target, engines.draft, engines.judge):
+        await one.close()
+    target = engines.target
+    assert isinstance(target, BatchingEngine)
+    batch = target.num_rows / max(1, target.num_iterations)
+    return Prediction(fmean(usage.latency_s for usage in usages), tuple(usages), batch)
+
+
+class _Story:
+    """Who writes what: functions of the text so far, so that they do not depend on who asks when."""
+
+    def __init__(self, scenario: Scenario, seed: int) -> None:
+        self._scenario = scenario
+        self._seed = seed
+
+    def target(self, context: IntArray, seed: int) -> Sequence[int]:
+        return (END,) if context[-1] == CLOSE else self._step(context, OWN)
+
+    def draft(self, context: IntArray, seed: int) -> Sequence[int]:
+        if context[-1] in (LIKE, UNLIKE):
+            return self._step(context, int(context[-1]))
+        like = _chance(self._seed, "like", seed) < self._scenario.acceptance_rate
+        return self._step(context, LIKE if like else UNLIKE)
+
+    def judge(self, context: IntArray, seed: int) -> Sequence[int]:
+        return (int(JUDGE_UNLIKE not in context),)
+
+    def _step(self, context: IntArray, word: int) -> Sequence[int]:
+        """The rest of the step that ``context`` is in, or the end of the reasoning, on which the draft agrees."""
+        breaks = np.flatnonzero(context == BREAK)
+        if len(breaks) > self._scenario.num_steps:
+            return (CLOSE,)
+        start = int(breaks[-1]) + 1
+        spread, mean = self._scenario.step_spread, self._scenario.step_tokens
+        length = round(mean * (1.0 + spread * (2.0 * _chance(self._seed, "length", start) - 1.0)))
+        opening = [THINK] if len(breaks) == 1 else []
+        step = [*opening, *[word] * (length - 1 - len(opening)), BREAK]
+        return step[len(context) - start :] or (BREAK,)
+
+
+def _chance(*parts: object) -> float:
+    """A number in [0, 1) that depends on the parts alone."""
+    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=7).digest(), "big") / 2**56
+
+
+def _config(longest_step: int, max_tokens: int) -> LoopConfig:
+    limits = Limits(
+        max_prompt_tokens=1 << 16,
+        max_tokens=max_tokens,
+        max_depth=MAX_DEPTH,
+        max_width=MAX_WIDTH,
+        max_step_tokens=max(4, longest_step),
+        max_in_flight_requests=1 << 16,
+    )
+    timeouts = Timeouts(target_s=FOREVER_S, draft_s=FOREVER_S, judge_s=FOREVER_S, request_s=FOREVER_S)
+    return LoopConfig(tokenizer_dir=Path(), judge_tokenizer_dir=Path(), markers=(), limits=limits, timeouts=timeouts)
+
+
+MODELS = Models(
+    StepRules.from_tokenizer(TOKENIZER, [END]), TOKENIZER, JudgePrompt.from_tokenizer(JUDGE_TOKENIZER), JUDGE_TOKENIZER
+)

@@ -1,0 +1,96 @@
+"""The simulation of the loop: against the paper's formulas where they hold, and sensible where they do not."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from lr_backend.cli import app
+from lr_backend.loop.depth import ceiling
+from lr_backend.plan.simulation import Policy, Scenario, simulate, speedup
+from lr_backend.request import DepthPolicy, Mode
+
+LONG = Scenario(0.6, num_steps=500)
+SHORT = replace(LONG, num_steps=60)
+
+
+@pytest.mark.parametrize(("alpha", "c", "k"), [(0.5, 0.1, 4), (0.7, 0.2, 8), (0.63, 0.3, 2), (0.6, 0.1, 1)])
+def test_without_overheads_it_gains_what_the_formulas_say(alpha: float, c: float, k: int) -> None:
+    scenario = replace(LONG, acceptance_rate=alpha, draft_token_s=c)
+    met = simulate(scenario, Policy(max_depth=k)).step_acceptance_rate
+    assert met == pytest.approx(alpha, abs=0.07)
+    assert speedup(scenario, Policy(max_depth=k)) == pytest.approx(ceiling(met, c, k), rel=0.08)
+
+
+def test_the_target_alone_takes_a_tokens_time_a_token() -> None:
+    alone = simulate(SHORT, Policy(Mode.AR))
+    assert alone.latency_s == pytest.approx(alone.usages[0].completion_tokens * SHORT.target_token_s)
+    assert alone.target_batch == 1.0
+
+
+@pytest.mark.parametrize(
+    "change", [{"verdict_s": 10.0}, {"crowding": 0.3}, {"call_s": 2.0}, {"num_cores": 1}, {"draft_token_s": 0.5}]
+)
+def test_every_overhead_costs(change: dict[str, float]) -> None:
+    policy = Policy(max_depth=4)
+    assert speedup(replace(SHORT, **change), policy) < speedup(SHORT, policy)
+
+
+def test_branches_share_the_targets_iterations() -> None:
+    assert simulate(SHORT, Policy(max_depth=4)).target_batch > 1.3
+
+
+def test_drafts_that_are_never_accepted_gain_nothing() -> None:
+    """A little less: after a correction the next step joins the batch when the iteration of what it replaces is over."""
+    gain = speedup(replace(SHORT, acceptance_rate=0.0), Policy(max_depth=4))
+    assert 1.0 - 1.0 / SHORT.step_tokens < gain <= 1.0
+
+
+def test_width_finds_more_acceptable_steps() -> None:
+    scenario = replace(SHORT, acceptance_rate=0.4)
+    assert speedup(scenario, Policy(width=3)) > speedup(scenario, Policy(width=1))
+
+
+def test_many_requests_leave_a_crowded_target_nothing_to_gain_and_depth_auto_sees_it() -> None:
+    scenario = replace(SHORT, crowding=1.0, num_steps=100)
+    fixed = speedup(scenario, Policy(max_depth=4, num_requests=4))
+    chosen = speedup(scenario, Policy(max_depth=4, depth=DepthPolicy.AUTO, num_requests=4))
+    assert fixed < 0.9
+    assert chosen > 0.95
+
+
+def test_the_same_seed_predicts_the_same() -> None:
+    varied = replace(SHORT, step_spread=0.5)
+    assert simulate(varied, Policy(), 3) == simulate(varied, Policy(), 3) != simulate(varied, Policy(), 4)
+
+
+@pytest.mark.parametrize(
+    "change", [{"acceptance_rate": 1.1}, {"draft_token_s": 0.0}, {"crowding": -1.0}, {"num_cores": 0}, {"step_tokens": 1}]
+)
+def test_scenarios_that_mean_nothing_are_refused_by_name(change: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(change))):
+        replace(SHORT, **change)
+
+
+@pytest.mark.parametrize("policy", [Policy(max_depth=17), Policy(width=0), Policy(num_requests=0)])
+def test_policies_that_mean_nothing_are_refused(policy: Policy) -> None:
+    with pytest.raises(ValueError, match="out of range"):
+        simulate(SHORT, policy)
+
+
+def test_the_command_prints_a_row_a_depth() -> None:
+    arguments = ("--alpha", "0.6", "--c", "0.2", "--k", "1", "--k", "3", "--verdict", "0.1", "--steps", "30", "--json")
+    result = CliRunner().invoke(app, ["plan", *arguments])
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in result.output.splitlines()]
+    assert [row["max_depth"] for row in rows] == [1, 3]
+    assert rows[0]["speedup"] < rows[1]["speedup"] < rows[1]["ceiling"] * 1.1
+
+
+def test_the_command_names_what_is_out_of_range() -> None:
+    result = CliRunner().invoke(app, ["plan", "--alpha", "1.5", "--c", "0.1"])
+    assert result.exit_code == 2
+    assert "acceptance_rate=1.5" in result.output
