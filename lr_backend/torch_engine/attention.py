@@ -112,7 +112,7 @@ class DecodeGroup:
         heads = query[places].view(run.count, self._store.num_kv_heads, -1, self._store.head_dim)
         keys, values = self._window.view(layer, places, slice(run.shared, longest))
         if not run.shared:
-            return F.scaled_dot_product_attention(heads, keys, values, attn_mask=mask).view(run.count, -1)
+            return F.scaled_dot_product_attention(heads, keys, values, attn_mask=mask).reshape(run.count, -1)
         own, own_mass = _attend_with_mass(heads, keys, values, mask)
         keys, values = self._window.view(layer, slice(run.first, run.first + 1), slice(0, run.shared))
         shape = heads.shape
