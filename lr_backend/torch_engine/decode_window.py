@@ -92,13 +92,15 @@ class DecodeWindow:
         batch = max(self._batch, 1 << (len(rows) - 1).bit_length())
         length = self._length if longest <= self._length else _round_up(longest, LENGTH_STEP) + LENGTH_STEP
         length = _round_up(length, self._store.tokens_per_block)
-        if batch * length > self._max_tokens:
-            batch, length = len(rows), _round_up(longest, self._store.tokens_per_block)
-        if batch * length > self._max_tokens:
-            return False
         store = self._store
+        if batch * length > self._max_tokens:
+            batch = len(rows)
+            length = min(length, self._max_tokens // batch // store.tokens_per_block * store.tokens_per_block)
+        if longest > length:
+            return False
         num_layers, heads, head_dim = store.rows.shape[0], store.num_kv_heads, store.head_dim
         self._batch, self._length, self._held = batch, length, []
+        self._rows, self._flat = store.rows.new_empty(0), []  # before the new memory is taken
         self._rows = store.rows.new_zeros(num_layers, 2, batch, heads, length, head_dim)
         self._flat = list(self._rows.view(num_layers, -1, head_dim).unbind(0))
         keys = torch.arange(heads, device=store.device) * length
