@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint bench-engine check-models clean
+.PHONY: help venv demo test lint test-gpu bench-engine bench-gpu check-models clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -23,6 +23,9 @@ demo: venv ## a question streamed live, then four modes side by side, through a 
 test: venv ## all tests; starts its own servers on free ports
 	$(BIN)/python -m pytest
 
+test-gpu: venv ## what needs a CUDA device, the conformance suite among it
+	$(BIN)/python -m pytest -m gpu
+
 lint: venv ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -30,6 +33,9 @@ lint: venv ## ruff and mypy
 
 bench-engine: venv ## what an iteration of the embedded engine costs, beside transformers
 	$(BIN)/python -m bench.engine
+
+bench-gpu: venv ## decoding on a CUDA device, beside what its memory allows
+	$(BIN)/python -m bench.gpu
 
 check-models: venv ## the demo models against their figures (500 problems, 2,000 pairs)
 	$(BIN)/python -m demo.check

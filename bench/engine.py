@@ -29,6 +29,7 @@ from lr_backend.torch_engine.checkpoint import read_spec
 from lr_backend.torch_engine.config import EngineConfig
 from lr_backend.torch_engine.engine import TorchEngine
 from lr_backend.torch_engine.inprocess import run_all
+from lr_backend.torch_engine.model import DecoderModel
 from lr_backend.torch_engine.request import EngineRequest
 
 CHECKPOINT = Path("demo/checkpoints/target")
@@ -142,8 +143,8 @@ def config_of(checkpoint: Path, **settings: Any) -> EngineConfig:
 
 
 @contextmanager
-def torch_engine(config: EngineConfig) -> Iterator[TorchEngine]:
-    engine = TorchEngine(config)
+def torch_engine(config: EngineConfig, model: DecoderModel | None = None) -> Iterator[TorchEngine]:
+    engine = TorchEngine(config, model)
     try:
         yield engine
     finally:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lr_backend.torch_engine.decode_window import DecodeRow, DecodeWindow
 from lr_backend.torch_engine.kv_store import KvStore
+from lr_backend.torch_engine.transfer import to_device
 
 MIN_SHARED_TOKENS = 64
 """A shared prefix shorter than this costs more to attend over apart than it saves."""
@@ -99,8 +100,9 @@ class DecodeGroup:
         if all(row.length + 1 == longest for row in rows):
             return longest, None
         device = self._store.device
-        lengths = torch.tensor([[row.length] for row in rows], device=device)
-        return longest, _additive(torch.arange(start, longest, device=device) > lengths, self._store.rows.dtype)[:, None, None]
+        lengths = to_device([[row.length] for row in rows], device)
+        blocked = torch.arange(start, longest, device=device) > lengths
+        return longest, additive_mask(blocked, self._store.rows.dtype)[:, None, None]
 
     def attend(self, layer: int, query: Tensor, key_value: Tensor) -> Tensor:
         self._window.append(layer, self._positions, key_value)
@@ -112,7 +114,7 @@ class DecodeGroup:
         heads = query[places].view(run.count, self._store.num_kv_heads, -1, self._store.head_dim)
         keys, values = self._window.view(layer, places, slice(run.shared, longest))
         if not run.shared:
-            return F.scaled_dot_product_attention(heads, keys, values, attn_mask=mask).view(run.count, -1)
+            return F.scaled_dot_product_attention(heads, keys, values, attn_mask=mask).reshape(run.count, -1)
         own, own_mass = _attend_with_mass(heads, keys, values, mask)
         keys, values = self._window.view(layer, slice(run.first, run.first + 1), slice(0, run.shared))
         shape = heads.shape
@@ -146,7 +148,7 @@ class ShortGroup:
         for span in spans:
             used = list(span.blocks[: -(-span.end // size)])
             padded += used + [store.padding_block] * (num_blocks - len(used))
-        self._blocks = torch.tensor(padded, device=store.device)
+        self._blocks = to_device(padded, store.device)
         self._pad, self._unpad = self._padding(spans)
         self._row_mask = self._causal(spans, num_blocks * size)
         self._masks: dict[int, Tensor] = {}
@@ -163,15 +165,15 @@ class ShortGroup:
             unpad += range(place * self._longest, place * self._longest + span.count)
             first += span.count
         device = self._store.device
-        return torch.tensor(pad, device=device), torch.tensor(unpad, device=device)
+        return to_device(pad, device), to_device(unpad, device)
 
     def _causal(self, spans: Items[Span], length: int) -> Tensor:
         """Additive mask [batch, 1, 1, rows, length]."""
         device = self._store.device
-        starts = torch.tensor([span.start for span in spans], device=device)
+        starts = to_device([span.start for span in spans], device)
         last = starts[:, None] + torch.arange(self._longest, device=device)
         blocked = torch.arange(length, device=device) > last[:, :, None]
-        return _additive(blocked, self._store.rows.dtype)[:, None, None]
+        return additive_mask(blocked, self._store.rows.dtype)[:, None, None]
 
     def attend(self, layer: int, query: Tensor, key_value: Tensor) -> Tensor:
         if self._pad is not None:
@@ -196,11 +198,11 @@ class LongGroup:
         self._span = span
         self.num_rows = span.count
         used = span.blocks[: -(-span.end // store.tokens_per_block)]
-        self._blocks = torch.tensor(list(used), device=store.device)
+        self._blocks = to_device(list(used), store.device)
         self._mask: Tensor | None = None
         if span.start:
             last = torch.arange(span.start, span.end, device=store.device)
-            self._mask = _additive(torch.arange(span.end, device=store.device) > last[:, None], store.rows.dtype)
+            self._mask = additive_mask(torch.arange(span.end, device=store.device) > last[:, None], store.rows.dtype)
 
     def attend(self, layer: int, query: Tensor, key_value: Tensor) -> Tensor:
         keys, values = self._store.gather(layer, self._blocks, 1)
@@ -232,5 +234,6 @@ class IterationAttention:
         return torch.cat(outputs)
 
 
-def _additive(blocked: Tensor, dtype: torch.dtype) -> Tensor:
+def additive_mask(blocked: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zeros, and minus infinity where ``blocked``."""
     return torch.zeros(blocked.shape, dtype=dtype, device=blocked.device).masked_fill_(blocked, float("-inf"))

@@ -35,6 +35,8 @@ class EngineConfig:
         max_seq_len: prompt and output of one request together.
         max_draft_len: most draft tokens of one verification; 0 refuses drafts, as upstream without the mode.
         enable_kv_cache_reuse: keep and share the blocks of computed prefixes.
+        use_cuda_graphs: replay iterations that only decode as CUDA graphs; on a CPU it means nothing. Their memory is not counted
+            in ``kv_cache_free_mem_fraction``: leave them some.
         exclude_input_in_output: what holds for requests that do not say.
         reproduce_upstream_draft_bias: sampling with token-only drafts follows upstream's biased rule. For tests.
     """
@@ -53,6 +55,7 @@ class EngineConfig:
     max_seq_len: int = 2048
     max_draft_len: int = 16
     enable_kv_cache_reuse: bool = True
+    use_cuda_graphs: bool = True
     exclude_input_in_output: bool = False
     reproduce_upstream_draft_bias: bool = False
 
@@ -86,7 +89,7 @@ class EngineConfig:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that sequences may hold; the pool has one more, a block of zeros that only pads gathers."""
+        """Blocks that sequences may hold; the pool has two more, which it needs itself."""
         return self.max_tokens_in_paged_kv_cache // self.tokens_per_block
 
     @classmethod

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lr_backend.torch_engine.kv_store import KvStore
+from lr_backend.torch_engine.transfer import to_device
 
 LENGTH_STEP = 256
 """Rows of a window are long enough for this many tokens more than the longest sequence, so that growing is rare."""
@@ -32,11 +33,15 @@ class DecodeWindow:
     """A [layers, keys and values, batch, kv_heads, length, head_dim] window over the pool; the engine's thread owns it."""
 
     def __init__(self, store: KvStore, max_tokens: int) -> None:
-        """``max_tokens``: most batch * length; a batch over it is not held (:meth:`arrange` says so)."""
+        """``max_tokens``: most batch * length; a batch over it is not held (:meth:`arrange` says so).
+
+        ``generation`` counts how often the window got new memory; views and positions are of one generation.
+        """
         self._store = store
         self._max_tokens = max_tokens
-        self._batch = 0
-        self._length = 0
+        self.batch = 0
+        self.length = 0
+        self.generation = 0
         self._held: list[tuple[int, int] | None] = []
         self._rows = store.rows.new_empty(0)
         self._flat: list[Tensor] = []
@@ -44,7 +49,7 @@ class DecodeWindow:
 
     def forget(self) -> None:
         """Drop all content and its memory: after a failed iteration nothing in here is known to be right."""
-        self._batch, self._length, self._held = 0, 0, []
+        self.batch, self.length, self._held = 0, 0, []
 
     def arrange(self, rows: Items[DecodeRow]) -> list[int] | None:
         """Bring exactly these sequences into the window; returns the indices of ``rows`` in window order.
@@ -69,8 +74,13 @@ class DecodeWindow:
     def positions(self, rows: Items[DecodeRow]) -> Tensor:
         """Where each arranged row's new keys and values go, head by head: int64 [rows * 2 * kv_heads]."""
         heads = self._store.num_kv_heads
-        starts = [place * heads * self._length + row.length for place, row in enumerate(rows)]
-        return (torch.tensor(starts, device=self._store.device)[:, None] + self._heads).flatten()
+        starts = [place * heads * self.length + row.length for place, row in enumerate(rows)]
+        return (to_device(starts, self._store.device)[:, None] + self._heads).flatten()
+
+    def positions_at(self, lengths: Tensor) -> Tensor:
+        """The same for the first rows, from the tokens that each holds: int64 [rows]."""
+        starts = torch.arange(len(lengths), device=lengths.device) * (self._store.num_kv_heads * self.length) + lengths
+        return (starts[:, None] + self._heads).flatten()
 
     def append(self, layer: int, positions: Tensor, key_value: Tensor) -> None:
         self._flat[layer].index_copy_(0, positions, key_value.reshape(len(positions), -1))
@@ -79,26 +89,29 @@ class DecodeWindow:
         """Keys and values [places, kv_heads, tokens, head_dim], without a copy (and each in one call, which counts here)."""
         store, rows = self._store, self._flat[layer]
         size = (places.stop - places.start, store.num_kv_heads, tokens.stop - tokens.start, store.head_dim)
-        head = self._length * store.head_dim
+        head = self.length * store.head_dim
         stride = (store.num_kv_heads * head, head, store.head_dim, 1)
         first = rows.storage_offset() + places.start * stride[0] + tokens.start * store.head_dim
-        return rows.as_strided(size, stride, first), rows.as_strided(size, stride, first + self._batch * stride[0])
+        return rows.as_strided(size, stride, first), rows.as_strided(size, stride, first + self.batch * stride[0])
 
     def _fit(self, rows: Items[DecodeRow]) -> bool:
         """Grow for these rows if need be; False when that would pass the limit."""
         longest = max(row.length for row in rows) + 1
-        if len(rows) <= self._batch and longest <= self._length:
+        if len(rows) <= self.batch and longest <= self.length:
             return True
-        batch = max(self._batch, 1 << (len(rows) - 1).bit_length())
-        length = self._length if longest <= self._length else _round_up(longest, LENGTH_STEP) + LENGTH_STEP
+        batch = max(self.batch, 1 << (len(rows) - 1).bit_length())
+        length = self.length if longest <= self.length else _round_up(longest, LENGTH_STEP) + LENGTH_STEP
         length = _round_up(length, self._store.tokens_per_block)
-        if batch * length > self._max_tokens:
-            batch, length = len(rows), _round_up(longest, self._store.tokens_per_block)
-        if batch * length > self._max_tokens:
-            return False
         store = self._store
+        if batch * length > self._max_tokens:
+            batch = len(rows)
+            length = min(length, self._max_tokens // batch // store.tokens_per_block * store.tokens_per_block)
+        if longest > length:
+            return False
         num_layers, heads, head_dim = store.rows.shape[0], store.num_kv_heads, store.head_dim
-        self._batch, self._length, self._held = batch, length, []
+        self.batch, self.length, self._held = batch, length, []
+        self.generation += 1
+        self._rows, self._flat = store.rows.new_empty(0), []  # before the new memory is taken
         self._rows = store.rows.new_zeros(num_layers, 2, batch, heads, length, head_dim)
         self._flat = list(self._rows.view(num_layers, -1, head_dim).unbind(0))
         keys = torch.arange(heads, device=store.device) * length
@@ -107,7 +120,7 @@ class DecodeWindow:
 
     def _load(self, place: int, row: DecodeRow) -> None:
         size = self._store.tokens_per_block
-        blocks = torch.tensor(row.blocks[: -(-row.length // size)], dtype=torch.int64, device=self._store.device)
+        blocks = to_device(row.blocks[: -(-row.length // size)], self._store.device, torch.int64)
         if len(blocks):
             keys, values = self._store.split_heads(self._store.gather_all_layers(blocks))
             self._rows[:, 0, place, :, : len(blocks) * size] = keys

@@ -19,6 +19,7 @@ import torch
 
 from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, LookaheadError, Overloaded
 from lr_backend.torch_engine.config import EngineConfig
+from lr_backend.torch_engine.decode_graphs import CudaGraphRecorder, GraphSettings
 from lr_backend.torch_engine.kv_cache import KvCache
 from lr_backend.torch_engine.limits import cut_at_end, plan_run
 from lr_backend.torch_engine.memory import free_bytes, with_kv_budget
@@ -39,8 +40,10 @@ _logger = logging.getLogger(__name__)
 class TorchEngine:
     """Serves one model. All public methods may be called from any thread."""
 
-    def __init__(self, config: EngineConfig, model: DecoderModel | None = None) -> None:
+    def __init__(self, config: EngineConfig, model: DecoderModel | None = None, graphs: GraphSettings | None = None) -> None:
         """Load the checkpoint (unless a model is given) and start the engine's thread.
+
+        ``graphs``: how decode iterations are recorded; None: as CUDA graphs where ``config`` has them.
 
         Raises:
             CheckpointError: the checkpoint cannot be served.
@@ -56,7 +59,9 @@ class TorchEngine:
             num_threads=config.num_threads,
         )
         self.config = config = with_kv_budget(config, self.model.spec, free_bytes(config.device))
-        self._runner = Runner(self.model, num_blocks=config.num_blocks, tokens_per_block=config.tokens_per_block)
+        if graphs is None and config.device == "cuda" and config.use_cuda_graphs:
+            graphs = GraphSettings(CudaGraphRecorder)
+        self._runner = Runner(self.model, num_blocks=config.num_blocks, tokens_per_block=config.tokens_per_block, graphs=graphs)
         self._scheduler = self._new_scheduler()
         self._counters = Counters()
         self._wake = threading.Condition()

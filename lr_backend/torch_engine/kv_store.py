@@ -1,7 +1,8 @@
 """The memory behind the KV cache: one tensor [layers, blocks * tokens_per_block, 2 * kv_heads * head_dim].
 
 A row holds the keys of all heads, then the values. Writing new tokens is one index copy a layer, gathering a sequence is one
-index select of whole blocks. The last block is never handed out: all zeros, it pads gathers.
+index select of whole blocks. Two blocks are never handed out: the padding block, all zeros, pads gathers; the scratch block takes
+what must be written somewhere and is never read.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ class KvStore:
         self.head_dim = head_dim
         self.width = 2 * num_kv_heads * head_dim
         self.padding_block = num_blocks
-        shape = (num_layers, (num_blocks + 1) * tokens_per_block, self.width)
+        self.scratch_block = num_blocks + 1
+        shape = (num_layers, (num_blocks + 2) * tokens_per_block, self.width)
         self.rows = torch.zeros(shape, dtype=dtype, device=device)
         self.device = device
         self._layer_rows = list(self.rows.unbind(0))
-        self._blocks = self.rows.view(num_layers, num_blocks + 1, tokens_per_block * self.width)
+        self._blocks = self.rows.view(num_layers, num_blocks + 2, tokens_per_block * self.width)
         self._layer_blocks = list(self._blocks.unbind(0))
 
     def write(self, layer: int, slots: Tensor, key_value: Tensor) -> None:

@@ -89,7 +89,7 @@ class DecoderModel:
         kind = weight_dtype
         if kind == "auto":
             packable = (device, dtype) == ("cpu", torch.float32)
-            kind = fastest_kind(_shapes(spec), spec.num_layers, num_threads) if packable else "same"
+            kind = fastest_kind(layer_shapes(spec), spec.num_layers, num_threads) if packable else "same"
         loader = _Loader(spec, TensorFiles(checkpoint_dir), dtype, device, kind)
         layers = [loader.layer(index) for index in range(spec.num_layers)]
         embedding, norm, head = loader.ends()
@@ -138,8 +138,8 @@ class DecoderModel:
             stored.copy_(heads)
 
 
-def _shapes(spec: ModelSpec) -> list[tuple[int, int]]:
-    """(out, in) of the products of one layer."""
+def layer_shapes(spec: ModelSpec) -> list[tuple[int, int]]:
+    """(out, in) of the products of one layer, in the order of :class:`Layer`."""
     hidden, inner, width = spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim
     return [(width + 2 * spec.num_kv_heads * spec.head_dim, hidden), (hidden, width), (2 * inner, hidden), (hidden, inner)]
 

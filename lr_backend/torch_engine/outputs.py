@@ -13,6 +13,7 @@ from torch import Tensor
 from lr_backend.torch_engine.runner import Output
 from lr_backend.torch_engine.sampler import Purpose, chosen_log_probs, draw_tokens, target_probs, uniform
 from lr_backend.torch_engine.sequence import Sequence
+from lr_backend.torch_engine.transfer import to_device, to_host
 from lr_backend.torch_engine.verification import (
     Verdict,
     impossible_to_zero,
@@ -61,7 +62,7 @@ def _rows(logits: Tensor, firsts: list[int], count: int) -> Tensor:
     """[N, count, V] of the rows that begin at ``firsts``; no copy when that is all of them in order."""
     if firsts == list(range(0, len(logits), count)):
         return logits.view(len(firsts), count, -1)
-    index = torch.tensor(firsts, device=logits.device)[:, None] + torch.arange(count, device=logits.device)
+    index = to_device(firsts, logits.device)[:, None] + torch.arange(count, device=logits.device)
     return logits[index]
 
 
@@ -72,14 +73,14 @@ def _decide(rows: Tensor, sequences: Items[Sequence], biased: bool) -> list[tupl
         plain = rows[:, 0]
         tokens = plain.argmax(dim=-1) if greedy else _sampled(plain, sequences)
         return [(0, token) for token in tokens.tolist()]
-    drafts = torch.tensor([sequence.drafts for sequence in sequences], device=rows.device)
+    drafts = to_device([sequence.drafts for sequence in sequences], rows.device)
     verdict = verify_greedy(rows.argmax(dim=-1), drafts) if greedy else _verified(rows, drafts, sequences, biased)
-    return list(zip(verdict.num_accepted.tolist(), verdict.next_token.tolist(), strict=True))
+    return list(zip(*to_host(verdict.num_accepted, verdict.next_token), strict=True))
 
 
 def _sampled(rows: Tensor, sequences: Items[Sequence]) -> Tensor:
     draws = [uniform(one.request.seed, one.num_generated, Purpose.DRAW) for one in sequences]
-    points = torch.tensor(draws, dtype=torch.float64, device=rows.device)
+    points = to_device(draws, rows.device, torch.float64)
     return draw_tokens(rows, [sequence.request.sampling for sequence in sequences], points)
 
 
@@ -110,7 +111,7 @@ def _draft_probs(sequences: Items[Sequence], device: torch.device) -> Tensor:
 def _uniforms(sequences: Items[Sequence], count: int, purpose: Purpose, device: torch.device) -> Tensor:
     """float64 [N, count], of the next ``count`` token offsets of each call."""
     values = [[uniform(one.request.seed, one.num_generated + step, purpose) for step in range(count)] for one in sequences]
-    return torch.tensor(values, dtype=torch.float64, device=device)
+    return to_device(values, device, torch.float64)
 
 
 def _forbid_early_ends(logits: Tensor, outputs: Iterable[Output]) -> None:
@@ -129,5 +130,5 @@ def _new_tokens(logits: Tensor, output: Output, num_accepted: int, next_token: i
     log_probs: list[float] = []
     if sequence.request.return_log_probs:
         rows = logits[output.first : output.first + len(token_ids)]
-        log_probs = chosen_log_probs(rows, torch.tensor(token_ids, device=logits.device)).tolist()
+        log_probs = chosen_log_probs(rows, to_device(token_ids, logits.device)).tolist()
     return NewTokens(sequence, token_ids, num_accepted, log_probs)

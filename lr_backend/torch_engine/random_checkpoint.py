@@ -1,4 +1,4 @@
-"""Random checkpoints of any supported shape, for benchmarks and tests: real files, no training."""
+"""Random checkpoints and models of any supported shape, for benchmarks and tests: no training."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 from lr_backend.torch_engine.checkpoint import ModelSpec, read_spec
+from lr_backend.torch_engine.model import DecoderModel, Layer, layer_shapes
+from lr_backend.torch_engine.product import DenseProduct
+from lr_backend.torch_engine.rope import rope_table
 
 MODEL_TYPES = {"Qwen3ForCausalLM": "qwen3", "Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}
 """What transformers calls the architectures."""
@@ -62,6 +65,27 @@ def write_random_checkpoint(
     tensors = {name: _random(shape, gain, generator) for name, shape in tensor_shapes(read_spec(folder)).items()}
     save_file(tensors, str(folder / "model.safetensors"))
     return folder
+
+
+def random_model(spec: ModelSpec, *, dtype: torch.dtype, device: str, max_seq_len: int, seed: int = 0) -> DecoderModel:
+    """A model made where it computes, without files: what it costs is that of a checkpoint of ``spec``, its biases left out."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        weight = torch.empty(rows, columns, dtype=dtype, device=device)
+        return weight.normal_(0.0, 1.0 / math.sqrt(rows), generator=generator)
+
+    heads = spec.num_heads + spec.num_kv_heads
+    norm = torch.full((heads, spec.head_dim), math.sqrt(spec.head_dim), device=device) if spec.qk_norm else None
+    layers = []
+    for _ in range(spec.num_layers):
+        qkv, output, gate_up, down = (DenseProduct(matrix(columns, rows)) for rows, columns in layer_shapes(spec))
+        layers.append(Layer(qkv=qkv, qk_norm=norm, output=output, gate_up=gate_up, down=down))
+    embedding = matrix(spec.vocab_size, spec.hidden_size)
+    head = DenseProduct(embedding.t() if spec.tie_word_embeddings else matrix(spec.hidden_size, spec.vocab_size))
+    ones = torch.ones(spec.hidden_size, dtype=dtype, device=device)
+    rotations = rope_table(spec.rope, spec.head_dim, max_seq_len + 1).to(device)
+    return DecoderModel(spec, layers, embedding, ones, head, rotations)
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:

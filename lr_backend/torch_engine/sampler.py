@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lr_backend.engine import Sampling
+from lr_backend.torch_engine.transfer import to_device
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -72,7 +73,7 @@ def _candidates(logits: Tensor, samplings: Items[Sampling]) -> tuple[Tensor, Ten
 
     Without top-k and top-p in any row it is the whole vocabulary in its own order, and None.
     """
-    scaled = logits / torch.tensor([[sampling.temperature] for sampling in samplings], device=logits.device)
+    scaled = logits / to_device([[sampling.temperature] for sampling in samplings], logits.device)
     if all(sampling.top_k == 0 and sampling.top_p >= 1.0 for sampling in samplings):
         return torch.softmax(scaled, dim=-1), None
     vocab_size = scaled.shape[-1]
@@ -80,14 +81,14 @@ def _candidates(logits: Tensor, samplings: Items[Sampling]) -> tuple[Tensor, Ten
     candidates, tokens = scaled.topk(max(tops), dim=-1)
     if min(tops) < max(tops):
         rank = torch.arange(max(tops), device=scaled.device)
-        candidates.masked_fill_(rank >= torch.tensor(tops, device=scaled.device)[:, None], float("-inf"))
+        candidates.masked_fill_(rank >= to_device(tops, scaled.device)[:, None], float("-inf"))
     return torch.softmax(candidates, dim=-1), tokens
 
 
 def _last_kept(cumulative: Tensor, samplings: Items[Sampling]) -> Tensor:
     """Place [R, 1] of the candidate with which each row reaches its top-p; the last one where that is off."""
     top_p = [[sampling.top_p if sampling.top_p < 1.0 else 2.0] for sampling in samplings]
-    reached = torch.searchsorted(cumulative, torch.tensor(top_p, dtype=torch.float64, device=cumulative.device))
+    reached = torch.searchsorted(cumulative, to_device(top_p, cumulative.device, torch.float64))
     return reached.clamp_(max=cumulative.shape[1] - 1)
 
 

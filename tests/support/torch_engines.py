@@ -45,7 +45,8 @@ def tiny_engine(checkpoint: Path, **changes: Any) -> TorchEngine:
         "max_seq_len": 256,
         "max_draft_len": 8,
     }
-    return TorchEngine(EngineConfig(checkpoint, **settings | changes))
+    graphs = changes.pop("graphs", None)
+    return TorchEngine(EngineConfig(checkpoint, **settings | changes), graphs=graphs)
 
 
 MakeEngine = Callable[..., TorchEngine]

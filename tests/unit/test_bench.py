@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
 import bench.engine
+import bench.gpu
 import bench.layout
 import bench.overhead
 import bench.profile
@@ -42,6 +44,33 @@ def test_the_engine_benchmark_ends_with_its_figures(checkpoint: Path) -> None:
     assert {"decode_vs_transformers", "batch8_scaling", "verify8_cost", "prefix_reused_share", "device"} <= figures.keys()
     assert figures["prefix_reused_share"] >= 0.95
     assert all(figures[name] > 0 for name in figures["ranges"])
+
+
+def test_the_gpu_benchmark_ends_with_its_figures() -> None:
+    output = run(bench.gpu.main, "--shape", "tiny", "--device", "cpu", "--prefix", "20", "--rounds", "1", "--batch", "4")
+
+    figures = json.loads(output.strip().splitlines()[-1])
+    assert figures["tokens_per_s"].keys() == {"eager"}  # there are no graphs on a CPU
+    assert set(figures["tokens_per_s"]["eager"]) == {"1", "4"}
+    assert all(value > 0 for values in figures["tokens_per_s"]["eager"].values() for value in values)
+    assert figures["roof_tokens_per_s"] > 0 and figures["device"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_the_gpu_benchmark_says_that_there_is_none() -> None:
+    app = typer.Typer()
+    app.command()(bench.gpu.main)
+    result = CliRunner().invoke(app, [])
+    assert result.exit_code == 2
+    assert len(result.output.splitlines()) == 1
+    assert "needs a CUDA device" in result.output
+
+
+def test_a_token_reads_all_weights_but_the_embedding() -> None:
+    spec = bench.gpu.SHAPES["qwen3-8b"]
+    weights = bench.gpu.bytes_read_a_token(spec, torch.bfloat16, 0)
+    assert weights / 2 == pytest.approx(8.19e9 - 151936 * 4096, rel=1e-3)
+    assert bench.gpu.bytes_read_a_token(spec, torch.bfloat16, 10) == weights + 10 * 36 * 2 * 8 * 128 * 2
 
 
 def test_the_profile_adds_up_the_parts_of_an_iteration(checkpoint: Path) -> None:

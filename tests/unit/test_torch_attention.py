@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +14,7 @@ from hypothesis import strategies as st
 from lr_backend.torch_engine.attention import MIN_SHARED_TOKENS, DecodeGroup, Run, runs_of
 from lr_backend.torch_engine.decode_window import DecodeRow, DecodeWindow
 from lr_backend.torch_engine.kv_store import KvStore
+from tests.support.torch_engines import ask, prompt, request, tiny_checkpoint, tiny_engine
 
 SIZE = 8
 BRANCHES = (
@@ -92,3 +96,18 @@ def test_decodes_equal_attention_over_each_whole_sequence(rows: tuple[DecodeRow,
             keys, values = (part.repeat_interleave(num_heads // num_kv_heads, 0) for part in store.split_heads(whole))
             expected = F.scaled_dot_product_attention(one.view(num_heads, 1, head_dim), keys, values)
             torch.testing.assert_close(answer, expected.flatten(), rtol=1e-5, atol=1e-5)
+
+
+def test_kernels_may_lay_out_what_they_return_as_they_like(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flash and memory-efficient kernels return heads interleaved, which a CPU's do not."""
+    engine = tiny_engine(tiny_checkpoint(tmp_path), enable_kv_cache_reuse=False)
+    wanted = [request(prompt(length, length), 12) for length in (2, 9, 50)]
+    expected = [answer.token_ids for answer in ask(engine, *wanted)]
+    kernel = F.scaled_dot_product_attention
+
+    def interleaved(*positional: Any, **named: Any) -> torch.Tensor:
+        return kernel(*positional, **named).transpose(1, 2).contiguous().transpose(1, 2)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", interleaved)
+    assert [answer.token_ids for answer in ask(engine, *wanted)] == expected
+    engine.close()

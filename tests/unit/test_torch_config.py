@@ -19,6 +19,7 @@ def test_parameters_are_read_under_upstreams_names() -> None:
             "max_tokens_in_paged_kv_cache": "4096",
             "kv_cache_free_gpu_mem_fraction": "0.9",
             "enable_kv_cache_reuse": "FALSE",
+            "use_cuda_graphs": "false",
             "exclude_input_in_output": "true",
             "max_beam_width": "1",
             "batch_scheduler_policy": "max_utilization",
@@ -38,6 +39,7 @@ def test_parameters_are_read_under_upstreams_names() -> None:
         max_batch_size=4,
         max_queue_size=7,
         enable_kv_cache_reuse=False,
+        use_cuda_graphs=False,
         exclude_input_in_output=True,
     )
     assert config == expected
@@ -57,6 +59,7 @@ def test_parameters_are_read_under_upstreams_names() -> None:
         ("max_batch_size", "0"),
         ("max_batch_size", "${triton_max_batch_size}"),
         ("enable_kv_cache_reuse", "yes"),
+        ("use_cuda_graphs", "yes"),
         ("dtype", "float16"),
         ("device", "tpu"),
         ("num_threads", "0"),
