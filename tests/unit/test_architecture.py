@@ -20,12 +20,13 @@ ALLOWED: dict[str, set[str]] = {
     "config": {"errors"},
     "verify": {"engine", "errors", "step", "contract"},
     "propose": {"contract", "request"},
-    "loop": {"verify", "propose", *LEAVES},
+    "trace": {"engine", "errors", "request"},
+    "loop": {"verify", "propose", "trace", *LEAVES},
     "torch_engine": LEAVES,
     "build": LEAVES,
-    "triton": {"loop", "verify", "propose", "torch_engine", *LEAVES},
+    "triton": {"loop", "verify", "propose", "trace", "torch_engine", *LEAVES},
     "testing": {"contract", "engine", "errors"},
-    "cli": {"build", "triton", *LEAVES},
+    "cli": {"build", "trace", "triton", *LEAVES},
 }
 
 
