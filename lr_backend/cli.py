@@ -1,4 +1,4 @@
-"""The ``lookahead`` command: build a model repository, serve it, say the version."""
+"""The ``lookahead`` command: build a model repository, serve it, look at a trace, say the version."""
 
 from __future__ import annotations
 
@@ -25,13 +25,18 @@ from lr_backend.engine import Role
 from lr_backend.errors import LookaheadError
 from lr_backend.plan.simulation import Scenario
 from lr_backend.plan.table import plan as make_plan
+from lr_backend.trace.analysis import analyse
+from lr_backend.trace.chrome import chrome_json
+from lr_backend.trace.html import page
+from lr_backend.trace.report import report
+from lr_backend.trace.schema import Trace
 from lr_backend.triton.backend_dir import find_tritonserver
 from lr_backend.triton.server import ServerError, ServerOptions, TritonServer, useful_lines
 from lr_backend.triton.warmup import QUESTION, WarmupAnswer, warm_up
 
 app = typer.Typer(
     name="lookahead",
-    help="Lookahead Reasoning behind Triton: build, serve.",
+    help="Lookahead Reasoning behind Triton: build, serve, trace.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -154,6 +159,33 @@ def version() -> None:
         console.print(f"tritonserver {find_tritonserver().binary}", highlight=False, soft_wrap=True)
     except LookaheadError as error:
         console.print(error.message, highlight=False)
+
+
+@app.command()
+def trace(
+    file: Annotated[Path, typer.Argument(help="A trace, as `lookahead-client ask --trace-file` saves it.")],
+    html: Annotated[Path | None, typer.Option(help="Draw the timeline into this file; any browser opens it.")] = None,
+    chrome: Annotated[Path | None, typer.Option(help="Write Chrome's trace-event format; Perfetto opens it.")] = None,
+) -> None:
+    """Say where the time of one request went, and what went wrong, if anything did."""
+    try:
+        loaded = Trace.load(file)
+    except LookaheadError as error:
+        _fail(error)
+    analysis = analyse(loaded)
+    console = Console()
+    console.print(report(loaded, analysis))
+    for path, text in ((html, page(loaded, analysis) if html else ""), (chrome, chrome_json(loaded) if chrome else "")):
+        if path is not None:
+            _write(path, text)
+            console.print(f"wrote {path}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        _fail(LookaheadError(f"cannot write {path}: {error.strerror}"))
 
 
 class _StopRequest:

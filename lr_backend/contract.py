@@ -208,6 +208,7 @@ LOOKAHEAD_OUTPUTS: tuple[TensorSpec, ...] = (
     _output("step", "STRING", 1),
     _output("finish_reason", "STRING", 1),
     _output("usage", "STRING", 1),
+    _output("trace", "STRING", 1),
 )
 
 BY_NAME: dict[str, TensorSpec] = {spec.name: spec for spec in ENGINE_INPUTS + ENGINE_OUTPUTS}

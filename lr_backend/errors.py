@@ -9,6 +9,7 @@
     │   ├── EngineRejected    the engine refused the call; the same call will fail again
     │   ├── EngineUnavailable the engine cannot be reached or died
     │   └── EngineTimeout     no answer within the role's time limit
+    ├── TraceError            a file is no trace that can be read
     └── ConfigError           a deployment, checkpoint or setting is wrong; the server does not start
         └── CheckpointError   a checkpoint directory is missing parts, corrupt or unsupported
 
@@ -91,6 +92,12 @@ class EngineTimeout(EngineError):
     """The engine did not answer within the limit of its role."""
 
     code = "LR_ENGINE_TIMEOUT"
+
+
+class TraceError(LookaheadError):
+    """A document is no trace, or one of a version that is not known here."""
+
+    code = "LR_TRACE"
 
 
 class ConfigError(LookaheadError):

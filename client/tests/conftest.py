@@ -40,6 +40,7 @@ def server(gate: Gate) -> Iterator[FakeServer]:
         "cut short": [Reply(text="a")],
         "garbage": [Reply(text="a"), Reply(step={"index": "zero"})],
         "aborts after the finish": [Reply(text="a"), FINISH, Abort(StatusCode.UNAVAILABLE, "bye")],
+        "traced": [*STEPS, Reply(finish="stop", usage=USAGE, trace='{"schema": "é"}')],
         "What is 1 + 1?": [Reply(text="2"), FINISH],
         "escapes": [Reply(text="\x1b[31mred [bold]:smile:\r\n"), FINISH],
     }

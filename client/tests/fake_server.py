@@ -25,11 +25,13 @@ class Reply:
     step: Mapping[str, Any] | None = None
     finish: str | None = None
     usage: Mapping[str, Any] | None = None
+    trace: str | None = None
 
     def outputs(self) -> dict[str, str]:
         step = None if self.step is None else json.dumps(self.step)
         usage = None if self.usage is None else json.dumps(self.usage)
         given = {"text_output": self.text, "step": step, "finish_reason": self.finish, "usage": usage}
+        given["trace"] = self.trace
         return {name: value for name, value in given.items() if value is not None}
 
 

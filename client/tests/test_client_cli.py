@@ -3,6 +3,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from fake_server import WAIT_S, FakeServer, Gate
@@ -59,6 +60,30 @@ def test_a_text_without_reasoning_is_shown_once(server: FakeServer) -> None:
 def test_what_a_model_writes_cannot_steer_the_terminal(server: FakeServer) -> None:
     result = call("ask", "escapes", "--url", server.url)
     assert result.output.splitlines()[0] == "[31mred [bold]:smile:"
+
+
+def test_the_trace_is_saved_as_it_came(server: FakeServer, tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    result = call("ask", "traced", "--no-trace", "--trace-file", str(file), "--url", server.url)
+    assert result.exit_code == 0
+    assert file.read_text(encoding="utf-8") == '{"schema": "é"}'
+    assert server.request().inputs["trace"] == [True]
+
+
+@pytest.mark.parametrize(
+    ("question", "folder", "words"),
+    [
+        ("plain", ".", "ServerError: the server sent no trace"),
+        ("traced", "missing", "ClientError: cannot write"),
+    ],
+)
+def test_a_trace_that_cannot_be_saved_is_one_line(
+    server: FakeServer, tmp_path: Path, question: str, folder: str, words: str
+) -> None:
+    file = tmp_path / folder / "trace.json"
+    result = call("ask", question, "--trace-file", str(file), "--url", server.url)
+    assert result.exit_code == 1
+    assert result.output.splitlines()[-1].startswith(words)
 
 
 def test_json_prints_one_event_a_line(server: FakeServer) -> None:

@@ -5,7 +5,7 @@ from dataclasses import fields
 import pytest
 
 from lr_client import Options, StepRecord, Usage
-from lr_client.protocol import INPUTS, OUTPUTS, encode, error_from_text, read_record
+from lr_client.protocol import INPUTS, OUTPUTS, Decoder, encode, error_from_text, read_record
 from lr_client.render import STYLES
 
 contract = pytest.importorskip("lr_backend.contract")
@@ -36,6 +36,20 @@ def test_the_server_s_records_are_read_whole() -> None:
     assert {item.name for item in fields(StepRecord)} == set(request.StepRecord.model_fields)
     step = request.StepRecord(index=1, origin="draft", reason="judge", text="t", num_tokens=2)
     assert read_record(StepRecord, step.model_dump_json().encode()).origin == "draft"
+
+
+def test_the_server_reads_the_traces_that_it_sends() -> None:
+    schema = pytest.importorskip("lr_backend.trace.schema")
+    sent = schema.Trace(
+        request_id="r",
+        request=request.LookaheadRequest.parse({"text_input": "?"}),
+        finish_reason="stop",
+        steps=(),
+        calls=(),
+        usage=request.Usage(),
+    )
+    (finish,) = Decoder().feed({"finish_reason": b"stop", "usage": b"{}", "trace": sent.as_json().encode()})
+    assert schema.Trace.from_json(finish.trace) == sent
 
 
 def test_every_origin_has_a_colour() -> None:

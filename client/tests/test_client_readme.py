@@ -4,6 +4,7 @@ import contextlib
 import io
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,11 @@ def blocks(language: str) -> list[str]:
 @pytest.fixture
 def answering(server: FakeServer) -> FakeServer:
     step = {"index": 0, "origin": "draft", "text": "so"}
-    server.scripts["What is 12 * 7?"] = [Reply(text="so", step=step), Reply(text="</think>84"), FINISH]
+    server.scripts["What is 12 * 7?"] = [
+        Reply(text="so", step=step),
+        Reply(text="</think>84"),
+        replace(FINISH, trace="{}"),
+    ]
     return server
 
 
@@ -44,7 +49,10 @@ def test_no_python_block_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("line", [line for block in blocks("sh") for line in block.splitlines()])
-def test_shell_lines_run(answering: FakeServer, line: str) -> None:
+def test_shell_lines_run(
+    answering: FakeServer, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # one of them writes a file
     name, *arguments = shlex.split(line)
     assert name == "lookahead-client"
     result = CliRunner().invoke(app, arguments, env={"LOOKAHEAD_URL": answering.url})

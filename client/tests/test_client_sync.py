@@ -39,6 +39,8 @@ def test_ask_gives_text_parts_numbers_and_steps(client: Client) -> None:
     assert (result.finish_reason, result.usage.num_wasted_tokens) == ("stop", 12)
     assert result.usage.tokens_per_s == 20.0
     assert [step.origin for step in result.steps] == ["draft", "correction", "target"]
+    assert result.trace is None
+    assert client.ask("traced", Options(trace=True)).trace == '{"schema": "é"}'
 
 
 def test_events_come_in_order_and_empty_responses_make_none(client: Client) -> None:

@@ -7,40 +7,87 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 
 from lr_backend.engine import Engine, EngineCall, Generation, Role
-from lr_backend.errors import EngineTimeout
-from lr_backend.loop.tree import Node
+from lr_backend.errors import EngineError, EngineTimeout
+from lr_backend.loop.tree import Decision, Node
 from lr_backend.request import Mode, StepRecord, Usage, rate
+from lr_backend.trace.schema import Purpose
 from lr_backend.verify.verdict import Reason
 
 Clock = Callable[[], float]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """What engine calls are made for: one drafted step, one target step or one verdict at a node of the tree.
+
+    Attributes:
+        index: of the step in the answer, if the chain that it belongs to is accepted.
+        depth: drafted steps between the committed text and that step when the job was begun.
+    """
+
+    purpose: Purpose
+    node: Node
+    index: int
+    depth: int
+
+
+_JOB: ContextVar[Job | None] = ContextVar("job", default=None)
+
+
+@contextmanager
+def made_for(job: Job | None) -> Iterator[None]:
+    """Whatever engine calls are made inside are made for this job, however deep in writers and verifiers."""
+    token = _JOB.set(job)
+    try:
+        yield
+    finally:
+        _JOB.reset(token)
+
+
 @dataclass(slots=True)
 class CallSpan:
-    """One engine call on the timeline; seconds since the request was admitted."""
+    """One engine call on the timeline; seconds since the request was admitted.
+
+    ``index`` is that of the step that the call works on; ``job`` is None outside the tree, and where nothing is traced.
+    """
 
     role: Role
     started_s: float
     finished_s: float | None = None
     num_prompt_tokens: int = 0
     num_proposed: int = 0
+    num_accepted: int = 0
     num_tokens: int = 0
+    num_reused_tokens: int = 0
+    queue_s: float = 0.0
     cancelled: bool = False
+    failed: bool = False
+    job: Job | None = None
+    index: int = 0
 
 
 @dataclass
 class Ledger:
-    """Counts of one request. ``clock`` returns seconds; only differences are used."""
+    """Counts of one request. ``clock`` returns seconds; only differences are used.
+
+    Attributes:
+        traced: keep what a trace needs beyond the counts: whose call each was, and how the root moved (``moves``, by the
+            index of the step that the move committed).
+    """
 
     clock: Clock
     prompt_tokens: int
+    traced: bool = False
     origin_s: float = field(init=False)
     spans: list[CallSpan] = field(default_factory=list)
     records: list[StepRecord] = field(default_factory=list)
+    moves: dict[int, Decision] = field(default_factory=dict)
     degraded: list[str] = field(default_factory=list)
     reasons: Counter[Reason] = field(default_factory=Counter)
     accepted_runs: list[int] = field(default_factory=list)
@@ -61,6 +108,14 @@ class Ledger:
     def now_s(self) -> float:
         return self.clock() - self.origin_s
 
+    def job(self, purpose: Purpose, node: Node) -> Job | None:
+        """The job that is begun at a node now; None where nothing is traced, so that no node outlives the window."""
+        if not self.traced:
+            return None
+        # A drafted step and its verdict stand at the position of the target step that they are compared with.
+        depth = node.depth if purpose is Purpose.TARGET_STEP else node.depth - 1
+        return Job(purpose, node, self.num_steps + depth, depth)
+
     def degrade(self, what: str) -> None:
         """Note once that the answer goes on without something."""
         if what not in self.degraded:
@@ -68,11 +123,8 @@ class Ledger:
 
     def drafts_verified(self, proposed: Sequence[int], returned: Sequence[int]) -> None:
         """Count token drafts by comparing tokens: engines may shorten or drop drafts without a word."""
-        accepted = 0
-        while accepted < min(len(proposed), len(returned)) and proposed[accepted] == returned[accepted]:
-            accepted += 1
         self.num_proposed += len(proposed)
-        self.num_accepted += accepted
+        self.num_accepted += num_equal(proposed, returned)
 
     def step_committed(self, num_tokens: int, *, num_reasoning: int) -> None:
         self.num_steps += 1
@@ -81,14 +133,16 @@ class Ledger:
         if self.first_step_s is None:
             self.first_step_s = self.now_s()
 
-    def root_moved(self, compared: Node | None, *, accepted: bool, reason: Reason) -> None:
-        """A position at the root was decided, with or without a drafted step."""
-        if accepted:
+    def root_moved(self, decision: Decision) -> None:
+        """A position at the root was decided, with or without a drafted step; its step is committed next."""
+        if self.traced:
+            self.moves[self.num_steps] = decision
+        if decision.winner is not None:
             self.num_steps_accepted += 1
             self._run_length += 1
             return
-        if compared is not None:
-            self.reasons[reason] += 1
+        if decision.compared is not None:
+            self.reasons[decision.reason] += 1
             self.accepted_runs.append(self._run_length)
             self._run_length = 0
 
@@ -146,22 +200,51 @@ class MeteredEngine:
         self._timeout_s = timeout_s
 
     async def generate(self, call: EngineCall) -> Generation:
-        num_proposed = 0 if call.draft_ids is None else len(call.draft_ids)
-        span = CallSpan(self._role, self._ledger.now_s(), num_prompt_tokens=len(call.input_ids), num_proposed=num_proposed)
-        self._ledger.spans.append(span)
+        span = self._begin(call)
+        if self._ledger.traced:
+            call = replace(call, return_perf_metrics=True)
         try:
             async with asyncio.timeout(self._timeout_s):
                 generation = await self._engine.generate(call)
         except TimeoutError as error:
+            span.failed = True
             raise EngineTimeout(f"the {self._role.value} engine did not answer within {self._timeout_s} s") from error
         except asyncio.CancelledError:
             span.cancelled = True
             raise
+        except EngineError:
+            span.failed = True
+            raise
         finally:
             span.finished_s = self._ledger.now_s()
         span.num_tokens = len(generation.token_ids)
+        if call.draft_ids is not None:
+            span.num_accepted = num_equal(call.draft_ids.tolist(), generation.token_ids)
+        span.num_reused_tokens = generation.num_reused_tokens
+        span.queue_s = generation.timing.queue_s
         self._ledger.num_reused_tokens += generation.num_reused_tokens
         return generation
 
+    def _begin(self, call: EngineCall) -> CallSpan:
+        job = _JOB.get()
+        span = CallSpan(
+            self._role,
+            self._ledger.now_s(),
+            num_prompt_tokens=len(call.input_ids),
+            num_proposed=0 if call.draft_ids is None else len(call.draft_ids),
+            job=job,
+            index=self._ledger.num_steps if job is None else job.index,
+        )
+        self._ledger.spans.append(span)
+        return span
+
     async def close(self) -> None:
         await self._engine.close()
+
+
+def num_equal(proposed: Sequence[int], returned: Sequence[int]) -> int:
+    """Leading tokens of a proposal that came back."""
+    equal = 0
+    while equal < min(len(proposed), len(returned)) and proposed[equal] == returned[equal]:
+        equal += 1
+    return equal

@@ -24,7 +24,7 @@ from lr_backend.config import LoopConfig
 from lr_backend.contract import IntArray
 from lr_backend.engine import Engine, Role
 from lr_backend.errors import EngineError, EngineRejected, TargetUnavailable
-from lr_backend.loop.ledger import Ledger, MeteredEngine
+from lr_backend.loop.ledger import Job, Ledger, MeteredEngine, made_for
 from lr_backend.loop.pace import DepthChooser, Pace
 from lr_backend.loop.steps import StepRules
 from lr_backend.loop.text import TextStream
@@ -42,6 +42,7 @@ from lr_backend.request import (
     VerifierName,
 )
 from lr_backend.step import Step, StepEnd, StepTokenizer
+from lr_backend.trace.schema import Purpose
 from lr_backend.verify import ExactVerifier, JudgeVerifier, Reason, StepPair, Verdict, Verifier
 from lr_backend.verify.judge_prompt import JudgePrompt
 
@@ -124,7 +125,7 @@ class LookaheadLoop:
         self._finish: FinishReason | None = None
         self._reasoning = self._may_reason(prompt_ids)
         clock = asyncio.get_running_loop().time
-        self.ledger = Ledger(clock, len(prompt_ids))
+        self.ledger = Ledger(clock, len(prompt_ids), traced=request.trace)
         self._pace = pace or Pace(clock)
         self._depth = DepthChooser(self._pace, min(request.max_depth, config.limits.max_depth))
         # Which depth pays depends on time, and a deterministic result may not.
@@ -221,9 +222,9 @@ class LookaheadLoop:
     def _expand(self, tree: Tree) -> None:
         """Start every drafted step and every target step that the window allows."""
         for node in tree.start_drafts():
-            self._start(node, partial(self._draft, tree, node))
+            self._start(node, Purpose.DRAFTED_STEP, partial(self._draft, tree, node))
         for node in tree.start_targets():
-            self._start(node, partial(self._write_target, tree, node))
+            self._start(node, Purpose.TARGET_STEP, partial(self._write_target, tree, node))
 
     async def _absorb(self) -> None:
         """Wait until something completes; take all that has."""
@@ -237,14 +238,14 @@ class LookaheadLoop:
     def _verify(self, tree: Tree) -> None:
         """Have every new pair of a target step and a drafted step judged, wherever in the window."""
         for target, node in tree.start_verdicts():
-            self._start(node, partial(self._judge, tree, target, node))
+            self._start(node, Purpose.VERDICT, partial(self._judge, tree, target, node))
 
     def _advance(self, tree: Tree) -> None:
         """Move the root as far as verdicts allow: commit what it passes, cancel what has lost."""
         while self._finish is None and self._reasoning and (decision := tree.decide()) is not None:
             accepted, compared = decision.winner is not None, decision.compared
             self._cancel(decision.discarded)
-            self.ledger.root_moved(compared, accepted=accepted, reason=decision.reason)
+            self.ledger.root_moved(decision)
             self._choose_depth(tree, decision)
             origin = Origin.DRAFT if accepted else Origin.CORRECTION if compared is not None else Origin.TARGET
             self._commit(decision.step, origin, decision.reason, decision)
@@ -308,15 +309,16 @@ class LookaheadLoop:
 
     # Tasks: none outlives the request -------------------------------------------------------------------------------
 
-    def _start(self, node: Node, work: Work) -> None:
-        task = asyncio.create_task(self._complete(node, work))
+    def _start(self, node: Node, purpose: Purpose, work: Work) -> None:
+        task = asyncio.create_task(self._complete(node, self.ledger.job(purpose, node), work))
         self._window[node].append(task)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _complete(self, node: Node, work: Work) -> None:
+    async def _complete(self, node: Node, job: Job | None, work: Work) -> None:
         try:
-            change = await work()
+            with made_for(job):
+                change = await work()
         except Exception as error:  # whatever it is, the loop's own task raises it: no work fails unseen
             change = _raising(error)
         self._completions.put_nowait((node, change))

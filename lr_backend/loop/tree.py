@@ -58,6 +58,11 @@ class Node:
     """When its work started and finished, noted by the loop for the trace."""
 
     @property
+    def depth(self) -> int:
+        """Drafted steps between the root and here."""
+        return 0 if self.parent is None else 1 + self.parent.depth
+
+    @property
     def closed(self) -> bool:
         """No speculation below: the drafted step ends the answer or the reasoning, or opens a tool call."""
         return self.drafted is not None and self.drafted.closes

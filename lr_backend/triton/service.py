@@ -19,6 +19,7 @@ from lr_backend.contract import IntArray
 from lr_backend.errors import Cancelled, EngineRejected, InvalidRequest, LookaheadError, Overloaded
 from lr_backend.loop.loop import Committed, Engines, LookaheadLoop, Models, Outcome
 from lr_backend.loop.pace import Pace
+from lr_backend.loop.tracing import build_trace
 from lr_backend.request import LookaheadRequest
 from lr_backend.triton.tensors import committed_tensors, final_tensors, request_fields
 
@@ -84,16 +85,14 @@ class LookaheadService:
         self._pace = self._pace or Pace(asyncio.get_running_loop().time)
         loop = LookaheadLoop(request, prompt_ids, request_id, self._engines, self._models, self._config, emit, self._pace)
         outcome = await self._unless_cancelled(loop, replies)
-        steps = None
-        if request.trace and not request.stream:
-            steps = "[" + ",".join(record.model_dump_json() for record in outcome.ledger.records) + "]"
-        replies.send(final_tensors("".join(parts), outcome.finish_reason, outcome.usage, steps), final=True)
-        usage = outcome.usage
+        usage, finish_reason = outcome.usage, outcome.finish_reason
+        trace = build_trace(request, request_id, finish_reason, usage, outcome.ledger) if request.trace else None
+        replies.send(final_tensors("".join(parts), finish_reason, usage, trace), final=True)
         log.info(
             "request_finished",
             request_id=request_id,
             mode=usage.mode.value,
-            finish_reason=outcome.finish_reason.value,
+            finish_reason=finish_reason.value,
             completion_tokens=usage.completion_tokens,
             latency_s=round(usage.latency_s, 4),
             step_acceptance_rate=usage.step_acceptance_rate,

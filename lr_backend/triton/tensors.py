@@ -13,6 +13,7 @@ from lr_backend.contract import LOOKAHEAD_INPUTS, TensorSpec
 from lr_backend.errors import InvalidRequest
 from lr_backend.loop.loop import Committed
 from lr_backend.request import FinishReason, Usage
+from lr_backend.trace.schema import Trace
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
@@ -63,12 +64,14 @@ def committed_tensors(committed: Committed) -> dict[str, npt.NDArray[np.object_]
 
 
 def final_tensors(
-    text: str, finish_reason: FinishReason, usage: Usage, steps_json: str | None = None
+    text: str, finish_reason: FinishReason, usage: Usage, trace: Trace | None = None
 ) -> dict[str, npt.NDArray[np.object_]]:
-    """The last response. ``steps_json``: all records at once, for a request that does not stream."""
+    """The last response. With a trace and no stream it also holds all step records, as a list."""
     values = {"text_output": text, "finish_reason": finish_reason.value, "usage": usage.as_json()}
-    if steps_json is not None:
-        values["step"] = steps_json
+    if trace is not None:
+        values["trace"] = trace.as_json()
+        if not trace.request.stream:
+            values["step"] = "[" + ",".join(record.model_dump_json() for record in trace.steps) + "]"
     return _strings(values)
 
 

@@ -18,6 +18,9 @@ from lr_client import Client, FinishEvent, InvalidRequest, Options, StepEvent, T
 from demo.problems import Problem, problems
 from demo.run import demo_spec, serving
 from lr_backend.request import Usage
+from lr_backend.trace.analysis import analyse
+from lr_backend.trace.html import page
+from lr_backend.trace.schema import Trace
 from lr_backend.triton.server import TritonServer
 
 pytestmark = pytest.mark.integration
@@ -82,6 +85,20 @@ def test_one_response_holds_all_steps(client: Client, questions: list[Problem]) 
     result = client.ask(questions[0].question, Options(mode="lr", trace=True, stream=False, max_tokens=200, seed=3))
     assert "".join(step.text for step in result.steps) == result.text
     assert len(result.steps) == result.usage.num_steps > 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_trace_accounts_for_every_call_and_token(client: Client, questions: list[Problem], stream: bool) -> None:
+    result = client.ask(questions[0].question, Options(trace=True, stream=stream, max_tokens=200, seed=3))
+
+    assert result.trace is not None
+    trace, usage = Trace.from_json(result.trace), result.usage
+    assert [record.text for record in trace.steps] == [step.text for step in result.steps]
+    assert len(trace.calls) == usage.num_target_calls + usage.num_draft_calls + usage.num_judge_calls
+    assert sum(call.num_wasted_tokens for call in trace.calls) == usage.num_wasted_tokens
+    assert sum(call.num_reused_tokens for call in trace.calls) == usage.num_reused_tokens > 0
+    page(trace, analyse(trace))
+    assert client.ask(questions[0].question, Options(max_tokens=20, stream=stream)).trace is None
 
 
 def test_greedy_and_lossless_every_mode_says_what_the_target_says(client: Client, questions: list[Problem]) -> None:

@@ -20,13 +20,14 @@ ALLOWED: dict[str, set[str]] = {
     "config": {"errors"},
     "verify": {"engine", "errors", "step", "contract"},
     "propose": {"contract", "request"},
-    "loop": {"verify", "propose", *LEAVES},
+    "trace": {"engine", "errors", "request"},
+    "loop": {"verify", "propose", "trace", *LEAVES},
     "torch_engine": LEAVES,
     "build": LEAVES,
-    "triton": {"loop", "verify", "propose", "torch_engine", *LEAVES},
+    "triton": {"loop", "verify", "propose", "trace", "torch_engine", *LEAVES},
     "testing": {"contract", "engine", "errors"},
     "plan": {"loop", "verify", "testing", *LEAVES},
-    "cli": {"build", "plan", "triton", *LEAVES},
+    "cli": {"build", "plan", "trace", "triton", *LEAVES},
 }
 
 

@@ -18,6 +18,7 @@ from lr_backend.errors import EngineRejected, EngineUnavailable, InvalidRequest,
 from lr_backend.loop.loop import Engines
 from lr_backend.request import Usage
 from lr_backend.testing import run_virtual
+from lr_backend.trace.schema import Trace
 from lr_backend.triton.service import LookaheadService, triton_code
 from lr_backend.triton.tensors import request_fields
 from tests.support.world import LETTERS, World, imitator, storyteller
@@ -91,6 +92,30 @@ def test_a_stream_ends_with_finish_reason_and_usage() -> None:
     usage = Usage.model_validate_json(last["usage"])
     assert usage.num_steps == len(steps)
     assert "".join(json.loads(response["step"])["text"] for response in steps) == replies.text
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_trace_comes_with_the_last_response_and_only_when_asked_for(stream: bool) -> None:
+    replies = ask(make_world(), trace=True, stream=stream)
+    *before, last = replies.sent
+    trace = Trace.from_json(last["trace"])
+    assert trace.usage == Usage.model_validate_json(last["usage"])
+    assert len(trace.calls) == trace.usage.num_target_calls + trace.usage.num_draft_calls + trace.usage.num_judge_calls
+    assert trace.request.text_input == LETTERS[:2]
+    sent = [json.loads(response["step"]) for response in before] if stream else json.loads(last["step"])
+    assert [record.model_dump(mode="json") for record in trace.steps] == sent
+    assert not any("trace" in response for response in before)
+
+    assert not any("trace" in response for response in ask(make_world(), stream=stream).sent)
+
+
+@pytest.mark.parametrize("trace", [False, True])
+def test_engines_are_asked_for_their_counts_and_times_only_when_traced(trace: bool) -> None:
+    world = make_world()
+
+    ask(world, trace=trace)
+
+    assert {recorded.call.return_perf_metrics for engine in world.engines for recorded in engine.calls} == {trace}
 
 
 @pytest.mark.parametrize("mode", ["ar", "sd", "lr", "lr_sd"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,9 +17,9 @@ from rich.console import Console
 from rich.text import Text
 
 from lr_client.client import DEFAULT_TIMEOUT_S, DEFAULT_URL, READY_TIMEOUT_S, Client
-from lr_client.errors import ClientError, InvalidRequest, ServerUnreachable
+from lr_client.errors import ClientError, InvalidRequest, ServerError, ServerUnreachable
 from lr_client.render import ConsoleRenderer, JsonRenderer, Renderer
-from lr_client.types import Message, Options, Question
+from lr_client.types import FinishEvent, Message, Options, Question
 
 EXIT_FAILED = 1
 EXIT_WRONG_USE = 2
@@ -64,6 +65,9 @@ def ask(
     ] = None,
     deadline: Annotated[float | None, typer.Option(help="Seconds until the server cuts the answer.")] = None,
     trace: Annotated[bool, typer.Option(help="Colour each step by its origin.")] = True,
+    trace_file: Annotated[
+        Path | None, typer.Option(help="Save the trace of the request here; `lookahead trace` shows it.")
+    ] = None,
     json_lines: Annotated[bool, typer.Option("--json", help="Print one JSON line per event.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds until giving up.")] = DEFAULT_TIMEOUT_S,
 ) -> None:
@@ -86,7 +90,7 @@ def ask(
         lossless=lossless,
         deterministic=deterministic,
         deadline_s=deadline,
-        trace=trace,
+        trace=trace or trace_file is not None,
     )
     console = _console()
     with _one_line_errors(), Client(url, model=model, timeout_s=timeout) as client:
@@ -95,6 +99,8 @@ def ask(
         with closing(renderer), client.stream(_question(question, system), options) as events:
             for event in events:
                 renderer.show(event)
+                if trace_file is not None and isinstance(event, FinishEvent):
+                    _save_trace(trace_file, event.trace)
 
 
 @app.command()
@@ -112,6 +118,15 @@ def check(
         result = client.ask("What is 1 + 1?", Options(max_tokens=16, temperature=0.0))
         took_s = time.monotonic() - begun_s
         _console().print(f"OK: {model} at {url} answered in {took_s:.2f} s (finish: {result.finish_reason})")
+
+
+def _save_trace(path: Path, trace: str | None) -> None:
+    if trace is None:
+        raise ServerError("the server sent no trace", advice="it may be older than this client")
+    try:
+        path.write_text(trace, encoding="utf-8")
+    except OSError as error:
+        raise ClientError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _question(question: str, system: str | None) -> Question:

@@ -64,7 +64,7 @@ INPUTS: dict[str, str] = {
 }
 """Inputs of the ``lookahead`` model and their Triton datatypes; all optional, all of rank 1."""
 
-OUTPUTS = ("text_output", "step", "finish_reason", "usage")
+OUTPUTS = ("text_output", "step", "finish_reason", "usage", "trace")
 """Outputs of the ``lookahead`` model: one string each, and any may be missing from a response."""
 
 
@@ -203,7 +203,12 @@ def _events(outputs: Mapping[str, bytes]) -> Iterable[Event]:
         yield TextEvent(text.decode("utf-8", errors="replace"))
     if reason := outputs.get("finish_reason"):
         usage = outputs.get("usage") or b"{}"
-        yield FinishEvent(reason.decode("utf-8", errors="replace"), read_record(Usage, usage))
+        trace = outputs.get("trace")
+        yield FinishEvent(
+            reason.decode("utf-8", errors="replace"),
+            read_record(Usage, usage),
+            trace.decode("utf-8", errors="replace") if trace else None,
+        )
 
 
 RecordT = TypeVar("RecordT", StepRecord, Usage)
@@ -314,6 +319,7 @@ class Collector:
             finish_reason=self._finish.finish_reason,
             usage=usage,
             steps=tuple(self._steps),
+            trace=self._finish.trace,
         )
 
 

@@ -41,7 +41,7 @@ class Options:
         lossless: no judged step is ever accepted; only token speculation.
         deterministic: the result does not depend on which engine answers first.
         deadline_s: seconds until the server cuts the answer, with finish reason ``deadline``.
-        trace: send a record of every step.
+        trace: send a record of every step, and at the end the trace of the whole request.
     """
 
     raw: bool | None = None
@@ -158,10 +158,15 @@ class StepEvent:
 
 @dataclass(frozen=True, slots=True)
 class FinishEvent:
-    """The end; exactly one, always last."""
+    """The end; exactly one, always last.
+
+    Attributes:
+        trace: with ``trace``, the request's whole trace: JSON text, which ``lookahead trace`` reads.
+    """
 
     finish_reason: str
     usage: Usage
+    trace: str | None = None
 
 
 Event = TextEvent | StepEvent | FinishEvent
@@ -176,6 +181,7 @@ class Result:
         reasoning: the part before ``</think>``.
         answer: the part after ``</think>``; the whole text where the model does not reason.
         steps: one record a step with ``trace``, else empty.
+        trace: with ``trace``, the request's whole trace: JSON text, which ``lookahead trace`` reads.
     """
 
     text: str
@@ -184,3 +190,4 @@ class Result:
     finish_reason: str
     usage: Usage
     steps: tuple[StepRecord, ...] = ()
+    trace: str | None = None
