@@ -15,6 +15,7 @@ from lr_backend.torch_engine.sampler import Purpose, chosen_log_probs, draw_toke
 from lr_backend.torch_engine.sequence import Sequence
 from lr_backend.torch_engine.verification import (
     Verdict,
+    accept_all,
     impossible_to_zero,
     verify_biased,
     verify_greedy,
@@ -49,11 +50,12 @@ def choose_tokens(logits: Tensor, outputs: Items[Output], *, biased: bool) -> li
 
 
 def _alike(outputs: Items[Output]) -> dict[tuple[object, ...], list[int]]:
-    """Outputs that can be decided together: same number of drafts, greedy or not, with draft logits or not."""
+    """Outputs that can be decided together: as many drafts, greedy or not, with draft logits or not, all accepted or not."""
     groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for index, output in enumerate(outputs):
         request = output.chunk.sequence.request
-        groups[output.chunk.num_logits, request.sampling.greedy, request.draft_logits is None].append(index)
+        kind = (request.sampling.greedy, request.draft_logits is None, request.accept_all_drafts)
+        groups[(output.chunk.num_logits, *kind)].append(index)
     return groups
 
 
@@ -73,7 +75,11 @@ def _decide(rows: Tensor, sequences: Items[Sequence], biased: bool) -> list[tupl
         tokens = plain.argmax(dim=-1) if greedy else _sampled(plain, sequences)
         return [(0, token) for token in tokens.tolist()]
     drafts = torch.tensor([sequence.drafts for sequence in sequences], device=rows.device)
-    verdict = verify_greedy(rows.argmax(dim=-1), drafts) if greedy else _verified(rows, drafts, sequences, biased)
+    if greedy:
+        best = rows.argmax(dim=-1)
+        if sequences[0].request.accept_all_drafts:
+            return [(len(one.drafts), token) for one, token in zip(sequences, best[:, -1].tolist(), strict=True)]
+    verdict = verify_greedy(best, drafts) if greedy else _verified(rows, drafts, sequences, biased)
     return list(zip(verdict.num_accepted.tolist(), verdict.next_token.tolist(), strict=True))
 
 
@@ -88,6 +94,8 @@ def _verified(rows: Tensor, drafts: Tensor, sequences: Items[Sequence], biased: 
     samplings = [sequence.request.sampling for sequence in sequences for _ in range(num_rows)]
     probs = target_probs(rows.flatten(0, 1), samplings).view(rows.shape)
     draws = _uniforms(sequences, num_rows, Purpose.DRAW, device)
+    if sequences[0].request.accept_all_drafts:
+        return accept_all(probs, draws)
     if sequences[0].request.draft_logits is not None:
         accept = _uniforms(sequences, num_rows - 1, Purpose.ACCEPT, device)
         return verify_with_logits(probs, _draft_probs(sequences, device), drafts, accept, draws)
