@@ -195,6 +195,7 @@ LOOKAHEAD_INPUTS: tuple[TensorSpec, ...] = (
     _field("num_draft_tokens", "INT32"),
     _field("ngram_max", "INT32"),
     _field("verifier", "STRING"),
+    _field("verifier_threshold", "FP32"),
     _field("proposer", "STRING"),
     _field("lossless", "BOOL"),
     _field("deterministic", "BOOL"),

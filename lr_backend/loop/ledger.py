@@ -43,6 +43,7 @@ class Ledger:
     records: list[StepRecord] = field(default_factory=list)
     degraded: list[str] = field(default_factory=list)
     reasons: Counter[Reason] = field(default_factory=Counter)
+    accepted_by: Counter[Reason] = field(default_factory=Counter)
     accepted_runs: list[int] = field(default_factory=list)
     committed_tokens: int = 0
     reasoning_tokens: int = 0
@@ -68,11 +69,8 @@ class Ledger:
 
     def drafts_verified(self, proposed: Sequence[int], returned: Sequence[int]) -> None:
         """Count token drafts by comparing tokens: engines may shorten or drop drafts without a word."""
-        accepted = 0
-        while accepted < min(len(proposed), len(returned)) and proposed[accepted] == returned[accepted]:
-            accepted += 1
         self.num_proposed += len(proposed)
-        self.num_accepted += accepted
+        self.num_accepted += num_equal(proposed, returned)
 
     def step_committed(self, num_tokens: int, *, num_reasoning: int) -> None:
         self.num_steps += 1
@@ -85,6 +83,7 @@ class Ledger:
         """A position at the root was decided, with or without a drafted step."""
         if accepted:
             self.num_steps_accepted += 1
+            self.accepted_by[reason] += 1
             self._run_length += 1
             return
         if compared is not None:
@@ -107,6 +106,7 @@ class Ledger:
             num_steps=self.num_steps,
             num_steps_drafted=self.num_steps_drafted,
             num_steps_accepted=self.num_steps_accepted,
+            num_steps_accepted_by={reason.value: count for reason, count in sorted(self.accepted_by.items())},
             num_steps_late=late,
             num_steps_rejected=rejected,
             step_acceptance_rate=rate(self.num_steps_accepted, decided),
@@ -130,6 +130,14 @@ class Ledger:
     def _passes(span: CallSpan) -> int:
         """Sequence-passes of the target: one a token, or one for a whole verification."""
         return 1 if span.num_proposed else span.num_tokens
+
+
+def num_equal(proposed: Sequence[int], returned: Sequence[int]) -> int:
+    """How many tokens the two begin with alike."""
+    return next(
+        (index for index, (one, other) in enumerate(zip(proposed, returned, strict=False)) if one != other),
+        min(len(proposed), len(returned)),
+    )
 
 
 class MeteredEngine:

@@ -85,7 +85,11 @@ def test_planned_runtimes_say_that_they_are_not_built_yet(spec_path: Path, runti
         ("[server]", "[lookahead.defaults]\nmode = 'fast'\n[server]", "lookahead.defaults.mode"),
         ("[server]", "[lookahead.defaults]\nmax_tokens = 257\n[server]", "beyond the limit 256"),
         ("[server]", "[lookahead.defaults]\ncolour = 1\n[server]", "lookahead.defaults.colour"),
-        ("[lookahead.limits]", "[lookahead]\nvocab_size = 3\n[lookahead.limits]", "vocab_size comes from the checkpoints"),
+        (
+            "[lookahead.limits]",
+            "[lookahead]\nvocab_size = 3\n[lookahead.limits]",
+            "vocab_size comes from the engines and checkpoints",
+        ),
         ('name = "tiny"', 'name = "../tiny"', "name"),
         ("[server]", "[server", "cannot be read"),
     ],
