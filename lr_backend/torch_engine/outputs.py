@@ -75,11 +75,9 @@ def _decide(rows: Tensor, sequences: Items[Sequence], biased: bool) -> list[tupl
         tokens = plain.argmax(dim=-1) if greedy else _sampled(plain, sequences)
         return [(0, token) for token in tokens.tolist()]
     drafts = torch.tensor([sequence.drafts for sequence in sequences], device=rows.device)
-    if greedy:
-        best = rows.argmax(dim=-1)
-        if sequences[0].request.accept_all_drafts:
-            return [(len(one.drafts), token) for one, token in zip(sequences, best[:, -1].tolist(), strict=True)]
-    verdict = verify_greedy(best, drafts) if greedy else _verified(rows, drafts, sequences, biased)
+    if greedy and sequences[0].request.accept_all_drafts:
+        return [(drafts.shape[1], token) for token in rows[:, -1].argmax(dim=-1).tolist()]
+    verdict = verify_greedy(rows.argmax(dim=-1), drafts) if greedy else _verified(rows, drafts, sequences, biased)
     return list(zip(verdict.num_accepted.tolist(), verdict.next_token.tolist(), strict=True))
 
 
