@@ -105,3 +105,17 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
         DeploymentSpec.load("nope")
     with pytest.raises(ConfigError, match=r"no deployment spec at engines/nope\.toml"):
         DeploymentSpec.load("engines/nope.toml")
+
+
+def test_an_embedding_model_is_found_from_the_project_root_and_a_default_that_needs_one_is_refused_without(
+    spec_path: Path,
+) -> None:
+    edited(spec_path, "[lookahead.limits]", '[lookahead.defaults]\nverifier = "embedding"\n[lookahead.limits]')
+    with pytest.raises(ConfigError, match=r"lookahead\.defaults\.verifier=embedding: this server has no embedding model"):
+        DeploymentSpec.load(spec_path)
+
+    edited(spec_path, "[lookahead.defaults]", '[lookahead]\nembedding_dir = "models/minilm"\n[lookahead.defaults]')
+    spec = DeploymentSpec.load(spec_path)
+    assert isinstance(spec, TorchDeployment)
+    assert spec.loop_config().embedding_dir == spec.root / "models" / "minilm"
+    assert spec.loop_config().accepts_all_drafts
