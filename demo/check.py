@@ -45,8 +45,8 @@ class Model:
     tokenizer: PreTrainedTokenizerFast
 
     @classmethod
-    def load(cls, directory: Path, threads: int, weight_dtype: str = "same") -> Model:
-        """The checkpoint in ``directory``, computing in fp32; ``weight_dtype`` as in :class:`EngineConfig`."""
+    def load(cls, directory: Path, threads: int, weight_dtype: str = "same", *, max_draft_len: int = 0) -> Model:
+        """The checkpoint in ``directory``, computing in fp32; the rest as in :class:`EngineConfig`."""
         config = EngineConfig(
             directory,
             num_threads=threads,
@@ -54,7 +54,7 @@ class Model:
             max_tokens_in_paged_kv_cache=BATCH * CONTEXT // 2,
             max_queue_size=MAX_QUEUE,
             max_seq_len=CONTEXT,
-            max_draft_len=0,
+            max_draft_len=max_draft_len,
             weight_dtype=weight_dtype,
         )
         return cls(TorchEngine(config), load_tokenizer(directory))
@@ -184,10 +184,26 @@ def _bare(text: str) -> str:
     return text.replace(END_THINK, "").strip()
 
 
-def acceptance_figures(
-    target: Model, draft: Model, judge: Model, tasks: Sequence[Problem], chains: Sequence[Sequence[int]]
-) -> AcceptanceFigures:
-    """Sample the draft's step at every step prefix of the target's chains, and compare."""
+@dataclass(frozen=True)
+class ComparedStep:
+    """The target's step and the draft's after the same prefix; the texts without the end of the reasoning."""
+
+    prefix: list[int]
+    target_ids: list[int]
+    drafted_ids: list[int]
+    target_text: str
+    drafted_text: str
+    same_end: bool
+    identical: bool
+
+    @property
+    def same(self) -> bool:
+        """The checker's verdict."""
+        return self.same_end and same_meaning(self.target_text, self.drafted_text)
+
+
+def compared_steps(target: Model, draft: Model, tasks: Sequence[Problem], chains: Sequence[Sequence[int]]) -> list[ComparedStep]:
+    """Sample the draft's step at every step prefix of the target's chains."""
     ends = end_tokens(target, at_steps=True)
     cases = [
         case
@@ -202,15 +218,24 @@ def acceptance_figures(
         temperature=TEMPERATURE,
         seed=DRAFT_SEED,
     )
-    texts = [(target.decode(step), draft.decode(ids)) for (_, step), ids in zip(cases, drafted, strict=True)]
-    bare = [(_bare(first), _bare(second)) for first, second in texts]
-    same_end = [_ends_thinking(first) == _ends_thinking(second) for first, second in texts]
-    identical = [first == second for first, second in texts]
-    checker = [end and same_meaning(*pair) for end, pair in zip(same_end, bare, strict=True)]
-    verdicts = judge_all(judge, bare)
-    judged = [i or (e and v is True) for i, e, v in zip(identical, same_end, verdicts, strict=True)]
+    steps = []
+    for (prefix, step), ids in zip(cases, drafted, strict=True):
+        first, second = target.decode(step), draft.decode(ids)
+        ends_alike = _ends_thinking(first) == _ends_thinking(second)
+        steps.append(ComparedStep(prefix, step, ids, _bare(first), _bare(second), ends_alike, first == second))
+    return steps
+
+
+def acceptance_figures(
+    target: Model, draft: Model, judge: Model, tasks: Sequence[Problem], chains: Sequence[Sequence[int]]
+) -> AcceptanceFigures:
+    """Sample the draft's step at every step prefix of the target's chains, and compare."""
+    steps = compared_steps(target, draft, tasks, chains)
+    identical, checker = [step.identical for step in steps], [step.same for step in steps]
+    verdicts = judge_all(judge, [(step.target_text, step.drafted_text) for step in steps])
+    judged = [step.identical or (step.same_end and v is True) for step, v in zip(steps, verdicts, strict=True)]
     wrong = [j and not c for j, c in zip(judged, checker, strict=True)]
-    n = len(cases)
+    n = len(steps)
     return AcceptanceFigures(
         Share(sum(judged), n),
         Share(sum(checker), n),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from lr_backend.errors import ConfigError
 
@@ -27,6 +27,8 @@ class Timeouts(BaseModel):
     """A draft this late is no use; the target's step stands."""
     judge_s: float = Field(default=5.0, gt=0)
     """One prefill and one token; doubt rejects."""
+    embedding_s: float = Field(default=2.0, gt=0)
+    """Two steps through a small encoder on the CPU, behind those of other requests; doubt rejects."""
     request_s: float = Field(default=600.0, gt=0)
     """Upper limit of every request's deadline."""
 
@@ -50,6 +52,35 @@ class Limits(BaseModel):
     """Engine calls at a time: Triton's ``thread-pool-size`` less a reserve for cancels."""
 
 
+class Bounds(BaseModel):
+    """Where a cheap score is clear: below one bound a step is rejected, from the other on accepted, between them it is judged."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    reject_below: float = Field(ge=0.0, le=1.0)
+    accept_from: float = Field(ge=0.0, le=1.0)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.reject_below > self.accept_from:
+            raise ValueError("reject_below may not be above accept_from")
+        return self
+
+
+class Cascade(BaseModel):
+    """The cascade's cheap stage: the embedding's cosine where there is a model, else the share of the drafted step's tokens
+    that the target's token verification accepted.
+
+    One word can turn a step's meaning (a name, a "not") and hardly moves either score, so by default neither accepts on its own
+    but at the very top. A low token share may only say that the draft came late, so by default it rejects nothing.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    embedding: Bounds = Bounds(reject_below=0.4, accept_from=0.999)
+    tokens: Bounds = Bounds(reject_below=0.0, accept_from=1.0)
+
+
 class LoopConfig(BaseModel):
     """All that the ``lookahead`` model needs to know beside the request.
 
@@ -67,6 +98,11 @@ class LoopConfig(BaseModel):
         verification_cost: what the target takes to verify token drafts, call and all, in tokens that it decodes meanwhile. Where
             drafts bring less than that, a request goes on without them for a while.
         vocab_size: logits width of the target, for ``one_hot``.
+        embedding_dir: a sentence-transformers checkpoint for the ``embedding`` verifier and the cascade; None: there is none.
+        accepts_all_drafts: the target's engine can be made to take token drafts as they are and to say how likely they were
+            (``draft_acceptance_threshold`` 0 of one call, ``return_log_probs``); the ``likelihood`` verifier needs it. Triton's
+            ``tensorrtllm`` cannot: it keeps the threshold a batch, and its context logits exclude draft tokens.
+        cascade: where the ``cascade`` verifier's cheap score is clear.
         defaults: request fields taken where a request does not give them.
     """
 
@@ -83,9 +119,20 @@ class LoopConfig(BaseModel):
     verification_cost: float = Field(default=1.3, ge=1.0, le=64.0)
     vocab_size: int = Field(default=1, ge=1)
     tokens_per_block: int = Field(default=32, ge=1)
+    embedding_dir: Path | None = None
+    accepts_all_drafts: bool = False
+    cascade: Cascade = Cascade()
     timeouts: Timeouts = Timeouts()
     limits: Limits = Limits()
     defaults: dict[str, Any] = Field(default_factory=dict)
+
+    def lacks(self, verifier: str) -> str | None:
+        """What a verifier needs and this server has not, as the rule that a request for it breaks; None: it can be served."""
+        if verifier == "embedding" and self.embedding_dir is None:
+            return "this server has no embedding model (embedding_dir)"
+        if verifier == "likelihood" and not self.accepts_all_drafts:
+            return "this server's target engine gives no log-probabilities of drafted tokens (tensorrtllm cannot)"
+        return None
 
     @classmethod
     def load(cls, path: Path) -> Self:

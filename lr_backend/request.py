@@ -7,6 +7,7 @@ optional and nothing is re-validated. Knows no tensors, no engine, no tokenizer.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal, Self
 
@@ -39,7 +40,39 @@ class VerifierName(StrEnum):
     """Who decides whether a drafted step means the same as the target's."""
 
     EXACT = "exact"
+    """Equal tokens, nothing else."""
     JUDGE = "judge"
+    """The judge's word."""
+    CASCADE = "cascade"
+    """Cheap checks first, the judge for the rest."""
+    EMBEDDING = "embedding"
+    """Cosine of sentence embeddings."""
+    SCORE = "score"
+    """The target's grade, 0 to 9."""
+    LIKELIHOOD = "likelihood"
+    """The target's mean log-probability of the drafted step's tokens."""
+    RANDOM = "random"
+    """Chance: a control for comparisons, of no other use."""
+
+
+@dataclass(frozen=True, slots=True)
+class ThresholdRule:
+    """What ``verifier_threshold`` may be beside one verifier. ``default`` None: the server's settings say."""
+
+    low: float
+    high: float
+    default: float | None
+    meaning: str
+
+
+THRESHOLDS: Mapping[VerifierName, ThresholdRule] = {
+    VerifierName.CASCADE: ThresholdRule(0.0, 1.0, None, "cheap score from which a step is accepted without the judge"),
+    VerifierName.EMBEDDING: ThresholdRule(0.0, 1.0, 0.95, "least cosine"),
+    VerifierName.SCORE: ThresholdRule(1.0, 9.0, 9.0, "least grade"),
+    VerifierName.LIKELIHOOD: ThresholdRule(-100.0, 0.0, -0.5, "least mean log-probability a token, in nats"),
+    VerifierName.RANDOM: ThresholdRule(0.0, 1.0, 0.5, "probability of acceptance"),
+}
+"""Verifiers without an entry take no threshold. Defaults as the paper's table 2 has them where it does (0.95, 9)."""
 
 
 class ProposerName(StrEnum):
@@ -87,6 +120,7 @@ class LookaheadRequest(BaseModel):
         width: candidate steps at each position.
         num_draft_tokens: token drafts in one verification.
         ngram_max: longest suffix that the n-gram proposer looks up; the shortest is one less.
+        verifier_threshold: from where on the verifier's score accepts; its range is the verifier's (:data:`THRESHOLDS`).
         lossless: no judged step is ever accepted; only token speculation, everywhere.
         deterministic: the result does not depend on which engine answers first.
         deadline_s: seconds until the answer is cut with finish reason ``deadline``; 0 is the server's own limit.
@@ -111,6 +145,7 @@ class LookaheadRequest(BaseModel):
     num_draft_tokens: int = Field(default=8, ge=0, le=64)
     ngram_max: int = Field(default=4, ge=1, le=16)
     verifier: VerifierName = VerifierName.JUDGE
+    verifier_threshold: float | None = Field(default=None, allow_inf_nan=False)
     proposer: ProposerName = ProposerName.DRAFT_STEP
     lossless: bool = False
     deterministic: bool = False
@@ -126,7 +161,19 @@ class LookaheadRequest(BaseModel):
         for stop in self.stop:
             if not 1 <= len(stop) <= 128:
                 raise InvalidRequest("stop", stop, "each stop string has 1 to 128 characters")
+        self._check_threshold()
         return self
+
+    def _check_threshold(self) -> None:
+        value, rule = self.verifier_threshold, THRESHOLDS.get(self.verifier)
+        if value is None:
+            return
+        if rule is None:
+            names = ", ".join(name.value for name in THRESHOLDS)
+            raise InvalidRequest("verifier_threshold", value, f"goes with the verifiers {names}; not with {self.verifier.value}")
+        if not rule.low <= value <= rule.high:
+            bounds = f"from {rule.low:g} to {rule.high:g} with the verifier {self.verifier.value}: {rule.meaning}"
+            raise InvalidRequest("verifier_threshold", value, bounds)
 
     @classmethod
     def parse(cls, fields: Mapping[str, Any]) -> Self:
@@ -143,6 +190,13 @@ class LookaheadRequest(BaseModel):
             raise InvalidRequest(name, first.get("input"), first["msg"]) from error
 
     @property
+    def threshold(self) -> float:
+        """The verifier's threshold, given or its default; 0 where it has none of its own."""
+        rule = THRESHOLDS.get(self.verifier)
+        default = rule.default if rule is not None else None
+        return self.verifier_threshold if self.verifier_threshold is not None else default or 0.0
+
+    @property
     def sampling(self) -> Sampling:
         return Sampling(self.temperature, self.top_k, self.top_p)
 
@@ -153,6 +207,14 @@ class LookaheadRequest(BaseModel):
             return [message.model_dump() for message in self.messages]
         assert self.text_input is not None
         return [{"role": "user", "content": self.text_input}]
+
+
+def with_defaults(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """A deployment's default fields under those that a client sent. A default threshold belongs to the default verifier."""
+    merged = {**defaults, **given}
+    if "verifier" in given and "verifier_threshold" not in given and given["verifier"] != defaults.get("verifier"):
+        merged.pop("verifier_threshold", None)
+    return merged
 
 
 class Origin(StrEnum):
@@ -169,9 +231,10 @@ class Origin(StrEnum):
 class StepRecord(BaseModel):
     """What became of one position of the answer; sent with ``trace``.
 
-    ``reason`` says why: ``exact`` or ``judge`` for an accepted draft; for the target's step the reason for which no
+    ``reason`` says why: ``exact``, ``judge`` ... for an accepted draft; for the target's step the reason for which no
     drafted step was taken (``judge``, ``marker``, ``capped``, ``timeout``, ``garbage``, ``late``, ``draft_error`` ...), or
-    ``none`` where nothing was drafted. Times are seconds since the request was admitted.
+    ``none`` where nothing was drafted. ``verifier`` decided on ``drafted_text`` (of a cascade: the stage that did), with
+    ``score`` where it has one; None where nobody had to. Times are seconds since the request was admitted.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -179,6 +242,8 @@ class StepRecord(BaseModel):
     index: int
     origin: Origin
     reason: str
+    verifier: str | None = None
+    score: float | None = None
     text: str
     num_tokens: int
     sibling: int | None = None
@@ -194,10 +259,11 @@ class StepRecord(BaseModel):
 class Usage(BaseModel):
     """Counts and rates of one finished request; sent with its last response.
 
-    ``num_steps_rejected`` counts judged drafts that were not taken, by reason; ``num_steps_late`` positions at the root where
-    no draft was ready. ``step_acceptance_rate`` = accepted / (accepted + rejected + late) at the root.
-    ``token_acceptance_rate`` = accepted / verified token drafts. ``mean_accepted_length`` = mean number of consecutive
-    accepted steps before each correction. ``num_wasted_tokens`` were generated by target or draft and not committed.
+    ``num_steps_accepted_by`` counts accepted steps by reason. ``num_steps_rejected`` counts judged drafts that were not
+    taken, by reason; ``num_steps_late`` positions at the root where no draft was ready. ``step_acceptance_rate`` = accepted
+    / (accepted + rejected + late) at the root. ``token_acceptance_rate`` = accepted / verified token drafts.
+    ``mean_accepted_length`` = mean number of consecutive accepted steps before each correction. ``num_wasted_tokens`` were
+    generated by target or draft and not committed.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -208,6 +274,7 @@ class Usage(BaseModel):
     num_steps: int = 0
     num_steps_drafted: int = 0
     num_steps_accepted: int = 0
+    num_steps_accepted_by: dict[str, int] = Field(default_factory=dict)
     num_steps_late: int = 0
     num_steps_rejected: dict[str, int] = Field(default_factory=dict)
     step_acceptance_rate: float | None = None

@@ -70,6 +70,9 @@ def run_virtual(main: Coroutine[Any, Any, T]) -> T:
         loop.close()
 
 
+UNLIKELY = -10.0
+"""Log-probability of a draft token that a script would not have written (``accept_all_drafts``)."""
+
 # Engines that follow a script --------------------------------------------------------------------------------------
 
 
@@ -132,9 +135,13 @@ class ScriptedEngine:
         if drafts and self.drop_drafts:
             drafts, limit = [], 1
         written: list[int] = []
+        log_probs: list[float] = []
         accepted = 0
         while len(written) < limit:
             token = self.script((*context, *written), call.seed)
+            log_probs.append(0.0)  # a script leaves nothing to chance
+            if call.accept_all_drafts and len(written) < len(drafts) and token != drafts[len(written)]:
+                token, log_probs[-1] = drafts[len(written)], UNLIKELY
             written.append(token)
             if len(written) >= call.min_tokens and any(written[-len(stop) :] == list(stop) for stop in stops):
                 break
@@ -142,8 +149,7 @@ class ScriptedEngine:
                 if len(written) > len(drafts) or token != drafts[len(written) - 1]:
                     break
                 accepted += 1
-        log_probs = (0.0,) * len(written) if call.return_log_probs else ()  # a script leaves nothing to chance
-        return Generation(tuple(written), len(drafts), accepted, log_probs=log_probs)
+        return Generation(tuple(written), len(drafts), accepted, log_probs=tuple(log_probs) if call.return_log_probs else ())
 
 
 @dataclass

@@ -21,7 +21,7 @@ from lr_backend.request import LookaheadRequest
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 """The source checkout: specs are looked up by name and templates are found here."""
 
-_FILLED_BY_BUILD = ("tokenizer_dir", "judge_tokenizer_dir", "vocab_size", "tokens_per_block")
+_FILLED_BY_BUILD = ("tokenizer_dir", "judge_tokenizer_dir", "vocab_size", "tokens_per_block", "accepts_all_drafts")
 
 
 class _Section(BaseModel):
@@ -181,15 +181,22 @@ class TorchDeployment(DeploymentSpec):
                 "judge_tokenizer_dir": self.checkpoint_dir(Role.JUDGE),
                 "vocab_size": vocab_size,
                 "tokens_per_block": self.target.tokens_per_block,
+                "accepts_all_drafts": self.target.max_draft_len > 0,
+                **self._embedding_dir(),
             }
         )
+
+    def _embedding_dir(self) -> dict[str, Path]:
+        """``embedding_dir`` as the spec has it, made absolute."""
+        given = self.lookahead.get("embedding_dir")
+        return {"embedding_dir": (self.root / given).resolve()} if isinstance(given, str) else {}
 
     @field_validator("lookahead")
     @classmethod
     def _leave_to_build(cls, lookahead: dict[str, Any]) -> dict[str, Any]:
         for key in _FILLED_BY_BUILD:
             if key in lookahead:
-                raise ValueError(f"{key} comes from the checkpoints; leave it out")
+                raise ValueError(f"{key} comes from the engines and checkpoints; leave it out")
         return lookahead
 
     @model_validator(mode="after")
@@ -252,6 +259,8 @@ def _checked_loop_config(spec: TorchDeployment) -> LoopConfig:
         request = LookaheadRequest.parse({**config.defaults, "text_input": "any"})
     except InvalidRequest as error:
         raise ValueError(f"lookahead.defaults.{error.message}") from error
+    if (missing := config.lacks(request.verifier)) is not None:
+        raise ValueError(f"lookahead.defaults.verifier={request.verifier.value}: {missing}")
     limits = config.limits
     bounds = {
         "max_tokens": limits.max_tokens,

@@ -90,6 +90,7 @@ class Ledger:
     moves: dict[int, Decision] = field(default_factory=dict)
     degraded: list[str] = field(default_factory=list)
     reasons: Counter[Reason] = field(default_factory=Counter)
+    accepted_by: Counter[Reason] = field(default_factory=Counter)
     accepted_runs: list[int] = field(default_factory=list)
     committed_tokens: int = 0
     reasoning_tokens: int = 0
@@ -139,6 +140,7 @@ class Ledger:
             self.moves[self.num_steps] = decision
         if decision.winner is not None:
             self.num_steps_accepted += 1
+            self.accepted_by[decision.reason] += 1
             self._run_length += 1
             return
         if decision.compared is not None:
@@ -161,6 +163,7 @@ class Ledger:
             num_steps=self.num_steps,
             num_steps_drafted=self.num_steps_drafted,
             num_steps_accepted=self.num_steps_accepted,
+            num_steps_accepted_by={reason.value: count for reason, count in sorted(self.accepted_by.items())},
             num_steps_late=late,
             num_steps_rejected=rejected,
             step_acceptance_rate=rate(self.num_steps_accepted, decided),
@@ -184,6 +187,14 @@ class Ledger:
     def _passes(span: CallSpan) -> int:
         """Sequence-passes of the target: one a token, or one for a whole verification."""
         return 1 if span.num_proposed else span.num_tokens
+
+
+def num_equal(proposed: Sequence[int], returned: Sequence[int]) -> int:
+    """How many tokens the two begin with alike."""
+    return next(
+        (index for index, (one, other) in enumerate(zip(proposed, returned, strict=False)) if one != other),
+        min(len(proposed), len(returned)),
+    )
 
 
 class MeteredEngine:
@@ -240,11 +251,3 @@ class MeteredEngine:
 
     async def close(self) -> None:
         await self._engine.close()
-
-
-def num_equal(proposed: Sequence[int], returned: Sequence[int]) -> int:
-    """Leading tokens of a proposal that came back."""
-    equal = 0
-    while equal < min(len(proposed), len(returned)) and proposed[equal] == returned[equal]:
-        equal += 1
-    return equal

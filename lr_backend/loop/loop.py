@@ -29,7 +29,7 @@ from lr_backend.loop.pace import DepthChooser, Pace
 from lr_backend.loop.steps import StepRules
 from lr_backend.loop.text import TextStream
 from lr_backend.loop.tree import Decision, Node, Tree, append
-from lr_backend.loop.writer import StepWriter, TokenSpeculation
+from lr_backend.loop.writer import DraftedTally, StepWriter, TokenSpeculation
 from lr_backend.propose import make_proposer
 from lr_backend.request import (
     DepthPolicy,
@@ -39,12 +39,12 @@ from lr_backend.request import (
     ProposerName,
     StepRecord,
     Usage,
-    VerifierName,
 )
 from lr_backend.step import Step, StepEnd, StepTokenizer
 from lr_backend.trace.schema import Purpose
-from lr_backend.verify import ExactVerifier, JudgeVerifier, Reason, StepPair, Verdict, Verifier
+from lr_backend.verify import ExactVerifier, Reason, StepPair, Verdict, VerifierParts, make_verifier
 from lr_backend.verify.judge_prompt import JudgePrompt
+from lr_backend.verify.similarity import Embedder
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ class Models:
     tokenizer: StepTokenizer
     judge_prompt: JudgePrompt
     judge_tokenizer: StepTokenizer
+    embedder: Embedder | None = None
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,9 @@ class LookaheadLoop:
         prompt_ids: the rendered prompt, shape [N].
         emit: receives committed text in order; must not block.
         pace: what the server has measured, shared by its requests; None: this request's own.
+
+    Raises:
+        InvalidRequest: this server lacks what the request's verifier needs.
     """
 
     def __init__(
@@ -139,12 +143,9 @@ class LookaheadLoop:
         self._target_writer = self._writer(self._target, Role.TARGET, self._token_speculation())
         self._draft_writer = self._writer(draft, Role.DRAFT, None)
         self._exact = ExactVerifier()
-        self._verifier: Verifier = self._exact
         self._judge_calls = count()
-        if request.verifier is VerifierName.JUDGE and not request.lossless:
-            self._verifier = JudgeVerifier(
-                judge, models.judge_prompt, models.judge_tokenizer, timeout_s=None if patient else timeouts.judge_s
-            )
+        parts = VerifierParts(self._target, judge, models.tokenizer, models.judge_prompt, models.judge_tokenizer, models.embedder)
+        self._verifier = make_verifier(request, config, parts)
         # Nodes in the window with their tasks; completions in the order in which they came. A node that is no longer here has
         # lost: its tasks are cancelled, and what they still complete is ignored.
         self._window: defaultdict[Node, list[asyncio.Task[None]]] = defaultdict(list)
@@ -282,24 +283,36 @@ class LookaheadLoop:
         if self._awaits_draft and node.children:
             await self._arrivals[node.children[0]].wait()
         node.times_s["target_started_s"] = self.ledger.now_s()
+        tally = DraftedTally()
         with self._pace.target() as work:
             step = await self._target_writer.write(
-                node.prefix, self._budget(node.prefix), sibling=node.sibling, drafted=lambda: tree.drafted_after(node)
+                node.prefix,
+                self._budget(node.prefix),
+                sibling=node.sibling,
+                drafted=lambda: tree.drafted_after(node),
+                tally=tally,
             )
             work.num_tokens = len(step.ids)
+        if drafted := tree.drafted_after(node):
+            node.token_share = tally.share(len(drafted))
         node.times_s["target_finished_s"] = self.ledger.now_s()
         return lambda: tree.targeted(node, step)
 
     async def _judge(self, tree: Tree, target: Step, node: Node) -> Change:
-        assert node.drafted is not None
+        position = node.parent
+        assert node.drafted is not None and position is not None
         call_id = f"{self._request_id}/judge/{next(self._judge_calls)}"
-        pair = StepPair(target, node.drafted, self._plain(target), self._plain(node.drafted), call_id)
+        # Only the first sibling went to the target as token drafts.
+        share = position.token_share if node.sibling == 0 else None
+        pair = StepPair(target, node.drafted, self._plain(target), self._plain(node.drafted), call_id, position.prefix, share)
         # Before the reasoning is known to have begun, only the same tokens will do.
         verifier = self._verifier if self._has_opened(node.prefix) else self._exact
         with self._pace.verdict():
             verdict = await verifier.verify(pair)
         if verdict.reason is Reason.JUDGE_ERROR:
             self.ledger.degrade("judge")
+        if verdict.reason is Reason.VERIFIER_ERROR:
+            self.ledger.degrade("verifier")
         return lambda: self._judged(tree, node, verdict)
 
     def _judged(self, tree: Tree, node: Node, verdict: Verdict) -> None:
@@ -355,10 +368,13 @@ class LookaheadLoop:
         drafted_times = compared.times_s if compared is not None else {}
         target_times = decision.position.times_s if decision is not None else {}
         target = decision.position.target if decision is not None else step
+        verdict = compared.verdict if compared is not None else None
         record = StepRecord(
             index=self.ledger.num_steps - 1,
             origin=origin,
             reason=reason.value,
+            verifier=verdict.verifier if verdict is not None else None,
+            score=verdict.score if verdict is not None else None,
             text=self._plain(step),
             num_tokens=len(step.ids),
             sibling=compared.sibling if compared is not None else None,

@@ -53,6 +53,8 @@ class Node:
     target: Step | None = None
     verdict: Verdict | None = None
     verdict_started: bool = False
+    token_share: float | None = None
+    """Part of the first child's drafted step that the target accepted as token drafts for its own; None: it verified none."""
     children: list[Node] = field(default_factory=list)
     times_s: dict[str, float] = field(default_factory=dict)
     """When its work started and finished, noted by the loop for the trace."""

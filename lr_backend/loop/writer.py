@@ -16,7 +16,7 @@ import numpy as np
 from lr_backend.contract import IntArray
 from lr_backend.engine import Engine, EngineCall, Generation, Role, Sampling, one_hot_logits
 from lr_backend.errors import EngineUnavailable
-from lr_backend.loop.ledger import Ledger
+from lr_backend.loop.ledger import Ledger, num_equal
 from lr_backend.loop.seeds import derive_seed
 from lr_backend.loop.steps import StepRules
 from lr_backend.propose import Proposer
@@ -46,6 +46,31 @@ class TokenSpeculation:
     plain_chunk: int = 4
     one_hot_vocab: int = 0
     remember: bool = True
+
+
+@dataclass
+class DraftedTally:
+    """How much of the drafted step a target step took over as token drafts, counted while it is written."""
+
+    num_proposed: int = 0
+    num_accepted: int = 0
+
+    def verified(self, drafted: Sequence[int] | None, proposed: Sequence[int], returned: Sequence[int]) -> None:
+        """Count one verification; proposals that the drafted step does not hold came from elsewhere."""
+        if drafted is None or not _holds(drafted, proposed):
+            return
+        self.num_proposed += len(proposed)
+        self.num_accepted += num_equal(proposed, returned)
+
+    def share(self, num_drafted: int) -> float | None:
+        """Accepted part of a drafted step of ``num_drafted`` tokens; None where none of it was proposed."""
+        # Re-aligned, the target can take a token over twice.
+        return min(1.0, self.num_accepted / num_drafted) if self.num_proposed else None
+
+
+def _holds(drafted: Sequence[int], proposed: Sequence[int]) -> bool:
+    size = len(proposed)
+    return any(tuple(drafted[start : start + size]) == tuple(proposed) for start in range(len(drafted) - size + 1))
 
 
 class Payoff:
@@ -114,12 +139,14 @@ class StepWriter:
         sibling: int = 0,
         drafted: DraftedIds = lambda: None,
         answer: bool = False,
+        tally: DraftedTally | None = None,
     ) -> Step:
         """The step after ``prefix``, at most ``max_tokens`` long.
 
         Args:
             drafted: asked before each verification for the drafted step that continues the same prefix, if there is one.
             answer: only an end token ends it, no delimiter.
+            tally: counts what the target takes over of the drafted step.
 
         Raises:
             EngineError: the engine failed.
@@ -131,13 +158,16 @@ class StepWriter:
         num_empty = num_plain = 0
         while (step := cut(written, max_tokens)) is None:
             context = np.concatenate([prefix, np.asarray(written, dtype=np.int32)]) if written else prefix
-            proposed = self._propose(context, written, drafted(), max_tokens, cut) if payoff.pays else ()
+            drafted_ids = drafted()
+            proposed = self._propose(context, written, drafted_ids, max_tokens, cut) if payoff.pays else ()
             num_plain = 0 if proposed else num_plain + 1
             budget = len(proposed) + 1 if proposed else min(max_tokens - len(written), self._plain_tokens(num_plain, payoff))
             generation = await self._call(context, proposed, budget, sibling, stop_words)
             if proposed:
                 self.ledger.drafts_verified(proposed, generation.token_ids)
                 payoff.verified(len(generation.token_ids))
+                if tally is not None:
+                    tally.verified(drafted_ids, proposed, generation.token_ids)
             else:
                 payoff.decoded(len(generation.token_ids))
             num_empty = 0 if generation.token_ids else num_empty + 1

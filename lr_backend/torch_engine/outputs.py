@@ -16,6 +16,7 @@ from lr_backend.torch_engine.sequence import Sequence
 from lr_backend.torch_engine.transfer import to_device, to_host
 from lr_backend.torch_engine.verification import (
     Verdict,
+    accept_all,
     impossible_to_zero,
     verify_biased,
     verify_greedy,
@@ -50,11 +51,12 @@ def choose_tokens(logits: Tensor, outputs: Items[Output], *, biased: bool) -> li
 
 
 def _alike(outputs: Items[Output]) -> dict[tuple[object, ...], list[int]]:
-    """Outputs that can be decided together: same number of drafts, greedy or not, with draft logits or not."""
+    """Outputs that can be decided together: as many drafts, greedy or not, with draft logits or not, all accepted or not."""
     groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for index, output in enumerate(outputs):
         request = output.chunk.sequence.request
-        groups[output.chunk.num_logits, request.sampling.greedy, request.draft_logits is None].append(index)
+        kind = (request.sampling.greedy, request.draft_logits is None, request.accept_all_drafts)
+        groups[(output.chunk.num_logits, *kind)].append(index)
     return groups
 
 
@@ -74,6 +76,8 @@ def _decide(rows: Tensor, sequences: Items[Sequence], biased: bool) -> list[tupl
         tokens = plain.argmax(dim=-1) if greedy else _sampled(plain, sequences)
         return [(0, token) for token in tokens.tolist()]
     drafts = to_device([sequence.drafts for sequence in sequences], rows.device)
+    if greedy and sequences[0].request.accept_all_drafts:
+        return [(drafts.shape[1], token) for token in rows[:, -1].argmax(dim=-1).tolist()]
     verdict = verify_greedy(rows.argmax(dim=-1), drafts) if greedy else _verified(rows, drafts, sequences, biased)
     return list(zip(*to_host(verdict.num_accepted, verdict.next_token), strict=True))
 
@@ -89,6 +93,8 @@ def _verified(rows: Tensor, drafts: Tensor, sequences: Items[Sequence], biased: 
     samplings = [sequence.request.sampling for sequence in sequences for _ in range(num_rows)]
     probs = target_probs(rows.flatten(0, 1), samplings).view(rows.shape)
     draws = _uniforms(sequences, num_rows, Purpose.DRAW, device)
+    if sequences[0].request.accept_all_drafts:
+        return accept_all(probs, draws)
     if sequences[0].request.draft_logits is not None:
         accept = _uniforms(sequences, num_rows - 1, Purpose.ACCEPT, device)
         return verify_with_logits(probs, _draft_probs(sequences, device), drafts, accept, draws)

@@ -29,6 +29,7 @@ class EngineRequest:
         request_id: may be empty; then it cannot be cancelled by id.
         max_new_tokens: of a plain run; a verification ends by itself after at most ``len(draft_ids) + 1``.
         draft_logits: float32 [K, vocabulary]; None: the drafts are known by their ids only.
+        accept_all_drafts: the drafts stand whatever their probability.
         end_id: never emitted, ends the run; None: there is none.
         exclude_input: the answer leaves the prompt out.
         stop: this is no run but the cancelling of another of the same id.
@@ -41,6 +42,7 @@ class EngineRequest:
     seed: int = 0
     draft_ids: tuple[int, ...] = ()
     draft_logits: npt.NDArray[np.float32] | None = None
+    accept_all_drafts: bool = False
     end_id: int | None = None
     stop_words: tuple[tuple[int, ...], ...] = ()
     min_tokens: int = 0
@@ -75,6 +77,7 @@ class EngineRequest:
             seed=reader.integer("seed", default=0, least=0, most=MAX_SEED),
             draft_ids=draft_ids,
             draft_logits=reader.draft_logits(len(draft_ids)),
+            accept_all_drafts=reader.accept_all_drafts(len(draft_ids)),
             end_id=reader.end_id(),
             stop_words=reader.stop_words(),
             min_tokens=reader.integer("min_tokens", default=0, least=0),
@@ -101,6 +104,7 @@ class EngineRequest:
             seed=call.seed & MAX_SEED,
             draft_ids=draft_ids,
             draft_logits=None if call.draft_logits is None else _checked_draft_logits(call.draft_logits, len(draft_ids)),
+            accept_all_drafts=call.accept_all_drafts,
             stop_words=() if call.stop_words is None else _stop_words(np.asarray(call.stop_words)),
             min_tokens=call.min_tokens,
             return_log_probs=call.return_log_probs,
@@ -255,6 +259,16 @@ class _Reader:
         if "draft_logits" not in self._tensors:
             return None
         return _checked_draft_logits(self._tensors["draft_logits"], num_drafts)
+
+    def accept_all_drafts(self, num_drafts: int) -> bool:
+        """Of upstream's constant thresholds only 0, which accepts every draft."""
+        name = "draft_acceptance_threshold"
+        if name not in self._tensors:
+            return False
+        value = self.real(name, 0.0)
+        if value != 0.0 or not num_drafts:
+            raise _rejected(name, value, "0, with draft_input_ids: all drafts are accepted; no other threshold is supported")
+        return True
 
     def _scalar(self, name: str, kinds: str) -> Any:
         array = self._tensors.get(name)

@@ -1,8 +1,8 @@
 """Which draft tokens stand, and which token follows: pure functions of probabilities and uniforms.
 
-Shapes: N verifications of K drafts each over a vocabulary of V. ``probs`` is float [N, K + 1, V]: the target's distribution at
-each draft and after the last, temperature, top-k and top-p applied. Every rule but the biased one leaves the output
-distributed exactly as if the target had sampled alone.
+Shapes: N verifications of K drafts each over a vocabulary of V. ``probs`` is float [N, K + 1, V]: the target's distribution
+at each draft and after the last, temperature, top-k and top-p applied. Every rule but the biased one and :func:`accept_all`
+leaves the output distributed exactly as if the target had sampled alone.
 """
 
 from __future__ import annotations
@@ -69,6 +69,12 @@ def verify_biased(probs: Tensor, drafts: Tensor, compared: Tensor, redraws: Tens
     sampled = draw(probs[:, :-1].reshape(-1, vocab_size), compared.reshape(-1)).view(num_rows, num_drafts)
     num_accepted = _leading(sampled == drafts)
     return _drawn(num_accepted, _row(probs, num_accepted), redraws)
+
+
+def accept_all(probs: Tensor, draws: Tensor) -> Verdict:
+    """Every draft, and a token of the target's after them; not the target's distribution, but how likely it found the drafts."""
+    num_accepted = torch.full((len(probs),), probs.shape[1] - 1, device=probs.device)
+    return _drawn(num_accepted, _row(probs, num_accepted), draws)
 
 
 def impossible_to_zero(draft_logits: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from lr_backend.errors import CheckpointError
 from lr_backend.loop.loop import Models
 from lr_backend.loop.steps import StepRules
 from lr_backend.verify.judge_prompt import JudgePrompt
+from lr_backend.verify.similarity import Embedder
 
 
 def load_tokenizer(directory: Path) -> Any:
@@ -40,7 +41,11 @@ def end_ids(tokenizer: Any, directory: Path) -> list[int]:
 
 
 def load_models(config: LoopConfig) -> Models:
-    """What the loop needs to know about the vocabularies."""
+    """What the loop needs to know about the models: vocabularies, prompts, and the embedding model if there is one.
+
+    Raises:
+        CheckpointError: a tokenizer or the embedding model cannot be loaded.
+    """
     tokenizer = load_tokenizer(config.tokenizer_dir)
     judge_tokenizer = load_tokenizer(config.judge_tokenizer_dir)
     rules = StepRules.from_tokenizer(
@@ -51,4 +56,16 @@ def load_models(config: LoopConfig) -> Models:
         think_close=config.think_close,
         markers=config.markers,
     )
-    return Models(rules, tokenizer, JudgePrompt.from_tokenizer(judge_tokenizer), judge_tokenizer)
+    embedder = load_embedder(config.embedding_dir) if config.embedding_dir is not None else None
+    return Models(rules, tokenizer, JudgePrompt.from_tokenizer(judge_tokenizer), judge_tokenizer, embedder)
+
+
+def load_embedder(directory: Path) -> Embedder:
+    """A sentence embedding model.
+
+    Raises:
+        CheckpointError: it cannot be served.
+    """
+    from lr_backend.verify.embedding import EmbeddingModel  # torch, which a server without one does not load
+
+    return EmbeddingModel.load(directory)

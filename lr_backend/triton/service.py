@@ -20,7 +20,7 @@ from lr_backend.errors import Cancelled, EngineRejected, InvalidRequest, Lookahe
 from lr_backend.loop.loop import Committed, Engines, LookaheadLoop, Models, Outcome
 from lr_backend.loop.pace import Pace
 from lr_backend.loop.tracing import build_trace
-from lr_backend.request import LookaheadRequest
+from lr_backend.request import LookaheadRequest, with_defaults
 from lr_backend.triton.tensors import committed_tensors, final_tensors, request_fields
 
 CANCEL_POLL_S = 0.02
@@ -57,7 +57,7 @@ class LookaheadService:
         try:
             if self.num_in_flight > self._config.limits.max_in_flight_requests:
                 raise Overloaded(f"{self._config.limits.max_in_flight_requests} requests are in flight; try again later")
-            request = LookaheadRequest.parse({**self._config.defaults, **request_fields(arrays)})
+            request = LookaheadRequest.parse(with_defaults(self._config.defaults, request_fields(arrays)))
             prompt_ids = self._prompt(request)
             await self._answer(request, prompt_ids, request_id, replies)
         except LookaheadError as error:

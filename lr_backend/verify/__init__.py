@@ -1,10 +1,21 @@
 """Who decides whether a drafted step stands for the target's.
 
-The protocol and the verdict live in :mod:`~lr_backend.verify.verdict`; ``exact`` and ``judge`` are two of them.
+The protocol and the verdict live in :mod:`~lr_backend.verify.verdict`; :func:`make_verifier` chooses one for a request.
 """
 
 from lr_backend.verify.exact import ExactVerifier
+from lr_backend.verify.factory import VerifierParts, make_verifier
 from lr_backend.verify.judge import JudgeVerifier
 from lr_backend.verify.verdict import Reason, StepPair, Verdict, Verifier, settle
 
-__all__ = ["ExactVerifier", "JudgeVerifier", "Reason", "StepPair", "Verdict", "Verifier", "settle"]
+__all__ = [
+    "ExactVerifier",
+    "JudgeVerifier",
+    "Reason",
+    "StepPair",
+    "Verdict",
+    "Verifier",
+    "VerifierParts",
+    "make_verifier",
+    "settle",
+]

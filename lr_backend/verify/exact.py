@@ -9,4 +9,4 @@ class ExactVerifier:
     """Rejects every pair that :func:`~lr_backend.verify.verdict.settle` left open."""
 
     async def verify(self, pair: StepPair) -> Verdict:
-        return Verdict(False, Reason.DIFFERENT)
+        return Verdict(False, Reason.DIFFERENT, verifier="exact")

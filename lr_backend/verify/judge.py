@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import numpy as np
 
 from lr_backend.engine import Engine, EngineCall
-from lr_backend.errors import EngineError
 from lr_backend.step import StepTokenizer
+from lr_backend.verify.asking import ask
 from lr_backend.verify.judge_prompt import JudgePrompt, parse_verdict
 from lr_backend.verify.verdict import Reason, StepPair, Verdict
 
@@ -31,20 +29,22 @@ class JudgeVerifier:
         self.failed = False
 
     async def verify(self, pair: StepPair) -> Verdict:
+        answer = await self._label(pair)
+        if isinstance(answer, Reason):
+            return Verdict(False, answer, verifier="judge")
+        return Verdict(answer, Reason.JUDGE, verifier="judge")
+
+    async def _label(self, pair: StepPair) -> bool | Reason:
         if self.failed:
-            return Verdict(False, Reason.JUDGE_ERROR)
+            return Reason.JUDGE_ERROR
         call = EngineCall(
             request_id=pair.call_id,
             input_ids=np.asarray(self._prompt.ids(pair.target_text, pair.drafted_text), dtype=np.int32),
             max_new_tokens=1,
         )
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                generation = await self._engine.generate(call)
-        except TimeoutError:
-            return Verdict(False, Reason.TIMEOUT)
-        except EngineError:
-            self.failed = True
-            return Verdict(False, Reason.JUDGE_ERROR)
-        aligned = parse_verdict(str(self._tokenizer.decode(list(generation.token_ids), skip_special_tokens=False)))
-        return Verdict(False, Reason.GARBAGE) if aligned is None else Verdict(aligned, Reason.JUDGE)
+        answer = await ask(self._engine, call, timeout_s=self._timeout_s, on_error=Reason.JUDGE_ERROR)
+        if isinstance(answer, Reason):
+            self.failed = self.failed or answer is Reason.JUDGE_ERROR
+            return answer
+        aligned = parse_verdict(str(self._tokenizer.decode(list(answer.token_ids), skip_special_tokens=False)))
+        return Reason.GARBAGE if aligned is None else aligned

@@ -27,6 +27,13 @@ STEP_1_OPEN, STEP_1_CLOSE = "\n<step 1>\n", "\n</step 1>"
 STEP_2_OPEN, STEP_2_CLOSE = "\n<step 2>\n", "\n</step 2>"
 VERDICT_PREFILL = "["
 
+GRADE_SYSTEM_TEXT = "You grade how well two reasoning steps agree."
+GRADE_TASK_TEXT = (
+    "Grade from 0 to 9 how far step 2 means the same as step 1. Compare what is computed, the numbers, the operators, the units, "
+    "the names and the results; ignore the wording. 9: the same meaning and the same results. 0: a different meaning, or any "
+    "wrong number. If you are not sure, give the lower grade. Answer with the digit in brackets only, like [0]."
+)
+
 _SLOT_1, _SLOT_2 = "\x00first\x00", "\x00second\x00"
 
 
@@ -49,10 +56,18 @@ class JudgePrompt:
     max_step_tokens: int
 
     @classmethod
-    def from_tokenizer(cls, tokenizer: PromptTokenizer, *, max_step_tokens: int = 512) -> JudgePrompt:
-        """Render the judge's own chat template once and split it where the steps go."""
-        user = TASK_TEXT + STEP_1_OPEN + _SLOT_1 + STEP_1_CLOSE + STEP_2_OPEN + _SLOT_2 + STEP_2_CLOSE
-        conversation = [{"role": "system", "content": SYSTEM_TEXT}, {"role": "user", "content": user}]
+    def from_tokenizer(
+        cls,
+        tokenizer: PromptTokenizer,
+        *,
+        max_step_tokens: int = 512,
+        system_text: str = SYSTEM_TEXT,
+        task_text: str = TASK_TEXT,
+        prefill: str = VERDICT_PREFILL,
+    ) -> JudgePrompt:
+        """Render the model's own chat template once and split it where the steps go."""
+        user = task_text + STEP_1_OPEN + _SLOT_1 + STEP_1_CLOSE + STEP_2_OPEN + _SLOT_2 + STEP_2_CLOSE
+        conversation = [{"role": "system", "content": system_text}, {"role": "user", "content": user}]
         text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
         head, rest = text.split(_SLOT_1)
         middle, tail = rest.split(_SLOT_2)
@@ -60,7 +75,26 @@ class JudgePrompt:
         def fixed(part: str) -> tuple[int, ...]:
             return tuple(tokenizer.encode(part, add_special_tokens=False))
 
-        return cls(tokenizer, fixed(head), fixed(middle), fixed(tail) + fixed(VERDICT_PREFILL), max_step_tokens)
+        return cls(tokenizer, fixed(head), fixed(middle), fixed(tail) + fixed(prefill), max_step_tokens)
+
+    @classmethod
+    def for_grades(
+        cls, tokenizer: PromptTokenizer, think_open: str | None, think_close: str | None, *, max_step_tokens: int = 512
+    ) -> JudgePrompt:
+        """The prompt on which a reasoning model grades a pair at once: its reasoning is already closed, its bracket open."""
+        prefill = VERDICT_PREFILL
+        if think_open is not None and think_close is not None:
+            turn = [{"role": "user", "content": ""}]
+            text = str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)).rstrip()
+            opened = text.endswith(think_open)
+            prefill = f"{'' if opened else think_open + chr(10)}\n{think_close}\n\n{VERDICT_PREFILL}"
+        return cls.from_tokenizer(
+            tokenizer,
+            max_step_tokens=max_step_tokens,
+            system_text=GRADE_SYSTEM_TEXT,
+            task_text=GRADE_TASK_TEXT,
+            prefill=prefill,
+        )
 
     def ids(self, target_step_text: str, drafted_step_text: str) -> list[int]:
         """Token ids of the whole prompt; the next token is the verdict.
@@ -94,3 +128,8 @@ def parse_verdict(token_text: str) -> bool | None:
     if UNALIGNED.startswith(label):
         return False
     return None
+
+
+def parse_grade(token_text: str) -> int | None:
+    """0 to 9 for a token that is that one digit, None for anything else."""
+    return int(token_text) if len(token_text) == 1 and token_text in "0123456789" else None

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from lr_backend.contract import IntArray
 from lr_backend.step import Step, StepEnd
 
 
@@ -14,8 +15,22 @@ class Reason(StrEnum):
 
     EXACT = "exact"
     """Accepted: the same token ids."""
+    SAME_TEXT = "same_text"
+    """Accepted: other token ids, the same words."""
     JUDGE = "judge"
     """The judge's word, either way."""
+    NUMBERS = "numbers"
+    """Rejected: the two compute with different numbers, operators or units."""
+    EMBEDDING = "embedding"
+    """By the similarity of the two steps' embeddings, either way."""
+    TOKENS = "tokens"
+    """By the share of the drafted step that the target's token verification accepted, either way."""
+    GRADE = "score"
+    """By the target's grade of the pair, either way."""
+    LIKELIHOOD = "likelihood"
+    """By the target's log-probability of the drafted step, either way."""
+    RANDOM = "random"
+    """By chance, either way."""
     DIFFERENT = "different"
     """Rejected by the exact verifier."""
     MARKER = "marker"
@@ -23,11 +38,15 @@ class Reason(StrEnum):
     CAPPED = "capped"
     """Rejected: one of the two was cut at the cap and the other was not."""
     TIMEOUT = "timeout"
-    """Rejected in doubt: the judge was too slow."""
+    """Rejected in doubt: the verifier was too slow."""
     GARBAGE = "garbage"
-    """Rejected in doubt: the judge's answer is no verdict."""
+    """Rejected in doubt: the verifier's answer is no verdict."""
     JUDGE_ERROR = "judge_error"
     """Rejected in doubt: the judge's engine failed."""
+    VERIFIER_ERROR = "verifier_error"
+    """Rejected in doubt: the model that the verifier asks, other than the judge's, failed."""
+    UNKNOWN = "unknown"
+    """No verifier at hand could tell."""
     LATE = "late"
     """Nothing drafted was ready when the target's step was."""
     DRAFT_ERROR = "draft_error"
@@ -40,22 +59,32 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One drafted step's fate. ``score`` is the verifier's own measure where it has one."""
+    """One drafted step's fate. ``score``: the measure of the verifier or stage that decided, where it has one."""
 
     accepted: bool
     reason: Reason
     score: float | None = None
+    verifier: str | None = None
+    """Who decided; None where nobody was asked."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPair:
-    """A target step and a drafted step after the same prefix, as tokens and as text without special tokens."""
+    """A target step and a drafted step after the same prefix, as tokens and as text without special tokens.
+
+    Attributes:
+        prefix: what both continue, shape [N].
+        token_share: part of the drafted step's tokens that the target accepted as token drafts; None where it verified none.
+        call_id: prefix of the ids of engine calls on the pair's behalf; unique among pairs.
+    """
 
     target: Step
     drafted: Step
     target_text: str
     drafted_text: str
     call_id: str
+    prefix: IntArray
+    token_share: float | None = None
 
 
 class Verifier(Protocol):

@@ -18,7 +18,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine": {"contract", "errors"},
     "request": {"engine", "errors"},
     "config": {"errors"},
-    "verify": {"engine", "errors", "step", "contract"},
+    "verify": {"engine", "errors", "step", "contract", "request", "config"},
     "propose": {"contract", "request"},
     "trace": {"engine", "errors", "request"},
     "loop": {"verify", "propose", "trace", *LEAVES},
@@ -71,10 +71,17 @@ def test_the_allowed_imports_have_no_circle() -> None:
             del remaining[part]
 
 
-def test_torch_lives_in_the_torch_engine_alone() -> None:
-    users = {part_of(path) for path in python_files("lr_backend") if any(n.split(".")[0] == "torch" for n in imported(path))}
+def test_torch_lives_in_the_torch_engine_and_the_embedding_model_alone() -> None:
+    users = {path for path in python_files("lr_backend") if any(n.split(".")[0] == "torch" for n in imported(path))}
 
-    assert users <= {"torch_engine"}
+    assert {part_of(path) for path in users} <= {"torch_engine", "verify"}
+    assert {path.name for path in users if part_of(path) == "verify"} <= {"embedding.py"}
+
+
+def test_the_server_loads_no_torch_for_verifiers_that_need_none() -> None:
+    importers = {path.name for path in python_files("lr_backend") if "lr_backend.verify.embedding" in imported(path)}
+
+    assert importers == {"models.py"}
 
 
 def test_tritons_backend_module_is_imported_at_the_rim_alone() -> None:

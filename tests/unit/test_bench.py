@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import typer
@@ -15,12 +16,16 @@ import bench.gpu
 import bench.layout
 import bench.overhead
 import bench.profile
+import bench.verifiers
 from bench.overhead import Overhead, large_target
 from bench.profile import Stopwatch
 from bench.timing import Spread, in_turns, ratio
+from bench.verifiers import Case, VerifierFigures
 from demo.run import demo_spec
 from demo.tokenizer import load_tokenizer
 from lr_backend.build.checkpoints import check_checkpoint
+from lr_backend.step import Step, StepEnd
+from lr_backend.verify import Reason, StepPair, Verdict
 from tests.support.torch_engines import tiny_checkpoint
 
 
@@ -158,3 +163,30 @@ def test_layouts_take_turns_and_their_first_answers_are_not_kept(monkeypatch: py
 
     assert order == ["a", "b", "b", "a", "a", "b"]
     assert figures == {"a": pytest.approx([200.0, 300.0]), "b": pytest.approx([200.0, 200.0])}
+
+
+def test_a_verifiers_figures_count_what_it_accepts_and_what_it_should_not_have() -> None:
+    step = Step((1,), StepEnd.DELIMITER)
+    pair = StepPair(step, step, "", "", "id", np.asarray([1], dtype=np.int32))
+    cases = [Case(pair, same) for same in (True, True, False, False)]
+    verdicts = [Verdict(accepted, Reason.JUDGE, verifier="judge") for accepted in (True, False, True, False)]
+
+    figures = VerifierFigures.of(cases, verdicts, [0.001, 0.002, 0.004, 0.002])
+
+    assert (figures.accepted.value, figures.agreed.value, figures.wrong.value) == (0.5, 0.5, 0.5)
+    assert figures.wrong.total == 2
+    assert figures.ms_a_verdict == pytest.approx(2.0)
+    assert figures.by == {"judge": 4}
+
+
+def test_the_comparison_of_verifiers_runs_on_the_demo_models() -> None:
+    output = run(bench.verifiers.main, "--problems", "1", "--pairs", "4", "--threads", "1")
+
+    figures = json.loads(output.strip().splitlines()[-1])
+    assert set(figures) == {"drafted", "changed"}
+    rows = figures["changed"]
+    assert {"random 0.5", "exact", "numeric veto alone", "judge", "score 9", "cascade"} <= rows.keys()
+    assert all(row["num_pairs"] == 4 for row in rows.values())
+    assert rows["exact"]["accept_rate"] == 0.0
+    assert rows["exact"]["false_accept_rate"] is None
+    assert "likelihood -0.5" in figures["drafted"]

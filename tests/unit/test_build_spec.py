@@ -85,7 +85,11 @@ def test_planned_runtimes_say_that_they_are_not_built_yet(spec_path: Path, runti
         ("[server]", "[lookahead.defaults]\nmode = 'fast'\n[server]", "lookahead.defaults.mode"),
         ("[server]", "[lookahead.defaults]\nmax_tokens = 257\n[server]", "beyond the limit 256"),
         ("[server]", "[lookahead.defaults]\ncolour = 1\n[server]", "lookahead.defaults.colour"),
-        ("[lookahead.limits]", "[lookahead]\nvocab_size = 3\n[lookahead.limits]", "vocab_size comes from the checkpoints"),
+        (
+            "[lookahead.limits]",
+            "[lookahead]\nvocab_size = 3\n[lookahead.limits]",
+            "vocab_size comes from the engines and checkpoints",
+        ),
         ('name = "tiny"', 'name = "../tiny"', "name"),
         ("[server]", "[server", "cannot be read"),
     ],
@@ -101,3 +105,17 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
         DeploymentSpec.load("nope")
     with pytest.raises(ConfigError, match=r"no deployment spec at engines/nope\.toml"):
         DeploymentSpec.load("engines/nope.toml")
+
+
+def test_an_embedding_model_is_found_from_the_project_root_and_a_default_that_needs_one_is_refused_without(
+    spec_path: Path,
+) -> None:
+    edited(spec_path, "[lookahead.limits]", '[lookahead.defaults]\nverifier = "embedding"\n[lookahead.limits]')
+    with pytest.raises(ConfigError, match=r"lookahead\.defaults\.verifier=embedding: this server has no embedding model"):
+        DeploymentSpec.load(spec_path)
+
+    edited(spec_path, "[lookahead.defaults]", '[lookahead]\nembedding_dir = "models/minilm"\n[lookahead.defaults]')
+    spec = DeploymentSpec.load(spec_path)
+    assert isinstance(spec, TorchDeployment)
+    assert spec.loop_config().embedding_dir == spec.root / "models" / "minilm"
+    assert spec.loop_config().accepts_all_drafts

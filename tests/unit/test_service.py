@@ -156,7 +156,8 @@ BAD_FIELDS = [
     *[("width", value) for value in (0, -1, 9)],
     *[("num_draft_tokens", value) for value in (-1, 65)],
     *[("ngram_max", value) for value in (0, 17)],
-    *[("verifier", value) for value in ("", "yes", "judge ")],
+    *[("verifier", value) for value in ("", "yes", "judge ", "embedding", "likelihood")],
+    *[("verifier_threshold", value) for value in (0.5, float("nan"), float("inf"))],
     *[("proposer", value) for value in ("", "eagle")],
     *[("deadline_s", value) for value in (-1.0, float("nan"), 1e9)],
 ]

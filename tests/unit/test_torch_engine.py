@@ -109,6 +109,27 @@ def test_cutting_a_run_at_once_equals_token_by_token(
 # Verification
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_drafts_that_are_to_be_accepted_are_and_their_log_probabilities_are_the_targets(
+    engine: TorchEngine, temperature: float
+) -> None:
+    drafts = (7, 7, 3, 50)
+    forced = request(
+        prompt(9), 5, draft_ids=drafts, accept_all_drafts=True, return_log_probs=True, sampling=Sampling(temperature)
+    )
+    answer = ask(engine, forced)[0]
+
+    assert answer.token_ids[:4] == drafts
+    assert (len(answer.token_ids), answer.num_accepted_tokens) == (5, 4)
+    # One at a time: verified after what stands before it, a draft has the same log-probability.
+    one_by_one = [
+        ask(engine, request((*prompt(9), *drafts[:i]), 2, draft_ids=(drafts[i],), accept_all_drafts=True, return_log_probs=True))
+        for i in range(4)
+    ]
+    if not temperature:
+        assert [one[0].log_probs[0] for one in one_by_one] == pytest.approx(answer.log_probs[:4], abs=1e-4)
+
+
 def test_all_drafts_right_gives_one_token_more(engine: TorchEngine) -> None:
     full = greedy(engine, prompt(9), 6)
     answer = ask(engine, request(prompt(9), 1, draft_ids=full[:5]))[0]

@@ -10,7 +10,7 @@ from lr_backend.contract import IntArray
 from lr_backend.engine import GREEDY, Role
 from lr_backend.loop.ledger import Ledger
 from lr_backend.loop.steps import StepRules
-from lr_backend.loop.writer import Payoff, StepWriter, TokenSpeculation
+from lr_backend.loop.writer import DraftedTally, Payoff, StepWriter, TokenSpeculation
 from lr_backend.testing import RecordedCall, ScriptedEngine, run_virtual
 
 END = 999
@@ -78,3 +78,19 @@ def test_plain_chunks_grow_while_nothing_is_proposed() -> None:
     writer = StepWriter(engine, Role.TARGET, RULES, GREEDY, 0, "r", Ledger(lambda: 0.0, len(PREFIX)), nothing)
     run_virtual(writer.write(PREFIX, 100))
     assert [recorded.call.max_new_tokens for recorded in engine.calls] == [4, 8, 16, 32, 40]
+
+
+def test_a_tally_counts_what_the_target_takes_over_of_the_drafted_step() -> None:
+    tally = DraftedTally()
+    assert tally.share(4) is None
+
+    tally.verified(None, (1, 2), (1, 2, 3))
+    tally.verified((1, 2, 3, 4), (7, 8), (7, 8, 9))
+    assert tally.share(4) is None  # neither was of the drafted step
+
+    tally.verified((1, 2, 3, 4), (1, 2), (1, 9))
+    assert tally.share(4) == 0.25
+    tally.verified((1, 2, 3, 4), (3, 4), (3, 4, 5))
+    assert tally.share(4) == 0.75
+    tally.verified((1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 3, 4, 5))
+    assert tally.share(4) == 1.0

@@ -54,7 +54,12 @@ def ask(
     width: Annotated[int | None, typer.Option(help="Candidate steps at each position.")] = None,
     num_draft_tokens: Annotated[int | None, typer.Option(help="Token drafts in one verification.")] = None,
     ngram_max: Annotated[int | None, typer.Option(help="Longest suffix looked up for token drafts.")] = None,
-    verifier: Annotated[str | None, typer.Option(help="exact or judge.")] = None,
+    verifier: Annotated[
+        str | None, typer.Option(help="exact, judge, cascade, embedding, score, likelihood or random.")
+    ] = None,
+    verifier_threshold: Annotated[
+        float | None, typer.Option(help="From where on the verifier's score accepts.")
+    ] = None,
     proposer: Annotated[str | None, typer.Option(help="ngram or draft_step.")] = None,
     lossless: Annotated[
         bool | None, typer.Option("--lossless", help="Accept no judged step: speculate by tokens only.")
@@ -86,6 +91,7 @@ def ask(
         num_draft_tokens=num_draft_tokens,
         ngram_max=ngram_max,
         verifier=verifier,
+        verifier_threshold=verifier_threshold,
         proposer=proposer,
         lossless=lossless,
         deterministic=deterministic,

@@ -56,6 +56,7 @@ INPUTS: dict[str, str] = {
     "num_draft_tokens": "INT32",
     "ngram_max": "INT32",
     "verifier": "BYTES",
+    "verifier_threshold": "FP32",
     "proposer": "BYTES",
     "lossless": "BOOL",
     "deterministic": "BOOL",

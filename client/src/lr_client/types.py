@@ -36,7 +36,9 @@ class Options:
         width: candidate steps at each position.
         num_draft_tokens: token drafts in one verification.
         ngram_max: longest suffix that the n-gram proposer looks up.
-        verifier: who compares a drafted step with the target's: ``exact`` or ``judge``.
+        verifier: who compares a drafted step with the target's: ``exact``, ``judge``,
+            ``cascade``, ``embedding``, ``score``, ``likelihood`` or ``random``.
+        verifier_threshold: from where on the verifier's score accepts.
         proposer: where token drafts come from: ``ngram`` or ``draft_step``.
         lossless: no judged step is ever accepted; only token speculation.
         deterministic: the result does not depend on which engine answers first.
@@ -59,6 +61,7 @@ class Options:
     num_draft_tokens: int | None = None
     ngram_max: int | None = None
     verifier: str | None = None
+    verifier_threshold: float | None = None
     proposer: str | None = None
     lossless: bool | None = None
     deterministic: bool | None = None
@@ -79,6 +82,8 @@ class StepRecord:
         origin: ``draft`` (drafted and accepted), ``correction`` (the target's own step in place of a drafted
             one) or ``target`` (the target's step where none was drafted).
         reason: why it was accepted or not: ``exact``, ``judge``, ``late`` ...; ``none``: none was drafted.
+        verifier: who decided on the drafted step, of a cascade the stage; None where nobody had to.
+        score: the verifier's measure, where it has one.
         sibling: which candidate of the position was accepted.
     """
 
@@ -86,6 +91,8 @@ class StepRecord:
     origin: str
     text: str
     reason: str = "none"
+    verifier: str | None = None
+    score: float | None = None
     num_tokens: int = 0
     sibling: int | None = None
     drafted_text: str | None = None
@@ -102,6 +109,7 @@ class Usage:
     """Counts and rates of one finished request. A rate is None where nothing was counted.
 
     Attributes:
+        num_steps_accepted_by: accepted steps, by reason.
         num_steps_rejected: drafted steps that were judged and not taken, by reason.
         step_acceptance_rate: accepted / (accepted + rejected + late) drafted steps.
         mean_accepted_length: mean number of consecutive accepted steps before each correction.
@@ -118,6 +126,7 @@ class Usage:
     num_steps: int = 0
     num_steps_drafted: int = 0
     num_steps_accepted: int = 0
+    num_steps_accepted_by: Mapping[str, int] = field(default_factory=dict)
     num_steps_late: int = 0
     num_steps_rejected: Mapping[str, int] = field(default_factory=dict)
     step_acceptance_rate: float | None = None

@@ -1,0 +1,233 @@
+"""The paper's table 2 for this project's verifiers: ``python -m bench.verifiers``.
+
+Drafted and target steps are compared at every step prefix of the demo target's own chains, in process: how often each verifier
+accepts, how often it says what the demo world's checker says, which share of its acceptances the checker would not have given
+(Wilson's 95 % interval), and what a verdict takes, one at a time. Pairs that no verifier is asked about (equal tokens,
+one of the two ends the reasoning) are left out. What a changed name, number or word does is measured on the checker's own pairs
+(``--pairs``), where half are changed in one field.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from statistics import median
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from demo.check import CHECKPOINTS, Model, Share, compared_steps, solve
+from demo.judge_pairs import pairs
+from demo.problems import problems, same_meaning
+from lr_backend.config import LoopConfig
+from lr_backend.request import LookaheadRequest
+from lr_backend.step import Step, StepEnd
+from lr_backend.torch_engine.inprocess import InProcessEngine
+from lr_backend.verify import Reason, StepPair, Verdict, Verifier, VerifierParts, make_verifier
+from lr_backend.verify.cascade import CascadeVerifier, NumericVeto
+from lr_backend.verify.judge_prompt import JudgePrompt
+from lr_backend.verify.similarity import Embedder
+
+TEMPERATURE = 0.6
+EMBEDDING_THRESHOLDS = (0.85, 0.9, 0.95, 0.99)
+LIKELIHOOD_THRESHOLDS = (-1.0, -0.5)
+MAX_DRAFT_LEN = 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pair and what the demo world's checker says of it."""
+
+    pair: StepPair
+    same: bool
+
+
+@dataclass(frozen=True)
+class VerifierFigures:
+    """One row. ``wrong`` is the share of its acceptances that the checker would not have given; ``by`` counts who decided."""
+
+    accepted: Share
+    agreed: Share
+    wrong: Share
+    ms_a_verdict: float
+    by: Mapping[str, int]
+
+    @classmethod
+    def of(cls, cases: Sequence[Case], verdicts: Sequence[Verdict], seconds: Sequence[float]) -> VerifierFigures:
+        """The figures of ``verdicts`` on ``cases``, each of which took its ``seconds``."""
+        accepted = [verdict.accepted for verdict in verdicts]
+        agreed = [one == case.same for one, case in zip(accepted, cases, strict=True)]
+        wrong = [one and not case.same for one, case in zip(accepted, cases, strict=True)]
+        by: dict[str, int] = {}
+        for verdict in verdicts:
+            by[verdict.verifier or ""] = by.get(verdict.verifier or "", 0) + 1
+        return cls(
+            Share(sum(accepted), len(cases)),
+            Share(sum(agreed), len(cases)),
+            Share(sum(wrong), sum(accepted)),
+            median(seconds) * 1e3 if seconds else 0.0,
+            by,
+        )
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "num_pairs": self.accepted.total,
+            "accept_rate": round(self.accepted.value, 4),
+            "agreement": round(self.agreed.value, 4),
+            "false_accept_rate": round(self.wrong.value, 4) if self.wrong.total else None,
+            "false_accept_interval": [round(bound, 4) for bound in self.wrong.interval()] if self.wrong.total else None,
+            "ms_a_verdict_p50": round(self.ms_a_verdict, 3),
+            "decided_by": dict(self.by),
+        }
+
+
+class Accepting:
+    """Stands behind a stage, to show what the stage alone lets through."""
+
+    async def verify(self, pair: StepPair) -> Verdict:
+        return Verdict(True, Reason.UNKNOWN, verifier="nobody")
+
+
+def drafted_cases(target: Model, draft: Model, num_problems: int, seed: int) -> list[Case]:
+    """Pairs as the server meets them: the draft's step at every step prefix of the target's chains."""
+    tasks = list(islice(problems(seed, "test"), num_problems))
+    chains = solve(target, tasks, TEMPERATURE)
+    cases = []
+    for index, one in enumerate(compared_steps(target, draft, tasks, chains)):
+        if one.identical or not one.same_end:
+            continue
+        first, second = Step(tuple(one.target_ids), StepEnd.DELIMITER), Step(tuple(one.drafted_ids), StepEnd.DELIMITER)
+        prefix = np.asarray(one.prefix, dtype=np.int32)
+        pair = StepPair(first, second, one.target_text, one.drafted_text, f"drafted/{index}", prefix)
+        cases.append(Case(pair, one.same))
+    return cases
+
+
+def checker_cases(target: Model, num_pairs: int, seed: int) -> list[Case]:
+    """The judge's own kind of pairs: half in other words, half with one field changed. There is no prefix but a full stop."""
+    prefix = np.asarray(target.encode("."), dtype=np.int32)
+    cases = []
+    for index, one in enumerate(islice(pairs(seed, "test", stray_rate=0.0), num_pairs)):
+        steps = [Step(tuple(target.encode(text)), StepEnd.DELIMITER) for text in (one.first, one.second)]
+        pair = StepPair(steps[0], steps[1], one.first, one.second, f"checker/{index}", prefix)
+        cases.append(Case(pair, same_meaning(one.first, one.second)))
+    return cases
+
+
+def verifiers(parts: VerifierParts, config: LoopConfig, *, in_context: bool) -> Iterator[tuple[str, Verifier]]:
+    """(row, verifier) of all that this machine can run; ``in_context``: the pairs follow what they were written after."""
+
+    def made(verifier: str, threshold: float | None = None) -> Verifier:
+        fields = {"text_input": "-", "verifier": verifier, "verifier_threshold": threshold}
+        return make_verifier(LookaheadRequest.parse(fields), config, parts)
+
+    yield "random 0.5", made("random", 0.5)
+    yield "exact", made("exact")
+    yield "numeric veto alone", CascadeVerifier((NumericVeto(),), Accepting())
+    if parts.embedder is not None:
+        for threshold in EMBEDDING_THRESHOLDS:
+            yield f"embedding {threshold:g}", made("embedding", threshold)
+    yield "judge", made("judge")
+    for grade in (7.0, 9.0):
+        yield f"score {grade:g}", made("score", grade)
+    for threshold in LIKELIHOOD_THRESHOLDS if in_context else ():
+        yield f"likelihood {threshold:g}", made("likelihood", threshold)
+    yield "cascade", made("cascade")
+
+
+async def measure(verifier: Verifier, cases: Sequence[Case]) -> VerifierFigures:
+    """One verdict after another; the first is given twice and the first time not counted."""
+    verdicts, seconds = [], []
+    for case in cases[:1]:
+        await verifier.verify(case.pair)
+    for case in cases:
+        started = time.perf_counter()
+        verdicts.append(await verifier.verify(case.pair))
+        seconds.append(time.perf_counter() - started)
+    return VerifierFigures.of(cases, verdicts, seconds)
+
+
+def show(console: Console, title: str, rows: Mapping[str, VerifierFigures]) -> None:
+    columns = ("verifier", "accepts", "agrees with checker", "wrongly accepted", "95 % interval", "ms a verdict", "decided by")
+    table = Table(*columns, title=title)
+    for name, one in rows.items():
+        low, high = one.wrong.interval()
+        by = ", ".join(f"{who} {count}" for who, count in sorted(one.by.items()))
+        wrong = (f"{one.wrong.value:.1%}", f"{low:.1%} to {high:.1%}") if one.wrong.total else ("", "")
+        table.add_row(name, f"{one.accepted.value:.1%}", f"{one.agreed.value:.1%}", *wrong, f"{one.ms_a_verdict:.2f}", by)
+    console.print(table)
+
+
+def load_embedder(directory: Path | None) -> Embedder | None:
+    if directory is None:
+        return None
+    from lr_backend.verify.embedding import EmbeddingModel
+
+    return EmbeddingModel.load(directory)
+
+
+def main(
+    num_problems: Annotated[int, typer.Option("--problems", help="problems whose steps are drafted")] = 40,
+    num_pairs: Annotated[int, typer.Option("--pairs", help="pairs of the demo world's checker")] = 500,
+    checkpoints: Annotated[Path, typer.Option(help="folder of target, draft and judge")] = CHECKPOINTS,
+    embedding_dir: Annotated[Path | None, typer.Option(help="a sentence-transformers checkpoint; without: no such rows")] = None,
+    judge_dir: Annotated[Path | None, typer.Option("--judge", help="another judge, for instance one of half the size")] = None,
+    seed: Annotated[int, typer.Option()] = 1,
+    threads: Annotated[int, typer.Option(help="torch threads")] = os.cpu_count() or 1,
+) -> None:
+    """Print a table for drafted and one for changed steps, and one JSON line."""
+    folders = {role: checkpoints / role for role in ("target", "draft", "judge")} | ({"judge": judge_dir} if judge_dir else {})
+    models = {
+        role: Model.load(folder, threads, max_draft_len=MAX_DRAFT_LEN if role == "target" else 0)
+        for role, folder in folders.items()
+    }
+    target, judge = models["target"], models["judge"]
+    embedder = load_embedder(embedding_dir)
+    parts = VerifierParts(
+        InProcessEngine(target.engine),
+        InProcessEngine(judge.engine),
+        target.tokenizer,
+        JudgePrompt.from_tokenizer(judge.tokenizer),
+        judge.tokenizer,
+        embedder,
+    )
+    config = LoopConfig(
+        tokenizer_dir=checkpoints / "target",
+        judge_tokenizer_dir=folders["judge"],
+        embedding_dir=embedding_dir,
+        accepts_all_drafts=True,
+    )
+    sets = {
+        "drafted": drafted_cases(target, models["draft"], num_problems, seed),
+        "changed": checker_cases(target, num_pairs, seed),
+    }
+
+    async def all_rows() -> dict[str, dict[str, VerifierFigures]]:
+        return {
+            name: {
+                row: await measure(verifier, cases) for row, verifier in verifiers(parts, config, in_context=name == "drafted")
+            }
+            for name, cases in sets.items()
+        }
+
+    figures = asyncio.run(all_rows())
+    for model in models.values():
+        model.engine.close()
+    console = Console(width=150)
+    for name, rows in figures.items():
+        show(console, f"{name} steps: {len(sets[name])} pairs, {sum(case.same for case in sets[name])} the same", rows)
+    line = {name: {row: one.as_dict() for row, one in rows.items()} for name, rows in figures.items()}
+    console.print(json.dumps(line), soft_wrap=True, highlight=False)
+
+
+if __name__ == "__main__":
+    typer.run(main)
