@@ -57,6 +57,8 @@ class DecoderModel:
         self.rotations = rotations
         self.dtype = embedding.dtype
         self.device = embedding.device
+        # A cast to the same type changes nothing, but costs a call, and these are made dozens of times a token.
+        self._is_exact = self.dtype is torch.float32
         self._hidden_eps = torch.tensor(math.sqrt(spec.hidden_size * spec.rms_norm_eps), device=self.device)
         self._head_eps = torch.tensor(math.sqrt(spec.head_dim * spec.rms_norm_eps), device=self.device)
 
@@ -107,34 +109,36 @@ class DecoderModel:
         """
         hidden = self.embedding.index_select(0, token_ids)
         rotations = self.rotations.index_select(0, positions).unsqueeze(1)
-        width, inner = self.spec.num_heads * self.spec.head_dim, self.spec.intermediate_size
+        widths = [self.spec.num_heads * self.spec.head_dim, 2 * self.spec.num_kv_heads * self.spec.head_dim]
         for index, layer in enumerate(self.layers):
             normed = self._normed(hidden)
             qkv = layer.qkv(normed)
             self._rotate(qkv, layer.qk_norm, rotations)
-            layer.output.add_to(hidden, attention(index, qkv[:, :width], qkv[:, width:]))
-            gate_up = layer.gate_up(self._normed(hidden))
-            layer.down.add_to(hidden, F.silu(gate_up[:, :inner]).mul_(gate_up[:, inner:]))
+            query, key_value = torch.split(qkv, widths, 1)
+            layer.output.add_to(hidden, attention(index, query, key_value))
+            gate, up = layer.gate_up(self._normed(hidden)).chunk(2, 1)
+            layer.down.add_to(hidden, F.silu(gate).mul_(up))
         rows = hidden if logit_rows is None else hidden.index_select(0, logit_rows)
         return self.head(self._normed(rows).mul_(self.norm)).float()
 
     def _normed(self, hidden: Tensor) -> Tensor:
         """RMS norm without weight and without the factor sqrt(hidden_size), both folded into the product that follows."""
-        rows = hidden.float()
+        rows = hidden if self._is_exact else hidden.float()
         length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
-        return (rows / torch.hypot(length, self._hidden_eps)).to(self.dtype)
+        normed = rows / torch.hypot(length, self._hidden_eps)
+        return normed if self._is_exact else normed.to(self.dtype)
 
     def _rotate(self, qkv: Tensor, norm: Tensor | None, rotations: Tensor) -> None:
         """Norm (Qwen3) and rotate q and k of ``qkv`` in place."""
         spec = self.spec
         num_heads = spec.num_heads + spec.num_kv_heads
         stored = qkv[:, : num_heads * spec.head_dim].view(-1, num_heads, spec.head_dim)
-        heads = stored.float()
+        heads = stored if self._is_exact else stored.float()
         if norm is not None:
             length = torch.linalg.vector_norm(heads, dim=-1, keepdim=True)
             heads.div_(torch.hypot(length, self._head_eps)).mul_(norm)
         torch.view_as_complex(heads.view(*heads.shape[:2], -1, 2)).mul_(rotations)
-        if heads.dtype != qkv.dtype:
+        if not self._is_exact:
             stored.copy_(heads)
 
 
