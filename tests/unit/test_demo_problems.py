@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from dataclasses import fields
 from itertools import islice
 from pathlib import Path
@@ -231,3 +232,16 @@ def test_checkpoints_load(role: str, least: float, most: float) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINTS / role)
     assert tokenizer.convert_ids_to_tokens(settings["eos_token_id"]) == ["<|im_end|>", "<|endoftext|>"]
     assert (settings["temperature"], settings["top_p"], settings["top_k"]) == (0.6, 0.95, 20)
+
+
+def test_a_step_names_the_fact_that_it_works_on() -> None:
+    for problem in islice(problems(5), 300):
+        facts = re.split(r"(?<=[.?]) ", problem.question)
+        for step in problem.steps:
+            fact, kind = facts[step.fact], step.meaning.kind
+            if kind in ("goal", "compare", "conclude"):
+                assert fact.endswith("?")
+            elif step.meaning.family in ("given", "start", "total"):
+                assert fact.startswith(f"{step.meaning.subject} ")  # the sentence that introduced the person
+            else:
+                assert step.meaning.subject in fact
