@@ -93,6 +93,9 @@ class LoopConfig(BaseModel):
         markers: texts whose tokens must agree exactly between a drafted and a target step (tool calls).
         draft_logits: what goes with token drafts at T > 0: ``none`` for an engine whose rule is exact as it is, ``one_hot``
             for one whose token-only rule is biased, ``off`` for no token drafts at T > 0.
+        draft_temperature: temperature of the first drafted step after a prefix, where the request's is higher; None: the
+            request's. What the draft finds most likely is accepted more often than what it happens to draw, and no verifier asks
+            how a step was drawn. Further siblings (``width``) keep the request's.
         await_drafted_step: a target step starts when the drafted step beside it is there, to verify it as token drafts from the
             first token on; otherwise it starts at once and takes the drafted step up when it comes.
         verification_cost: what the target takes to verify token drafts, call and all, in tokens that it decodes meanwhile. Where
@@ -115,6 +118,7 @@ class LoopConfig(BaseModel):
     think_close: str | None = "</think>"
     markers: tuple[str, ...] = ("<tool_call>", "</tool_call>")
     draft_logits: Literal["none", "one_hot", "off"] = "none"
+    draft_temperature: float | None = Field(default=None, ge=0.0, le=2.0)
     await_drafted_step: bool = False
     verification_cost: float = Field(default=1.3, ge=1.0, le=64.0)
     vocab_size: int = Field(default=1, ge=1)

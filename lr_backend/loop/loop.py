@@ -16,13 +16,14 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 
 from lr_backend.config import LoopConfig
 from lr_backend.contract import IntArray
-from lr_backend.engine import Engine, Role
+from lr_backend.engine import Engine, Role, Sampling
 from lr_backend.errors import EngineError, EngineRejected, TargetUnavailable
 from lr_backend.loop.ledger import Job, Ledger, MeteredEngine, made_for
 from lr_backend.loop.pace import DepthChooser, Pace
@@ -212,11 +213,12 @@ class LookaheadLoop:
             wait_for_drafts=request.deterministic,
         )
         try:
-            while self._finish is None and self._reasoning:
-                self._expand(tree)
-                await self._absorb()
-                self._verify(tree)
-                self._advance(tree)
+            with self._pace.trial.request() if self._chooses_depth else nullcontext():
+                while self._finish is None and self._reasoning:
+                    self._expand(tree)
+                    await self._absorb()
+                    self._verify(tree)
+                    self._advance(tree)
         finally:
             await self._cancel_all()
 
@@ -256,6 +258,7 @@ class LookaheadLoop:
         if decision.compared is not None:
             self._depth.decided(decision.winner is not None)
         if self._chooses_depth and "draft" not in self.ledger.degraded:
+            self._pace.trial.committed(len(decision.step.ids))
             tree.max_depth = self._depth.depth()
 
     # The work at one node: each coroutine returns what its completion changes ---------------------------------------
@@ -264,7 +267,9 @@ class LookaheadLoop:
         node.times_s["drafted_started_s"] = self.ledger.now_s()
         try:
             with self._pace.draft() as work:
-                step = await self._draft_writer.write(node.prefix, self._budget(node.prefix), sibling=node.sibling)
+                step = await self._draft_writer.write(
+                    node.prefix, self._budget(node.prefix), sibling=node.sibling, sampling=self._draft_sampling(node.sibling)
+                )
                 work.num_tokens = len(step.ids)
         except EngineError:
             return lambda: self._draft_arrived(tree, node, None)
@@ -398,6 +403,11 @@ class LookaheadLoop:
     def _budget(self, prefix: IntArray) -> int:
         """Tokens that a step after ``prefix`` may have."""
         return min(self._config.limits.max_step_tokens, self._end - len(prefix))
+
+    def _draft_sampling(self, sibling: int) -> Sampling:
+        """The first sibling may be the draft's best guess; the others must differ from it."""
+        asked, temperature = self._request.sampling, self._config.draft_temperature
+        return asked if sibling or temperature is None else replace(asked, temperature=min(temperature, asked.temperature))
 
     def _may_reason(self, prefix: IntArray) -> bool:
         """The reasoning has not been closed, be it by the prompt's last tokens or since."""

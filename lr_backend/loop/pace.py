@@ -5,6 +5,9 @@ a drafted one and a verdict take, how long steps are, and how often drafted step
 :class:`DepthChooser`, which starts from the server's acceptance rate and learns its own. The choice is the paper's formula with
 measured overheads (:func:`lr_backend.loop.depth.speedup`), maximised over the depth. Where no depth pays the request goes on by
 the target alone and tries again after a while.
+
+A prediction cannot know everything: where draft and judge take their time from the target's own cores, even a step that is
+alone in its batch is slower than without lookahead. So the whole of it is put on :class:`Trial` against the target alone.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import StrEnum
 
 from lr_backend.loop.depth import speedup, useful_depth
 
@@ -24,6 +28,10 @@ STEPS_UNTIL_RETRY = 24
 PRIOR_STEPS = 6
 """The server's acceptance rate weighs as much as this many steps of the request's own."""
 MAX_ALPHA = 0.98
+SPAN_STEPS = 8
+"""Steps of each request in one span of a trial: a window fills within a few."""
+SPANS_A_TRY = 12
+"""Of so many spans one goes to the policy that did worse so far."""
 
 
 class Average:
@@ -82,6 +90,83 @@ class Crowding:
         return mean_y - slope * mean_x, slope
 
 
+class Presence:
+    """How many of something there are, and their seconds together."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._since = clock()
+        self._seconds = 0.0
+        self.count = 0
+
+    def change(self, by: int) -> float:
+        """``by`` more from now on; returns :attr:`seconds`."""
+        seconds = self.seconds
+        self.count += by
+        return seconds
+
+    @property
+    def seconds(self) -> float:
+        """Seconds until now, each counted as often as there was one."""
+        now = self._clock()
+        self._seconds, self._since = self._seconds + self.count * (now - self._since), now
+        return self._seconds
+
+
+class Policy(StrEnum):
+    """What is on trial."""
+
+    PREDICTED = "predicted"
+    """The depth that the formula finds best."""
+    ALONE = "alone"
+
+
+class Trial:
+    """Which policy brings committed tokens sooner, found out by following each for a while.
+
+    All requests of the server follow one policy at a time: one that looks ahead slows the others down, so that each by itself
+    would gain even where all together lose. A span's figure is seconds of requests for each committed token.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._presence = Presence(clock)
+        self._seconds_a_token = {policy: Average(memory=8) for policy in Policy}
+        self._num_spans = 0
+        self.policy = Policy.PREDICTED
+        self._begin()
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """A request follows the policy."""
+        self._presence.change(+1)
+        try:
+            yield
+        finally:
+            self._presence.change(-1)
+
+    def committed(self, num_tokens: int) -> None:
+        """A step was committed; after enough of them the next span begins."""
+        self._num_steps += 1
+        self._num_tokens += num_tokens
+        if self._num_steps < SPAN_STEPS * max(1, self._presence.count) or not self._num_tokens:
+            return
+        self._seconds_a_token[self.policy].add((self._presence.seconds - self._started) / self._num_tokens)
+        self._num_spans += 1
+        self.policy = self._next()
+        self._begin()
+
+    def _next(self) -> Policy:
+        seconds = {policy: average.value for policy, average in self._seconds_a_token.items()}
+        untried = [policy for policy, value in seconds.items() if value is None]
+        if untried:
+            return untried[0]
+        better, worse = sorted(Policy, key=lambda policy: seconds[policy] or 0.0)
+        return worse if self._num_spans % SPANS_A_TRY == 0 else better
+
+    def _begin(self) -> None:
+        self._started, self._num_steps, self._num_tokens = self._presence.seconds, 0, 0
+
+
 @dataclass
 class Work:
     """What a stretch of work has brought, to be filled in by whoever does it."""
@@ -100,9 +185,8 @@ class Pace:
         self.step_tokens = Average()
         self.acceptance = Average(memory=256)
         self.num_requests = 0
-        self._num_running = 0
-        self._since = clock()
-        self._sequence_seconds = 0.0
+        self.trial = Trial(clock)
+        self._sequences = Presence(clock)
 
     @contextmanager
     def request(self) -> Iterator[None]:
@@ -116,13 +200,13 @@ class Pace:
     @contextmanager
     def target(self) -> Iterator[Work]:
         """The target writes: a companion to the others while it does, and timed by token if it comes to its end."""
-        work, started, before = Work(), self._clock(), self._crowd(+1)
+        work, started, before = Work(), self._clock(), self._sequences.change(+1)
         try:
             yield work
         except BaseException:
-            self._crowd(-1)
+            self._sequences.change(-1)
             raise
-        after, seconds = self._crowd(-1), self._clock() - started
+        after, seconds = self._sequences.change(-1), self._clock() - started
         if seconds > 0.0 and work.num_tokens:
             self.crowding.add(max(0.0, (after - before) / seconds - 1.0), seconds / work.num_tokens)
 
@@ -141,13 +225,6 @@ class Pace:
         started = self._clock()
         yield
         self.verdict_s.add(self._clock() - started)
-
-    def _crowd(self, change: int) -> float:
-        """Sequence-seconds of the target until now; then one more or one less is in flight."""
-        now = self._clock()
-        self._sequence_seconds += self._num_running * (now - self._since)
-        self._since, self._num_running = now, self._num_running + change
-        return self._sequence_seconds
 
 
 @dataclass
@@ -173,6 +250,8 @@ class DepthChooser:
 
     def depth(self) -> int:
         """Target steps in flight from here on; 0: the target alone."""
+        if self.pace.trial.policy is Policy.ALONE:
+            return 0
         best = max(range(1, self.max_depth + 1), key=self._predicted, default=0)
         if best and self._predicted(best) >= LEAST_GAIN:
             return best

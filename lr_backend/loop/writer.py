@@ -139,6 +139,7 @@ class StepWriter:
         sibling: int = 0,
         drafted: DraftedIds = lambda: None,
         answer: bool = False,
+        sampling: Sampling | None = None,
         tally: DraftedTally | None = None,
     ) -> Step:
         """The step after ``prefix``, at most ``max_tokens`` long.
@@ -146,6 +147,7 @@ class StepWriter:
         Args:
             drafted: asked before each verification for the drafted step that continues the same prefix, if there is one.
             answer: only an end token ends it, no delimiter.
+            sampling: for this step, instead of the writer's own.
             tally: counts what the target takes over of the drafted step.
 
         Raises:
@@ -162,7 +164,7 @@ class StepWriter:
             proposed = self._propose(context, written, drafted_ids, max_tokens, cut) if payoff.pays else ()
             num_plain = 0 if proposed else num_plain + 1
             budget = len(proposed) + 1 if proposed else min(max_tokens - len(written), self._plain_tokens(num_plain, payoff))
-            generation = await self._call(context, proposed, budget, sibling, stop_words)
+            generation = await self._call(context, proposed, budget, sibling, sampling or self.sampling, stop_words)
             if proposed:
                 self.ledger.drafts_verified(proposed, generation.token_ids)
                 payoff.verified(len(generation.token_ids))
@@ -203,15 +205,15 @@ class StepWriter:
         return Payoff(self.speculation.verification_cost if self.speculation is not None else 1.0)
 
     async def _call(
-        self, context: IntArray, proposed: tuple[int, ...], budget: int, sibling: int, stop_words: IntArray
+        self, context: IntArray, proposed: tuple[int, ...], budget: int, sibling: int, sampling: Sampling, stop_words: IntArray
     ) -> Generation:
         draft_ids = np.asarray(proposed, dtype=np.int32) if proposed else None
-        one_hot = self.speculation is not None and self.speculation.one_hot_vocab and not self.sampling.greedy
+        one_hot = self.speculation is not None and self.speculation.one_hot_vocab and not sampling.greedy
         call = EngineCall(
             request_id=f"{self.request_id}/{self.role.value}/{next(self._calls)}",
             input_ids=context,
             max_new_tokens=budget,
-            sampling=self.sampling,
+            sampling=sampling,
             seed=derive_seed(self.seed, len(context), self.role, sibling),
             stop_words=stop_words,
             draft_ids=draft_ids,

@@ -168,3 +168,17 @@ def test_equal_greedy_siblings_collapse_into_one() -> None:
 
     prefixes = [tuple(recorded.call.input_ids.tolist()) for recorded in world.draft.calls]
     assert len(set(prefixes)) == len(prefixes)
+
+
+@pytest.mark.parametrize(("configured", "first"), [(None, 0.6), (0.0, 0.0), (0.3, 0.3), (1.5, 0.6)])
+def test_the_first_sibling_is_drafted_at_the_servers_temperature_where_that_is_lower(
+    configured: float | None, first: float
+) -> None:
+    world = World.of(_writer(TARGET_WORD), _writer(DRAFT_WORD), lambda a, b: True, draft_temperature=configured)
+
+    run_virtual(world.answer(mode="lr", width=2, max_depth=1, temperature=0.6, top_k=7, deterministic=True))
+
+    at_root = [recorded.call.sampling for recorded in world.draft.calls if len(recorded.call.input_ids) == len(PROMPT)]
+    assert [sampling.temperature for sampling in at_root] == [first, 0.6]
+    assert all(sampling.top_k == 7 for sampling in at_root)
+    assert all(recorded.call.sampling.temperature == 0.6 for recorded in world.target.calls)

@@ -9,7 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lr_backend.loop.pace import STEPS_UNTIL_RETRY, Average, Crowding, DepthChooser, Pace
+from lr_backend.engine import EngineCall
+from lr_backend.loop.pace import (
+    SPAN_STEPS,
+    SPANS_A_TRY,
+    STEPS_UNTIL_RETRY,
+    Average,
+    Crowding,
+    DepthChooser,
+    Pace,
+    Policy,
+    Trial,
+)
 from lr_backend.testing import run_virtual
 from tests.support.world import World, chance, imitator, storyteller
 
@@ -137,13 +148,60 @@ def test_work_that_is_cancelled_counts_as_company_only() -> None:
     assert pace.crowding._x == pytest.approx(0.98 * 1.0 + 0.5)
 
 
-def crowded_world(salt: int, per_companion: float, like_rate: float) -> World:
-    """A target whose tokens take longer the more sequences are in flight when a call begins; a draft at a tenth of its time."""
+def spans(clock: Clock, trial: Trial, step_s: dict[Policy, float], num_spans: int) -> list[Policy]:
+    """The policies of so many spans of one request, whose steps take as long as its policy makes them."""
+    followed = []
+    with trial.request():
+        for _ in range(num_spans):
+            followed.append(policy := trial.policy)
+            for _ in range(SPAN_STEPS):
+                clock.now_s += step_s[policy]
+                trial.committed(num_tokens=10)
+    return followed
+
+
+@pytest.mark.parametrize("better", Policy)
+def test_a_trial_keeps_to_what_brings_tokens_sooner_and_tries_the_other_now_and_then(better: Policy) -> None:
+    clock = Clock()
+    step_s = {policy: 1.0 if policy is better else 1.1 for policy in Policy}
+
+    followed = spans(clock, Trial(clock), step_s, 2 * SPANS_A_TRY + 2)
+
+    assert set(followed[:2]) == set(Policy)
+    assert followed[2:].count(better) == 2 * SPANS_A_TRY - 2
+
+
+def test_a_trial_changes_its_mind() -> None:
+    clock = Clock()
+    trial = Trial(clock)
+    spans(clock, trial, {Policy.PREDICTED: 1.0, Policy.ALONE: 1.5}, 20)
+    followed = spans(clock, trial, {Policy.PREDICTED: 2.0, Policy.ALONE: 1.5}, 20)
+    assert followed[0] is Policy.PREDICTED
+    assert followed[-5:].count(Policy.ALONE) >= 4
+
+
+def test_time_without_a_request_counts_for_nobody() -> None:
+    clock = Clock()
+    trial = Trial(clock)
+    for step_s in (1.0, 1.1):
+        spans(clock, trial, dict.fromkeys(Policy, step_s), 1)
+        clock.now_s += 1e6
+    assert trial.policy is Policy.PREDICTED
+
+
+def crowded_world(salt: int, per_companion: float, like_rate: float, beside_draft: float = 0.0) -> World:
+    """A target whose tokens take longer the more sequences are in flight when a call begins, and longer while the draft is at
+    work; a draft at a tenth of its time."""
     target = storyteller(salt, num_steps=60, break_rate=0.15)
     draft = imitator(target, salt + 1, 0.9)
     world = World.of(target, draft, lambda first, second: chance("like", salt, first, second) < like_rate)
     engine = world.target
-    engine.delay = lambda call, num_tokens: TOKEN_S * num_tokens * (1.0 + per_companion * (len(engine.in_flight) - 1))
+
+    def delay(call: EngineCall, num_tokens: int) -> float:
+        companions = len(engine.in_flight) - 1
+        return TOKEN_S * num_tokens * (1.0 + per_companion * companions + beside_draft * bool(world.draft.in_flight))
+
+    engine.delay = delay
     world.draft.delay = lambda call, num_tokens: 0.1 * TOKEN_S * num_tokens
     world.judge.delay = lambda call, num_tokens: TOKEN_S
     return world
@@ -165,11 +223,18 @@ def latency_s(world: World, num_clients: int, **fields: object) -> float:
 
 
 @pytest.mark.parametrize("num_clients", [1, 8])
-@pytest.mark.parametrize(("per_companion", "like_rate"), [(0.05, 0.9), (1.0, 0.5), (0.1, 0.0)])
-def test_it_is_never_slower_than_the_target_alone(num_clients: int, per_companion: float, like_rate: float) -> None:
-    alone = latency_s(crowded_world(7, per_companion, like_rate), num_clients, mode="ar", max_tokens=400)
-    world = crowded_world(7, per_companion, like_rate)
-    assert latency_s(world, num_clients, mode="lr", depth="auto", max_depth=6, max_tokens=400) <= alone * 1.03
+@pytest.mark.parametrize(
+    ("per_companion", "like_rate", "beside_draft"),
+    [(0.05, 0.9, 0.0), (1.0, 0.5, 0.0), (0.1, 0.0, 0.0), (0.1, 0.5, 2.0)],
+    ids=["pays", "one thing at a time", "nothing accepted", "cores shared with the draft"],
+)
+def test_it_is_never_slower_than_the_target_alone(
+    num_clients: int, per_companion: float, like_rate: float, beside_draft: float
+) -> None:
+    shape = (7, per_companion, like_rate, beside_draft)
+    alone = latency_s(crowded_world(*shape), num_clients, mode="ar", max_tokens=400)
+    auto = latency_s(crowded_world(*shape), num_clients, mode="lr", depth="auto", max_depth=6, max_tokens=400)
+    assert auto <= alone * 1.03
 
 
 def test_it_is_as_fast_as_the_depth_that_is_best() -> None:
