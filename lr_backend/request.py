@@ -117,6 +117,8 @@ class LookaheadRequest(BaseModel):
         stream: False sends one response with the whole answer.
         max_depth: steps drafted ahead of the last committed one (the paper's gamma).
         depth: ``auto`` chooses a depth up to ``max_depth`` at every step by measurement; ``deterministic`` keeps it fixed.
+        min_chance: look ahead below a drafted step only while it, and those above it, are likely to be accepted: with this
+            probability at least, learned from how sure the draft was of like steps. 0: always; ``deterministic`` keeps it 0.
         width: candidate steps at each position.
         num_draft_tokens: token drafts in one verification.
         ngram_max: longest suffix that the n-gram proposer looks up; the shortest is one less.
@@ -141,6 +143,7 @@ class LookaheadRequest(BaseModel):
     mode: Mode = Mode.LR_SD
     max_depth: int = Field(default=4, ge=0, le=16)
     depth: DepthPolicy = DepthPolicy.FIXED
+    min_chance: float = Field(default=0.0, ge=0.0, le=1.0, allow_inf_nan=False)
     width: int = Field(default=1, ge=1, le=8)
     num_draft_tokens: int = Field(default=8, ge=0, le=64)
     ngram_max: int = Field(default=4, ge=1, le=16)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
@@ -29,6 +29,8 @@ class Step:
     """Which end, reasoning and tool tokens the step holds: a drafted and a target step must agree on them."""
     closes: bool = False
     """Nothing is speculated below: the step ends the answer or the reasoning, or touches a tool call."""
+    log_prob: float | None = field(default=None, compare=False)
+    """Log-probability of all its tokens together under the model that wrote it, where that was asked for."""
 
 
 class StepTokenizer(Protocol):

@@ -92,12 +92,14 @@ class ScriptedEngine:
         delay: 10 ms a token where not given.
         fail: asked before every call; an error to raise, or None.
         drop_drafts: verify no drafts, silently, as upstream may.
+        log_prob: of a token after its context, where a call asks; a script leaves nothing to chance, so 0 where not given.
     """
 
     script: Script
     delay: Delay = lambda call, num_tokens: 0.01 * num_tokens
     fail: Callable[[EngineCall], EngineError | None] = lambda call: None
     drop_drafts: bool = False
+    log_prob: Callable[[tuple[int, ...]], float] = lambda context: 0.0
     calls: list[RecordedCall] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     in_flight: set[str] = field(default_factory=set)
@@ -139,7 +141,7 @@ class ScriptedEngine:
         accepted = 0
         while len(written) < limit:
             token = self.script((*context, *written), call.seed)
-            log_probs.append(0.0)  # a script leaves nothing to chance
+            log_probs.append(self.log_prob((*context, *written)))
             if call.accept_all_drafts and len(written) < len(drafts) and token != drafts[len(written)]:
                 token, log_probs[-1] = drafts[len(written)], UNLIKELY
             written.append(token)

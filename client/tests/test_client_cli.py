@@ -99,6 +99,7 @@ def test_json_prints_one_event_a_line(server: FakeServer) -> None:
 def test_options_reach_the_server(server: FakeServer) -> None:
     flags = (
         "--mode lr --temperature 0.5 --top-p 0.5 --top-k 4 --max-tokens 9 --max-depth 2 --depth auto "
+        "--min-chance 0.25 "
         "--width 3 --num-draft-tokens 5 --ngram-max 6 --verifier embedding --verifier-threshold 0.5 "
         "--proposer ngram --seed 7 --stop x --stop y --lossless --deterministic --deadline 2.5"
     )
@@ -114,6 +115,7 @@ def test_options_reach_the_server(server: FakeServer) -> None:
         "max_tokens": [9],
         "max_depth": [2],
         "depth": ["auto"],
+        "min_chance": [0.25],
         "width": [3],
         "num_draft_tokens": [5],
         "ngram_max": [6],

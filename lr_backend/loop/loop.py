@@ -133,8 +133,9 @@ class LookaheadLoop:
         self.ledger = Ledger(clock, len(prompt_ids), traced=request.trace)
         self._pace = pace or Pace(clock)
         self._depth = DepthChooser(self._pace, min(request.max_depth, config.limits.max_depth))
-        # Which depth pays depends on time, and a deterministic result may not.
+        # Which depth pays depends on time, what is likely on other requests, and a deterministic result on neither.
         self._chooses_depth = request.depth is DepthPolicy.AUTO and not request.deterministic
+        self._min_chance = 0.0 if request.deterministic else request.min_chance
 
         patient = request.deterministic
         timeouts = config.timeouts
@@ -210,6 +211,7 @@ class LookaheadLoop:
             max_depth=self._depth.depth() if self._chooses_depth else self._depth.max_depth,
             # Greedy siblings would be the same step over again.
             width=1 if request.sampling.greedy else min(request.width, limits.max_width),
+            min_chance=self._min_chance,
             wait_for_drafts=request.deterministic,
         )
         try:
@@ -249,14 +251,17 @@ class LookaheadLoop:
             accepted, compared = decision.winner is not None, decision.compared
             self._cancel(decision.discarded)
             self.ledger.root_moved(decision)
-            self._choose_depth(tree, decision)
+            self._learn(tree, decision)
             origin = Origin.DRAFT if accepted else Origin.CORRECTION if compared is not None else Origin.TARGET
             self._commit(decision.step, origin, decision.reason, decision)
 
-    def _choose_depth(self, tree: Tree, decision: Decision) -> None:
+    def _learn(self, tree: Tree, decision: Decision) -> None:
         """Learn from a move of the root, and look ahead from here as far as that pays; a failed draft is never asked again."""
-        if decision.compared is not None:
-            self._depth.decided(decision.winner is not None)
+        if (compared := decision.compared) is not None:
+            accepted = decision.winner is not None
+            self._depth.decided(accepted)
+            if compared.drafted is not None and compared.drafted.log_prob is not None:
+                self._pace.confidence.decided(compared.drafted.log_prob, accepted)
         if self._chooses_depth and "draft" not in self.ledger.degraded:
             self._pace.trial.committed(len(decision.step.ids))
             tree.max_depth = self._depth.depth()
@@ -268,7 +273,11 @@ class LookaheadLoop:
         try:
             with self._pace.draft() as work:
                 step = await self._draft_writer.write(
-                    node.prefix, self._budget(node.prefix), sibling=node.sibling, sampling=self._draft_sampling(node.sibling)
+                    node.prefix,
+                    self._budget(node.prefix),
+                    sibling=node.sibling,
+                    sampling=self._draft_sampling(node.sibling),
+                    scored=self._min_chance > 0.0,
                 )
                 work.num_tokens = len(step.ids)
         except EngineError:
@@ -281,6 +290,8 @@ class LookaheadLoop:
         if step is None:  # no draft, no lookahead: the target goes on alone
             self.ledger.degrade("draft")
             tree.max_depth = 0
+        elif self._min_chance:
+            node.chance = self._pace.confidence.chance(step.log_prob)
         tree.drafted(node, step)
         self._arrivals[node].set()
 

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 
+from lr_backend.loop.confidence import Confidence
 from lr_backend.loop.depth import speedup, useful_depth
 
 Clock = Callable[[], float]
@@ -186,6 +187,7 @@ class Pace:
         self.acceptance = Average(memory=256)
         self.num_requests = 0
         self.trial = Trial(clock)
+        self.confidence = Confidence()
         self._sequences = Presence(clock)
 
     @contextmanager

@@ -42,6 +42,7 @@ class Node:
         drafted: the drafted step that led here; None for a root that the target wrote.
         target: the target's step after this prefix, once written.
         verdict: of the drafted step against the parent's target step.
+        chance: that it will be accepted, as far as is known once it is drafted.
     """
 
     prefix: IntArray
@@ -49,6 +50,7 @@ class Node:
     sibling: int = 0
     drafting: Drafting = Drafting.DONE
     drafted: Step | None = None
+    chance: float = 1.0
     target_started: bool = False
     target: Step | None = None
     verdict: Verdict | None = None
@@ -104,14 +106,25 @@ class Tree:
         end: absolute token count at which the answer is full; nothing starts at or past it.
         max_depth: target steps that run at most along one chain from the root; drafting runs one step past them. 0: no drafts.
         width: drafted children of a node at most.
+        min_chance: below a drafted step work starts only while it and all above it are accepted with this probability at least.
         wait_for_drafts: the root waits for a draft that was started (deterministic) instead of calling it late.
     """
 
-    def __init__(self, prefix: IntArray, *, end: int, max_depth: int, width: int, wait_for_drafts: bool = False) -> None:
+    def __init__(
+        self,
+        prefix: IntArray,
+        *,
+        end: int,
+        max_depth: int,
+        width: int,
+        min_chance: float = 0.0,
+        wait_for_drafts: bool = False,
+    ) -> None:
         self.root = Node(prefix)
         self.end = end
         self.max_depth = max_depth
         self.width = width
+        self.min_chance = min_chance
         self.wait_for_drafts = wait_for_drafts
 
     # What may start ------------------------------------------------------------------------------------------------
@@ -161,15 +174,17 @@ class Tree:
 
     def _open_nodes(self) -> Iterator[tuple[Node, int]]:
         """Nodes with a known prefix below which work may run, with their depth under the root."""
-        frontier = [(self.root, 0)]
+        frontier = [(self.root, 0, 1.0)]
         while frontier:
-            node, depth = frontier.pop()
+            node, depth, chance = frontier.pop()
             if depth and (node.drafting is not Drafting.DONE or node.closed):
                 continue
-            if depth and node.verdict is not None and not node.verdict.accepted:
-                continue  # rejected already: nothing more is spent below it
+            if depth and node.verdict is None:
+                chance *= node.chance
+            if depth and (chance < self.min_chance or (node.verdict is not None and not node.verdict.accepted)):
+                continue  # unlikely, or rejected already: nothing more is spent below it
             yield node, depth
-            frontier.extend((child, depth + 1) for child in reversed(node.children))
+            frontier.extend((child, depth + 1, chance) for child in reversed(node.children))
 
     # What has happened ---------------------------------------------------------------------------------------------
 

@@ -6,9 +6,10 @@ written so far; anything shorter means *continue* (drafts may be dropped, calls 
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 import numpy as np
@@ -140,6 +141,7 @@ class StepWriter:
         drafted: DraftedIds = lambda: None,
         answer: bool = False,
         sampling: Sampling | None = None,
+        scored: bool = False,
         tally: DraftedTally | None = None,
     ) -> Step:
         """The step after ``prefix``, at most ``max_tokens`` long.
@@ -148,6 +150,7 @@ class StepWriter:
             drafted: asked before each verification for the drafted step that continues the same prefix, if there is one.
             answer: only an end token ends it, no delimiter.
             sampling: for this step, instead of the writer's own.
+            scored: ask for the step's log-probability.
             tally: counts what the target takes over of the drafted step.
 
         Raises:
@@ -156,6 +159,7 @@ class StepWriter:
         cut = self.rules.cut_answer if answer else self.rules.cut
         stop_words = self.rules.end_words if answer else self.rules.stop_words
         written: list[int] = []
+        log_probs: list[float] = []
         payoff = self._payoff if self.speculation is None or self.speculation.remember else self._new_payoff()
         num_empty = num_plain = 0
         while (step := cut(written, max_tokens)) is None:
@@ -164,7 +168,7 @@ class StepWriter:
             proposed = self._propose(context, written, drafted_ids, max_tokens, cut) if payoff.pays else ()
             num_plain = 0 if proposed else num_plain + 1
             budget = len(proposed) + 1 if proposed else min(max_tokens - len(written), self._plain_tokens(num_plain, payoff))
-            generation = await self._call(context, proposed, budget, sibling, sampling or self.sampling, stop_words)
+            generation = await self._call(context, proposed, budget, sibling, sampling or self.sampling, stop_words, scored)
             if proposed:
                 self.ledger.drafts_verified(proposed, generation.token_ids)
                 payoff.verified(len(generation.token_ids))
@@ -176,7 +180,9 @@ class StepWriter:
             if num_empty >= MAX_EMPTY_ANSWERS:
                 raise EngineUnavailable(f"the {self.role.value} engine keeps answering with no tokens")
             written.extend(generation.token_ids)
-        return step
+            log_probs.extend(generation.log_probs)
+        complete = scored and len(log_probs) == len(written)
+        return replace(step, log_prob=math.fsum(log_probs[: len(step.ids)])) if complete else step
 
     def _propose(
         self,
@@ -205,7 +211,14 @@ class StepWriter:
         return Payoff(self.speculation.verification_cost if self.speculation is not None else 1.0)
 
     async def _call(
-        self, context: IntArray, proposed: tuple[int, ...], budget: int, sibling: int, sampling: Sampling, stop_words: IntArray
+        self,
+        context: IntArray,
+        proposed: tuple[int, ...],
+        budget: int,
+        sibling: int,
+        sampling: Sampling,
+        stop_words: IntArray,
+        scored: bool,
     ) -> Generation:
         draft_ids = np.asarray(proposed, dtype=np.int32) if proposed else None
         one_hot = self.speculation is not None and self.speculation.one_hot_vocab and not sampling.greedy
@@ -220,5 +233,6 @@ class StepWriter:
             draft_logits=one_hot_logits(draft_ids, self.speculation.one_hot_vocab)
             if draft_ids is not None and self.speculation is not None and one_hot
             else None,
+            return_log_probs=scored,
         )
         return await self.engine.generate(call)

@@ -51,6 +51,9 @@ def ask(
     stop: Annotated[list[str] | None, typer.Option(help="Ends the answer; may be repeated.")] = None,
     max_depth: Annotated[int | None, typer.Option(help="Steps drafted ahead.")] = None,
     depth: Annotated[str | None, typer.Option(help="fixed, or auto: as far as it pays.")] = None,
+    min_chance: Annotated[
+        float | None, typer.Option(help="Look ahead below steps accepted with this probability at least.")
+    ] = None,
     width: Annotated[int | None, typer.Option(help="Candidate steps at each position.")] = None,
     num_draft_tokens: Annotated[int | None, typer.Option(help="Token drafts in one verification.")] = None,
     ngram_max: Annotated[int | None, typer.Option(help="Longest suffix looked up for token drafts.")] = None,
@@ -87,6 +90,7 @@ def ask(
         mode=mode,
         max_depth=max_depth,
         depth=depth,
+        min_chance=min_chance,
         width=width,
         num_draft_tokens=num_draft_tokens,
         ngram_max=ngram_max,

@@ -52,6 +52,7 @@ INPUTS: dict[str, str] = {
     "mode": "BYTES",
     "max_depth": "INT32",
     "depth": "BYTES",
+    "min_chance": "FP32",
     "width": "INT32",
     "num_draft_tokens": "INT32",
     "ngram_max": "INT32",

@@ -33,6 +33,7 @@ class Options:
         mode: ``ar`` (plain), ``sd`` (token speculation), ``lr`` (step speculation), ``lr_sd`` (both).
         max_depth: steps drafted ahead of the last committed one.
         depth: ``fixed``, or ``auto``: at most ``max_depth``, as far as measurements say that it pays.
+        min_chance: look ahead only below drafted steps accepted with this probability at least; 0: always.
         width: candidate steps at each position.
         num_draft_tokens: token drafts in one verification.
         ngram_max: longest suffix that the n-gram proposer looks up.
@@ -57,6 +58,7 @@ class Options:
     mode: str | None = None
     max_depth: int | None = None
     depth: str | None = None
+    min_chance: float | None = None
     width: int | None = None
     num_draft_tokens: int | None = None
     ngram_max: int | None = None
