@@ -47,7 +47,8 @@ class Scenario:
         crowding: how much longer an iteration takes for each further sequence, as a share of its time with one. 0: parallel
             sequences are free.
         call_s: hand-over of one engine call.
-        num_cores: roles that compute at the same time at full speed; more share. None: each role has its own device.
+        num_cores: roles that compute at the same time at full speed; more share. 1.5: two take a third longer than one alone.
+            None: each role has its own device.
         step_tokens: mean length of a step.
         step_spread: steps are as long as that, give or take this share, uniformly.
         num_steps: steps of an answer.
@@ -59,7 +60,7 @@ class Scenario:
     verdict_s: float = 0.0
     crowding: float = 0.0
     call_s: float = 0.0
-    num_cores: int | None = None
+    num_cores: float | None = None
     step_tokens: int = 24
     step_spread: float = 0.0
     num_steps: int = 60
@@ -115,7 +116,7 @@ class Prediction:
 class Cores:
     """What roles compute on: with more of them busy than there are, each slows down alike."""
 
-    def __init__(self, num_cores: int | None) -> None:
+    def __init__(self, num_cores: float | None) -> None:
         self._num_cores = num_cores
         self.num_busy = 0
 
