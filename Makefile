@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint test-gpu bench-engine bench-gpu check-models clean
+.PHONY: help venv demo test lint test-gpu bench-engine bench-gpu bench-ablation check-models clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -36,6 +36,9 @@ bench-engine: venv ## what an iteration of the embedded engine costs, beside tra
 
 bench-gpu: venv ## decoding on a CUDA device, beside what its memory allows
 	$(BIN)/python -m bench.gpu
+
+bench-ablation: venv ## what depth, width, verifiers and token drafts are each worth (about 35 minutes)
+	$(BIN)/python -m bench.ablation
 
 check-models: venv ## the demo models against their figures (500 problems, 2,000 pairs)
 	$(BIN)/python -m demo.check

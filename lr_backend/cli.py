@@ -23,6 +23,8 @@ from lr_backend.build.repository import BuildReport, build_repository
 from lr_backend.build.spec import DeploymentSpec
 from lr_backend.engine import Role
 from lr_backend.errors import LookaheadError
+from lr_backend.plan.fitting import fit_by_verifier
+from lr_backend.plan.overrides import Overrides
 from lr_backend.plan.simulation import Scenario
 from lr_backend.plan.table import plan as make_plan
 from lr_backend.trace.analysis import analyse
@@ -72,49 +74,79 @@ def build(
 
 @app.command()
 def plan(
-    alpha: Annotated[float, typer.Option(help="Share of drafted steps that are accepted.")],
-    c: Annotated[float, typer.Option(help="Time of a drafted step over that of a target step, each model alone.")],
+    alpha: Annotated[float | None, typer.Option(help="Share of drafted steps that are accepted.")] = None,
+    c: Annotated[float | None, typer.Option(help="Time of a drafted step over that of a target step, each model alone.")] = None,
+    traces: Annotated[
+        list[Path] | None,
+        typer.Option("--trace", help="A recorded trace, to fit all that is not given to; repeat it for more of them."),
+    ] = None,
     k: Annotated[list[int] | None, typer.Option(help="Depths to predict; by default 1 to 8.")] = None,
     width: Annotated[list[int] | None, typer.Option(help="Widths to predict; by default 1.")] = None,
-    verdict: Annotated[float, typer.Option(help="Time of a verdict over that of a target step.")] = 0.0,
-    call: Annotated[float, typer.Option(help="Hand-over of an engine call over a target step.")] = 0.0,
-    crowding: Annotated[float, typer.Option(help="Share by which a further sequence lengthens an iteration.")] = 0.0,
-    cores: Annotated[int | None, typer.Option(help="Cores that the three models share; by default each has its own.")] = None,
+    verdict: Annotated[float | None, typer.Option(help="Time of a verdict over that of a target step; by default 0.")] = None,
+    call: Annotated[float | None, typer.Option(help="Hand-over of an engine call over a target step; by default 0.")] = None,
+    crowding: Annotated[
+        float | None, typer.Option(help="Share by which a further sequence lengthens an iteration; by default 0.")
+    ] = None,
+    cores: Annotated[
+        float | None, typer.Option(help="Cores that the three models share; by default each has its own. Never fitted.")
+    ] = None,
     requests: Annotated[int, typer.Option(help="Requests at a time.")] = 1,
-    step_tokens: Annotated[int, typer.Option(help="Mean length of a step.")] = 24,
-    step_spread: Annotated[float, typer.Option(help="Steps vary by this share around it.")] = 0.3,
-    steps: Annotated[int, typer.Option(help="Steps of an answer.")] = 60,
+    step_tokens: Annotated[int | None, typer.Option(help="Mean length of a step; by default 24.")] = None,
+    step_spread: Annotated[float | None, typer.Option(help="Steps vary by this share around it; by default 0.3.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of an answer; by default 60.")] = None,
     json_lines: Annotated[bool, typer.Option("--json", help="Print one JSON line a row instead of a table.")] = False,
 ) -> None:
-    """Predict speedups by running the real step loop on a virtual clock, over engines that only take time."""
-    step_s = float(step_tokens)  # in units of a target token
+    """Predict speedups by running the real step loop on a virtual clock, over engines that only take time.
+
+    Give --alpha and --c, or traces from which they and all the rest are fitted. What is given counts more than what is fitted.
+    """
+    if not traces and (alpha is None or c is None):
+        _refuse("--alpha and --c are needed where there is no --trace")
+    given = Overrides(alpha, c, verdict, call, crowding, cores, step_tokens, step_spread, steps)
     try:
-        scenario = Scenario(
-            alpha,
-            draft_token_s=c,
-            verdict_s=verdict * step_s,
-            crowding=crowding,
-            call_s=call * step_s,
-            num_cores=cores,
-            step_tokens=step_tokens,
-            step_spread=step_spread,
-            num_steps=steps,
-        )
-        rows = make_plan(scenario, k or range(1, 9), width or (1,), requests)
+        found = _scenarios([Trace.load(path) for path in traces or ()], cores)
+        scenarios = {name: given.applied_to(scenario) for name, scenario in found.items()}
+        plans = {name: make_plan(one, k or range(1, 9), width or (1,), requests) for name, one in scenarios.items()}
     except ValueError as error:
-        Console(stderr=True).print(f"error: {error}", style="red", highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from None
+        _refuse(str(error))
+    except LookaheadError as error:
+        _fail(error)
     if json_lines:
-        for row in rows:
-            typer.echo(json.dumps({name: round(value, 4) for name, value in asdict(row).items()}))
+        for name, rows in plans.items():
+            for row in rows:
+                line: dict[str, object] = {key: round(value, 4) for key, value in asdict(row).items()}
+                typer.echo(json.dumps({"verifier": name, **line} if traces else line))
         return
-    table = Table(
-        "width", "depth", "speedup (range)", "formula", "target batch", title=f"alpha {alpha}, c {c}, {requests} at a time"
+    console = Console()
+    for name, scenario in scenarios.items():
+        if traces:
+            console.print(_fitted_line(name, scenario, len(traces)), highlight=False, soft_wrap=True)
+        ratio = scenario.draft_token_s / scenario.target_token_s
+        title = f"alpha {scenario.acceptance_rate:.3g}, c {ratio:.3g}, {requests} at a time"
+        table = Table("width", "depth", "speedup (range)", "formula", "target batch", title=f"{name}: {title}" if name else title)
+        for row in plans[name]:
+            gain = f"{row.speedup:.2f} ({row.low:.2f} to {row.high:.2f})"
+            table.add_row(f"{row.width}", f"{row.max_depth}", gain, f"{row.ceiling:.2f}", f"{row.target_batch:.2f}")
+        console.print(table)
+
+
+def _scenarios(traces: list[Trace], cores: float | None) -> dict[str, Scenario]:
+    """What to start from, by verifier: the traces' scenarios; without traces one of no name."""
+    if not traces:
+        return {"": Scenario(1.0, step_spread=0.3)}
+    return {name.value: scenario for name, scenario in fit_by_verifier(traces, cores).items()}
+
+
+def _fitted_line(name: str, scenario: Scenario, num_traces: int) -> str:
+    target, draft, verdict, call = (
+        f"{1e3 * seconds:.3g} ms"
+        for seconds in (scenario.target_token_s, scenario.draft_token_s, scenario.verdict_s, scenario.call_s)
     )
-    for row in rows:
-        gain = f"{row.speedup:.2f} ({row.low:.2f} to {row.high:.2f})"
-        table.add_row(f"{row.width}", f"{row.max_depth}", gain, f"{row.ceiling:.2f}", f"{row.target_batch:.2f}")
-    Console().print(table)
+    return (
+        f"fitted to {num_traces} traces, verifier {name}: a target token {target} (each further sequence "
+        f"{scenario.crowding:+.0%}), a draft token {draft}, a verdict {verdict}, a call {call}; {scenario.num_steps} steps of "
+        f"{scenario.step_tokens} tokens, give or take {scenario.step_spread:.0%}"
+    )
 
 
 @app.command()
@@ -250,6 +282,12 @@ def _say_built(console: Console, report: BuildReport) -> None:
     for line in report.checked:
         console.print(f"[green]checked[/] {line}", highlight=False, soft_wrap=True)
     console.print(f"{'built' if report.written else 'up to date'}: {report.output}", highlight=False, soft_wrap=True)
+
+
+def _refuse(message: str) -> NoReturn:
+    """One line on stderr about options that cannot be, and exit status 2."""
+    Console(stderr=True).print(f"error: {message}", style="red", highlight=False, markup=False, soft_wrap=True)
+    raise typer.Exit(2) from None
 
 
 def _fail(error: LookaheadError) -> NoReturn:

@@ -19,11 +19,13 @@ import numpy as np
 from lr_backend.config import Limits, LoopConfig, Timeouts
 from lr_backend.contract import IntArray, decode_stop_words
 from lr_backend.engine import EngineCall, Generation
-from lr_backend.loop.loop import Engines, LookaheadLoop, Models
+from lr_backend.loop.loop import Engines, LookaheadLoop, Models, Outcome
 from lr_backend.loop.pace import Pace
 from lr_backend.loop.steps import StepRules
+from lr_backend.loop.tracing import build_trace
 from lr_backend.request import DepthPolicy, LookaheadRequest, Mode, Usage
 from lr_backend.testing import WordTokenizer, run_virtual
+from lr_backend.trace.schema import Trace
 from lr_backend.verify.judge_prompt import ALIGNED, UNALIGNED, JudgePrompt
 
 END, THINK, CLOSE, BREAK, OWN, LIKE, UNLIKE = range(7)
@@ -47,7 +49,8 @@ class Scenario:
         crowding: how much longer an iteration takes for each further sequence, as a share of its time with one. 0: parallel
             sequences are free.
         call_s: hand-over of one engine call.
-        num_cores: roles that compute at the same time at full speed; more share. None: each role has its own device.
+        num_cores: roles that compute at the same time at full speed; more share. 1.5: two take a third longer than one alone.
+            None: each role has its own device.
         step_tokens: mean length of a step.
         step_spread: steps are as long as that, give or take this share, uniformly.
         num_steps: steps of an answer.
@@ -59,7 +62,7 @@ class Scenario:
     verdict_s: float = 0.0
     crowding: float = 0.0
     call_s: float = 0.0
-    num_cores: int | None = None
+    num_cores: float | None = None
     step_tokens: int = 24
     step_spread: float = 0.0
     num_steps: int = 60
@@ -99,11 +102,13 @@ class Prediction:
     Attributes:
         latency_s: mean over the requests.
         target_batch: mean number of sequences in a target iteration.
+        traces: of each request, where traces were asked for.
     """
 
     latency_s: float
     usages: tuple[Usage, ...]
     target_batch: float
+    traces: tuple[Trace, ...] = ()
 
     @property
     def step_acceptance_rate(self) -> float | None:
@@ -115,7 +120,7 @@ class Prediction:
 class Cores:
     """What roles compute on: with more of them busy than there are, each slows down alike."""
 
-    def __init__(self, num_cores: int | None) -> None:
+    def __init__(self, num_cores: float | None) -> None:
         self._num_cores = num_cores
         self.num_busy = 0
 
@@ -198,15 +203,15 @@ class BatchingEngine:
         self._cores.num_busy -= 1
 
 
-def simulate(scenario: Scenario, policy: Policy, seed: int = 0) -> Prediction:
-    """Answer ``policy.num_requests`` requests at once, each with texts of its own.
+def simulate(scenario: Scenario, policy: Policy, seed: int = 0, *, trace: bool = False) -> Prediction:
+    """Answer ``policy.num_requests`` requests at once, each with texts of its own; ``trace`` keeps their traces.
 
     Raises:
         ValueError: a policy that the loop would refuse.
     """
     if not 0 <= policy.max_depth <= MAX_DEPTH or not 1 <= policy.width <= MAX_WIDTH or policy.num_requests < 1:
         raise ValueError(f"{policy} is out of range")
-    return run_virtual(_answer_all(scenario, policy, seed))
+    return run_virtual(_answer_all(scenario, policy, seed, trace))
 
 
 def speedup(scenario: Scenario, policy: Policy, seed: int = 0) -> float:
@@ -215,7 +220,7 @@ def speedup(scenario: Scenario, policy: Policy, seed: int = 0) -> float:
     return simulate(scenario, alone, seed).latency_s / simulate(scenario, policy, seed).latency_s
 
 
-async def _answer_all(scenario: Scenario, policy: Policy, seed: int) -> Prediction:
+async def _answer_all(scenario: Scenario, policy: Policy, seed: int, trace: bool) -> Prediction:
     cores = Cores(scenario.num_cores)
 
     def engine(writer: Writer, one_s: float) -> BatchingEngine:
@@ -231,23 +236,28 @@ async def _answer_all(scenario: Scenario, policy: Policy, seed: int) -> Predicti
     max_tokens = longest * (scenario.num_steps + 2)
     config = _config(longest, max_tokens)
     pace = Pace(asyncio.get_running_loop().time)
-    fields = {"text_input": "?", "max_tokens": max_tokens, "stream": False, "temperature": 0.6, "seed": seed}
+    fields = {"text_input": "?", "max_tokens": max_tokens, "stream": False, "temperature": 0.6, "seed": seed, "trace": trace}
     request = LookaheadRequest.parse(
         {**fields, "mode": policy.mode, "max_depth": policy.max_depth, "width": policy.width, "depth": policy.depth}
     )
 
-    async def answer(number: int) -> Usage:
+    async def answer(number: int) -> Outcome:
         prompt = np.asarray([*PROMPT, *[OWN] * number, BREAK], dtype=np.int32)  # prompts differ, and so do the texts
         loop = LookaheadLoop(request, prompt, f"{number}", engines, MODELS, config, lambda committed: None, pace)
-        return (await loop.run()).usage
+        return await loop.run()
 
-    usages = await asyncio.gather(*(answer(number) for number in range(policy.num_requests)))
+    outcomes = await asyncio.gather(*(answer(number) for number in range(policy.num_requests)))
     for one in (engines.target, engines.draft, engines.judge):
         await one.close()
     target = engines.target
     assert isinstance(target, BatchingEngine)
     batch = target.num_rows / max(1, target.num_iterations)
-    return Prediction(fmean(usage.latency_s for usage in usages), tuple(usages), batch)
+    usages = tuple(outcome.usage for outcome in outcomes)
+    traces = tuple(
+        build_trace(request, f"{number}", outcome.finish_reason, outcome.usage, outcome.ledger)
+        for number, outcome in enumerate(outcomes if trace else ())
+    )
+    return Prediction(fmean(usage.latency_s for usage in usages), usages, batch, traces)
 
 
 class _Story:

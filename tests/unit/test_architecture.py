@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "build": LEAVES,
     "triton": {"loop", "verify", "propose", "trace", "torch_engine", *LEAVES},
     "testing": {"contract", "engine", "errors"},
-    "plan": {"loop", "verify", "testing", *LEAVES},
+    "plan": {"loop", "verify", "trace", "testing", *LEAVES},
     "cli": {"build", "plan", "trace", "triton", *LEAVES},
 }
 

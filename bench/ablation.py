@@ -1,0 +1,495 @@
+"""``make bench-ablation``: what each part of lookahead is worth, against its absence, on the demo models through a real Triton.
+
+One row a setting. Every row answers the same problems as ``ar``, in turns whose order rotates from problem to problem, and its
+speedup is the ratio of the seconds. ``ar`` is one uninterrupted request at its best thread setting.
+
+Two bounds stand beside it. ``ceiling`` is the paper's (S1 and S2) at the measured acceptance and cost ratio, where parallel
+steps and verdicts are free. ``hardware_ceiling`` is what the real loop gains on a virtual clock (:mod:`lr_backend.plan`) over
+engines as fast as they were measured here: the target's time a token by sequences in its batch, how much a busy draft slows it
+down on the shared cores, and no overhead at all: no hand-over, no prefill, no verdicts. Rows that speculate by tokens too have
+both times the best measured ``sd``. ``realised_share`` is speedup over hardware ceiling.
+
+Beside the timed run, a few problems of each row are asked again with ``trace``, untimed, and the drafted steps that were
+accepted are read by the demo world's checker.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from math import ceil
+from pathlib import Path
+from statistics import fmean
+from time import perf_counter
+from typing import Annotated, Any
+from zlib import crc32
+
+import numpy as np
+import typer
+from lr_client import Client, Options, Result, StepRecord
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from demo.check import Share
+from demo.measure import ModeReport, Sample, report
+from demo.problems import Problem, check_answer, problems, same_meaning
+from demo.run import MAX_TOKENS, PIPED_WIDTH, REQUEST_TIMEOUT_S, best_baseline, cost_ratio, demo_spec, seconds_a_token, serving
+from demo.tokenizer import chat, load_tokenizer
+from lr_backend.build.spec import TorchDeployment
+from lr_backend.config import LoopConfig
+from lr_backend.contract import IntArray
+from lr_backend.engine import Role
+from lr_backend.loop.depth import ceiling
+from lr_backend.plan.simulation import Policy, Scenario, speedup
+from lr_backend.request import DepthPolicy, LookaheadRequest, VerifierName, with_defaults
+from lr_backend.triton.server import TritonServer
+
+PROBLEM_SEED = 77
+BASELINE = "ar"
+PARALLEL = (1, 2, 4)
+TIMING_TOKENS = 96
+TIMING_ROUNDS = 3
+MAX_BESIDE_TOKENS = 1500
+"""The draft keeps busy no longer than its context lasts."""
+SIMULATED_STEPS = 120
+SIMULATED_SEEDS = 3
+STEP_SPREAD = 0.3
+UNDECIDED = ("none", "late", "draft_error", "duplicate")
+"""Reasons in a step's record for which no drafted step was compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One setting. ``fields`` are the request's, the rest being the deployment's defaults; with ``threads`` it is asked of a
+    server of its own, whose target has so many."""
+
+    name: str
+    fields: Mapping[str, Any]
+    threads: int | None = None
+
+    def request(self, config: LoopConfig) -> LookaheadRequest:
+        """The whole request, defaults filled in."""
+        return LookaheadRequest.parse({**with_defaults(config.defaults, self.fields), "text_input": "any"})
+
+
+def all_rows(config: LoopConfig, other_threads: Iterable[int] = ()) -> tuple[Row, ...]:
+    """Every row that a server of this configuration can serve: ``ar`` first, the default ``lr_sd`` last.
+
+    ``lr`` and ``lr_sd`` are the rows of their group that take every default.
+    """
+    alone = [Row(_setting(threads), {"mode": "ar"}, threads) for threads in other_threads]
+    sd = {f"sd num_draft_tokens {number}": {"mode": "sd", "num_draft_tokens": number} for number in (4, 16)}
+    lr: dict[str, dict[str, Any]] = {
+        "lr depth 1": {"max_depth": 1},
+        "lr depth 2": {"max_depth": 2},
+        "lr": {},
+        "lr depth 8": {"max_depth": 8},
+        "lr depth auto": {"max_depth": 8, "depth": "auto"},
+        "lr width 2": {"width": 2},
+        "lr width 4": {"width": 4},
+    }
+    others = [name for name in VerifierName if name is not config_verifier(config) and config.lacks(name.value) is None]
+    lr |= {f"lr verifier {name.value}": {"verifier": name.value} for name in others}
+    both: dict[str, dict[str, Any]] = {
+        "lr_sd proposer ngram": {"proposer": "ngram"},
+        "lr_sd num_draft_tokens 4": {"num_draft_tokens": 4},
+        "lr_sd num_draft_tokens 16": {"num_draft_tokens": 16},
+        "lr_sd lossless": {"lossless": True},
+        "lr_sd": {},
+    }
+    return (
+        Row(BASELINE, {"mode": "ar"}),
+        *alone,
+        Row("sd", {"mode": "sd", "proposer": "ngram"}),
+        *(Row(name, {"proposer": "ngram", **fields}) for name, fields in sd.items()),
+        *(Row(name, {"mode": "lr", **fields}) for name, fields in lr.items()),
+        *(Row(name, {"mode": "lr_sd", **fields}) for name, fields in both.items()),
+    )
+
+
+def config_verifier(config: LoopConfig) -> VerifierName:
+    """The verifier of a request that names none."""
+    return Row("", {}).request(config).verifier
+
+
+def chosen(rows: Sequence[Row], names: Sequence[str] | None) -> tuple[Row, ...]:
+    """The rows of these names in their usual order, and always the baselines; all of them without names.
+
+    Raises:
+        ValueError: a name that no row has.
+    """
+    known = [row.name for row in rows]
+    if unknown := [name for name in names or () if name not in known]:
+        raise ValueError(f"no row {', '.join(map(repr, unknown))}; there are {', '.join(known)}")
+    return tuple(row for row in rows if not names or row.name in names or row.fields["mode"] == "ar")
+
+
+def _setting(threads: int) -> str:
+    return f"{BASELINE} at {threads} thread{'s' if threads > 1 else ''}"
+
+
+# What this machine can do ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What was measured before the rows, when nothing else ran.
+
+    Attributes:
+        cost_ratio: c, a drafted step's time over a target step's.
+        target_token_s: seconds of a target iteration by sequences in it, 1 among them.
+        beside_draft: time of a target token while the draft is busy too, over its time alone.
+    """
+
+    cost_ratio: float
+    target_token_s: Mapping[int, float]
+    beside_draft: float
+
+    @property
+    def crowding(self) -> float:
+        """How much longer an iteration takes for each further sequence, as a share of its time with one (least squares)."""
+        alone = self.target_token_s[1]
+        further = [(num - 1, seconds / alone - 1.0) for num, seconds in self.target_token_s.items()]
+        weight = sum(more * more for more, _ in further)
+        return max(0.0, sum(more * longer for more, longer in further) / weight) if weight else 0.0
+
+    @property
+    def num_cores(self) -> float | None:
+        """As how many cores the machine behaves when two roles are busy; None: neither slows the other down."""
+        return max(1.0, 2.0 / self.beside_draft) if self.beside_draft > 1.0 else None
+
+    def scenario(self, acceptance_rate: float, step_tokens: int) -> Scenario:
+        """The loop on this hardware with no overhead."""
+        alone = self.target_token_s[1]
+        return Scenario(
+            acceptance_rate,
+            target_token_s=alone,
+            draft_token_s=self.cost_ratio * alone,
+            crowding=self.crowding,
+            num_cores=self.num_cores,
+            step_tokens=max(2, step_tokens),
+            step_spread=STEP_SPREAD,
+            num_steps=SIMULATED_STEPS,
+        )
+
+    def as_dict(self) -> dict[str, object]:
+        return {**asdict(self), "crowding": self.crowding, "num_cores": self.num_cores}
+
+
+def measure_hardware(server: TritonServer, spec: TorchDeployment, problem: Problem) -> Hardware:
+    """Time the engines of an idle server; each figure is the best of a few rounds."""
+    tokenizer = load_tokenizer(spec.checkpoint_dir(Role.TARGET))
+    prompt = np.asarray(tokenizer.encode(chat(problem.question), add_special_tokens=False), dtype=np.int32)
+    c = cost_ratio(server, spec, problem)
+    together = {num: min(_together_s(server.grpc_url, prompt, num) for _ in range(TIMING_ROUNDS)) for num in PARALLEL}
+    num_beside = min(MAX_BESIDE_TOKENS, ceil(1.2 * TIMING_TOKENS / c))
+    beside = min(_beside_draft_s(server.grpc_url, prompt, num_beside) for _ in range(TIMING_ROUNDS))
+    return Hardware(c, together, max(1.0, beside / together[1]))
+
+
+def _together_s(url: str, prompt: IntArray, num_sequences: int) -> float:
+    """Seconds of a target iteration with ``num_sequences`` calls in flight that share their prompt, as branches do."""
+    with ThreadPoolExecutor(num_sequences) as pool:
+        calls = [pool.submit(seconds_a_token, url, "target", prompt, TIMING_TOKENS, 1) for _ in range(num_sequences)]
+        return fmean(call.result() for call in calls)
+
+
+def _beside_draft_s(url: str, prompt: IntArray, num_draft_tokens: int) -> float:
+    """Seconds of a target iteration while the draft decodes."""
+    with ThreadPoolExecutor(1) as pool:
+        draft = pool.submit(seconds_a_token, url, "draft", prompt, num_draft_tokens, 1)
+        seconds = seconds_a_token(url, "target", prompt, TIMING_TOKENS, 1)
+        draft.result()
+    return seconds
+
+
+def hardware_ceiling(hardware: Hardware, request: LookaheadRequest, alpha: float, step_tokens: int) -> float:
+    """Speedup of the loop without any overhead on this hardware, where ``alpha`` of the positions accept a drafted step.
+
+    With ``depth=auto`` it is that of the best depth up to ``max_depth``, or of none.
+    """
+    one = 1.0 - (1.0 - alpha) ** (1.0 / request.width)  # of each candidate, so that a position accepts one at rate alpha
+    scenario = hardware.scenario(one, step_tokens)
+
+    def gain(depth: int) -> float:
+        policy = Policy(max_depth=depth, width=request.width)
+        return fmean(speedup(scenario, policy, seed) for seed in range(SIMULATED_SEEDS))
+
+    if request.depth is DepthPolicy.AUTO:
+        return max(1.0, *map(gain, range(1, request.max_depth + 1)))
+    return gain(request.max_depth)
+
+
+# What the rows say -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Drafted steps that were compared at the root of some answers, and what the demo world's checker says of the accepted.
+
+    Attributes:
+        accepted: of the compared ones.
+        wrong: of the accepted ones, those that do not mean what the target's own step says.
+    """
+
+    accepted: Share
+    wrong: Share
+
+    @classmethod
+    def of(cls, steps: Iterable[StepRecord]) -> Checked:
+        compared = [step for step in steps if step.drafted_text is not None and step.target_text is not None]
+        compared = [step for step in compared if step.reason not in UNDECIDED]
+        accepted = [step for step in compared if step.origin == "draft"]
+        wrong = sum(not same_meaning(step.target_text or "", step.drafted_text or "") for step in accepted)
+        return cls(Share(len(accepted), len(compared)), Share(wrong, len(accepted)))
+
+
+@dataclass(frozen=True)
+class Line:
+    """One row of the result.
+
+    Attributes:
+        measured: rates, and the speedup over ``ar`` with its 95 % interval.
+        ceiling, hardware_ceiling: see the module; None where no steps are speculated.
+        checked: None where no problem was asked again.
+    """
+
+    name: str
+    fields: Mapping[str, Any]
+    measured: ModeReport
+    cost_ratio: float
+    ceiling: float | None = None
+    hardware_ceiling: float | None = None
+    checked: Checked | None = field(default=None)
+
+    @property
+    def realised_share(self) -> float | None:
+        return self.measured.speedup / self.hardware_ceiling if self.hardware_ceiling else None
+
+    def as_dict(self) -> dict[str, object]:
+        """What the JSON line says; a figure that does not apply is null."""
+        one = self.measured
+        line: dict[str, object] = {
+            "name": self.name,
+            "speedup": _rounded(one.speedup),
+            "speedup_low": _rounded(one.speedup_low),
+            "speedup_high": _rounded(one.speedup_high),
+            "alpha": _rounded(one.step_acceptance_rate),
+            "c": _rounded(self.cost_ratio),
+            "ceiling": _rounded(self.ceiling),
+            "hardware_ceiling": _rounded(self.hardware_ceiling),
+            "realised_share": _rounded(self.realised_share),
+            "correct": one.correct,
+            "total": one.total,
+            "token_acceptance_rate": _rounded(one.token_acceptance_rate),
+            "mean_accepted_length": _rounded(one.mean_accepted_length),
+            "fields": dict(self.fields),
+        }
+        if self.checked is not None and self.checked.accepted.total:
+            wrong = self.checked.wrong
+            line["accept_rate"] = _rounded(self.checked.accepted.value)
+            line["false_accept_rate"] = _rounded(wrong.value) if wrong.total else None
+            line["false_accept_interval"] = [_rounded(bound) for bound in wrong.interval()] if wrong.total else None
+        return line
+
+
+def lines(
+    rows: Sequence[Row],
+    samples: Sequence[Sample],
+    hardware: Hardware,
+    config: LoopConfig,
+    checked: Mapping[str, Checked] | None = None,
+) -> list[Line]:
+    """One line a row that has samples, in the order of ``rows``; ``samples`` hold one answer a row and problem.
+
+    Rows that speculate by steps and tokens have their steps' ceilings times the best ``sd`` row's speedup, where that gains.
+    """
+    found = report(samples, BASELINE)
+    kept = [row for row in rows if row.name in found]
+    by_tokens = max([1.0, *(found[row.name].speedup for row in kept if row.fields["mode"] == "sd")])
+    step_tokens = mean_step_tokens(samples)
+    result = []
+    for row in kept:
+        one, request = found[row.name], row.request(config)
+        most: tuple[float | None, float | None] = (None, None)
+        alpha = one.step_acceptance_rate
+        if request.mode.speculates_steps and alpha is not None and alpha < 1.0:
+            factor = by_tokens if request.mode.speculates_tokens else 1.0
+            free = ceiling(alpha, min(1.0, hardware.cost_ratio), request.max_depth)
+            most = (factor * free, factor * hardware_ceiling(hardware, request, alpha, step_tokens))
+        result.append(Line(row.name, row.fields, one, hardware.cost_ratio, *most, (checked or {}).get(row.name)))
+    return result
+
+
+def mean_step_tokens(samples: Iterable[Sample], default: int = 24) -> int:
+    """Mean length of a step over all answers that were written in steps."""
+    usages = [sample.usage for sample in samples if sample.usage.num_steps_drafted]
+    num_steps = sum(usage.num_steps for usage in usages)
+    return round(sum(usage.completion_tokens for usage in usages) / num_steps) if num_steps else default
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
+
+
+HEADINGS = (
+    "row",
+    "speedup (95 %)",
+    "α",
+    "ceiling",
+    "hardware ceiling",
+    "realised",
+    "right",
+    "accepts",
+    "wrongly accepted (95 %)",
+)
+
+
+def cells(line: Line) -> tuple[str, ...]:
+    """The row as people read it, one text for each of :data:`HEADINGS`."""
+    one, checked = line.measured, line.checked
+    wrong = checked.wrong if checked is not None else Share(0, 0)
+    low, high = wrong.interval()
+    return (
+        f"`{line.name}`",
+        f"{one.speedup:.2f} ({one.speedup_low:.2f} to {one.speedup_high:.2f})",
+        _number(one.step_acceptance_rate),
+        _number(line.ceiling),
+        _number(line.hardware_ceiling),
+        "" if line.realised_share is None else f"{line.realised_share:.0%}",
+        f"{one.correct}/{one.total}",
+        f"{checked.accepted.value:.0%}" if checked is not None and checked.accepted.total else "",
+        f"{wrong.value:.1%} ({low:.1%} to {high:.1%})" if wrong.total else "",
+    )
+
+
+def markdown(result: Sequence[Line]) -> str:
+    """The table of docs/benchmarks/ablation.md."""
+    table = [HEADINGS, ("---",) * len(HEADINGS), *map(cells, result)]
+    return "".join(f"| {' | '.join(row)} |\n" for row in table)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+# The run -----------------------------------------------------------------------------------------------------------
+
+
+def ask(
+    client: Client, row: Row, problem: Problem, index: int, temperature: float, *, trace: bool = False
+) -> tuple[Sample, Result]:
+    """One answer, timed by the client from submit to final response."""
+    # Rows with one seed would write much the same text, and those that come later find it in the KV cache.
+    seed = crc32(f"{row.name}/{index}".encode())
+    options = Options(**row.fields, stream=False, max_tokens=MAX_TOKENS, temperature=temperature, seed=seed, trace=trace or None)
+    started = perf_counter()
+    result = client.ask(problem.question, options, timeout_s=REQUEST_TIMEOUT_S)
+    latency_s = perf_counter() - started
+    return Sample(row.name, index, check_answer(problem, result.text), latency_s, result.usage), result
+
+
+def compare(
+    clients: Mapping[int | None, Client],
+    rows: Sequence[Row],
+    questions: Sequence[Problem],
+    temperature: float,
+    console: Console,
+) -> list[Sample]:
+    """Every row on every problem, in turns whose order rotates from problem to problem; ``clients`` by threads of the target."""
+    samples = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("rows in turn", total=len(questions) * len(rows))
+        for index, problem in enumerate(questions):
+            shift = index % len(rows)
+            for row in (*rows[shift:], *rows[:shift]):
+                samples.append(ask(clients[row.threads], row, problem, index, temperature)[0])
+                progress.advance(task)
+    return samples
+
+
+def check(client: Client, row: Row, questions: Sequence[Problem], temperature: float) -> Checked:
+    """Ask a few problems again, with records of the steps; not timed."""
+    answers = (ask(client, row, problem, index, temperature, trace=True)[1] for index, problem in enumerate(questions))
+    return Checked.of(step for answer in answers for step in answer.steps)
+
+
+def show(console: Console, result: Sequence[Line], title: str) -> None:
+    table = Table(title=title)
+    for number, heading in enumerate(HEADINGS):
+        table.add_column(heading, justify="right" if number else "left")
+    for line in result:
+        table.add_row(*(cell.strip("`") for cell in cells(line)))
+    console.print(table)
+
+
+def main(
+    num_problems: Annotated[int, typer.Option("--problems", min=1, help="Answered by every row.")] = 60,
+    num_checked: Annotated[int, typer.Option("--checked", min=0, help="Asked again, untimed, to check what was accepted.")] = 8,
+    names: Annotated[list[str] | None, typer.Option("--row", help="Only these rows; by default all.")] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, max=5.0)] = 0.6,
+    output: Annotated[Path, typer.Option(help="Where the figures go; the table beside it as Markdown.")] = Path(
+        "out/ablation.json"
+    ),
+) -> None:
+    """Print a table, and one JSON line a row, the default last."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=PIPED_WIDTH)
+    spec = demo_spec()
+    config = spec.loop_config()
+    other_threads = sorted({1, os.cpu_count() or 1} - {spec.target.num_threads})
+    try:
+        rows = chosen(all_rows(config, other_threads), names)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--row") from None
+    questions = list(islice(problems(PROBLEM_SEED, "test"), num_problems + 1))
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lookahead-ablation-")))
+        server = stack.enter_context(serving(spec, folder / "all"))
+        clients: dict[int | None, Client] = {None: stack.enter_context(Client(server.grpc_url))}
+        for threads in other_threads:
+            alone = spec.model_copy(update={"target": spec.target.model_copy(update={"num_threads": threads})})
+            other = stack.enter_context(serving(alone, folder / f"ar-{threads}", only=("target", "lookahead")))
+            clients[threads] = stack.enter_context(Client(other.grpc_url))
+        for row in rows:  # a row that is refused fails here and not in the middle of the run
+            ask(clients[row.threads], row, questions[0], 0, temperature)
+        hardware = measure_hardware(server, spec, questions[0])
+        samples = compare(clients, rows, questions[1:], temperature, console)
+        stepwise = [row for row in rows if row.request(config).mode.speculates_steps]
+        with console.status("checking what was accepted"):
+            checked = {row.name: check(clients[None], row, questions[1 : num_checked + 1], temperature) for row in stepwise}
+    samples, baseline = best_baseline(samples)
+    setting = baseline if baseline != BASELINE else _setting(spec.target.num_threads)
+    result = lines(rows, samples, hardware, config, checked)
+    show(console, result, f"{num_problems} problems at temperature {temperature:g}, one at a time, over {setting}")
+    batches = ", ".join(f"{num}: {1e3 * seconds:.2f} ms" for num, seconds in hardware.target_token_s.items())
+    console.print(
+        f"[dim]a target token by sequences in its batch: {batches}; beside a busy draft {hardware.beside_draft:.2f} times that "
+        f"alone; a drafted step costs {hardware.cost_ratio:.2f} of a target step[/]"
+    )
+    document = {
+        "num_problems": num_problems,
+        "temperature": temperature,
+        "baseline": setting,
+        "hardware": hardware.as_dict(),
+        "rows": [line.as_dict() for line in result],
+    }
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    output.with_suffix(".md").write_text(markdown(result), encoding="utf-8")
+    console.print(f"written to {output} and {output.with_suffix('.md')}")
+    for line in result:
+        console.print(json.dumps(line.as_dict()), soft_wrap=True, highlight=False, markup=False)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,310 @@
+"""A scenario from recorded traces: what the planner needs to know, as one deployment's own requests have shown it.
+
+An engine that runs iterations for all calls in flight gives each of them a pass an iteration, and an iteration takes longer
+the more calls there are and the more roles share the cores. So a call's *effective* seconds, each instant divided by how much
+longer an iteration took just then, are those of its passes alone:
+
+    effective seconds = call_s + passes * token_s
+
+with one ``call_s`` for both roles: weighted least squares, for the ``crowding`` that leaves the least error. What a call takes
+beside its tokens (hand-over, queue, prefill of what is not cached) ends up in ``call_s``. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import sqrt
+from statistics import fmean, median
+
+import numpy as np
+import numpy.typing as npt
+
+from lr_backend.engine import Role
+from lr_backend.errors import TraceError
+from lr_backend.plan.simulation import Scenario
+from lr_backend.request import Origin, StepRecord, VerifierName
+from lr_backend.trace.schema import Call, CallOutcome, Purpose, Trace
+
+MIN_CALLS = 8
+"""Completed calls of target and draft each below which chance says more than the traces do."""
+UNCOMPARED = ("none", "late", "draft_error", "duplicate")
+"""Reasons in a step's record for which no drafted step was compared with the target's."""
+MAX_SPREAD = 0.95
+MAX_CROWDING = 2.0
+"""At 1 a batch already takes as long as its sequences one after another."""
+GRID = 21
+SINGULAR = 1e-9
+RELATIVE_ERROR = 0.05
+"""What a call's time is off by, beside the up to one iteration that it waits to join a batch."""
+
+Floats = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.intp]
+
+
+def fit(traces: Sequence[Trace], num_cores: float | None = None) -> Scenario:
+    """The scenario that the traces were recorded in, in seconds; all traces count alike, whatever their verifier.
+
+    Args:
+        traces: of one deployment, one request at a time. Those without lookahead tell the target's time alone.
+        num_cores: as in :class:`Scenario`; traces cannot tell it from slower models, so it is taken as given.
+
+    Raises:
+        TraceError: no trace with lookahead, too few calls to fit, or no drafted step that was compared.
+    """
+    ahead = [trace for trace in traces if any(call.purpose is Purpose.DRAFTED_STEP for call in trace.calls)]
+    if not ahead:
+        raise TraceError(
+            f"no trace with lookahead among {len(traces)}: record some in mode lr or lr_sd, with max_depth of 1 or more"
+        )
+    alpha = acceptance_rate(ahead)
+    recorded = _with_timelines(traces, num_cores)
+    target, draft = (_Timed.of(recorded, role, _decodes) for role in (Role.TARGET, Role.DRAFT))
+    for found in (target, draft):
+        if len(found) < MIN_CALLS:
+            what = f"{len(found)} completed calls of the {found.role.value} without token drafts"
+            raise TraceError(f"too few calls: {what}, {MIN_CALLS} needed")
+    times = _fit_times(target, draft)
+    lengths = [length for trace in ahead for length in _step_lengths(trace)]
+    mean = fmean(lengths)
+    return Scenario(
+        acceptance_rate=alpha,
+        target_token_s=times.target_token_s,
+        draft_token_s=times.draft_token_s,
+        verdict_s=_verdict_s(recorded, times),
+        crowding=times.crowding,
+        call_s=times.call_s,
+        num_cores=num_cores,
+        step_tokens=max(2, round(mean)),
+        step_spread=_spread(lengths, mean),
+        num_steps=max(1, round(fmean(len(_step_lengths(trace)) for trace in ahead))),
+    )
+
+
+def fit_by_verifier(traces: Sequence[Trace], num_cores: float | None = None) -> dict[VerifierName, Scenario]:
+    """A scenario for each verifier of the traces: :func:`fit`, with acceptance and verdicts from its own traces alone.
+
+    Raises:
+        TraceError: as :func:`fit`.
+    """
+    scenario = fit(traces, num_cores)
+    times = _Times(scenario.call_s, scenario.target_token_s, scenario.crowding, scenario.draft_token_s)
+    groups: dict[VerifierName, list[Trace]] = {}
+    for trace in traces:
+        if any(_trials(record, trace) for record in trace.steps):
+            groups.setdefault(_verifier(trace), []).append(trace)
+    return {
+        name: replace(
+            scenario,
+            acceptance_rate=acceptance_rate(group),
+            verdict_s=_verdict_s(_with_timelines(group, num_cores), times),
+        )
+        for name, group in groups.items()
+    }
+
+
+def _verifier(trace: Trace) -> VerifierName:
+    return VerifierName.EXACT if trace.request.lossless else trace.request.verifier
+
+
+# What the draft is worth -------------------------------------------------------------------------------------------
+
+
+def acceptance_rate(traces: Iterable[Trace]) -> float:
+    """Share of the drafted candidates at the root that were accepted, of those that were compared.
+
+    A position whose winner is candidate i had i + 1 of them compared, one without a winner all of its width. Late drafts are
+    left out: how many there are follows from the times.
+
+    Raises:
+        TraceError: none was compared.
+    """
+    num_accepted = num_compared = 0
+    for trace in traces:
+        for record in trace.steps:
+            num_compared += _trials(record, trace)
+            num_accepted += record.origin is Origin.DRAFT
+    if not num_compared:
+        raise TraceError("no drafted step was compared in any trace")
+    return num_accepted / num_compared
+
+
+def _trials(record: StepRecord, trace: Trace) -> int:
+    if record.origin is Origin.DRAFT:
+        return 1 + (record.sibling or 0)
+    compared = record.origin is Origin.CORRECTION and record.reason not in UNCOMPARED
+    width = 1 if trace.request.sampling.greedy else trace.request.width
+    return width if compared else 0
+
+
+# How long steps are ------------------------------------------------------------------------------------------------
+
+
+def _step_lengths(trace: Trace) -> list[int]:
+    """Tokens of the steps of the reasoning; the mark that closes it is none, where the model sets it apart."""
+    after = {call.step for call in trace.calls if call.purpose is Purpose.ALONE}
+    lengths = [record.num_tokens for record in trace.steps if record.index not in after]
+    closing = len(lengths) > 1 and 2 * lengths[-1] < median(lengths)
+    return lengths[:-1] if closing else lengths
+
+
+def _spread(lengths: Sequence[int], mean: float) -> float:
+    """Half the width, as a share of the mean, of a uniform distribution that varies as much."""
+    return min(MAX_SPREAD, sqrt(3.0 * fmean((one - mean) ** 2 for one in lengths)) / mean)
+
+
+# How long calls take -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Timeline:
+    """What ran when in one trace.
+
+    Attributes:
+        edges_ms: where calls start and end, ascending, shape [N].
+        counts: calls of each role in flight from each edge to the next, shape [N - 1].
+        slowdowns: how much longer everything took there, the cores being shared; shape [N - 1].
+    """
+
+    edges_ms: Floats
+    counts: Mapping[Role, Floats]
+    slowdowns: Floats
+
+    @classmethod
+    def of(cls, calls: Sequence[Call], num_cores: float | None) -> _Timeline:
+        edges = np.unique([time for call in calls for time in call.interval])
+        counts = {role: np.zeros(max(0, len(edges) - 1)) for role in Role}
+        for call in calls:
+            first, last = np.searchsorted(edges, call.interval)
+            counts[call.role][first:last] += 1.0
+        num_busy = sum((count > 0.0).astype(float) for count in counts.values())
+        return cls(edges, counts, np.maximum(1.0, num_busy / (num_cores or len(Role))))
+
+    def effective_s(self, bounds: Indices, role: Role, crowding: float) -> Floats:
+        """Seconds that calls of one role would have taken alone.
+
+        Args:
+            bounds: of each call, the edges at which it starts and ends, shape [C, 2].
+        """
+        longer = self.slowdowns * (1.0 + crowding * np.maximum(0.0, self.counts[role] - 1.0))
+        passed = np.concatenate([[0.0], np.cumsum(np.diff(self.edges_ms) / longer)]) / 1e3
+        found: Floats = passed[bounds[:, 1]] - passed[bounds[:, 0]]
+        return found
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """Completed calls of one role and kind.
+
+    Attributes:
+        seconds, passes: of each call, shape [C].
+        groups: of each trace its timeline and the bounds of its calls there, in the same order.
+    """
+
+    role: Role
+    seconds: Floats
+    passes: Floats
+    groups: tuple[tuple[_Timeline, Indices], ...]
+
+    @classmethod
+    def of(cls, recorded: Iterable[_Recorded], role: Role, wanted: Callable[[Call], bool]) -> _Timed:
+        chosen = [
+            (timeline, [one for one in trace.calls if one.role is role and _is_complete(one) and wanted(one)])
+            for trace, timeline in recorded
+        ]
+        calls = [call for _, group in chosen for call in group]
+        return cls(
+            role,
+            np.asarray([call.duration_ms / 1e3 for call in calls]),
+            np.asarray([float(call.num_tokens) for call in calls]),
+            tuple((line, np.searchsorted(line.edges_ms, [call.interval for call in group])) for line, group in chosen if group),
+        )
+
+    def effective_s(self, crowding: float) -> Floats:
+        return np.concatenate([timeline.effective_s(bounds, self.role, crowding) for timeline, bounds in self.groups])
+
+    def __len__(self) -> int:
+        return len(self.seconds)
+
+
+_Recorded = tuple[Trace, _Timeline]
+
+
+def _with_timelines(traces: Iterable[Trace], num_cores: float | None) -> list[_Recorded]:
+    return [(trace, _Timeline.of(trace.calls, num_cores)) for trace in traces]
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    call_s: float
+    target_token_s: float
+    crowding: float
+    draft_token_s: float
+
+
+def _is_complete(call: Call) -> bool:
+    return call.outcome not in (CallOutcome.CANCELLED, CallOutcome.FAILED) and call.end_ms > call.start_ms
+
+
+def _decodes(call: Call) -> bool:
+    """A verification of token drafts takes longer than a token, by an amount that no scenario has."""
+    return call.purpose is not Purpose.VERDICT and not call.num_draft_tokens and call.num_tokens > 0
+
+
+def _judges(call: Call) -> bool:
+    return call.purpose is Purpose.VERDICT
+
+
+def _fit_times(target: _Timed, draft: _Timed) -> _Times:
+    """The crowding with the least error, and the line that belongs to it. Crowds slow the draft down like the target."""
+    low, high = 0.0, MAX_CROWDING
+    for _ in range(3):  # a grid, and twice a finer one around its best
+        grid = np.linspace(low, high, GRID)
+        errors = [_fit_line(target, draft, crowding)[0] for crowding in grid]
+        best, step = float(grid[int(np.argmin(errors))]), (high - low) / (GRID - 1)
+        low, high = max(0.0, best - step), min(MAX_CROWDING, best + step)
+    _, (call_s, target_token_s, draft_token_s) = _fit_line(target, draft, best)
+    if target_token_s <= 0.0 or draft_token_s <= 0.0:
+        raise TraceError("too few calls of different lengths: they do not take longer for more tokens")
+    return _Times(float(call_s), float(target_token_s), best, float(draft_token_s))
+
+
+def _fit_line(target: _Timed, draft: _Timed, crowding: float) -> tuple[float, Floats]:
+    """(squared error, seconds of a call, of a target pass, of a draft pass)."""
+    rows = np.zeros((len(target) + len(draft), 3))
+    rows[:, 0] = 1.0
+    rows[: len(target), 1], rows[len(target) :, 2] = target.passes, draft.passes
+    effective = np.concatenate([one.effective_s(crowding) for one in (target, draft)])
+    weights = np.concatenate(
+        [1.0 / (RELATIVE_ERROR * one.seconds + np.median(one.seconds / one.passes)) for one in (target, draft)]
+    )
+    # The error that counts is the one in seconds as they were.
+    weights *= np.concatenate([one.seconds for one in (target, draft)]) / effective
+    found = _non_negative(rows * weights[:, None], effective * weights)
+    return float((((rows @ found - effective) * weights) ** 2).sum()), found
+
+
+def _non_negative(rows: Floats, wanted: Floats) -> Floats:
+    """Least squares; columns whose share would be negative are left out, the worst first. The first is a call's own cost."""
+    scale = np.sqrt((rows * rows).sum(axis=0))
+    gram, share = (rows / scale).T @ (rows / scale), (rows / scale).T @ wanted
+    kept = list(range(rows.shape[1]))
+    while True:
+        part = gram[np.ix_(kept, kept)]
+        if 0 in kept and np.linalg.eigvalsh(part)[0] < SINGULAR:
+            kept.remove(0)  # calls of one length only: what a call costs cannot be told from its tokens
+            continue
+        found = np.linalg.solve(part, share[kept])
+        worst = int(np.argmin(found))
+        if found[worst] >= 0.0 or len(kept) == 1:
+            result = np.zeros(rows.shape[1])
+            result[kept] = np.maximum(0.0, found) / scale[kept]
+            return result
+        kept.pop(worst)
+
+
+def _verdict_s(recorded: Sequence[_Recorded], times: _Times) -> float:
+    """Median over the verdicts that took a call, whichever role gave them; 0 where none did."""
+    timed = [_Timed.of(recorded, role, _judges) for role in Role]
+    seconds = [second for one in timed if len(one) for second in one.effective_s(times.crowding).tolist()]
+    return max(0.0, median(seconds) - times.call_s) if seconds else 0.0

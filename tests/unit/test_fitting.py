@@ -1,0 +1,199 @@
+"""A scenario fitted to traces is the one that they were recorded in."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+from typer.testing import CliRunner
+
+from lr_backend.cli import app
+from lr_backend.errors import TraceError
+from lr_backend.plan.fitting import acceptance_rate, fit, fit_by_verifier
+from lr_backend.plan.overrides import Overrides
+from lr_backend.plan.simulation import Policy, Scenario, simulate
+from lr_backend.plan.table import plan
+from lr_backend.request import Mode, Origin, StepRecord
+from lr_backend.trace.schema import Trace
+from tests.support.traces import numbered_world, traced
+
+BASE = Scenario(0.7, target_token_s=0.02, draft_token_s=0.004, step_spread=0.3, num_steps=30)
+CHANGES = [
+    {},
+    {"verdict_s": 0.05, "draft_token_s": 0.002},
+    {"crowding": 0.3},
+    {"call_s": 0.01, "acceptance_rate": 0.5},
+    {"num_cores": 1.5},
+    {"step_spread": 0.0, "step_tokens": 40},
+    {"verdict_s": 0.03, "crowding": 0.2, "call_s": 0.005, "num_cores": 1.5, "num_steps": 15},
+]
+
+
+LR = Policy()
+
+
+def recorded(scenario: Scenario, policy: Policy = LR, seeds: range = range(3)) -> list[Trace]:
+    return [trace for seed in seeds for trace in simulate(scenario, policy, seed, trace=True).traces]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: ", ".join(change) or "nothing")
+@pytest.mark.parametrize("width", [1, 2])
+def test_the_scenario_of_the_traces_is_found_again(change: dict[str, float], width: int) -> None:
+    scenario = replace(BASE, **change)  # type: ignore[arg-type]
+    found = fit(recorded(scenario, Policy(width=width)), scenario.num_cores)
+
+    step_s = scenario.step_tokens * scenario.target_token_s
+    assert found.target_token_s == pytest.approx(scenario.target_token_s, rel=0.08)
+    assert found.draft_token_s == pytest.approx(scenario.draft_token_s, rel=0.12)
+    assert found.crowding == pytest.approx(scenario.crowding, abs=0.05)
+    assert found.call_s == pytest.approx(scenario.call_s, abs=0.01 * step_s)
+    assert found.verdict_s == pytest.approx(scenario.verdict_s, abs=0.01 * step_s)
+    assert found.acceptance_rate == pytest.approx(scenario.acceptance_rate, abs=0.1)  # 60 steps or so: chance
+    assert found.step_tokens == pytest.approx(scenario.step_tokens, abs=2)
+    assert found.step_spread == pytest.approx(scenario.step_spread, abs=0.06)
+    assert (found.num_steps, found.num_cores) == (scenario.num_steps, scenario.num_cores)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: ", ".join(change) or "nothing")
+def test_fitted_times_predict_what_the_true_ones_do(change: dict[str, float]) -> None:
+    """At a depth that no trace was recorded at; with the same texts, so that chance is the same on both sides."""
+    scenario = replace(BASE, **change)  # type: ignore[arg-type]
+    found = fit(recorded(scenario), scenario.num_cores)
+    fields = ("acceptance_rate", "step_tokens", "step_spread", "num_steps")
+    found = replace(found, **{name: getattr(scenario, name) for name in fields})
+
+    wanted, predicted = (plan(one, (8,), num_seeds=1)[0].speedup for one in (scenario, found))
+    assert predicted == pytest.approx(wanted, rel=0.1)
+
+
+def test_what_is_predicted_from_traces_is_what_the_scenario_gains() -> None:
+    scenario = replace(BASE, crowding=0.1, call_s=0.005, verdict_s=0.02)
+    found = fit(recorded(scenario, seeds=range(6)))
+
+    wanted, predicted = (plan(one, (4,), num_seeds=6)[0].speedup for one in (scenario, found))
+    assert predicted == pytest.approx(wanted, rel=0.1)
+
+
+def test_more_traces_tell_the_acceptance_better() -> None:
+    rates = [fit(recorded(BASE, seeds=range(2 * n, 2 * n + 2))).acceptance_rate for n in range(4)]
+    assert fmean(rates) == pytest.approx(BASE.acceptance_rate, abs=0.05)
+
+
+def test_late_drafts_say_nothing_of_the_meaning() -> None:
+    def late(record: StepRecord) -> StepRecord:
+        return record.model_copy(update={"reason": "late"}) if record.origin is Origin.CORRECTION else record
+
+    traces = recorded(BASE)
+    changed = [trace.model_copy(update={"steps": tuple(map(late, trace.steps[::2])) + trace.steps[1::2]}) for trace in traces]
+
+    assert acceptance_rate(traces) < acceptance_rate(changed) < 1.0
+
+
+def test_a_winning_sibling_says_that_those_before_it_lost() -> None:
+    """Accepted: 0.7 of the candidates and not of the positions, of which 0.91 take one of two."""
+    wide = recorded(BASE, Policy(width=2))
+    by_position = fmean(trace.usage.step_acceptance_rate or 0.0 for trace in wide)
+
+    assert by_position > 0.8
+    assert acceptance_rate(wide) == pytest.approx(BASE.acceptance_rate, abs=0.1)
+
+
+def test_traces_of_other_depths_tell_a_slow_target_from_a_crowded_one() -> None:
+    """A window that is always full has always the same crowd."""
+    scenario = replace(BASE, crowding=0.5, acceptance_rate=0.4)
+    shallow = recorded(scenario, Policy(max_depth=1), range(1))
+
+    found = fit([*recorded(scenario), *shallow, *recorded(scenario, Policy(Mode.AR), range(1))])
+
+    assert found.target_token_s == pytest.approx(scenario.target_token_s, rel=0.05)
+    assert found.crowding == pytest.approx(scenario.crowding, abs=0.05)
+
+
+def test_verifiers_have_an_acceptance_of_their_own_and_share_the_times() -> None:
+    def named(traces: list[Trace], verifier: str) -> list[Trace]:
+        return [trace.model_copy(update={"request": trace.request.model_copy(update={"verifier": verifier})}) for trace in traces]
+
+    strict = named(recorded(replace(BASE, acceptance_rate=0.3)), "score")
+    lax = named(recorded(replace(BASE, acceptance_rate=0.9, verdict_s=0.05)), "judge")
+
+    found = fit_by_verifier([*strict, *lax])
+
+    assert list(found) == ["score", "judge"]
+    assert found["score"].acceptance_rate < 0.5 < 0.8 < found["judge"].acceptance_rate  # type: ignore[index]
+    assert found["score"].verdict_s < 0.01 < found["judge"].verdict_s  # type: ignore[index]
+    assert len({one.target_token_s for one in found.values()}) == 1
+
+
+@pytest.mark.parametrize(
+    ("traces", "said"),
+    [
+        ([], "no trace with lookahead among 0"),
+        (recorded(BASE, Policy(Mode.AR), range(1)), "no trace with lookahead among 1"),
+        (recorded(replace(BASE, num_steps=2), seeds=range(1)), "too few calls"),
+    ],
+)
+def test_what_cannot_be_fitted_is_said_by_name(traces: list[Trace], said: str) -> None:
+    with pytest.raises(TraceError, match=said):
+        fit(traces)
+
+
+def test_a_target_that_always_wins_the_race_leaves_nothing_to_fit() -> None:
+    world = numbered_world()
+    world.target.delay, world.draft.delay = world.draft.delay, world.target.delay
+    with pytest.raises(TraceError, match="no drafted step was compared"):
+        fit([traced(world, mode="lr")])
+
+
+def test_what_is_given_stands_over_what_was_fitted() -> None:
+    given = Overrides(acceptance_rate=0.2, cost_ratio=0.5, verdict_cost=0.1, call_cost=0.05, step_tokens=10, num_cores=2.0)
+
+    found = given.applied_to(BASE)
+
+    assert (found.acceptance_rate, found.step_tokens, found.num_cores) == (0.2, 10, 2.0)
+    assert (found.draft_token_s, found.verdict_s, found.call_s) == pytest.approx((0.01, 0.02, 0.01))
+    assert Overrides().applied_to(BASE) == BASE
+    with pytest.raises(ValueError, match="acceptance_rate=2"):
+        Overrides(acceptance_rate=2.0).applied_to(BASE)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    arguments = []
+    for number, trace in enumerate(recorded(BASE)):
+        path = tmp_path / f"{number}.json"
+        path.write_text(trace.as_json())
+        arguments += ["--trace", str(path)]
+    return arguments
+
+
+def test_the_command_predicts_from_trace_files(files: list[str]) -> None:
+    result = CliRunner().invoke(app, ["plan", *files, "--k", "1", "--k", "4", "--json"])
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in result.output.splitlines()]
+    assert [(row["verifier"], row["max_depth"]) for row in rows] == [("judge", 1), ("judge", 4)]
+    assert rows[1]["speedup"] == pytest.approx(plan(BASE, (4,))[0].speedup, rel=0.15)
+
+    lower = CliRunner().invoke(app, ["plan", *files, "--k", "4", "--alpha", "0.1", "--json"])
+    assert json.loads(lower.output)["speedup"] < 0.8 * rows[1]["speedup"]
+
+
+def test_the_command_says_what_it_fitted(files: list[str]) -> None:
+    result = CliRunner().invoke(app, ["plan", *files, "--k", "2"])
+    assert result.exit_code == 0, result.output
+    assert "fitted to 3 traces, verifier judge" in result.output
+    assert "30 steps of 24 tokens" in result.output
+
+
+def test_the_command_names_what_it_lacks(tmp_path: Path) -> None:
+    neither = CliRunner().invoke(app, ["plan", "--alpha", "0.5"])
+    assert (neither.exit_code, "--alpha and --c are needed" in neither.output) == (2, True)
+
+    path = tmp_path / "ar.json"
+    path.write_text(recorded(BASE, Policy(Mode.AR), range(1))[0].as_json())
+    alone = CliRunner().invoke(app, ["plan", "--trace", str(path)])
+    assert (alone.exit_code, "no trace with lookahead among 1" in alone.output) == (1, True)
+    missing = CliRunner().invoke(app, ["plan", "--trace", str(tmp_path / "none.json")])
+    assert (missing.exit_code, "cannot read" in missing.output) == (1, True)
