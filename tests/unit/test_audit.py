@@ -326,7 +326,7 @@ def test_a_checker_gets_the_drafted_text_first_and_may_fail() -> None:
 # In the loop -------------------------------------------------------------------------------------------------------
 
 
-def make_world(salt: int = 5, like: Callable[[str, str], bool] = lambda first, second: True) -> World:
+def make_world(salt: int = 10, like: Callable[[str, str], bool] = lambda first, second: True) -> World:
     target = storyteller(salt, num_steps=12)
     return World.of(target, imitator(target, salt + 1, 0.9), like)
 
@@ -451,6 +451,20 @@ def test_a_rate_within_doubt_or_without_a_budget_changes_nothing(fields: dict[st
     assert usage.num_steps_accepted_by["judge"] > 0
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_budget_that_is_spent_midway_counts_at_once_but_for_what_must_not_depend_on_time(deterministic: bool) -> None:
+    world = make_world()
+    world.audits = evidence(desk_of(ScriptedAuditor(lambda pair: False, takes_s=0.0)), num_right=0, num_false=20)
+    assert world.audits.estimate(JUDGE).num < LEAST_AUDITS, "one more is needed"
+    fields = {"mode": "lr", "risk_budget": 0.1, "audit_rate": 1.0, "max_depth": 1, "deterministic": deterministic}
+
+    first, second = (answer(world, request_id=name, **fields).usage for name in ("first", "second"))
+
+    assert first.num_steps_accepted_by["judge"] >= 1
+    assert bool(first.num_steps_rejected.get("risk_budget")) == first.risk_budget_spent != deterministic
+    assert second.risk_budget_spent and "judge" not in second.num_steps_accepted_by
+
+
 def test_evidence_of_one_verifier_says_nothing_of_another() -> None:
     world = make_world()
     world.audits = evidence(desk_of(ScriptedAuditor()), num_right=0, num_false=100)
@@ -481,12 +495,12 @@ def test_a_budget_is_spent_while_false_accepts_come_and_wins_back_when_they_no_l
                 assert "judge" not in outcome.usage.num_steps_accepted_by
         return spent
 
-    before = run_virtual(ask_many(100))
+    before = run_virtual(ask_many(25))
     first = before.index(True)
     assert all(before[first:])
-    assert world.audits.books[JUDGE].num_requests_spent == 100 - first
+    assert world.audits.books[JUDGE].num_requests_spent == 25 - first
     bad = False
-    after = run_virtual(ask_many(100))
+    after = run_virtual(ask_many(25))
     assert after[0] and not after[-1]
     assert not any(after[after.index(False) :])
 
