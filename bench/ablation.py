@@ -92,6 +92,8 @@ def all_rows(config: LoopConfig, other_threads: Iterable[int] = ()) -> tuple[Row
         "lr": {},
         "lr depth 8": {"max_depth": 8},
         "lr depth auto": {"max_depth": 8, "depth": "auto"},
+        "lr min_chance 0": {"min_chance": 0.0},
+        "lr min_chance 0.6": {"min_chance": 0.6},
         "lr width 2": {"width": 2},
         "lr width 4": {"width": 4},
     }

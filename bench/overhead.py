@@ -30,7 +30,7 @@ from demo.run import demo_spec, serving
 from lr_backend.build.spec import TorchDeployment
 from lr_backend.engine import Role
 from lr_backend.torch_engine.random_checkpoint import write_random_checkpoint
-from lr_backend.triton.engine_metrics import REFRESH_S
+from lr_backend.triton.refresher import REFRESH_S
 from lr_backend.triton.server import TritonServer
 
 STEP_TOKENS = 24

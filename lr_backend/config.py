@@ -5,6 +5,8 @@ The build renders them into ``lookahead/1/lookahead.json``; the ``lookahead`` mo
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -81,6 +83,57 @@ class Cascade(BaseModel):
     tokens: Bounds = Bounds(reject_below=0.0, accept_from=1.0)
 
 
+Checker = Callable[[str, str], bool]
+"""(drafted text, target text) -> whether they mean the same."""
+
+
+class AuditSettings(BaseModel):
+    """Who judges a sample of the accepted steps again, and how much of the server that may take.
+
+    Attributes:
+        auditor: ``target`` (its own strict question), ``judge`` (asked with the two steps changed over) or ``checker``.
+        checker: for the auditor ``checker``, a function of the server's Python environment as "module:function"; see
+            :data:`Checker`. It runs on one thread of its own and must come to an end.
+        max_in_flight: audits at a time; each has at most one engine call in flight. More only take turns from answers.
+        max_waiting: audits in line; one more is dropped, and counted.
+        timeout_s: of one audit; past it the audit has failed.
+        memory: audits after which evidence has faded to about a third.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    auditor: Literal["target", "judge", "checker"] = "target"
+    checker: str | None = Field(default=None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+    max_in_flight: int = Field(default=1, ge=1, le=16)
+    max_waiting: int = Field(default=64, ge=1)
+    timeout_s: float = Field(default=10.0, gt=0)
+    memory: int = Field(default=200, ge=20)
+
+    @model_validator(mode="after")
+    def _names_its_checker(self) -> Self:
+        if (self.auditor == "checker") != (self.checker is not None):
+            raise ValueError('the auditor "checker" goes with a checker = "module:function", and no other auditor does')
+        return self
+
+    def load_checker(self) -> Checker | None:
+        """Import the checker; None where another auditor is named.
+
+        Raises:
+            ConfigError: it cannot be imported here, or is no function.
+        """
+        if self.checker is None:
+            return None
+        module, _, name = self.checker.partition(":")
+        try:
+            checker = getattr(import_module(module), name)
+        except Exception as error:  # a module may raise anything while it is imported
+            raise ConfigError(f"audit.checker={self.checker!r} cannot be imported: {type(error).__name__}: {error}") from error
+        if not callable(checker):
+            raise ConfigError(f"audit.checker={self.checker!r} is not a function")
+        found: Checker = checker
+        return found
+
+
 class LoopConfig(BaseModel):
     """All that the ``lookahead`` model needs to know beside the request.
 
@@ -106,6 +159,7 @@ class LoopConfig(BaseModel):
             (``draft_acceptance_threshold`` 0 of one call, ``return_log_probs``); the ``likelihood`` verifier needs it. Triton's
             ``tensorrtllm`` cannot: it keeps the threshold a batch, and its context logits exclude draft tokens.
         cascade: where the ``cascade`` verifier's cheap score is clear.
+        audit: who audits accepted steps, for requests that ask for it (``audit_rate``, ``risk_budget``).
         defaults: request fields taken where a request does not give them.
     """
 
@@ -126,6 +180,7 @@ class LoopConfig(BaseModel):
     embedding_dir: Path | None = None
     accepts_all_drafts: bool = False
     cascade: Cascade = Cascade()
+    audit: AuditSettings = AuditSettings()
     timeouts: Timeouts = Timeouts()
     limits: Limits = Limits()
     defaults: dict[str, Any] = Field(default_factory=dict)

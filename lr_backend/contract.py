@@ -199,6 +199,8 @@ LOOKAHEAD_INPUTS: tuple[TensorSpec, ...] = (
     _field("verifier", "STRING"),
     _field("verifier_threshold", "FP32"),
     _field("proposer", "STRING"),
+    _field("audit_rate", "FP32"),
+    _field("risk_budget", "FP32"),
     _field("lossless", "BOOL"),
     _field("deterministic", "BOOL"),
     _field("deadline_s", "FP32"),

@@ -10,6 +10,7 @@ from fake_server import WAIT_S, FakeServer, Gate
 from typer.testing import CliRunner, Result
 
 from lr_client.cli import app
+from lr_client.render import closing_line
 from lr_client.types import Usage
 
 GREEN, YELLOW, BLUE = "\x1b[32m", "\x1b[33m", "\x1b[34m"
@@ -96,12 +97,18 @@ def test_json_prints_one_event_a_line(server: FakeServer) -> None:
     assert set(events[-1]["usage"]) == set(Usage.__dataclass_fields__)
 
 
+def test_the_closing_line_says_what_audits_found() -> None:
+    line = closing_line("stop", Usage(num_audited=20, num_false_accepts=1, risk_budget_spent=True))
+    assert line.endswith("finish: stop · 1 of 20 audited steps wrong · risk budget spent")
+
+
 def test_options_reach_the_server(server: FakeServer) -> None:
     flags = (
         "--mode lr --temperature 0.5 --top-p 0.5 --top-k 4 --max-tokens 9 --max-depth 2 --depth auto "
         "--min-chance 0.25 "
         "--width 3 --num-draft-tokens 5 --ngram-max 6 --verifier embedding --verifier-threshold 0.5 "
-        "--proposer ngram --seed 7 --stop x --stop y --lossless --deterministic --deadline 2.5"
+        "--proposer ngram --audit-rate 0.25 --risk-budget 0.5 --seed 7 --stop x --stop y --lossless "
+        "--deterministic --deadline 2.5"
     )
     result = call("ask", "plain", *flags.split(), "--system", "brief", LOOKAHEAD_URL=server.url)
     assert result.exit_code == 0
@@ -122,6 +129,8 @@ def test_options_reach_the_server(server: FakeServer) -> None:
         "verifier": ["embedding"],
         "verifier_threshold": [0.5],
         "proposer": ["ngram"],
+        "audit_rate": [0.25],
+        "risk_budget": [0.5],
         "seed": [7],
         "stop": ["x", "y"],
         "lossless": [True],

@@ -75,6 +75,8 @@ def build_repository(
     if role is None:
         files |= lookahead_files(spec, infos[Role.TARGET])
     checked = tuple(_line(each, info) for each, info in infos.items())
+    if role is None:
+        checked += _check_auditor(spec)
     if dry_run:
         return BuildReport(spec, output, checked, tuple(files), written=False)
     earlier = read_manifest(output)
@@ -105,6 +107,16 @@ def _check_role(spec: TorchDeployment, role: Role) -> CheckpointInfo:
     if wanted > info.max_positions:
         raise ConfigError(f"{role}.max_seq_len={wanted} is beyond the checkpoint's {info.max_positions} positions")
     return info
+
+
+def _check_auditor(spec: TorchDeployment) -> tuple[str, ...]:
+    """Import the auditor's checker, as the server will: a server that cannot find it does not start."""
+    audit = spec.loop_config().audit
+    try:
+        audit.load_checker()
+    except ConfigError as error:
+        raise ConfigError(f"lookahead.{error.message}") from error
+    return (f"auditor: {audit.checker}",) if audit.checker is not None else ()
 
 
 def _line(role: Role, info: CheckpointInfo) -> str:

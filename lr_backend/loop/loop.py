@@ -21,10 +21,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 
-from lr_backend.config import LoopConfig
+from lr_backend.config import Checker, LoopConfig
 from lr_backend.contract import IntArray
 from lr_backend.engine import Engine, Role, Sampling
 from lr_backend.errors import EngineError, EngineRejected, TargetUnavailable
+from lr_backend.loop.audit import AuditDesk, RequestAudit
 from lr_backend.loop.ledger import Job, Ledger, MeteredEngine, made_for
 from lr_backend.loop.pace import DepthChooser, Pace
 from lr_backend.loop.steps import StepRules
@@ -66,6 +67,7 @@ class Models:
     judge_prompt: JudgePrompt
     judge_tokenizer: StepTokenizer
     embedder: Embedder | None = None
+    checker: Checker | None = None
 
 
 @dataclass(frozen=True)
@@ -102,9 +104,10 @@ class LookaheadLoop:
         prompt_ids: the rendered prompt, shape [N].
         emit: receives committed text in order; must not block.
         pace: what the server has measured, shared by its requests; None: this request's own.
+        audits: the server's desk for audits; None: nothing is audited.
 
     Raises:
-        InvalidRequest: this server lacks what the request's verifier needs.
+        InvalidRequest: this server lacks what the request's verifier or its audits need.
     """
 
     def __init__(
@@ -117,6 +120,7 @@ class LookaheadLoop:
         config: LoopConfig,
         emit: Emit,
         pace: Pace | None = None,
+        audits: AuditDesk | None = None,
     ) -> None:
         self._request = request
         self._models = models
@@ -148,6 +152,8 @@ class LookaheadLoop:
         self._judge_calls = count()
         parts = VerifierParts(self._target, judge, models.tokenizer, models.judge_prompt, models.judge_tokenizer, models.embedder)
         self._verifier = make_verifier(request, config, parts)
+        unmetered = replace(parts, target=engines.target, judge=engines.judge)
+        self._audit = RequestAudit(request, audits, lambda: make_verifier(request, config, unmetered))
         # Nodes in the window with their tasks; completions in the order in which they came. A node that is no longer here has
         # lost: its tasks are cancelled, and what they still complete is ignored.
         self._window: defaultdict[Node, list[asyncio.Task[None]]] = defaultdict(list)
@@ -182,7 +188,8 @@ class LookaheadLoop:
             self._emit(Committed(held, None))
         assert self._finish is not None
         completion = tuple(self._prefix[self._prompt_length :].tolist())
-        return Outcome(self._finish, self.ledger.usage(self._request.mode), completion, self.ledger)
+        usage = self.ledger.usage(self._request.mode).model_copy(update=self._audit.usage())
+        return Outcome(self._finish, usage, completion, self.ledger)
 
     async def _answer(self) -> None:
         # Lookahead belongs to the reasoning; the answer after it is the target's alone, token for token.
@@ -251,6 +258,7 @@ class LookaheadLoop:
             accepted, compared = decision.winner is not None, decision.compared
             self._cancel(decision.discarded)
             self.ledger.root_moved(decision)
+            self._audit.moved(decision, self._pair_decided)
             self._learn(tree, decision)
             origin = Origin.DRAFT if accepted else Origin.CORRECTION if compared is not None else Origin.TARGET
             self._commit(decision.step, origin, decision.reason, decision)
@@ -260,7 +268,9 @@ class LookaheadLoop:
         if (compared := decision.compared) is not None:
             accepted = decision.winner is not None
             self._depth.decided(accepted)
-            if compared.drafted is not None and compared.drafted.log_prob is not None:
+            # A rejection for a spent budget says nothing of the step.
+            judged = decision.reason is not Reason.RISK_BUDGET
+            if judged and compared.drafted is not None and compared.drafted.log_prob is not None:
                 self._pace.confidence.decided(compared.drafted.log_prob, accepted)
         if self._chooses_depth and "draft" not in self.ledger.degraded:
             self._pace.trial.committed(len(decision.step.ids))
@@ -316,13 +326,10 @@ class LookaheadLoop:
 
     async def _judge(self, tree: Tree, target: Step, node: Node) -> Change:
         position = node.parent
-        assert node.drafted is not None and position is not None
-        call_id = f"{self._request_id}/judge/{next(self._judge_calls)}"
-        # Only the first sibling went to the target as token drafts.
-        share = position.token_share if node.sibling == 0 else None
-        pair = StepPair(target, node.drafted, self._plain(target), self._plain(node.drafted), call_id, position.prefix, share)
+        assert position is not None
+        pair = self._pair(position, target, node, f"{self._request_id}/judge/{next(self._judge_calls)}")
         # Before the reasoning is known to have begun, only the same tokens will do.
-        verifier = self._verifier if self._has_opened(node.prefix) else self._exact
+        verifier = self._audit.allowed(self._verifier) if self._has_opened(node.prefix) else self._exact
         with self._pace.verdict():
             verdict = await verifier.verify(pair)
         if verdict.reason is Reason.JUDGE_ERROR:
@@ -330,6 +337,18 @@ class LookaheadLoop:
         if verdict.reason is Reason.VERIFIER_ERROR:
             self.ledger.degrade("verifier")
         return lambda: self._judged(tree, node, verdict)
+
+    def _pair(self, position: Node, target: Step, node: Node, call_id: str) -> StepPair:
+        assert node.drafted is not None
+        # Only the first sibling went to the target as token drafts.
+        share = position.token_share if node.sibling == 0 else None
+        return StepPair(target, node.drafted, self._plain(target), self._plain(node.drafted), call_id, position.prefix, share)
+
+    def _pair_decided(self, decision: Decision) -> StepPair:
+        """The pair by which the root has moved, for its audit."""
+        position, node = decision.position, decision.compared
+        assert position.target is not None and node is not None
+        return self._pair(position, position.target, node, f"{self._request_id}/audit/{len(position.prefix)}")
 
     def _judged(self, tree: Tree, node: Node, verdict: Verdict) -> None:
         tree.judged(node, verdict)

@@ -15,5 +15,14 @@ def derive_seed(request_seed: int, token_offset: int, role: Role, sibling: int =
 
     Draft and target never share noise (``role``), siblings differ, and the chunks of one step start at different offsets.
     """
-    text = f"{request_seed}/{token_offset}/{role.value}/{sibling}"
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+    return _hash(f"{request_seed}/{token_offset}/{role.value}/{sibling}") >> 1
+
+
+def audit_draw(request_seed: int, token_offset: int) -> float:
+    """A number in [0, 1) for the position at ``token_offset``, drawn apart from everything that is written there."""
+    return (_hash(f"{request_seed}/{token_offset}/audit") >> 11) / 2**53
+
+
+def _hash(text: str) -> int:
+    """64 bits."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")

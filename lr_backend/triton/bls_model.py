@@ -8,6 +8,7 @@ import sys
 import uuid
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from lr_backend.contract import LOOKAHEAD_INPUTS
 from lr_backend.engine import Role
 from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, LookaheadError, Overloaded
 from lr_backend.loop.loop import Engines
+from lr_backend.triton.audit_metrics import AuditMetrics
 from lr_backend.triton.bls_engine import Arrays, BlsEngine, CallGate, unavailable
 from lr_backend.triton.models import load_models
 from lr_backend.triton.service import LookaheadService, triton_code
@@ -93,17 +95,23 @@ class TritonPythonModel:
         self._models = load_models(self._config)
         self._executor = ThreadPoolExecutor(self._config.limits.max_in_flight_calls + CANCEL_RESERVE, "bls")
         self._service: LookaheadService | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._engines: list[BlsEngine] = []
+        self._metrics = AuditMetrics(pb.MetricFamily)
 
     def _start(self) -> LookaheadService:
         """Made by the first request: the gate belongs to the event loop, which runs only from then on."""
-        asyncio.get_running_loop().set_default_executor(self._executor)
+        self._loop = asyncio.get_running_loop()
+        self._loop.set_default_executor(self._executor)
         gate = CallGate(self._config.limits.max_in_flight_calls)
         self._engines = [
             BlsEngine(role.value, infer, gate, tokens_per_block=self._config.tokens_per_block)
             for role in (Role.TARGET, Role.DRAFT, Role.JUDGE)
         ]
-        return LookaheadService(self._config, self._models, Engines(*self._engines))
+        service = LookaheadService(self._config, self._models, Engines(*self._engines))
+        self._metrics.books = service.audits.books
+        service.audits.on_change = self._metrics.touch
+        return service
 
     async def execute(self, requests: list[Any]) -> None:
         if self._service is None:
@@ -122,4 +130,8 @@ class TritonPythonModel:
         await service.serve(request_id, arrays, replies)
 
     def finalize(self) -> None:
+        if self._service is not None and self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed, and nothing runs any more
+                self._loop.call_soon_threadsafe(self._service.close)
+        self._metrics.close()
         self._executor.shutdown(wait=False, cancel_futures=True)

@@ -1,15 +1,13 @@
-"""Engine counters as Triton metrics, on a thread of their own: a metric call crosses processes; no iteration waits for one."""
+"""Engine counters as Triton metrics; no iteration waits for one."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
 from lr_backend.torch_engine.stats import EngineStats
-
-REFRESH_S = 0.5
+from lr_backend.triton.refresher import Refresher
 
 GAUGES = ("num_waiting", "num_running", "num_blocks_used", "num_blocks_cached", "num_blocks_free")
 COUNTERS = tuple(field.name for field in fields(EngineStats) if field.name not in GAUGES)
@@ -29,13 +27,12 @@ def metric_name(name: str) -> str:
     return f"lr_engine_{stem}" if name in GAUGES else f"lr_engine_{stem}_total"
 
 
-class EngineMetrics:
-    """Keeps ``lr_engine_*`` up to date: at most every ``REFRESH_S``, and not at all while nothing happens."""
+class EngineMetrics(Refresher):
+    """Keeps ``lr_engine_*`` up to date."""
 
     def __init__(self, family: Any, role: str, stats: Callable[[], EngineStats]) -> None:
         """``family`` is ``pb_utils.MetricFamily``; ``role`` becomes the label."""
         self._stats = stats
-        self._refreshing = threading.Lock()
         self._shown: dict[str, float] = dict.fromkeys(COUNTERS, 0.0)
         self._families = {
             name: family(
@@ -46,26 +43,10 @@ class EngineMetrics:
             for name in COUNTERS + GAUGES
         }
         self._metrics = {name: one.Metric(labels={"role": role}) for name, one in self._families.items()}
-        self._changed = threading.Event()
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="engine-metrics", daemon=True)
-        self._thread.start()
+        super().__init__("engine-metrics", self._send_changes)
 
-    def touch(self) -> None:
-        """Something happened; any thread."""
-        self._changed.set()
-
-    def close(self) -> None:
-        self._stopped.set()
-        self._changed.set()
-        self._thread.join()
-
-    def refresh(self) -> None:
-        """Send what changed since the last time."""
-        with self._refreshing:
-            self._send_changes(self._stats())
-
-    def _send_changes(self, stats: EngineStats) -> None:
+    def _send_changes(self) -> None:
+        stats = self._stats()
         for name in COUNTERS:
             value = float(getattr(stats, name))
             if value > self._shown[name]:
@@ -76,10 +57,3 @@ class EngineMetrics:
             if self._shown.get(name) != value:
                 self._metrics[name].set(value)
                 self._shown[name] = value
-
-    def _run(self) -> None:
-        while not self._stopped.is_set():
-            self._changed.wait()
-            self._changed.clear()
-            self._stopped.wait(REFRESH_S)
-            self.refresh()

@@ -41,11 +41,13 @@ def end_ids(tokenizer: Any, directory: Path) -> list[int]:
 
 
 def load_models(config: LoopConfig) -> Models:
-    """What the loop needs to know about the models: vocabularies, prompts, and the embedding model if there is one.
+    """What the loop needs to know about the models: vocabularies, prompts, and the embedding model and checker if named.
 
     Raises:
         CheckpointError: a tokenizer or the embedding model cannot be loaded.
+        ConfigError: the auditor's checker cannot be imported.
     """
+    checker = config.audit.load_checker()
     tokenizer = load_tokenizer(config.tokenizer_dir)
     judge_tokenizer = load_tokenizer(config.judge_tokenizer_dir)
     rules = StepRules.from_tokenizer(
@@ -57,7 +59,7 @@ def load_models(config: LoopConfig) -> Models:
         markers=config.markers,
     )
     embedder = load_embedder(config.embedding_dir) if config.embedding_dir is not None else None
-    return Models(rules, tokenizer, JudgePrompt.from_tokenizer(judge_tokenizer), judge_tokenizer, embedder)
+    return Models(rules, tokenizer, JudgePrompt.from_tokenizer(judge_tokenizer), judge_tokenizer, embedder, checker)
 
 
 def load_embedder(directory: Path) -> Embedder:

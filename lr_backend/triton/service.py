@@ -17,11 +17,14 @@ import structlog
 from lr_backend.config import LoopConfig
 from lr_backend.contract import IntArray
 from lr_backend.errors import Cancelled, EngineRejected, InvalidRequest, LookaheadError, Overloaded
+from lr_backend.loop.audit import AuditDesk
 from lr_backend.loop.loop import Committed, Engines, LookaheadLoop, Models, Outcome
 from lr_backend.loop.pace import Pace
 from lr_backend.loop.tracing import build_trace
 from lr_backend.request import LookaheadRequest, with_defaults
 from lr_backend.triton.tensors import committed_tensors, final_tensors, request_fields
+from lr_backend.verify import VerifierParts
+from lr_backend.verify.auditor import make_auditor
 
 CANCEL_POLL_S = 0.02
 """Triton tells of a client that went away only when asked (``is_cancelled``)."""
@@ -42,13 +45,19 @@ class Replies(Protocol):
 
 
 class LookaheadService:
-    """Serves requests; one instance for all of them."""
+    """Serves requests; one instance for all of them.
+
+    Attributes:
+        audits: outlive the requests whose steps they judge; :meth:`close` ends them.
+    """
 
     def __init__(self, config: LoopConfig, models: Models, engines: Engines) -> None:
         self._config = config
         self._models = models
         self._engines = engines
         self._pace: Pace | None = None
+        parts = VerifierParts(engines.target, engines.judge, models.tokenizer, models.judge_prompt, models.judge_tokenizer)
+        self.audits = AuditDesk(lambda: make_auditor(config, parts, models.checker), config.audit)
         self.num_in_flight = 0
 
     async def serve(self, request_id: str, arrays: Arrays, replies: Replies) -> None:
@@ -72,6 +81,10 @@ class LookaheadService:
         finally:
             self.num_in_flight -= 1
 
+    def close(self) -> None:
+        """End what no request waits for."""
+        self.audits.cancel()
+
     async def _answer(self, request: LookaheadRequest, prompt_ids: IntArray, request_id: str, replies: Replies) -> None:
         parts: list[str] = []
 
@@ -83,7 +96,8 @@ class LookaheadService:
                 parts.append(committed.text)
 
         self._pace = self._pace or Pace(asyncio.get_running_loop().time)
-        loop = LookaheadLoop(request, prompt_ids, request_id, self._engines, self._models, self._config, emit, self._pace)
+        shared = (self._engines, self._models, self._config, emit, self._pace, self.audits)
+        loop = LookaheadLoop(request, prompt_ids, request_id, *shared)
         outcome = await self._unless_cancelled(loop, replies)
         usage, finish_reason = outcome.usage, outcome.finish_reason
         trace = build_trace(request, request_id, finish_reason, usage, outcome.ledger) if request.trace else None

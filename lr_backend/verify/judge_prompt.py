@@ -34,6 +34,13 @@ GRADE_TASK_TEXT = (
     "wrong number. If you are not sure, give the lower grade. Answer with the digit in brackets only, like [0]."
 )
 
+AUDIT_SYSTEM_TEXT = "You check whether one reasoning step may replace another."
+AUDIT_TASK_TEXT = (
+    "Step 2 is to replace step 1 in a solution. Search for a difference: a number, an operator, a unit, a name, a result, "
+    "a claim or a mistake that only one of them makes. Answer [aligned] only if everything that follows step 1 could follow "
+    "step 2 unchanged, [unaligned] if you found a difference or are not sure. Answer with the label only."
+)
+
 _SLOT_1, _SLOT_2 = "\x00first\x00", "\x00second\x00"
 
 
@@ -81,19 +88,26 @@ class JudgePrompt:
     def for_grades(
         cls, tokenizer: PromptTokenizer, think_open: str | None, think_close: str | None, *, max_step_tokens: int = 512
     ) -> JudgePrompt:
-        """The prompt on which a reasoning model grades a pair at once: its reasoning is already closed, its bracket open."""
-        prefill = VERDICT_PREFILL
-        if think_open is not None and think_close is not None:
-            turn = [{"role": "user", "content": ""}]
-            text = str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)).rstrip()
-            opened = text.endswith(think_open)
-            prefill = f"{'' if opened else think_open + chr(10)}\n{think_close}\n\n{VERDICT_PREFILL}"
+        """The prompt on which a reasoning model grades a pair at once."""
         return cls.from_tokenizer(
             tokenizer,
             max_step_tokens=max_step_tokens,
             system_text=GRADE_SYSTEM_TEXT,
             task_text=GRADE_TASK_TEXT,
-            prefill=prefill,
+            prefill=closed_reasoning(tokenizer, think_open, think_close),
+        )
+
+    @classmethod
+    def for_audits(
+        cls, tokenizer: PromptTokenizer, think_open: str | None, think_close: str | None, *, max_step_tokens: int = 512
+    ) -> JudgePrompt:
+        """The prompt on which a reasoning model audits an accepted pair at once: it is sent to search for a difference."""
+        return cls.from_tokenizer(
+            tokenizer,
+            max_step_tokens=max_step_tokens,
+            system_text=AUDIT_SYSTEM_TEXT,
+            task_text=AUDIT_TASK_TEXT,
+            prefill=closed_reasoning(tokenizer, think_open, think_close),
         )
 
     def ids(self, target_step_text: str, drafted_step_text: str) -> list[int]:
@@ -112,6 +126,17 @@ class JudgePrompt:
     def _plain(self, text: str) -> list[int]:
         ids = self.tokenizer.encode(text.strip(), add_special_tokens=False, split_special_tokens=True)
         return list(ids[: self.max_step_tokens])
+
+
+def closed_reasoning(tokenizer: PromptTokenizer, think_open: str | None, think_close: str | None) -> str:
+    """What the answer of a reasoning model begins with, so that its verdict is its next token: its reasoning is closed already,
+    its bracket open. Without the two markers the bracket alone."""
+    if think_open is None or think_close is None:
+        return VERDICT_PREFILL
+    turn = [{"role": "user", "content": ""}]
+    text = str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)).rstrip()
+    opened = text.endswith(think_open)
+    return f"{'' if opened else think_open + chr(10)}\n{think_close}\n\n{VERDICT_PREFILL}"
 
 
 def parse_verdict(token_text: str) -> bool | None:

@@ -33,6 +33,8 @@ class Reason(StrEnum):
     """By chance, either way."""
     DIFFERENT = "different"
     """Rejected by the exact verifier."""
+    RISK_BUDGET = "risk_budget"
+    """Rejected: other tokens, and the request's risk budget is spent."""
     MARKER = "marker"
     """Rejected: the two disagree on an end token, the end of reasoning or a tool marker."""
     CAPPED = "capped"

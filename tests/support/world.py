@@ -15,6 +15,7 @@ import numpy as np
 
 from lr_backend.config import Limits, LoopConfig, Timeouts
 from lr_backend.engine import EngineCall
+from lr_backend.loop.audit import AuditDesk
 from lr_backend.loop.loop import Committed, Engines, LookaheadLoop, Models, Outcome
 from lr_backend.loop.pace import Pace
 from lr_backend.loop.steps import StepRules
@@ -134,6 +135,7 @@ class World:
     models: Models = MODELS
     received: list[Committed] = field(default_factory=list)
     pace: Pace | None = None
+    audits: AuditDesk | None = None
 
     @classmethod
     def of(cls, target: Script, draft: Script, alike: Alike = lambda a, b: False, **config: Any) -> World:
@@ -173,6 +175,7 @@ class World:
             self.config,
             self.received.append,
             self.pace,
+            self.audits,
         )
         return await loop.run()
 

@@ -24,6 +24,13 @@ def spec(tmp_path: Path) -> DeploymentSpec:
     return DeploymentSpec.load(write_spec(tmp_path / "engines" / "tiny.toml", make_tiny_models(tmp_path / "ck")))
 
 
+def audited(spec: DeploymentSpec, checker: str) -> DeploymentSpec:
+    """The same deployment with a checker."""
+    section = f'[lookahead.audit]\nauditor = "checker"\nchecker = "{checker}"\n[server]'
+    spec.path.write_text(spec.path.read_text().replace("[server]", section))
+    return DeploymentSpec.load(spec.path)
+
+
 def tree(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
 
@@ -45,6 +52,30 @@ def test_a_dry_run_checks_and_writes_nothing(spec: DeploymentSpec) -> None:
     report = build_repository(spec, dry_run=True)
     assert len(report.checked) == 3
     assert not report.output.parent.exists()
+
+
+@pytest.mark.parametrize(
+    ("checker", "said"),
+    [
+        ("no_such_module:same", "cannot be imported: ModuleNotFoundError"),
+        ("demo.problems:no_such_function", "cannot be imported: AttributeError"),
+        ("demo.problems:DELIMITER", "is not a function"),
+    ],
+)
+def test_a_checker_that_the_server_could_not_find_is_refused_by_name(spec: DeploymentSpec, checker: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"lookahead.audit.checker='{checker}' {said}"):
+        build_repository(audited(spec, checker))
+    assert not spec.built_dir.exists()
+
+
+def test_the_demos_checker_is_found(spec: DeploymentSpec) -> None:
+    report = build_repository(audited(spec, "demo.problems:same_meaning"))
+
+    assert report.checked[-1] == "auditor: demo.problems:same_meaning"
+    checker = LoopConfig.load(report.output / "lookahead" / "1" / "lookahead.json").audit.load_checker()
+    assert checker is not None
+    assert checker("Tom has 12 apples.", "Tom has 12 apples.") is True
+    assert checker("Tom has 12 apples.", "Tom has 13 apples.") is False
 
 
 def test_only_what_is_stale_is_written_again(spec: DeploymentSpec) -> None:

@@ -90,6 +90,18 @@ def test_planned_runtimes_say_that_they_are_not_built_yet(spec_path: Path, runti
             "[lookahead]\nvocab_size = 3\n[lookahead.limits]",
             "vocab_size comes from the engines and checkpoints",
         ),
+        (
+            "[lookahead.limits]",
+            '[lookahead.audit]\nauditor = "checker"\n[lookahead.limits]',
+            'lookahead.audit: Value error, the auditor "checker" goes with a checker = "module:function"',
+        ),
+        (
+            "[lookahead.limits]",
+            '[lookahead.audit]\nchecker = "demo.problems:same_meaning"\n[lookahead.limits]',
+            'goes with a checker = "module:function", and no other auditor does',
+        ),
+        ("[lookahead.limits]", '[lookahead.audit]\nchecker = "same_meaning"\n[lookahead.limits]', "lookahead.audit.checker"),
+        ("[server]", "[lookahead.defaults]\naudit_rate = 2\n[server]", "lookahead.defaults.audit_rate"),
         ('name = "tiny"', 'name = "../tiny"', "name"),
         ("[server]", "[server", "cannot be read"),
     ],

@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lr_backend.config import AuditSettings
 from lr_backend.contract import LOOKAHEAD_INPUTS, LOOKAHEAD_OUTPUTS
 from lr_backend.errors import EngineRejected, EngineUnavailable, InvalidRequest, LookaheadError
 from lr_backend.loop.loop import Engines
-from lr_backend.request import Usage
+from lr_backend.request import Usage, VerifierName
 from lr_backend.testing import run_virtual
 from lr_backend.trace.schema import Trace
 from lr_backend.triton.service import LookaheadService, triton_code
@@ -160,6 +161,7 @@ BAD_FIELDS = [
     *[("verifier", value) for value in ("", "yes", "judge ", "embedding", "likelihood")],
     *[("verifier_threshold", value) for value in (0.5, float("nan"), float("inf"))],
     *[("proposer", value) for value in ("", "eagle")],
+    *[(name, value) for name in ("audit_rate", "risk_budget") for value in (-0.1, 1.1, float("nan"))],
     *[("deadline_s", value) for value in (-1.0, float("nan"), 1e9)],
 ]
 
@@ -178,6 +180,33 @@ def test_a_bad_field_gets_one_error_naming_it_and_the_server_carries_on(name: st
     assert triton_code(error) == "INVALID_ARG"
     assert not replies.sent
     assert ask(world).text
+
+
+def test_audits_outlive_their_request_and_end_with_the_server() -> None:
+    world = make_world()
+    world.config = world.config.model_copy(update={"audit": AuditSettings(auditor="judge", timeout_s=1000)})
+    world.judge.delay = lambda call, num_tokens: 1e-3 if "/judge/" in call.request_id else 100.0
+    service = service_of(world, audit_rate=1.0)
+
+    async def two_requests() -> list[Usage]:
+        usages = []
+        for pause_s in (150.0, 50.0):
+            replies = RecordedReplies()
+            await service.serve("id", arrays(mode="lr"), replies)
+            usages.append(Usage.model_validate_json(replies.sent[-1]["usage"]))
+            assert service.audits.num_running == 1
+            await asyncio.sleep(pause_s)
+        service.close()
+        await service.audits.drain()
+        return usages
+
+    first, second = run_virtual(two_requests())
+
+    assert (first.num_audited, first.num_audits_pending, first.false_accept_rate) == (0, 1, None)
+    assert (second.num_audited, second.num_audits_pending, second.false_accept_rate) == (0, 1, 0.0)
+    book = service.audits.books[VerifierName.JUDGE]
+    assert (book.num_right, book.num_dropped) == (1, 1)
+    world.assert_idle()
 
 
 def test_text_that_is_no_utf8_is_refused() -> None:

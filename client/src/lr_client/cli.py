@@ -64,6 +64,12 @@ def ask(
         float | None, typer.Option(help="From where on the verifier's score accepts.")
     ] = None,
     proposer: Annotated[str | None, typer.Option(help="ngram or draft_step.")] = None,
+    audit_rate: Annotated[
+        float | None, typer.Option(help="Share of accepted steps that the server's auditor judges again.")
+    ] = None,
+    risk_budget: Annotated[
+        float | None, typer.Option(help="Highest tolerable share of wrongly accepted steps; 0 is no limit.")
+    ] = None,
     lossless: Annotated[
         bool | None, typer.Option("--lossless", help="Accept no judged step: speculate by tokens only.")
     ] = None,
@@ -97,6 +103,8 @@ def ask(
         verifier=verifier,
         verifier_threshold=verifier_threshold,
         proposer=proposer,
+        audit_rate=audit_rate,
+        risk_budget=risk_budget,
         lossless=lossless,
         deterministic=deterministic,
         deadline_s=deadline,

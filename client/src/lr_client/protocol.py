@@ -59,6 +59,8 @@ INPUTS: dict[str, str] = {
     "verifier": "BYTES",
     "verifier_threshold": "FP32",
     "proposer": "BYTES",
+    "audit_rate": "FP32",
+    "risk_budget": "FP32",
     "lossless": "BOOL",
     "deterministic": "BOOL",
     "deadline_s": "FP32",
@@ -281,6 +283,7 @@ def _counts(value: object) -> dict[str, int]:
 
 
 _READERS: dict[Any, Callable[[object], Any]] = {
+    bool: _of(bool),
     int: _of(int),
     float: _of(float, int),
     str: _of(str),

@@ -122,6 +122,10 @@ def closing_line(finish_reason: str, usage: Usage) -> str:
         f"{usage.num_wasted_tokens} wasted tokens",
         f"finish: {finish_reason}",
     ]
+    if usage.num_audited:
+        parts.append(f"{usage.num_false_accepts} of {usage.num_audited} audited steps wrong")
+    if usage.risk_budget_spent:
+        parts.append("risk budget spent")
     if usage.degraded:
         parts.append(f"without {', '.join(usage.degraded)}")
     return " · ".join(parts)

@@ -1,0 +1,549 @@
+"""Audits: the rate and its interval, the desk that nobody waits for, and what a spent risk budget allows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import sqrt
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lr_backend.config import AuditSettings
+from lr_backend.errors import EngineUnavailable, InvalidRequest
+from lr_backend.loop.audit import LEAST_AUDITS, TRICKLE, Z_95, AuditCase, AuditDesk, Book, Estimate, FalseAccepts, wilson
+from lr_backend.loop.seeds import audit_draw
+from lr_backend.request import VerifierName
+from lr_backend.step import Step, StepEnd
+from lr_backend.testing import ScriptedEngine, run_virtual
+from lr_backend.verify import Reason, StepPair, Verdict, Verifier, VerifierParts
+from lr_backend.verify.auditor import CheckerAuditor, ModelAuditor, make_auditor
+from lr_backend.verify.judge_prompt import AUDIT_TASK_TEXT
+from tests.support.world import CONFIG, MODELS, World, chance, imitator, judge_script, storyteller
+
+JUDGE = VerifierName.JUDGE
+PREFIX = np.asarray([1, 2, 3], dtype=np.int32)
+
+
+def make_pair(number: int = 0, target: str = "①", drafted: str = "②") -> StepPair:
+    step = Step((number,), StepEnd.DELIMITER)
+    return StepPair(step, step, target, drafted, f"call/{number}", PREFIX)
+
+
+@dataclass
+class ScriptedAuditor:
+    """Answers by a rule over the pair, after a time; an exception is raised."""
+
+    rule: Callable[[StepPair], bool | Reason | Exception] = lambda pair: True
+    takes_s: float = 1.0
+    asked: list[StepPair] = field(default_factory=list)
+    num_running: int = 0
+    most_running: int = 0
+    closed: bool = False
+
+    async def audit(self, pair: StepPair) -> bool | Reason:
+        self.asked.append(pair)
+        self.num_running += 1
+        self.most_running = max(self.most_running, self.num_running)
+        try:
+            await asyncio.sleep(self.takes_s)
+        finally:
+            self.num_running -= 1
+        answer = self.rule(pair)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def desk_of(auditor: ScriptedAuditor, **settings: object) -> AuditDesk:
+    desk = AuditDesk(lambda: auditor, AuditSettings.model_validate({"timeout_s": 1000.0, "max_waiting": 10_000, **settings}))
+    desk.open()
+    return desk
+
+
+def counts(book: Book) -> tuple[int, int, int, int, int]:
+    return book.num_right, book.num_false_accepts, book.num_failed, book.num_dropped, book.num_cleared
+
+
+# The rate ----------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 5000).flatmap(lambda num: st.tuples(st.integers(0, num), st.just(num))))
+def test_the_interval_holds_the_shares_that_a_score_test_does_not_reject(seen: tuple[int, int]) -> None:
+    share, num = seen[0] / seen[1], seen[1]
+
+    low, high = wilson(share, num)
+
+    assert 0.0 <= low <= share <= high <= 1.0
+    for bound in (low, high):
+        if 1e-9 < bound < 1 - 1e-9:
+            assert abs(share - bound) == pytest.approx(Z_95 * sqrt(bound * (1 - bound) / num))
+    wider = wilson(share, num / 2)
+    assert wider[0] <= low and wider[1] >= high
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=60))
+def test_a_young_rate_is_the_plain_share(found: list[bool]) -> None:
+    rate = FalseAccepts(memory=10**6)
+    for false in found:
+        rate.add(false)
+
+    assert rate.estimate.rate == pytest.approx(sum(found) / len(found), abs=1e-3)
+    assert rate.estimate.num == pytest.approx(len(found), rel=1e-3)
+
+
+@given(st.lists(st.booleans(), max_size=300), st.integers(20, 100), st.booleans())
+def test_old_evidence_fades(found: list[bool], memory: int, now: bool) -> None:
+    rate = FalseAccepts(memory)
+    assert rate.estimate == Estimate()
+    for false in found:
+        rate.add(false)
+        assert rate.estimate.rate is not None
+        assert 0.0 <= rate.estimate.low <= rate.estimate.rate <= rate.estimate.high <= 1.0
+        assert rate.estimate.num <= 2 * memory
+    for _ in range(20 * memory):
+        rate.add(now)
+
+    assert rate.estimate.rate == pytest.approx(float(now), abs=1e-6)
+    assert rate.estimate.num == pytest.approx(2 * memory - 1, rel=1e-3)
+
+
+def test_nothing_is_beyond_doubt_before_there_is_evidence() -> None:
+    rate = FalseAccepts(200)
+    exceeded = []
+    for _ in range(25):
+        rate.add(True)
+        exceeded.append(rate.estimate.exceeds(0.05))
+
+    assert exceeded.index(True) == pytest.approx(LEAST_AUDITS, abs=1)
+    assert not Estimate().exceeds(0.0)
+    assert not rate.estimate.exceeds(1.0)
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 10**6))
+def test_what_is_audited_is_a_function_of_seed_and_position(seed: int, offset: int) -> None:
+    assert audit_draw(seed, offset) == audit_draw(seed, offset)
+    assert 0.0 <= audit_draw(seed, offset) < 1.0
+
+
+def test_draws_are_spread_evenly() -> None:
+    draws = [audit_draw(seed, offset) for seed in range(40) for offset in range(50)]
+
+    assert len(set(draws)) == len(draws)
+    assert 0.26 < sum(draw < 0.3 for draw in draws) / len(draws) < 0.34
+
+
+# The desk ----------------------------------------------------------------------------------------------------------
+
+
+@given(
+    moments_s=st.lists(st.floats(0.0, 20.0), max_size=40),
+    max_in_flight=st.integers(1, 4),
+    max_waiting=st.integers(1, 8),
+    salt=st.integers(0, 1000),
+)
+def test_every_case_ends_in_one_count_and_never_too_many_run(
+    moments_s: list[float], max_in_flight: int, max_waiting: int, salt: int
+) -> None:
+    answers: list[bool | Reason | Exception] = [True, False, Reason.GARBAGE, RuntimeError("broken")]
+    auditor = ScriptedAuditor(lambda pair: answers[int(4 * chance(salt, pair.call_id))])
+    desk = desk_of(auditor, max_in_flight=max_in_flight, max_waiting=max_waiting)
+    told: list[bool | None] = []
+
+    async def offer(number: int, moment_s: float) -> bool:
+        await asyncio.sleep(moment_s)
+        taken = desk.offer(AuditCase(make_pair(number), JUDGE, done=told.append))
+        assert desk.num_running <= max_in_flight and desk.num_waiting <= max_waiting
+        return taken
+
+    async def all_of_them() -> int:
+        taken = await asyncio.gather(*(offer(number, moment_s) for number, moment_s in enumerate(moments_s)))
+        await desk.drain()
+        return sum(taken)
+
+    num_taken = run_virtual(all_of_them())
+
+    assert auditor.most_running <= max_in_flight
+    assert len(told) == num_taken == len(auditor.asked)
+    book = desk.books[JUDGE]
+    assert counts(book) == (told.count(True), told.count(False), told.count(None), len(moments_s) - num_taken, 0)
+    assert book.false_accepts.estimate.num == pytest.approx(told.count(True) + told.count(False), rel=0.01)
+    assert all(counts(other) == (0, 0, 0, 0, 0) for name, other in desk.books.items() if name is not JUDGE)
+
+
+def test_a_late_audit_has_failed_and_the_next_one_comes() -> None:
+    desk = desk_of(ScriptedAuditor(takes_s=50.0), timeout_s=5.0)
+
+    async def three() -> float:
+        for number in range(3):
+            desk.offer(AuditCase(make_pair(number), JUDGE))
+        await desk.drain()
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(three()) == pytest.approx(15.0)
+    assert counts(desk.books[JUDGE]) == (0, 0, 3, 0, 0)
+
+
+@pytest.mark.parametrize("moment_s", [0.0, 0.5, 1.5])
+def test_a_server_that_goes_down_drops_what_is_left(moment_s: float) -> None:
+    auditor = ScriptedAuditor()
+    desk = desk_of(auditor)
+
+    async def go_down() -> None:
+        for number in range(4):
+            desk.offer(AuditCase(make_pair(number), JUDGE))
+        if moment_s:
+            await asyncio.sleep(moment_s)
+        desk.cancel()
+        assert not desk.offer(AuditCase(make_pair(9), JUDGE))
+        await desk.drain()
+
+    run_virtual(go_down())
+
+    right = int(moment_s)
+    assert counts(desk.books[JUDGE]) == (right, 0, 0, 5 - right, 0)
+    assert auditor.closed and not auditor.num_running
+
+
+def test_the_desk_says_when_its_counts_have_changed() -> None:
+    desk = desk_of(ScriptedAuditor())
+    seen = []
+    desk.on_change = lambda: seen.append((desk.num_running, counts(desk.books[JUDGE])[0]))
+
+    async def one() -> None:
+        desk.offer(AuditCase(make_pair(), JUDGE))
+        await desk.drain()
+
+    run_virtual(one())
+    assert seen == [(1, 0), (0, 1)]
+
+
+# Auditors ----------------------------------------------------------------------------------------------------------
+
+
+def parts_of(engine: ScriptedEngine) -> VerifierParts:
+    return VerifierParts(engine, engine, MODELS.tokenizer, MODELS.judge_prompt, MODELS.judge_tokenizer)
+
+
+def with_auditor(**settings: object) -> object:
+    return CONFIG.model_copy(update={"audit": AuditSettings.model_validate(settings)})
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_the_judge_is_asked_in_the_other_order(same: bool) -> None:
+    seen = []
+
+    def alike(first: str, second: str) -> bool:
+        seen.append((first, second))
+        return same
+
+    auditor = make_auditor(with_auditor(auditor="judge"), parts_of(ScriptedEngine(judge_script(alike))), None)  # type: ignore[arg-type]
+
+    assert run_virtual(auditor.audit(make_pair(target="①\n\n", drafted="②"))) is same
+    assert set(seen) == {("②", "①")}
+
+
+class Letters:
+    """A tokenizer of characters with a chat template that opens the reasoning, and one that may refuse."""
+
+    all_special_ids: tuple[int, ...] = ()
+    refuses = False
+
+    def apply_chat_template(self, conversation: list[dict[str, str]], **_: object) -> str:
+        if self.refuses:
+            raise ValueError("no system turns")
+        return "".join(turn["content"] for turn in conversation) + "<A><think>\n"
+
+    def encode(self, text: str, **_: object) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def decode(self, ids: list[int], **_: object) -> str:
+        return "".join(map(chr, ids))
+
+
+def make_target_auditor(engine: ScriptedEngine, tokenizer: Letters) -> ModelAuditor:
+    parts = VerifierParts(engine, engine, tokenizer, MODELS.judge_prompt, MODELS.judge_tokenizer)  # type: ignore[arg-type]
+    auditor = make_auditor(CONFIG, parts, None)
+    assert isinstance(auditor, ModelAuditor)
+    return auditor
+
+
+@pytest.mark.parametrize(("letter", "answer"), [("a", True), ("u", False), ("?", Reason.GARBAGE)])
+def test_the_target_is_sent_to_search_for_a_difference(letter: str, answer: bool | Reason) -> None:
+    engine = ScriptedEngine(lambda context, seed: ord(letter))
+
+    assert run_virtual(make_target_auditor(engine, Letters()).audit(make_pair(target=" one\n", drafted="two"))) is answer
+
+    (recorded,) = engine.calls
+    text = "".join(map(chr, recorded.call.input_ids))
+    assert AUDIT_TASK_TEXT in text and text.endswith("<A><think>\n\n</think>\n\n[")
+    assert text.index("one") < text.index("two")
+    assert recorded.call.max_new_tokens == 1 and recorded.call.sampling.greedy
+
+
+def test_a_model_that_is_down_is_a_failed_audit() -> None:
+    engine = ScriptedEngine(lambda context, seed: 0, fail=lambda call: EngineUnavailable("down"))
+
+    assert run_virtual(make_target_auditor(engine, Letters()).audit(make_pair())) is Reason.VERIFIER_ERROR
+
+
+def test_a_template_that_refuses_the_auditors_prompt_refuses_the_request_that_asks_for_audits() -> None:
+    tokenizer = Letters()
+    tokenizer.refuses = True
+    world = make_world()
+    world.audits = AuditDesk(lambda: make_target_auditor(world.target, tokenizer), AuditSettings())
+
+    with pytest.raises(InvalidRequest, match="audit_rate='target': the target's chat template refuses"):
+        run_virtual(world.answer(mode="lr", audit_rate=0.1))
+
+    assert not any(engine.calls for engine in world.engines)
+    assert run_virtual(world.answer(mode="lr")).completion_ids
+
+
+def test_a_checker_gets_the_drafted_text_first_and_may_fail() -> None:
+    def checker(drafted: str, target: str) -> bool:
+        if target == "broken":
+            raise ZeroDivisionError
+        return "yes" if target == "no bool" else drafted == target.upper()  # type: ignore[return-value]
+
+    auditor = CheckerAuditor(checker)
+    texts = [("one\n\n", " ONE"), ("ONE", "one"), ("broken", ""), ("no bool", "")]
+
+    async def all_of_them() -> list[bool | Reason]:
+        return [await auditor.audit(make_pair(target=target, drafted=drafted)) for target, drafted in texts]
+
+    # On the real clock: a virtual one does not wait for threads.
+    assert asyncio.run(all_of_them()) == [True, False, Reason.VERIFIER_ERROR, Reason.GARBAGE]
+    auditor.close()
+
+
+# In the loop -------------------------------------------------------------------------------------------------------
+
+
+def make_world(salt: int = 10, like: Callable[[str, str], bool] = lambda first, second: True) -> World:
+    target = storyteller(salt, num_steps=12)
+    return World.of(target, imitator(target, salt + 1, 0.9), like)
+
+
+def answer(world: World, **fields: object):  # type: ignore[no-untyped-def]
+    """An answer, and then the end of its audits."""
+
+    async def both():  # type: ignore[no-untyped-def]
+        outcome = await world.answer(**fields)
+        if world.audits is not None:
+            await world.audits.drain()
+        return outcome
+
+    return run_virtual(both())
+
+
+AUDIT_FIELDS = {
+    "num_audited",
+    "num_audits_pending",
+    "num_false_accepts",
+    "false_accept_rate",
+    "false_accept_rate_low",
+    "false_accept_rate_high",
+}
+
+
+@given(st.integers(0, 300), st.sampled_from(["lr", "lr_sd"]), st.floats(0.01, 1.0), st.integers(0, 1000), st.floats(0.0, 100.0))
+def test_audits_neither_change_nor_delay_an_answer(salt: int, mode: str, rate: float, order: int, takes_s: float) -> None:
+    plain, audited = (make_world(salt).shuffled(order) for _ in range(2))
+    audited.audits = desk_of(ScriptedAuditor(lambda pair: False, takes_s))
+    fields = {"mode": mode, "trace": True, "seed": order}
+
+    one, other = answer(plain, **fields), answer(audited, **fields, audit_rate=rate)
+
+    assert one.completion_ids == other.completion_ids
+    assert one.usage.model_dump(exclude=AUDIT_FIELDS) == other.usage.model_dump(exclude=AUDIT_FIELDS)
+    assert one.ledger.records == other.ledger.records
+    audited.assert_idle()
+
+
+@given(st.integers(0, 300), st.integers(0, 1000))
+def test_all_accepted_steps_but_those_of_equal_tokens_are_cases(salt: int, order: int) -> None:
+    world = make_world(salt).shuffled(order)
+    auditor = ScriptedAuditor(lambda pair: chance(pair.call_id) < 0.5, takes_s=0.0)
+    world.audits = desk_of(auditor)
+
+    usage = answer(world, mode="lr", audit_rate=1.0, trace=True).usage
+
+    accepted = usage.num_steps_accepted - usage.num_steps_accepted_by.get("exact", 0)
+    book = world.audits.books[JUDGE]
+    assert len(auditor.asked) == accepted == book.num_right + book.num_false_accepts
+    assert all(pair.target.ids != pair.drafted.ids for pair in auditor.asked)
+    assert len({pair.call_id for pair in auditor.asked}) == accepted
+    assert usage.num_audited + usage.num_audits_pending == accepted
+    assert usage.num_false_accepts <= min(usage.num_audited, book.num_false_accepts)
+    assert (usage.false_accept_rate is None) == (usage.num_audited == 0)
+
+
+@given(st.integers(0, 300), st.integers(0, 1000), st.integers(0, 1000), st.integers(0, 1000))
+def test_the_sample_does_not_depend_on_who_was_faster(salt: int, seed: int, one: int, other: int) -> None:
+    sampled = []
+    for order in (one, other):
+        world = make_world(salt).shuffled(order)
+        auditor = ScriptedAuditor()
+        world.audits = desk_of(auditor)
+        answer(world, mode="lr", audit_rate=0.5, seed=seed, deterministic=True)
+        sampled.append(sorted(pair.call_id for pair in auditor.asked))
+
+    assert sampled[0] == sampled[1]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"mode": "sd"}, {"mode": "ar"}, {"lossless": True}, {"verifier": "exact"}, {"audit_rate": 0.0}],
+    ids=["nobody to ask", "sd", "ar", "lossless", "exact", "not asked for"],
+)
+def test_where_nothing_is_judged_nothing_is_audited(fields: dict[str, object]) -> None:
+    world = make_world()
+    auditor = ScriptedAuditor()
+    world.audits = desk_of(auditor) if fields else None
+    fields = {"mode": "lr", "audit_rate": 1.0, **fields}
+
+    usage = answer(world, **fields).usage
+
+    assert not auditor.asked
+    assert (usage.num_audited, usage.num_audits_pending, usage.false_accept_rate) == (0, 0, None)
+
+
+# The budget --------------------------------------------------------------------------------------------------------
+
+
+def evidence(desk: AuditDesk, num_right: int, num_false: int) -> AuditDesk:
+    for number in range(num_right + num_false):
+        desk.books[JUDGE].false_accepts.add(number < num_false)
+    return desk
+
+
+@given(st.integers(0, 300), st.sampled_from(["lr", "lr_sd"]), st.integers(0, 1000), st.booleans())
+def test_with_a_spent_budget_the_answer_is_the_targets_own(salt: int, mode: str, order: int, deterministic: bool) -> None:
+    plain = run_virtual(make_world(salt).answer(mode="ar", stream=False)).completion_ids
+    world = make_world(salt).shuffled(order)
+    world.audits = evidence(desk_of(ScriptedAuditor(lambda pair: False)), num_right=50, num_false=50)
+
+    usage = (outcome := answer(world, mode=mode, risk_budget=0.1, deterministic=deterministic)).usage
+
+    assert outcome.completion_ids == plain
+    assert set(usage.num_steps_accepted_by) <= {"exact"}
+    assert usage.risk_budget_spent >= bool(usage.num_steps_rejected.get("risk_budget"))
+    assert usage.num_audited == usage.num_false_accepts == usage.num_audits_pending == 0
+    assert usage.false_accept_rate_low is not None and usage.false_accept_rate_low > 0.1
+    world.assert_idle()
+
+
+@pytest.mark.parametrize("fields", [{}, {"audit_rate": 0.5}, {"risk_budget": 0.9}, {"risk_budget": 0.4}])
+def test_a_rate_within_doubt_or_without_a_budget_changes_nothing(fields: dict[str, object]) -> None:
+    world = make_world()
+    world.audits = evidence(desk_of(ScriptedAuditor()), num_right=50, num_false=50)
+
+    usage = answer(world, mode="lr", **fields).usage
+
+    assert not usage.risk_budget_spent
+    assert usage.num_steps_accepted_by["judge"] > 0
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_budget_that_is_spent_midway_counts_at_once_but_for_what_must_not_depend_on_time(deterministic: bool) -> None:
+    world = make_world()
+    world.audits = evidence(desk_of(ScriptedAuditor(lambda pair: False, takes_s=0.0)), num_right=0, num_false=20)
+    assert world.audits.estimate(JUDGE).num < LEAST_AUDITS, "one more is needed"
+    fields = {"mode": "lr", "risk_budget": 0.1, "audit_rate": 1.0, "max_depth": 1, "deterministic": deterministic}
+
+    first, second = (answer(world, request_id=name, **fields).usage for name in ("first", "second"))
+
+    assert first.num_steps_accepted_by["judge"] >= 1
+    assert bool(first.num_steps_rejected.get("risk_budget")) == first.risk_budget_spent != deterministic
+    assert second.risk_budget_spent and "judge" not in second.num_steps_accepted_by
+
+
+def test_evidence_of_one_verifier_says_nothing_of_another() -> None:
+    world = make_world()
+    world.audits = evidence(desk_of(ScriptedAuditor()), num_right=0, num_false=100)
+
+    usage = answer(world, mode="lr", verifier="random", verifier_threshold=1.0, risk_budget=0.1, audit_rate=1.0).usage
+
+    assert not usage.risk_budget_spent
+    assert world.audits.books[VerifierName.RANDOM].num_right > 0
+
+
+def test_a_budget_is_spent_while_false_accepts_come_and_wins_back_when_they_no_longer_do() -> None:
+    """A server that turns bad and then well again; while the budget is spent no answer differs from the target's own."""
+    world = make_world()
+    bad = True
+    auditor = ScriptedAuditor(lambda pair: not bad)
+    world.audits = desk_of(auditor, memory=20)
+    plain = run_virtual(make_world().answer(mode="ar", stream=False)).completion_ids
+
+    async def ask_many(num: int) -> list[bool]:
+        spent = []
+        for seed in range(num):
+            fields = {"seed": seed, "request_id": f"{bad}/{seed}", "audit_rate": 0.5, "deterministic": True}
+            outcome = await world.answer(mode="lr", risk_budget=0.2, **fields)
+            await world.audits.drain()
+            spent.append(outcome.usage.risk_budget_spent)
+            if spent[-1]:
+                assert outcome.completion_ids == plain
+                assert "judge" not in outcome.usage.num_steps_accepted_by
+        return spent
+
+    before = run_virtual(ask_many(25))
+    first = before.index(True)
+    assert all(before[first:])
+    assert world.audits.books[JUDGE].num_requests_spent == 25 - first
+    bad = False
+    after = run_virtual(ask_many(25))
+    assert after[0] and not after[-1]
+    assert not any(after[after.index(False) :])
+
+
+def test_while_it_is_spent_only_a_share_is_tried_and_only_what_the_verifier_would_accept_is_audited() -> None:
+    world = make_world(like=lambda first, second: chance("like", first, second) < 0.5)
+    auditor = ScriptedAuditor(lambda pair: False)
+    world.audits = evidence(desk_of(auditor), num_right=0, num_false=100)
+
+    async def ask_many() -> int:
+        num_rejected = 0
+        for seed in range(60):
+            outcome = await world.answer(mode="lr", risk_budget=0.1, seed=seed, request_id=f"{seed}", max_tokens=100)
+            num_rejected += outcome.usage.num_steps_rejected.get("risk_budget", 0)
+        await world.audits.drain()
+        return num_rejected
+
+    num_rejected = run_virtual(ask_many())
+
+    book = world.audits.books[JUDGE]
+    num_tried = book.num_false_accepts + book.num_cleared
+    assert book.num_false_accepts > 0 and book.num_cleared > 0
+    assert num_tried == pytest.approx(TRICKLE * num_rejected, rel=0.5)
+    assert len(world.judge.calls) == num_tried
+    assert len(auditor.asked) == book.num_false_accepts
+
+
+@dataclass(frozen=True)
+class Slow:
+    """A verifier that takes its time."""
+
+    async def verify(self, pair: StepPair) -> Verdict:
+        await asyncio.sleep(1e6)
+        return Verdict(True, Reason.JUDGE)
+
+
+def test_a_verifier_that_never_answers_off_the_critical_path_is_a_failed_audit() -> None:
+    desk = desk_of(ScriptedAuditor())
+    slow: Verifier = Slow()
+
+    async def one() -> None:
+        desk.offer(AuditCase(make_pair(), JUDGE, first=slow))
+        await desk.drain()
+
+    run_virtual(one())
+    assert counts(desk.books[JUDGE]) == (0, 0, 1, 0, 0)
