@@ -198,6 +198,7 @@ LOOKAHEAD_INPUTS: tuple[TensorSpec, ...] = (
     _field("verifier", "STRING"),
     _field("verifier_threshold", "FP32"),
     _field("proposer", "STRING"),
+    _field("segmenter", "STRING"),
     _field("lossless", "BOOL"),
     _field("deterministic", "BOOL"),
     _field("deadline_s", "FP32"),

@@ -82,6 +82,17 @@ class ProposerName(StrEnum):
     DRAFT_STEP = "draft_step"
 
 
+class SegmenterName(StrEnum):
+    """Where a reasoning step ends."""
+
+    BLANK_LINE = "blank_line"
+    """At a blank line (the deployment's delimiter)."""
+    SENTENCE = "sentence"
+    """At a blank line or the end of a sentence, outside of code and formulas."""
+    ADAPTIVE = "adaptive"
+    """At a blank line outside of code and formulas; a long paragraph at the end of a sentence; very short steps are merged."""
+
+
 class DepthPolicy(StrEnum):
     """How far ahead to speculate: always as far as allowed, or as far as measurements say that it pays."""
 
@@ -121,6 +132,7 @@ class LookaheadRequest(BaseModel):
         num_draft_tokens: token drafts in one verification.
         ngram_max: longest suffix that the n-gram proposer looks up; the shortest is one less.
         verifier_threshold: from where on the verifier's score accepts; its range is the verifier's (:data:`THRESHOLDS`).
+        segmenter: where a step ends, be it drafted or the target's.
         lossless: no judged step is ever accepted; only token speculation, everywhere.
         deterministic: the result does not depend on which engine answers first.
         deadline_s: seconds until the answer is cut with finish reason ``deadline``; 0 is the server's own limit.
@@ -147,6 +159,7 @@ class LookaheadRequest(BaseModel):
     verifier: VerifierName = VerifierName.JUDGE
     verifier_threshold: float | None = Field(default=None, allow_inf_nan=False)
     proposer: ProposerName = ProposerName.DRAFT_STEP
+    segmenter: SegmenterName = SegmenterName.BLANK_LINE
     lossless: bool = False
     deterministic: bool = False
     deadline_s: float = Field(default=0.0, ge=0.0, le=86400.0, allow_inf_nan=False)

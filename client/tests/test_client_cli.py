@@ -100,7 +100,8 @@ def test_options_reach_the_server(server: FakeServer) -> None:
     flags = (
         "--mode lr --temperature 0.5 --top-p 0.5 --top-k 4 --max-tokens 9 --max-depth 2 --depth auto "
         "--width 3 --num-draft-tokens 5 --ngram-max 6 --verifier embedding --verifier-threshold 0.5 "
-        "--proposer ngram --seed 7 --stop x --stop y --lossless --deterministic --deadline 2.5"
+        "--proposer ngram --segmenter sentence --seed 7 --stop x --stop y "
+        "--lossless --deterministic --deadline 2.5"
     )
     result = call("ask", "plain", *flags.split(), "--system", "brief", LOOKAHEAD_URL=server.url)
     assert result.exit_code == 0
@@ -120,6 +121,7 @@ def test_options_reach_the_server(server: FakeServer) -> None:
         "verifier": ["embedding"],
         "verifier_threshold": [0.5],
         "proposer": ["ngram"],
+        "segmenter": ["sentence"],
         "seed": [7],
         "stop": ["x", "y"],
         "lossless": [True],

@@ -27,6 +27,7 @@ from lr_backend.engine import Engine, Role, Sampling
 from lr_backend.errors import EngineError, EngineRejected, TargetUnavailable
 from lr_backend.loop.ledger import Job, Ledger, MeteredEngine, made_for
 from lr_backend.loop.pace import DepthChooser, Pace
+from lr_backend.loop.segments import Lengths, make_segmenter
 from lr_backend.loop.steps import StepRules
 from lr_backend.loop.text import TextStream
 from lr_backend.loop.tree import Decision, Node, Tree, append
@@ -136,6 +137,8 @@ class LookaheadLoop:
         # Which depth pays depends on time, and a deterministic result may not.
         self._chooses_depth = request.depth is DepthPolicy.AUTO and not request.deterministic
 
+        lengths = Lengths(config.min_step_tokens, config.soft_step_tokens)
+        self._segmenter = make_segmenter(request.segmenter, models.rules, lengths, start=len(prompt_ids))
         patient = request.deterministic
         timeouts = config.timeouts
         self._target = MeteredEngine(engines.target, Role.TARGET, self.ledger, timeout_s=timeouts.target_s)
@@ -435,6 +438,7 @@ class LookaheadLoop:
             request_id=self._request_id,
             ledger=self.ledger,
             speculation=speculation,
+            segmenter=self._segmenter,
         )
 
     def _token_speculation(self) -> TokenSpeculation | None:

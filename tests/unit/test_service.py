@@ -159,6 +159,7 @@ BAD_FIELDS = [
     *[("verifier", value) for value in ("", "yes", "judge ", "embedding", "likelihood")],
     *[("verifier_threshold", value) for value in (0.5, float("nan"), float("inf"))],
     *[("proposer", value) for value in ("", "eagle")],
+    *[("segmenter", value) for value in ("", "paragraph")],
     *[("deadline_s", value) for value in (-1.0, float("nan"), 1e9)],
 ]
 

@@ -61,6 +61,9 @@ def ask(
         float | None, typer.Option(help="From where on the verifier's score accepts.")
     ] = None,
     proposer: Annotated[str | None, typer.Option(help="ngram or draft_step.")] = None,
+    segmenter: Annotated[
+        str | None, typer.Option(help="Where a step ends: blank_line, sentence or adaptive.")
+    ] = None,
     lossless: Annotated[
         bool | None, typer.Option("--lossless", help="Accept no judged step: speculate by tokens only.")
     ] = None,
@@ -93,6 +96,7 @@ def ask(
         verifier=verifier,
         verifier_threshold=verifier_threshold,
         proposer=proposer,
+        segmenter=segmenter,
         lossless=lossless,
         deterministic=deterministic,
         deadline_s=deadline,

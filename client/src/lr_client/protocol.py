@@ -58,6 +58,7 @@ INPUTS: dict[str, str] = {
     "verifier": "BYTES",
     "verifier_threshold": "FP32",
     "proposer": "BYTES",
+    "segmenter": "BYTES",
     "lossless": "BOOL",
     "deterministic": "BOOL",
     "deadline_s": "FP32",

@@ -40,6 +40,8 @@ class Options:
             ``cascade``, ``embedding``, ``score``, ``likelihood`` or ``random``.
         verifier_threshold: from where on the verifier's score accepts.
         proposer: where token drafts come from: ``ngram`` or ``draft_step``.
+        segmenter: where a step ends: ``blank_line``, ``sentence`` or ``adaptive`` (blank lines, and
+            sentences in a long paragraph).
         lossless: no judged step is ever accepted; only token speculation.
         deterministic: the result does not depend on which engine answers first.
         deadline_s: seconds until the server cuts the answer, with finish reason ``deadline``.
@@ -63,6 +65,7 @@ class Options:
     verifier: str | None = None
     verifier_threshold: float | None = None
     proposer: str | None = None
+    segmenter: str | None = None
     lossless: bool | None = None
     deterministic: bool | None = None
     deadline_s: float | None = None
