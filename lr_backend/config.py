@@ -141,6 +141,8 @@ class LoopConfig(BaseModel):
         tokenizer_dir: of target and draft (they share a vocabulary).
         judge_tokenizer_dir: of the judge.
         step_delimiter: text that ends a step (paper: a blank line).
+        soft_step_tokens: with the segmenter ``adaptive``, a step longer than this ends with its sentence.
+        min_step_tokens: with the segmenter ``adaptive``, a step shorter than this goes on to the next boundary.
         think_open, think_close: texts of the tokens around the reasoning. Lookahead applies between them; None where the model
             has none, and then to the whole answer.
         markers: texts whose tokens must agree exactly between a drafted and a target step (tool calls).
@@ -168,6 +170,8 @@ class LoopConfig(BaseModel):
     tokenizer_dir: Path
     judge_tokenizer_dir: Path
     step_delimiter: str = Field(default="\n\n", min_length=1)
+    soft_step_tokens: int = Field(default=64, ge=1)
+    min_step_tokens: int = Field(default=4, ge=1)
     think_open: str | None = "<think>"
     think_close: str | None = "</think>"
     markers: tuple[str, ...] = ("<tool_call>", "</tool_call>")

@@ -201,6 +201,7 @@ LOOKAHEAD_INPUTS: tuple[TensorSpec, ...] = (
     _field("proposer", "STRING"),
     _field("audit_rate", "FP32"),
     _field("risk_budget", "FP32"),
+    _field("segmenter", "STRING"),
     _field("lossless", "BOOL"),
     _field("deterministic", "BOOL"),
     _field("deadline_s", "FP32"),

@@ -82,6 +82,17 @@ class ProposerName(StrEnum):
     DRAFT_STEP = "draft_step"
 
 
+class SegmenterName(StrEnum):
+    """Where a reasoning step ends."""
+
+    BLANK_LINE = "blank_line"
+    """At a blank line (the deployment's delimiter)."""
+    SENTENCE = "sentence"
+    """At a blank line or the end of a sentence, outside of code and formulas."""
+    ADAPTIVE = "adaptive"
+    """At a blank line outside of code and formulas; a long paragraph at the end of a sentence; very short steps are merged."""
+
+
 class DepthPolicy(StrEnum):
     """How far ahead to speculate: always as far as allowed, or as far as measurements say that it pays."""
 
@@ -127,6 +138,7 @@ class LookaheadRequest(BaseModel):
             Steps of equal tokens need no audit and are not among them.
         risk_budget: highest tolerable share of wrong ones among them. While the server's measured share is above it beyond
             doubt, only equal tokens are accepted. 0 is no limit.
+        segmenter: where a step ends, be it drafted or the target's.
         lossless: no judged step is ever accepted; only token speculation, everywhere.
         deterministic: the result does not depend on which engine answers first.
         deadline_s: seconds until the answer is cut with finish reason ``deadline``; 0 is the server's own limit.
@@ -156,6 +168,7 @@ class LookaheadRequest(BaseModel):
     proposer: ProposerName = ProposerName.DRAFT_STEP
     audit_rate: float = Field(default=0.0, ge=0.0, le=1.0, allow_inf_nan=False)
     risk_budget: float = Field(default=0.0, ge=0.0, le=1.0, allow_inf_nan=False)
+    segmenter: SegmenterName = SegmenterName.BLANK_LINE
     lossless: bool = False
     deterministic: bool = False
     deadline_s: float = Field(default=0.0, ge=0.0, le=86400.0, allow_inf_nan=False)

@@ -11,6 +11,8 @@ class StepEnd(StrEnum):
     """What ended a step."""
 
     DELIMITER = "delimiter"
+    SENTENCE = "sentence"
+    """The end of a sentence, where the segmenter ends steps there."""
     END = "end"
     """An end-of-sequence token: the answer is complete."""
     THINK_CLOSE = "think_close"

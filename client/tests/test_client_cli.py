@@ -107,8 +107,8 @@ def test_options_reach_the_server(server: FakeServer) -> None:
         "--mode lr --temperature 0.5 --top-p 0.5 --top-k 4 --max-tokens 9 --max-depth 2 --depth auto "
         "--min-chance 0.25 "
         "--width 3 --num-draft-tokens 5 --ngram-max 6 --verifier embedding --verifier-threshold 0.5 "
-        "--proposer ngram --audit-rate 0.25 --risk-budget 0.5 --seed 7 --stop x --stop y --lossless "
-        "--deterministic --deadline 2.5"
+        "--proposer ngram --segmenter sentence --audit-rate 0.25 --risk-budget 0.5 --seed 7 --stop x "
+        "--stop y --lossless --deterministic --deadline 2.5"
     )
     result = call("ask", "plain", *flags.split(), "--system", "brief", LOOKAHEAD_URL=server.url)
     assert result.exit_code == 0
@@ -131,6 +131,7 @@ def test_options_reach_the_server(server: FakeServer) -> None:
         "proposer": ["ngram"],
         "audit_rate": [0.25],
         "risk_budget": [0.5],
+        "segmenter": ["sentence"],
         "seed": [7],
         "stop": ["x", "y"],
         "lossless": [True],

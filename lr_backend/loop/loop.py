@@ -28,6 +28,7 @@ from lr_backend.errors import EngineError, EngineRejected, TargetUnavailable
 from lr_backend.loop.audit import AuditDesk, RequestAudit
 from lr_backend.loop.ledger import Job, Ledger, MeteredEngine, made_for
 from lr_backend.loop.pace import DepthChooser, Pace
+from lr_backend.loop.segments import Lengths, make_segmenter
 from lr_backend.loop.steps import StepRules
 from lr_backend.loop.text import TextStream
 from lr_backend.loop.tree import Decision, Node, Tree, append
@@ -141,6 +142,8 @@ class LookaheadLoop:
         self._chooses_depth = request.depth is DepthPolicy.AUTO and not request.deterministic
         self._min_chance = 0.0 if request.deterministic else request.min_chance
 
+        lengths = Lengths(config.min_step_tokens, config.soft_step_tokens)
+        self._segmenter = make_segmenter(request.segmenter, models.rules, lengths, start=len(prompt_ids))
         patient = request.deterministic
         timeouts = config.timeouts
         self._target = MeteredEngine(engines.target, Role.TARGET, self.ledger, timeout_s=timeouts.target_s)
@@ -465,6 +468,7 @@ class LookaheadLoop:
             request_id=self._request_id,
             ledger=self.ledger,
             speculation=speculation,
+            segmenter=self._segmenter,
         )
 
     def _token_speculation(self) -> TokenSpeculation | None:

@@ -1,8 +1,9 @@
 """What a step is, on token ids.
 
-A step ends at the first token with which its text holds the delimiter, at an end token, at the end of the reasoning, or at a
-cap. The delimiter hides inside many tokens (``".\\n\\n"``) and across two (``"\\n" + "\\n"``), so the rule is about text, but it
-is worked out once for the vocabulary and then needs token ids alone. Pure: no clock, no engine.
+Here a step ends at the first token with which its text holds the delimiter, at an end token, at the end of the reasoning, or at
+a cap; :mod:`~lr_backend.loop.segments` has steps that end otherwise too. The delimiter hides inside many tokens
+(``".\\n\\n"``) and across two (``"\\n" + "\\n"``), so the rule is about text, but it is worked out once for the vocabulary and
+then needs token ids alone. Pure: no clock, no engine.
 """
 
 from __future__ import annotations
@@ -12,10 +13,14 @@ from dataclasses import dataclass
 
 from lr_backend.contract import IntArray, encode_stop_words
 from lr_backend.errors import ConfigError
+from lr_backend.loop.prose import Span, token_may_close, token_may_end_sentence
 from lr_backend.step import Step, StepEnd, StepTokenizer
 
 _OTHER_TEXT = "\x00"
 """Stands for a token without any character of the delimiter."""
+
+LONG_SPANS = (Span.FENCE, Span.DOLLARS, Span.SQUARE)
+"""Spans that are worth stop lists of their own; the others end within a line or so."""
 
 
 @dataclass(frozen=True)
@@ -24,16 +29,21 @@ class StepRules:
 
     Attributes:
         pieces: text of every token that holds a character of the delimiter; all others count as other text.
+        texts: text of every token.
         end_ids: tokens that end the answer.
         think_open_id, think_close_id: tokens around the reasoning, or None.
         closing_ids: tokens below which nothing is speculated: ends, think-close, tool markers.
         marker_ids: tokens on which a drafted and a target step must agree exactly: those and think-open.
         stop_words: for engine calls that write a step (delimiter tokens and pairs, end ids, think-close).
         end_words: for engine calls that run to the end of the answer.
+        sentence_ids: tokens with which a sentence may end.
+        sentence_words: ``stop_words`` and those.
+        span_words: for engine calls that begin inside a long span: what may close it, and what ends a step even there.
     """
 
     delimiter: str
     pieces: Mapping[int, str]
+    texts: Mapping[int, str]
     end_ids: frozenset[int]
     think_open_id: int | None
     think_close_id: int | None
@@ -41,6 +51,9 @@ class StepRules:
     marker_ids: frozenset[int]
     stop_words: IntArray
     end_words: IntArray
+    sentence_ids: frozenset[int]
+    sentence_words: IntArray
+    span_words: Mapping[Span, IntArray]
 
     @classmethod
     def build(
@@ -65,18 +78,32 @@ class StepRules:
         relevant = {token: text for token, text in pieces.items() if set(text) & set(delimiter)}
         whole = sorted(token for token, text in relevant.items() if delimiter in text)
         pairs = _split_pairs(delimiter, {token: text for token, text in relevant.items() if delimiter not in text})
-        words = [(token,) for token in [*sorted(ends), *sorted(close), *whole]] + pairs[:max_pairs]
+        always = _singles([*sorted(ends), *sorted(close)])
+        words = [*always, *_singles(whole), *pairs[:max_pairs]]
+        sentence_ids = sorted(token for token, text in pieces.items() if token_may_end_sentence(text))
+
+        def with_tokens(words: Iterable[tuple[int, ...]], tokens: Iterable[int]) -> IntArray:
+            return encode_stop_words(dict.fromkeys([*words, *_singles(tokens)]))
+
+        def span_words(span: Span) -> IntArray:
+            closing = sorted(token for token, text in pieces.items() if token_may_close(span, text))
+            return with_tokens(always if span is Span.FENCE else words, closing)  # only code goes on past a blank line
+
         closing = frozenset(tool_ids) | ends | close
         return cls(
             delimiter=delimiter,
             pieces=relevant,
+            texts=pieces,
             end_ids=ends,
             think_open_id=think_open_id,
             think_close_id=think_close_id,
             closing_ids=closing,
             marker_ids=closing | (frozenset() if think_open_id is None else {think_open_id}),
             stop_words=encode_stop_words(words),
-            end_words=encode_stop_words([(token,) for token in sorted(ends)]),
+            end_words=encode_stop_words(_singles(sorted(ends))),
+            sentence_ids=frozenset(sentence_ids),
+            sentence_words=with_tokens(words, sentence_ids),
+            span_words={span: span_words(span) for span in LONG_SPANS},
         )
 
     @classmethod
@@ -102,23 +129,24 @@ class StepRules:
         tail = ""
         for count, token in enumerate(ids[:max_tokens], start=1):
             if token in self.end_ids:
-                return self._step(ids[:count], StepEnd.END)
+                return self.step(ids[:count], StepEnd.END)
             if token == self.think_close_id:
-                return self._step(ids[:count], StepEnd.THINK_CLOSE)
+                return self.step(ids[:count], StepEnd.THINK_CLOSE)
             tail += self.pieces.get(token, _OTHER_TEXT)
             if self.delimiter in tail:
-                return self._step(ids[:count], StepEnd.DELIMITER)
+                return self.step(ids[:count], StepEnd.DELIMITER)
             tail = tail[1 - len(self.delimiter) :] if len(self.delimiter) > 1 else ""
-        return self._step(ids[:max_tokens], StepEnd.CAP) if len(ids) >= max_tokens else None
+        return self.step(ids[:max_tokens], StepEnd.CAP) if len(ids) >= max_tokens else None
 
     def cut_answer(self, ids: Sequence[int], max_tokens: int) -> Step | None:
         """Like :meth:`cut` for text in which only the end of the answer matters."""
         for count, token in enumerate(ids[:max_tokens], start=1):
             if token in self.end_ids:
-                return self._step(ids[:count], StepEnd.END)
-        return self._step(ids[:max_tokens], StepEnd.CAP) if len(ids) >= max_tokens else None
+                return self.step(ids[:count], StepEnd.END)
+        return self.step(ids[:max_tokens], StepEnd.CAP) if len(ids) >= max_tokens else None
 
-    def _step(self, ids: Sequence[int], end: StepEnd) -> Step:
+    def step(self, ids: Sequence[int], end: StepEnd) -> Step:
+        """These tokens as a step."""
         markers = self.marker_ids.intersection(ids)
         return Step(tuple(ids), end, markers, closes=bool(markers & self.closing_ids))
 
@@ -127,6 +155,11 @@ def single_token(tokenizer: StepTokenizer, text: str) -> int | None:
     """The id of a text that is one token of the vocabulary, else None."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     return ids[0] if len(ids) == 1 else None
+
+
+def _singles(tokens: Iterable[int]) -> list[tuple[int, ...]]:
+    """Stop words of one token each."""
+    return [(token,) for token in tokens]
 
 
 def _split_pairs(delimiter: str, parts: Mapping[int, str]) -> list[tuple[int, int]]:

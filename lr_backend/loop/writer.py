@@ -19,6 +19,7 @@ from lr_backend.engine import Engine, EngineCall, Generation, Role, Sampling, on
 from lr_backend.errors import EngineUnavailable
 from lr_backend.loop.ledger import Ledger, num_equal
 from lr_backend.loop.seeds import derive_seed
+from lr_backend.loop.segments import BlankLines, Segmenter, WholeAnswer
 from lr_backend.loop.steps import StepRules
 from lr_backend.propose import Proposer
 from lr_backend.step import Step
@@ -116,6 +117,7 @@ class StepWriter:
     Attributes:
         request_id: prefix of every call's id; ids in flight are unique.
         speculation: None decodes a step in one call.
+        segmenter: where steps end; None: at the delimiter.
     """
 
     engine: Engine
@@ -126,6 +128,7 @@ class StepWriter:
     request_id: str
     ledger: Ledger
     speculation: TokenSpeculation | None = None
+    segmenter: Segmenter | None = None
     _payoff: Payoff = field(init=False)
     _calls: count[int] = field(default_factory=count)
 
@@ -156,19 +159,20 @@ class StepWriter:
         Raises:
             EngineError: the engine failed.
         """
-        cut = self.rules.cut_answer if answer else self.rules.cut
-        stop_words = self.rules.end_words if answer else self.rules.stop_words
+        segment = WholeAnswer(self.rules) if answer else (self.segmenter or BlankLines(self.rules)).begin(prefix)
         written: list[int] = []
         log_probs: list[float] = []
         payoff = self._payoff if self.speculation is None or self.speculation.remember else self._new_payoff()
         num_empty = num_plain = 0
-        while (step := cut(written, max_tokens)) is None:
+        while (step := segment.cut(written, max_tokens)) is None:
             context = np.concatenate([prefix, np.asarray(written, dtype=np.int32)]) if written else prefix
             drafted_ids = drafted()
-            proposed = self._propose(context, written, drafted_ids, max_tokens, cut) if payoff.pays else ()
+            proposed = self._propose(context, written, drafted_ids, max_tokens, segment.cut) if payoff.pays else ()
             num_plain = 0 if proposed else num_plain + 1
-            budget = len(proposed) + 1 if proposed else min(max_tokens - len(written), self._plain_tokens(num_plain, payoff))
-            generation = await self._call(context, proposed, budget, sibling, sampling or self.sampling, stop_words, scored)
+            rules = segment.call_rules(written)
+            room = min(max_tokens - len(written), rules.max_tokens)
+            budget = len(proposed) + 1 if proposed else min(room, self._plain_tokens(num_plain, payoff))
+            generation = await self._call(context, proposed, budget, sibling, sampling or self.sampling, rules.stop_words, scored)
             if proposed:
                 self.ledger.drafts_verified(proposed, generation.token_ids)
                 payoff.verified(len(generation.token_ids))

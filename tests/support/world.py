@@ -34,10 +34,13 @@ from lr_backend.verify.judge_prompt import (
 
 END, THINK, CLOSE, BREAK, DOT_BREAK, NEWLINE, TOOL = range(7)
 LETTERS = "①②③④⑤⑥⑦⑧⑨⑩"
+PROSE = (".", "?", ".\n", " ", "3", "so", " So", "$", "```")
 TOKENIZER = WordTokenizer(
-    ["<end>", "<think>", "</think>", "\n\n", ".\n\n", "\n", "<tool>", *LETTERS], special=frozenset({"<end>"})
+    ["<end>", "<think>", "</think>", "\n\n", ".\n\n", "\n", "<tool>", *LETTERS, *PROSE], special=frozenset({"<end>"})
 )
 FIRST_LETTER = 7
+FIRST_PROSE = FIRST_LETTER + len(LETTERS)
+DOT_NEWLINE = FIRST_PROSE + PROSE.index(".\n")
 JUDGE_TOKENIZER = WordTokenizer(
     [
         UNALIGNED,
@@ -49,7 +52,7 @@ JUDGE_TOKENIZER = WordTokenizer(
         VERDICT_PREFILL,
         "?",
         "<end>",
-        *TOKENIZER.words[1:],
+        *TOKENIZER.words[1:FIRST_PROSE],  # a line end of prose would be taken from the prompt's own words
     ],
     special=frozenset({"<end>"}),
 )
@@ -73,9 +76,17 @@ def chance(*parts: object) -> float:
 
 
 def storyteller(
-    salt: int, *, num_steps: int = 6, break_rate: float = 0.2, tool_rate: float = 0.0, sampled: bool = False
+    salt: int, *, num_steps: int = 6, break_rate: float = 0.2, tool_rate: float = 0.0, sampled: bool = False, prose: float = 0.0
 ) -> Script:
-    """A target that thinks in ``num_steps`` steps or so, closes the reasoning, answers and ends."""
+    """A target that thinks in ``num_steps`` steps or so, closes the reasoning, answers and ends.
+
+    A share ``prose`` of its words are ends of sentences, numbers, code fences and formulas.
+    """
+
+    def word(context: tuple[int, ...], draw: float) -> int:
+        if prose and chance("prose", salt, context, draw) < prose:
+            return FIRST_PROSE + int(draw * len(PROSE))
+        return FIRST_LETTER + int(draw * len(LETTERS))
 
     def next_token(context: tuple[int, ...], seed: int) -> int:
         written = context[len(PROMPT) :]
@@ -84,7 +95,7 @@ def storyteller(
         if not written:
             return THINK
         if CLOSE in written:
-            return END if chance("end", salt, context) < 0.3 else FIRST_LETTER + int(draw * len(LETTERS))
+            return END if chance("end", salt, context) < 0.3 else word(context, draw)
         breaks = sum(RULES.pieces.get(token, "").count("\n\n") for token in written)
         if chance("break", salt, context, noise) < break_rate:
             if breaks >= num_steps:
@@ -92,7 +103,7 @@ def storyteller(
             if chance("tool", salt, context) < tool_rate:
                 return TOOL
             return (BREAK, DOT_BREAK, NEWLINE)[int(draw * 3)]
-        return FIRST_LETTER + int(draw * len(LETTERS))
+        return word(context, draw)
 
     return next_token
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lr_backend.engine import EngineCall
 from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, TargetUnavailable
 from lr_backend.loop.loop import Outcome
-from lr_backend.request import FinishReason, Mode
+from lr_backend.request import FinishReason, Mode, SegmenterName
 from lr_backend.step import StepEnd
 from lr_backend.testing import RecordedCall, ScriptedEngine, run_virtual
 from tests.support.world import (
@@ -41,12 +41,13 @@ shapes = st.fixed_dictionaries(
         "max_tokens": st.sampled_from([1, 7, 30, 200]),
         "proposer": st.sampled_from(["ngram", "draft_step"]),
         "stream": st.booleans(),
+        "segmenter": st.sampled_from(list(SegmenterName)),
     }
 )
 
 
 def make_world(salt: int, agreement: float, *, like_rate: float = 0.5, sampled: bool = False, tool_rate: float = 0.0) -> World:
-    target = storyteller(salt, sampled=sampled, tool_rate=tool_rate)
+    target = storyteller(salt, sampled=sampled, tool_rate=tool_rate, prose=0.5 * (salt % 2))
     return World.of(
         target,
         imitator(target, salt + 1, agreement, sampled=sampled),
@@ -266,7 +267,8 @@ def test_nothing_is_speculated_below_an_end(
 ) -> None:
     world = make_world(salt, agreement, like_rate=1.0, tool_rate=0.3).shuffled(order)
 
-    outcome = run_virtual(world.answer(mode=mode, **shape))
+    # Where its steps end is read off the text below; that is the simplest segmenter's rule.
+    outcome = run_virtual(world.answer(mode=mode, **{**shape, "segmenter": SegmenterName.BLANK_LINE}))
 
     assert END not in outcome.completion_ids[:-1]
     completion = outcome.completion_ids

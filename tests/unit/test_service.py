@@ -162,6 +162,7 @@ BAD_FIELDS = [
     *[("verifier_threshold", value) for value in (0.5, float("nan"), float("inf"))],
     *[("proposer", value) for value in ("", "eagle")],
     *[(name, value) for name in ("audit_rate", "risk_budget") for value in (-0.1, 1.1, float("nan"))],
+    *[("segmenter", value) for value in ("", "paragraph")],
     *[("deadline_s", value) for value in (-1.0, float("nan"), 1e9)],
 ]
 

@@ -19,7 +19,7 @@ from lr_backend.propose.ngram import lookup_ngram
 from lr_backend.request import ProposerName
 from lr_backend.step import StepEnd
 from lr_backend.testing import WordTokenizer
-from tests.support.world import BREAK, CLOSE, DOT_BREAK, END, NEWLINE, RULES, THINK, TOKENIZER, TOOL
+from tests.support.world import BREAK, CLOSE, DOT_BREAK, DOT_NEWLINE, END, NEWLINE, RULES, THINK, TOKENIZER, TOOL
 
 tokens = st.lists(st.integers(0, len(TOKENIZER.words) - 1), max_size=30)
 
@@ -65,7 +65,7 @@ def test_what_ended_a_step(ids: list[int], end: StepEnd, closes: bool) -> None:
 def test_the_stop_list_holds_delimiters_inside_tokens_pairs_and_every_end() -> None:
     words = decode_stop_words(RULES.stop_words)
 
-    assert {(END,), (CLOSE,), (BREAK,), (DOT_BREAK,), (NEWLINE, NEWLINE)} == set(words)
+    assert {(END,), (CLOSE,), (BREAK,), (DOT_BREAK,), (NEWLINE, NEWLINE), (DOT_NEWLINE, NEWLINE)} == set(words)
     assert decode_stop_words(RULES.end_words) == ((END,),)
 
 

@@ -70,6 +70,9 @@ def ask(
     risk_budget: Annotated[
         float | None, typer.Option(help="Highest tolerable share of wrongly accepted steps; 0 is no limit.")
     ] = None,
+    segmenter: Annotated[
+        str | None, typer.Option(help="Where a step ends: blank_line, sentence or adaptive.")
+    ] = None,
     lossless: Annotated[
         bool | None, typer.Option("--lossless", help="Accept no judged step: speculate by tokens only.")
     ] = None,
@@ -105,6 +108,7 @@ def ask(
         proposer=proposer,
         audit_rate=audit_rate,
         risk_budget=risk_budget,
+        segmenter=segmenter,
         lossless=lossless,
         deterministic=deterministic,
         deadline_s=deadline,

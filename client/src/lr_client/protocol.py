@@ -61,6 +61,7 @@ INPUTS: dict[str, str] = {
     "proposer": "BYTES",
     "audit_rate": "FP32",
     "risk_budget": "FP32",
+    "segmenter": "BYTES",
     "lossless": "BOOL",
     "deterministic": "BOOL",
     "deadline_s": "FP32",

@@ -45,6 +45,8 @@ class Options:
             does not wait for it.
         risk_budget: highest tolerable share of wrong ones among them; while the server measures more beyond
             doubt, it accepts equal tokens only. 0 is no limit.
+        segmenter: where a step ends: ``blank_line``, ``sentence`` or ``adaptive`` (blank lines, and
+            sentences in a long paragraph).
         lossless: no judged step is ever accepted; only token speculation.
         deterministic: the result does not depend on which engine answers first.
         deadline_s: seconds until the server cuts the answer, with finish reason ``deadline``.
@@ -71,6 +73,7 @@ class Options:
     proposer: str | None = None
     audit_rate: float | None = None
     risk_budget: float | None = None
+    segmenter: str | None = None
     lossless: bool | None = None
     deterministic: bool | None = None
     deadline_s: float | None = None
