@@ -55,10 +55,15 @@ def post(server: TritonServer, path: str, body: dict[str, Any]) -> tuple[int, by
             return error.code, error.read()
 
 
+def metrics(server: TritonServer) -> list[str]:
+    with urllib.request.urlopen(f"http://{server.metrics_url}/metrics", timeout=WAIT_S) as response:
+        lines: list[str] = response.read().decode().splitlines()
+    return lines
+
+
 def counters(server: TritonServer, role: str) -> dict[str, float]:
     """``lr_engine_*`` of one role."""
-    with urllib.request.urlopen(f"http://{server.metrics_url}/metrics", timeout=WAIT_S) as response:
-        lines = response.read().decode().splitlines()
+    lines = metrics(server)
     mine = [line for line in lines if line.startswith("lr_engine_") and f'role="{role}"' in line]
     return {line.split("{")[0]: float(line.rsplit(" ", 1)[1]) for line in mine}
 
@@ -189,10 +194,41 @@ def test_branches_share_the_targets_iterations(server: TritonServer, client: Cli
 
     rows, iterations = settle()
     for index, problem in enumerate(questions):
-        client.ask(problem.question, Options(mode="lr", stream=False, max_tokens=400, seed=index))
+        client.ask(problem.question, Options(mode="lr", min_chance=0.0, stream=False, max_tokens=400, seed=index))
     more_rows, more_iterations = settle()
 
     assert (more_rows - rows) / (more_iterations - iterations) > 1.2
+
+
+def test_accepted_steps_are_audited_behind_the_answer(server: TritonServer, client: Client, questions: list[Problem]) -> None:
+    num_taken = 0
+    for index, problem in enumerate(questions):
+        options = Options(mode="lr", audit_rate=1.0, risk_budget=0.9, stream=False, temperature=0.6, seed=index)
+        usage = client.ask(problem.question, options).usage
+        num_taken += usage.num_audited + usage.num_audits_pending
+        assert not usage.risk_budget_spent
+    assert num_taken > 0
+
+    def audited() -> float:
+        mine = [line for line in metrics(server) if line.startswith("lr_audits_total") and "right" in line]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in mine)
+
+    tick = threading.Event()
+    waits = iter(range(60))
+    while audited() == 0.0 and next(waits, None) is not None:
+        tick.wait(0.5)
+    assert 0.0 < audited() <= num_taken
+    assert any(line.startswith("lr_false_accept_rate_high") for line in metrics(server))
+
+
+@pytest.mark.parametrize("segmenter", ["sentence", "adaptive"])
+def test_steps_may_end_elsewhere(client: Client, questions: list[Problem], segmenter: str) -> None:
+    alone, ahead = (
+        client.ask(questions[0].question, Options(mode=mode, segmenter=segmenter, lossless=True, temperature=0.0, max_tokens=200))
+        for mode in ("ar", "lr_sd")
+    )
+    assert ahead.text == alone.text
+    assert ahead.usage.num_steps > 1
 
 
 def test_many_at_once_each_get_their_own_answer(client: Client, questions: list[Problem]) -> None:
