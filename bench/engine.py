@@ -213,7 +213,7 @@ def main(
     checkpoint: Annotated[Path, typer.Argument(help="Hugging Face folder")] = CHECKPOINT,
     threads: Annotated[int, typer.Option(help="torch threads")] = 1,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
-    weight_dtype: Annotated[str, typer.Option(help="same, float16 or auto")] = "auto",
+    weight_dtype: Annotated[str, typer.Option(help="same, float16, int8 or auto")] = "auto",
     prefix: Annotated[int, typer.Option(help="prompt tokens before the decoding")] = 300,
     rounds: Annotated[int, typer.Option(help="rounds of each figure")] = 7,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",

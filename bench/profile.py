@@ -111,7 +111,7 @@ def profile(config: EngineConfig, batch: int, sampling: Sampling, prefix_length:
 def main(
     checkpoint: Annotated[Path, typer.Argument(help="Hugging Face folder")] = CHECKPOINT,
     threads: Annotated[int, typer.Option(help="torch threads")] = 1,
-    weight_dtype: Annotated[str, typer.Option(help="same, float16 or auto")] = "auto",
+    weight_dtype: Annotated[str, typer.Option(help="same, float16, int8 or auto")] = "auto",
     prefix: Annotated[int, typer.Option(help="prompt tokens before the decoding")] = 300,
     batch: Annotated[list[int] | None, typer.Option(help="batch sizes")] = None,
 ) -> None:
