@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -35,12 +35,12 @@ from lr_backend.triton.server import TritonServer
 
 STEP_TOKENS = 24
 TIMEOUT_S = 300.0
+KV_TOKENS = 4096
 LARGE: dict[str, Any] = {
     "hidden_size": 768,
     "num_layers": 12,
     "num_heads": 12,
     "num_kv_heads": 12,
-    "head_dim": 64,
     "intermediate_size": 2304,
 }
 
@@ -71,19 +71,22 @@ class Overhead:
         return self.seconds / self.num_calls * 1e3
 
 
-def large_target(spec: TorchDeployment, folder: Path, **changes: Any) -> TorchDeployment:
-    """``spec`` with a random target of about 100 M parameters, whose prompt opens the reasoning and whose steps are cut."""
-    source = spec.checkpoint_dir(Role.TARGET)
-    vocab_size = json.loads((source / "config.json").read_text())["vocab_size"]
-    write_random_checkpoint(folder, vocab_size=vocab_size, **LARGE | changes)
-    for path in source.iterdir():
-        if path.name not in ("config.json", "model.safetensors"):
-            shutil.copy(path, folder)
-    template = folder / "chat_template.jinja"
-    template.write_text(template.read_text().rstrip("\n") + "<think>\n")
-    target = spec.target.model_copy(update={"checkpoint": folder, "max_tokens_in_paged_kv_cache": 4096})
+def random_models(spec: TorchDeployment, folder: Path, shapes: Mapping[Role, Mapping[str, Any]]) -> TorchDeployment:
+    """``spec`` with random models of these shapes in place of its own; the prompt opens the reasoning and steps are cut."""
+    changed = {}
+    for role, shape in shapes.items():
+        source, checkpoint = spec.checkpoint_dir(role), folder / role.value
+        vocab_size = json.loads((source / "config.json").read_text())["vocab_size"]
+        write_random_checkpoint(checkpoint, vocab_size=vocab_size, **{"head_dim": 64, **shape})
+        for path in source.iterdir():
+            if path.name not in ("config.json", "model.safetensors"):
+                shutil.copy(path, checkpoint)
+        template = checkpoint / "chat_template.jinja"
+        template.write_text(template.read_text().rstrip("\n") + "<think>\n")
+        update = {"checkpoint": checkpoint, "max_tokens_in_paged_kv_cache": KV_TOKENS}
+        changed[role.value] = getattr(spec, role.value).model_copy(update=update)
     lookahead = spec.lookahead | {"limits": spec.lookahead["limits"] | {"max_step_tokens": STEP_TOKENS}}
-    return spec.model_copy(update={"target": target, "lookahead": lookahead})
+    return spec.model_copy(update=changed | {"lookahead": lookahead})
 
 
 def busy_seconds(server: TritonServer) -> dict[str, float]:
@@ -122,7 +125,9 @@ def measure_both(num_problems: int) -> dict[str, Overhead]:
     spec, questions = demo_spec(), [problem.question for problem in islice(problems(5, "test"), num_problems + 1)]
     with tempfile.TemporaryDirectory() as folder:
         return {
-            "100 M random": measure(large_target(spec, Path(folder)), questions[:4], max_tokens=8 * STEP_TOKENS),
+            "100 M random": measure(
+                random_models(spec, Path(folder), {Role.TARGET: LARGE}), questions[:4], max_tokens=8 * STEP_TOKENS
+            ),
             "demo": measure(spec, questions, max_tokens=400),
         }
 
