@@ -39,7 +39,7 @@ from rich.table import Table
 
 from demo.check import Share
 from demo.measure import ModeReport, Sample, report
-from demo.problems import Problem, check_answer, problems, same_meaning
+from demo.problems import Problem, check_answer, problems, same_step
 from demo.run import MAX_TOKENS, PIPED_WIDTH, REQUEST_TIMEOUT_S, best_baseline, cost_ratio, demo_spec, seconds_a_token, serving
 from demo.tokenizer import chat, load_tokenizer
 from lr_backend.build.spec import TorchDeployment
@@ -249,7 +249,7 @@ class Checked:
         compared = [step for step in steps if step.drafted_text is not None and step.target_text is not None]
         compared = [step for step in compared if step.reason not in UNDECIDED]
         accepted = [step for step in compared if step.origin == "draft"]
-        wrong = sum(not same_meaning(step.target_text or "", step.drafted_text or "") for step in accepted)
+        wrong = sum(not same_step(step.target_text or "", step.drafted_text or "") for step in accepted)
         return cls(Share(len(accepted), len(compared)), Share(wrong, len(accepted)))
 
 

@@ -169,6 +169,11 @@ def same_meaning(a: str, b: str) -> bool:
     return read is not None and read == meaning(b)
 
 
+def same_step(a: str, b: str) -> bool:
+    """:func:`same_meaning` of two steps as a model writes them: the marks of the reasoning say nothing."""
+    return same_meaning(*(text.replace("<think>", "").replace("</think>", "").strip() for text in (a, b)))
+
+
 def compute(a: int, op: str, b: int) -> int | None:
     """``a op b`` in whole numbers, or None where it is not one."""
     match op:

@@ -26,6 +26,7 @@ from demo.problems import (
     phrase,
     problems,
     same_meaning,
+    same_step,
     say,
     split_of,
 )
@@ -245,3 +246,12 @@ def test_a_step_names_the_fact_that_it_works_on() -> None:
                 assert fact.startswith(f"{step.meaning.subject} ")  # the sentence that introduced the person
             else:
                 assert step.meaning.subject in fact
+
+
+def test_the_marks_of_the_reasoning_are_no_part_of_a_steps_meaning() -> None:
+    rng = random.Random(0)
+    for step in next(iter(problems(3, "test"))).steps:
+        other = say(rng, step.meaning)
+        assert same_step(f"<think>\n{step.text}\n\n", f"\n{other}\n</think>")
+        changed = say(rng, change(rng, step.meaning))
+        assert not same_step(f"<think>\n{step.text}\n\n", f"<think>\n{changed}\n\n")
