@@ -34,13 +34,22 @@ import numpy as np
 import typer
 from lr_client import Client, Options, Result, StepRecord
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from demo.check import Share
 from demo.measure import ModeReport, Sample, report
 from demo.problems import Problem, check_answer, problems, same_step
-from demo.run import MAX_TOKENS, PIPED_WIDTH, REQUEST_TIMEOUT_S, best_baseline, cost_ratio, demo_spec, seconds_a_token, serving
+from demo.run import (
+    MAX_TOKENS,
+    PIPED_WIDTH,
+    REQUEST_TIMEOUT_S,
+    best_baseline,
+    cost_ratio,
+    demo_spec,
+    in_turns,
+    seconds_a_token,
+    serving,
+)
 from demo.tokenizer import chat, load_tokenizer
 from lr_backend.build.spec import TorchDeployment
 from lr_backend.config import LoopConfig
@@ -50,6 +59,7 @@ from lr_backend.loop.depth import ceiling
 from lr_backend.plan.simulation import Policy, Scenario, speedup
 from lr_backend.request import DepthPolicy, LookaheadRequest, VerifierName, with_defaults
 from lr_backend.triton.server import TritonServer
+from lr_backend.verify.verdict import UNCOMPARED
 
 PROBLEM_SEED = 77
 BASELINE = "ar"
@@ -61,8 +71,6 @@ MAX_BESIDE_TOKENS = 1500
 SIMULATED_STEPS = 120
 SIMULATED_SEEDS = 3
 STEP_SPREAD = 0.3
-UNDECIDED = ("none", "late", "draft_error", "duplicate")
-"""Reasons in a step's record for which no drafted step was compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +255,7 @@ class Checked:
     @classmethod
     def of(cls, steps: Iterable[StepRecord]) -> Checked:
         compared = [step for step in steps if step.drafted_text is not None and step.target_text is not None]
-        compared = [step for step in compared if step.reason not in UNDECIDED]
+        compared = [step for step in compared if step.reason not in UNCOMPARED]
         accepted = [step for step in compared if step.origin == "draft"]
         wrong = sum(not same_step(step.target_text or "", step.drafted_text or "") for step in accepted)
         return cls(Share(len(accepted), len(compared)), Share(wrong, len(accepted)))
@@ -406,16 +414,8 @@ def compare(
     console: Console,
 ) -> list[Sample]:
     """Every row on every problem, in turns whose order rotates from problem to problem; ``clients`` by threads of the target."""
-    samples = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("rows in turn", total=len(questions) * len(rows))
-        for index, problem in enumerate(questions):
-            shift = index % len(rows)
-            for row in (*rows[shift:], *rows[:shift]):
-                samples.append(ask(clients[row.threads], row, problem, index, temperature)[0])
-                progress.advance(task)
-    return samples
+    turns = in_turns(rows, questions, "rows in turn", console)
+    return [ask(clients[row.threads], row, problem, index, temperature)[0] for index, problem, row in turns]
 
 
 def check(client: Client, row: Row, questions: Sequence[Problem], temperature: float) -> Checked:

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.timing import Spread
-from demo.measure import paired_speedup
+from demo.measure import paired_speedup, rotated
 from demo.problems import problems
 from demo.run import demo_spec, serving
 from demo.tokenizer import chat
@@ -92,8 +92,7 @@ def measure(answers: Mapping[str, Answer], num_problems: int) -> dict[str, list[
     names = list(answers)
     figures: dict[str, list[float]] = {name: [] for name in names}
     for number, problem in enumerate(islice(problems(31, "test"), num_problems + 1)):
-        shift = number % len(names)
-        for name in names[shift:] + names[:shift]:
+        for name in rotated(names, number):
             started = time.perf_counter()
             num_tokens = answers[name](problem.question, number)
             figures[name].append((time.perf_counter() - started) / num_tokens * 1e3)

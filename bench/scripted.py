@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.engine import device_line
-from bench.overhead import STEP_TOKENS, TIMEOUT_S, random_models
-from demo.measure import paired_speedup
+from bench.overhead import LARGE, STEP_TOKENS, TIMEOUT_S, random_models
+from demo.measure import paired_speedup, rotated
 from demo.problems import problems
 from demo.run import cost_ratio, demo_spec, serving
 from lr_backend.engine import Role
@@ -34,7 +34,7 @@ from lr_backend.torch_engine.config import EngineConfig
 
 TARGETS: Mapping[str, Mapping[str, Any]] = {
     "35m": {"hidden_size": 512, "num_layers": 9, "num_heads": 8, "num_kv_heads": 8, "intermediate_size": 1536},
-    "100m": {"hidden_size": 768, "num_layers": 12, "num_heads": 12, "num_kv_heads": 12, "intermediate_size": 2304},
+    "100m": LARGE,
     "300m": {"hidden_size": 1280, "num_layers": 14, "num_heads": 20, "num_kv_heads": 20, "intermediate_size": 3840},
 }
 """Qwen3 shapes by their number of parameters, with the demo's vocabulary."""
@@ -86,13 +86,14 @@ def figures(seconds: Mapping[Setting, Sequence[float]], acceptance: Mapping[Sett
     return found
 
 
-def measure(client: Client, chosen: Sequence[Setting], questions: Sequence[str], num_tokens: int) -> tuple[Any, Any]:
+def measure(
+    client: Client, chosen: Sequence[Setting], questions: Sequence[str], num_tokens: int
+) -> tuple[dict[Setting, list[float]], dict[Setting, float]]:
     """(seconds a token, share of the compared steps that were accepted) by setting; the first question warms up."""
     seconds: dict[Setting, list[float]] = {setting: [] for setting in chosen}
     accepted, compared = dict.fromkeys(chosen, 0), dict.fromkeys(chosen, 0)
     for index, question in enumerate(questions):
-        shift = index % len(chosen)
-        for place, setting in enumerate((*chosen[shift:], *chosen[:shift])):
+        for place, setting in enumerate(rotated(chosen, index)):
             options = setting.options(num_tokens, seed=1000 * index + place)
             started = time.perf_counter()
             usage = client.ask(question, options, timeout_s=TIMEOUT_S).usage

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from demo.measure import rotated
+
 
 @dataclass(frozen=True, slots=True)
 class Spread:
@@ -33,8 +35,7 @@ def in_turns(actions: Mapping[str, Callable[[], float]], num_rounds: int) -> Rou
         actions[name]()
     figures: Rounds = {name: [] for name in names}
     for number in range(num_rounds):
-        shift = number % len(names)
-        for name in names[shift:] + names[:shift]:
+        for name in rotated(names, number):
             figures[name].append(actions[name]())
     return figures
 

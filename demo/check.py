@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
-from math import sqrt
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +20,7 @@ from demo.judge_pairs import pairs
 from demo.problems import DELIMITER, Problem, Split, check_answer, problems, same_meaning
 from demo.tokenizer import CONTEXT, END_THINK, TURN_END, chat, load_tokenizer
 from lr_backend.engine import GREEDY, Sampling
+from lr_backend.loop.audit import wilson
 from lr_backend.torch_engine.config import EngineConfig
 from lr_backend.torch_engine.engine import TorchEngine
 from lr_backend.torch_engine.inprocess import run_all
@@ -78,12 +78,9 @@ class Share:
     def value(self) -> float:
         return self.hits / max(1, self.total)
 
-    def interval(self, z: float = 1.96) -> tuple[float, float]:
+    def interval(self) -> tuple[float, float]:
         """Wilson's 95 % confidence interval."""
-        n = max(1, self.total)
-        centre = (self.value + z * z / (2 * n)) / (1 + z * z / n)
-        reach = z * sqrt(self.value * (1 - self.value) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-        return centre - reach, centre + reach
+        return wilson(self.value, max(1, self.total))
 
 
 def end_tokens(model: Model, at_steps: bool) -> frozenset[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,15 @@ from lr_client import Usage
 
 NUM_RESAMPLES = 10_000
 INTERVAL = (2.5, 97.5)
+
+
+T = TypeVar("T")
+
+
+def rotated(turns: Sequence[T], number: int) -> list[T]:
+    """The turns of one round, whose order rotates from round to round: none is always the one that comes first."""
+    shift = number % len(turns)
+    return [*turns[shift:], *turns[:shift]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
@@ -28,7 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from tritonclient.utils import np_to_triton_dtype
 
-from demo.measure import ModeReport, Sample, report
+from demo.measure import ModeReport, Sample, T, report, rotated
 from demo.problems import Problem, check_answer, problems
 from demo.tokenizer import chat, load_tokenizer
 from lr_backend.build.repository import build_repository
@@ -134,16 +134,21 @@ def compare(
     """Every mode on every problem, in turns whose order rotates from problem to problem."""
     turns = [*((mode, client, mode) for mode, client in clients.items()), *((name, c, "ar") for name, c in baselines.items())]
     samples = []
+    for index, problem, (name, client, mode) in in_turns(turns, questions, "four modes in turn", console):
+        sample, _ = ask(client, problem, mode, temperature, index)
+        samples.append(Sample(name, index, sample.correct, sample.latency_s, sample.usage))
+    return samples
+
+
+def in_turns(turns: Sequence[T], questions: Sequence[Problem], title: str, console: Console) -> Iterator[tuple[int, Problem, T]]:
+    """Every turn of every problem, with the problem's number, behind a progress bar."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task("four modes in turn", total=len(questions) * len(turns))
+        task = progress.add_task(title, total=len(questions) * len(turns))
         for index, problem in enumerate(questions):
-            shift = index % len(turns)
-            for name, client, mode in turns[shift:] + turns[:shift]:
-                sample, _ = ask(client, problem, mode, temperature, index)
-                samples.append(Sample(name, index, sample.correct, sample.latency_s, sample.usage))
+            for turn in rotated(turns, index):
+                yield index, problem, turn
                 progress.advance(task)
-    return samples
 
 
 def best_baseline(samples: list[Sample]) -> tuple[list[Sample], str]:

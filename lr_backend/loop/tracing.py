@@ -9,10 +9,7 @@ from lr_backend.loop.ledger import CallSpan, Job, Ledger
 from lr_backend.loop.tree import Decision
 from lr_backend.request import FinishReason, LookaheadRequest, Usage
 from lr_backend.trace.schema import Call, CallOutcome, Purpose, Trace
-from lr_backend.verify.verdict import Reason
-
-UNCOMPARED = (Reason.LATE, Reason.DRAFT_ERROR, Reason.DUPLICATE)
-"""Reasons for which a drafted step is dropped without having been compared with the target's."""
+from lr_backend.verify.verdict import UNCOMPARED
 
 
 def build_trace(request: LookaheadRequest, request_id: str, finish_reason: FinishReason, usage: Usage, ledger: Ledger) -> Trace:

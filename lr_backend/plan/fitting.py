@@ -25,11 +25,10 @@ from lr_backend.errors import TraceError
 from lr_backend.plan.simulation import Scenario
 from lr_backend.request import Origin, StepRecord, VerifierName
 from lr_backend.trace.schema import Call, CallOutcome, Purpose, Trace
+from lr_backend.verify.verdict import UNCOMPARED
 
 MIN_CALLS = 8
 """Completed calls of target and draft each below which chance says more than the traces do."""
-UNCOMPARED = ("none", "late", "draft_error", "duplicate")
-"""Reasons in a step's record for which no drafted step was compared with the target's."""
 MAX_SPREAD = 0.95
 MAX_CROWDING = 2.0
 """At 1 a batch already takes as long as its sequences one after another."""

@@ -59,6 +59,10 @@ class Reason(StrEnum):
     """Nothing was drafted at this position."""
 
 
+UNCOMPARED = frozenset({Reason.NONE, Reason.LATE, Reason.DRAFT_ERROR, Reason.DUPLICATE})
+"""Reasons of a step for which no drafted step was compared with the target's."""
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """One drafted step's fate. ``score``: the measure of the verifier or stage that decided, where it has one."""
