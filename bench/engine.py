@@ -157,7 +157,7 @@ def measure(config: EngineConfig, prefix_length: int, num_rounds: int) -> Engine
         torch.set_num_threads(config.num_threads)
     baseline = Transformers(config.checkpoint_dir, config.dtype, config.device)
     with torch_engine(config) as engine:
-        ours, vocab = Ours(engine), engine.model.spec.vocab_size
+        ours, vocab = Ours(engine), engine.spec.vocab_size
         prompts = [random_tokens(vocab, prefix_length, seed) for seed in range(BATCH)]
         actions = {"transformers": lambda: baseline.decode_ms(prompts[0])}
         actions |= {f"decode {n}": lambda n=n: ours.decode_ms(prompts[:n]) for n in (1, 2, 4, BATCH)}  # type: ignore[misc]

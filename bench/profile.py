@@ -30,10 +30,12 @@ from lr_backend.torch_engine.engine import TorchEngine
 from lr_backend.torch_engine.inprocess import run_all
 from lr_backend.torch_engine.kv_store import KvStore
 from lr_backend.torch_engine.model import DecoderModel
+from lr_backend.torch_engine.native_model import NativeModel
+from lr_backend.torch_engine.native_runner import NativeRunner
 from lr_backend.torch_engine.product import ByteProduct, DenseProduct, HalfProduct
 from lr_backend.torch_engine.request import EngineRequest
-from lr_backend.torch_engine.runner import Runner
 from lr_backend.torch_engine.scheduler import Scheduler
+from lr_backend.torch_engine.torch_runner import TorchRunner
 
 NUM_DECODED = 64
 SAMPLINGS = {"greedy": Sampling(), "T 0.6, top_k 20, top_p 0.95": Sampling(0.6, 20, 0.95)}
@@ -41,7 +43,10 @@ PARTS: tuple[tuple[str, Any, str], ...] = (
     ("books: wake, tokens, ends", TorchEngine, "_iterate"),
     ("books: wake, tokens, ends", TorchEngine, "_take_work"),
     ("schedule", Scheduler, "schedule"),
-    ("inputs: lists to tensors", Runner, "run"),
+    ("inputs: lists to tensors", TorchRunner, "run"),
+    ("inputs: lists to tensors", NativeRunner, "run"),
+    ("inputs: lists to tensors", NativeModel, "forward"),
+    ("the decoder in C", NativeModel, "_compute"),
     ("embedding, norms, rotary, silu", DecoderModel, "forward"),
     ("matrix products", DenseProduct, "__call__"),
     ("matrix products", DenseProduct, "add_to"),
@@ -90,10 +95,10 @@ class Stopwatch:
 
 
 def profile(config: EngineConfig, batch: int, sampling: Sampling, prefix_length: int) -> dict[str, float]:
-    """Microseconds an iteration by part, in the order of ``PARTS``."""
+    """Microseconds an iteration by part, in the order of ``PARTS``; those of the kernels that were not used are left out."""
     watch = Stopwatch()
     with torch_engine(config) as engine, ExitStack() as patched:
-        vocab = engine.model.spec.vocab_size
+        vocab = engine.spec.vocab_size
         prompts = [random_tokens(vocab, prefix_length, seed) for seed in range(batch)]
         for seed in (0, 1):  # the first round warms up
             requests = [EngineRequest("", prompt, NUM_DECODED, sampling, seed=seed) for prompt in prompts]
@@ -105,18 +110,20 @@ def profile(config: EngineConfig, batch: int, sampling: Sampling, prefix_length:
             before = engine.stats().num_iterations
             run_all(engine, requests)
         iterations = engine.stats().num_iterations - before
-    return {name: watch.seconds[name] / iterations * 1e6 for name in dict.fromkeys(name for name, _, _ in PARTS)}
+    names = dict.fromkeys(name for name, _, _ in PARTS if name in watch.seconds)
+    return {name: watch.seconds[name] / iterations * 1e6 for name in names}
 
 
 def main(
     checkpoint: Annotated[Path, typer.Argument(help="Hugging Face folder")] = CHECKPOINT,
-    threads: Annotated[int, typer.Option(help="torch threads")] = 1,
+    threads: Annotated[int, typer.Option(help="threads that compute")] = 1,
+    kernels: Annotated[str, typer.Option(help="auto, native or torch")] = "auto",
     weight_dtype: Annotated[str, typer.Option(help="same, float16, int8 or auto")] = "auto",
     prefix: Annotated[int, typer.Option(help="prompt tokens before the decoding")] = 300,
     batch: Annotated[list[int] | None, typer.Option(help="batch sizes")] = None,
 ) -> None:
     """Print a table and one JSON line."""
-    config = config_of(checkpoint, weight_dtype=weight_dtype, num_threads=threads)
+    config = config_of(checkpoint, kernels=kernels, weight_dtype=weight_dtype, num_threads=threads)
     columns = {
         f"{size}, {name}": profile(config, size, sampling, prefix)
         for size in batch or (1, 8)

@@ -34,7 +34,8 @@ class TorchEngineSpec(_Section):
     Attributes:
         checkpoint: Hugging Face folder, relative to the project root.
         weight_dtype: ``same`` as ``dtype``, ``float16``, ``int8`` or ``auto``: the fastest.
-        num_threads: torch's intra-op threads of this engine's process.
+        kernels: ``native``, the decoder in C; ``torch``; or ``auto``: the former where it can.
+        num_threads: threads that compute in this engine's process.
         max_tokens_in_paged_kv_cache: KV budget of all sequences together.
         kv_cache_free_mem_fraction: holds that budget within a share of the memory that is free once the model is loaded.
         max_num_tokens: most tokens of one iteration; longer prompts are prefilled in chunks.
@@ -47,6 +48,7 @@ class TorchEngineSpec(_Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: Literal["cpu", "cuda"] = "cpu"
     weight_dtype: Literal["auto", "same", "float16", "int8"] = "same"
+    kernels: Literal["auto", "native", "torch"] = "auto"
     num_threads: int = Field(ge=1, le=256)
     max_tokens_in_paged_kv_cache: int = Field(ge=32)
     kv_cache_free_mem_fraction: float | None = Field(default=None, gt=0, le=1)
@@ -86,6 +88,7 @@ class TorchEngineSpec(_Section):
             "dtype": self.dtype,
             "device": self.device,
             "weight_dtype": self.weight_dtype,
+            "kernels": self.kernels,
             **({} if fraction is None else {"kv_cache_free_gpu_mem_fraction": str(fraction)}),
             **{name: str(getattr(self, name)) for name in (*numbers, "max_seq_len", "max_draft_len")},
         }

@@ -77,6 +77,12 @@ def read_spec(checkpoint_dir: Path) -> ModelSpec:
     return spec
 
 
+def check_length(spec: ModelSpec, max_seq_len: int, checkpoint_dir: Path) -> None:
+    """Raises: CheckpointError: the model has fewer positions than a sequence may have."""
+    if max_seq_len > spec.max_positions:
+        raise CheckpointError(f"{checkpoint_dir}: the model has {spec.max_positions} positions, max_seq_len is {max_seq_len}")
+
+
 def _refuse_unsupported(config: Mapping[str, Any], path: Path) -> None:
     sliding = config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ())
     refused = {

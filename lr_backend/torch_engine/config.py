@@ -12,6 +12,7 @@ from lr_backend.errors import ConfigError
 DTYPES = ("float32", "bfloat16")
 WEIGHT_DTYPES = ("auto", "same", "float16", "int8")
 DEVICES = ("cpu", "cuda")
+KERNELS = ("auto", "native", "torch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +22,11 @@ class EngineConfig:
     Attributes:
         checkpoint_dir: Hugging Face folder: ``config.json`` and safetensors.
         weight_dtype: how weights are held: ``same`` as ``dtype``; ``float16`` or ``int8``, which halve and quarter what decoding
-            must read from memory (CPU with dtype float32 only; int8 rounds weights and rows); ``auto``: the fastest in a short
-            trial at start-up.
-        num_threads: torch's intra-op threads, which are of the whole process; None leaves them as they are.
+            must read from memory (CPU with dtype float32 only; int8 rounds weights and rows); ``auto``: in C the
+            checkpoint's own, by torch the fastest in a short trial at start-up.
+        kernels: who computes: ``native``, the decoder in C (CPU with dtype float32, weights ``same`` or ``auto``); ``torch``; or
+            ``auto``: the former where it can.
+        num_threads: threads that compute; torch's are of the whole process. None: one in C, and torch's as they are.
         tokens_per_block: KV cache granularity: what is shared, copied and evicted.
         max_tokens_in_paged_kv_cache: KV pool size in tokens, all sequences together; decoding sequences are held a second time,
             side by side, in at most as much again.
@@ -45,6 +48,7 @@ class EngineConfig:
     dtype: str = "float32"
     device: str = "cpu"
     weight_dtype: str = "same"
+    kernels: str = "auto"
     num_threads: int | None = None
     tokens_per_block: int = 32
     max_tokens_in_paged_kv_cache: int = 16384
@@ -66,6 +70,10 @@ class EngineConfig:
         if self.weight_dtype in ("float16", "int8"):
             packable = (self.device, self.dtype) == ("cpu", "float32")
             _require(packable, "weight_dtype", self.weight_dtype, "only with device cpu and dtype float32")
+        _require(self.kernels in KERNELS, "kernels", self.kernels, f"one of {', '.join(KERNELS)}")
+        if self.kernels == "native":
+            rule = "only with device cpu, dtype float32 and weight_dtype same or auto"
+            _require(self.allows_native, "kernels", self.kernels, rule)
         for name in ("tokens_per_block", "max_batch_size", "max_queue_size"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         _require(self.num_threads is None or self.num_threads >= 1, "num_threads", self.num_threads, "at least 1")
@@ -86,6 +94,11 @@ class EngineConfig:
             self.max_tokens_in_paged_kv_cache,
             "at least two blocks",
         )
+
+    @property
+    def allows_native(self) -> bool:
+        """Whether nothing asked for here is torch's alone."""
+        return (self.device, self.dtype) == ("cpu", "float32") and self.weight_dtype in ("auto", "same")
 
     @property
     def num_blocks(self) -> int:

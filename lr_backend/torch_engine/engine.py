@@ -18,15 +18,15 @@ from typing import Any
 import torch
 
 from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, LookaheadError, Overloaded
+from lr_backend.torch_engine.backends import open_runner
+from lr_backend.torch_engine.checkpoint import ModelSpec
 from lr_backend.torch_engine.config import EngineConfig
-from lr_backend.torch_engine.decode_graphs import CudaGraphRecorder, GraphSettings
+from lr_backend.torch_engine.decode_graphs import GraphSettings
 from lr_backend.torch_engine.kv_cache import KvCache
 from lr_backend.torch_engine.limits import cut_at_end, plan_run
-from lr_backend.torch_engine.memory import free_bytes, with_kv_budget
 from lr_backend.torch_engine.model import DecoderModel
 from lr_backend.torch_engine.outputs import NewTokens, choose_tokens
 from lr_backend.torch_engine.request import EngineRequest, EngineResponse
-from lr_backend.torch_engine.runner import Runner
 from lr_backend.torch_engine.scheduler import Chunk, Scheduler
 from lr_backend.torch_engine.sequence import OnDone, Sequence
 from lr_backend.torch_engine.stats import Counters, EngineStats
@@ -49,19 +49,7 @@ class TorchEngine:
             CheckpointError: the checkpoint cannot be served.
             ConfigError: a setting cannot be kept: no kernel for the weights, too little memory for the KV cache.
         """
-        dtype: torch.dtype = getattr(torch, config.dtype)
-        self.model = model or DecoderModel.load(
-            config.checkpoint_dir,
-            dtype=dtype,
-            device=config.device,
-            max_seq_len=config.max_seq_len,
-            weight_dtype=config.weight_dtype,
-            num_threads=config.num_threads,
-        )
-        self.config = config = with_kv_budget(config, self.model.spec, free_bytes(config.device))
-        if graphs is None and config.device == "cuda" and config.use_cuda_graphs:
-            graphs = GraphSettings(CudaGraphRecorder)
-        self._runner = Runner(self.model, num_blocks=config.num_blocks, tokens_per_block=config.tokens_per_block, graphs=graphs)
+        self.config, self._runner = open_runner(config, model, graphs)
         self._scheduler = self._new_scheduler()
         self._counters = Counters()
         self._wake = threading.Condition()
@@ -74,6 +62,11 @@ class TorchEngine:
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
         self._thread.start()
+
+    @property
+    def spec(self) -> ModelSpec:
+        """What the checkpoint says of the model."""
+        return self._runner.spec
 
     def submit(self, request: EngineRequest, on_done: OnDone) -> None:
         """Queue a request; ``on_done`` gets its response or error, exactly once, from the engine's thread.
@@ -89,7 +82,7 @@ class TorchEngine:
             self.cancel(request.request_id)
             on_done(EngineResponse(request, ()))
             return
-        plan = plan_run(request, self.config, self.model.spec.vocab_size)
+        plan = plan_run(request, self.config, self.spec.vocab_size)
         sequence = Sequence(
             order=0,
             request=request,
@@ -272,14 +265,13 @@ class TorchEngine:
         Without chunks it was the scheduler that failed: then all sequences fail and the books start afresh.
         """
         failure = error if isinstance(error, LookaheadError) else EngineError(f"the iteration failed: {error}")
-        self._runner.window.forget()
         failed = [chunk.sequence for chunk in chunks if chunk.sequence in self._scheduler.running]
         if not chunks:
             self._fail_all(failure)
             self._reset_books()
             return
+        self._runner.clear([block for sequence in failed for block in self._scheduler.remove_failed(sequence)])
         for sequence in failed:
-            self._runner.store.clear(self._scheduler.remove_failed(sequence))
             self._counters.num_failed += 1
             self._answer(sequence, failure)
 
@@ -311,7 +303,7 @@ class TorchEngine:
             config.num_blocks,
             config.tokens_per_block,
             reuse=config.enable_kv_cache_reuse,
-            copy_prefix=self._runner.store.copy_prefix,
+            copy_prefix=self._runner.copy_prefix,
         )
         return Scheduler(cache, max_batch_size=config.max_batch_size, max_num_tokens=config.max_num_tokens)
 
@@ -320,7 +312,7 @@ class TorchEngine:
         before, self._scheduler = self._scheduler, self._new_scheduler()
         self._scheduler.num_preemptions = before.num_preemptions
         self._scheduler.num_reused_tokens = before.num_reused_tokens
-        self._runner.store.rows.zero_()
+        self._runner.reset()
 
     def _on_engine_thread(self, errand: Callable[[], Any]) -> Future[Any]:
         """Have something done between two iterations."""

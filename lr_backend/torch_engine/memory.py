@@ -13,12 +13,12 @@ from lr_backend.torch_engine.checkpoint import ModelSpec
 from lr_backend.torch_engine.config import EngineConfig
 
 CGROUP = Path("/sys/fs/cgroup")
-COPIES = 2
-"""The pool, and the decode window that may grow as large."""
 
 
-def with_kv_budget(config: EngineConfig, spec: ModelSpec, free_bytes: int) -> EngineConfig:
+def with_kv_budget(config: EngineConfig, spec: ModelSpec, free_bytes: int, *, copies: int) -> EngineConfig:
     """``config`` with its pool in tokens: as many as were asked for, within ``kv_cache_free_mem_fraction`` of ``free_bytes``.
+
+    ``copies``: of a token's keys and values: the pool's, and one more where there is a decode window that may grow as large.
 
     Raises:
         ConfigError: not even one sequence of ``max_seq_len`` fits.
@@ -26,7 +26,7 @@ def with_kv_budget(config: EngineConfig, spec: ModelSpec, free_bytes: int) -> En
     fraction = config.kv_cache_free_mem_fraction
     if fraction is None:
         return config
-    affordable = int(fraction * free_bytes) // (COPIES * bytes_a_token(spec, getattr(torch, config.dtype)))
+    affordable = int(fraction * free_bytes) // (copies * bytes_a_token(spec, getattr(torch, config.dtype)))
     if affordable < config.max_seq_len:
         raise ConfigError(
             f"kv_cache_free_mem_fraction={fraction}: of {free_bytes >> 20} MiB free, {affordable} tokens;"

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lr_backend.errors import CheckpointError, ConfigError
-from lr_backend.torch_engine.checkpoint import ModelSpec, TensorFiles, read_spec
+from lr_backend.errors import ConfigError
+from lr_backend.torch_engine.checkpoint import ModelSpec, TensorFiles, check_length, read_spec
 from lr_backend.torch_engine.product import LARGEST_HALF, PACKERS, DenseProduct, Product, fastest_kind, is_available
 from lr_backend.torch_engine.rope import interleave_pairs, rope_table
 
@@ -86,8 +86,7 @@ class DecoderModel:
         if weight_dtype in ("float16", "int8") and not is_available(weight_dtype):
             raise ConfigError(f"weight_dtype={weight_dtype!r}: this torch has no such kernel for this CPU")
         spec = read_spec(checkpoint_dir)
-        if max_seq_len > spec.max_positions:
-            raise CheckpointError(f"{checkpoint_dir}: the model has {spec.max_positions} positions, max_seq_len is {max_seq_len}")
+        check_length(spec, max_seq_len, checkpoint_dir)
         kind = weight_dtype
         if kind == "auto":
             packable = (device, dtype) == ("cpu", torch.float32)

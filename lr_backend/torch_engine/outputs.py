@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lr_backend.torch_engine.runner import Output
-from lr_backend.torch_engine.sampler import Purpose, chosen_log_probs, draw_tokens, target_probs, uniform
+from lr_backend.torch_engine.sampler import Purpose, chosen_log_probs, next_tokens, target_probs, uniform
 from lr_backend.torch_engine.sequence import Sequence
 from lr_backend.torch_engine.transfer import to_device, to_host
 from lr_backend.torch_engine.verification import (
@@ -72,9 +72,7 @@ def _decide(rows: Tensor, sequences: Items[Sequence], biased: bool) -> list[tupl
     """Drafts accepted and the token after them, of sequences that are alike, from ``rows`` [N, K + 1, V]."""
     greedy = sequences[0].request.sampling.greedy
     if rows.shape[1] == 1:
-        plain = rows[:, 0]
-        tokens = plain.argmax(dim=-1) if greedy else _sampled(plain, sequences)
-        return [(0, token) for token in tokens.tolist()]
+        return [(0, token) for token in _sampled(rows[:, 0], sequences)]
     drafts = to_device([sequence.drafts for sequence in sequences], rows.device)
     if greedy and sequences[0].request.accept_all_drafts:
         return [(drafts.shape[1], token) for token in rows[:, -1].argmax(dim=-1).tolist()]
@@ -82,10 +80,9 @@ def _decide(rows: Tensor, sequences: Items[Sequence], biased: bool) -> list[tupl
     return list(zip(*to_host(verdict.num_accepted, verdict.next_token), strict=True))
 
 
-def _sampled(rows: Tensor, sequences: Items[Sequence]) -> Tensor:
+def _sampled(rows: Tensor, sequences: Items[Sequence]) -> list[int]:
     draws = [uniform(one.request.seed, one.num_generated, Purpose.DRAW) for one in sequences]
-    points = to_device(draws, rows.device, torch.float64)
-    return draw_tokens(rows, [sequence.request.sampling for sequence in sequences], points)
+    return next_tokens(rows, [sequence.request.sampling for sequence in sequences], draws)
 
 
 def _verified(rows: Tensor, drafts: Tensor, sequences: Items[Sequence], biased: bool) -> Verdict:

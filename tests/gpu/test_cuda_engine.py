@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 from lr_backend.torch_engine.decode_graphs import CudaGraphRecorder, GraphSettings
 from lr_backend.torch_engine.engine import TorchEngine
 from lr_backend.torch_engine.model import DecoderModel
-from lr_backend.torch_engine.runner import Runner
 from lr_backend.torch_engine.scheduler import Chunk
 from lr_backend.torch_engine.sequence import Sequence
+from lr_backend.torch_engine.torch_runner import TorchRunner
 from tests.support.torch_engines import MakeEngine, ask, engines, prompt, request, tiny_checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -48,7 +48,7 @@ def answers(engine: TorchEngine, count: int = 60) -> list[tuple[int, ...]]:
 
 def logits_of(model: DecoderModel, tokens: tuple[int, ...], counts: list[int], graphs: GraphSettings | None) -> torch.Tensor:
     """Logits of all positions, computed in chunks of these sizes."""
-    runner = Runner(model, num_blocks=64, tokens_per_block=8, graphs=graphs)
+    runner = TorchRunner(model, num_blocks=64, tokens_per_block=8, graphs=graphs)
     sequence = Sequence(0, request(tokens), lambda result: None, (), 1, 8)
     sequence.table.blocks = list(range(63, -1, -1))
     parts = []

@@ -151,7 +151,7 @@ def test_logits_that_are_not_finite_fail_the_request_and_poison_nothing(
 ) -> None:
     full = greedy(engine, prompt(9), 12)
     other = greedy(engine, prompt(30, 5), 12)
-    norm = engine.model.norm
+    norm = engine._runner.model.norm
     kept = norm.clone()
     gate = Gate(engine)
     norm.fill_(float("nan"))

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from lr_backend.errors import ConfigError
-from lr_backend.torch_engine import engine as engine_module
-from lr_backend.torch_engine import memory
+from lr_backend.torch_engine import backends, memory
 from lr_backend.torch_engine.checkpoint import read_spec
 from lr_backend.torch_engine.config import EngineConfig
 from lr_backend.torch_engine.memory import bytes_a_token, with_kv_budget
@@ -65,18 +64,18 @@ def test_a_tokens_bytes_follow_from_the_model(checkpoint: Path) -> None:
 )
 def test_the_smaller_budget_counts(checkpoint: Path, fraction: float | None, free_tokens: int, pool: int) -> None:
     config = EngineConfig(checkpoint, max_tokens_in_paged_kv_cache=1000, kv_cache_free_mem_fraction=fraction, max_seq_len=256)
-    budgeted = with_kv_budget(config, read_spec(checkpoint), free_tokens * BYTES_A_TOKEN)
+    budgeted = with_kv_budget(config, read_spec(checkpoint), free_tokens * BYTES_A_TOKEN, copies=2)
     assert budgeted.max_tokens_in_paged_kv_cache == pool
 
 
 def test_memory_for_less_than_one_sequence_is_refused_by_name(checkpoint: Path) -> None:
     config = EngineConfig(checkpoint, kv_cache_free_mem_fraction=0.5, max_seq_len=256)
     with pytest.raises(ConfigError, match=r"kv_cache_free_mem_fraction=0\.5: .* 250 tokens; .* max_seq_len has 256"):
-        with_kv_budget(config, read_spec(checkpoint), 1000 * BYTES_A_TOKEN)
+        with_kv_budget(config, read_spec(checkpoint), 1000 * BYTES_A_TOKEN, copies=2)
 
 
 def test_an_engine_keeps_to_its_share(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "free_bytes", lambda device: 1200 * BYTES_A_TOKEN)
+    monkeypatch.setattr(backends, "free_bytes", lambda device: 1200 * BYTES_A_TOKEN)
     engine = tiny_engine(checkpoint, kv_cache_free_mem_fraction=0.5)
     try:
         assert engine.stats().num_blocks_free == 300 // engine.config.tokens_per_block

@@ -13,9 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from lr_backend.errors import CheckpointError
 from lr_backend.torch_engine.model import DecoderModel
-from lr_backend.torch_engine.runner import Runner
 from lr_backend.torch_engine.scheduler import Chunk
 from lr_backend.torch_engine.sequence import Sequence
+from lr_backend.torch_engine.torch_runner import TorchRunner
 from tests.support.torch_engines import VOCAB, ask, prompt, request, tiny_checkpoint, tiny_engine
 
 SHAPE: dict[str, Any] = {
@@ -85,7 +85,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> DecoderModel:
 
 def logits_of(model: DecoderModel, tokens: tuple[int, ...], counts: list[int]) -> torch.Tensor:
     """Logits of all positions, computed in chunks of these sizes."""
-    runner = Runner(model, num_blocks=40, tokens_per_block=4)
+    runner = TorchRunner(model, num_blocks=40, tokens_per_block=4)
     sequence = Sequence(0, request(tokens), lambda result: None, (), 1, 4)
     sequence.table.blocks = list(range(39, 0, -1))
     parts = []

@@ -97,7 +97,7 @@ def test_a_model_with_half_weights_is_near_the_exact_one(tied: bool, tmp_path: P
     tiny_checkpoint(tmp_path, gain=1.0, tie_word_embeddings=tied)
     exact, packed = (tiny_engine(tmp_path, weight_dtype=kind) for kind in ("same", "float16"))
     try:
-        assert isinstance(packed.model.layers[0].qkv, HalfProduct)
+        assert isinstance(packed._runner.model.layers[0].qkv, HalfProduct)
         assert greedy(exact, prompt(20), 12) == greedy(packed, prompt(20), 12)
     finally:
         exact.close()
@@ -110,8 +110,8 @@ def test_a_model_with_byte_weights_answers_the_same_alone_batched_and_verified(a
     tiny_checkpoint(tmp_path, gain=1.0, architecture=architecture)
     engine = tiny_engine(tmp_path, weight_dtype="int8")
     try:
-        assert isinstance(engine.model.layers[0].qkv, ByteProduct)
-        assert not isinstance(engine.model.head, ByteProduct)
+        assert isinstance(engine._runner.model.layers[0].qkv, ByteProduct)
+        assert not isinstance(engine._runner.model.head, ByteProduct)
         plain = greedy(engine, prompt(20), 12)
         batched = ask(engine, *(request(prompt(20 + length, length), 12) for length in (0, 3, 9)))[0].token_ids
         verified = ask(engine, request(prompt(20), 9, draft_ids=plain[:8]))[0]

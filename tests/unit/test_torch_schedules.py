@@ -17,10 +17,10 @@ from scipy import stats
 from lr_backend.engine import Sampling
 from lr_backend.torch_engine.engine import TorchEngine
 from lr_backend.torch_engine.model import DecoderModel
-from lr_backend.torch_engine.runner import Runner
 from lr_backend.torch_engine.sampler import target_probs
 from lr_backend.torch_engine.scheduler import Chunk
 from lr_backend.torch_engine.sequence import Sequence
+from lr_backend.torch_engine.torch_runner import TorchRunner
 from tests.support.torch_engines import VOCAB, Gate, ask, prompt, request, start, tiny_checkpoint, tiny_engine
 
 STEMS = [prompt(length, seed) for seed, length in enumerate((3, 17, 55, 30))]
@@ -106,7 +106,7 @@ def exact_probs(checkpoint: Path, prefixes: list[tuple[int, ...]], sampling: Sam
     model = DecoderModel.load(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=64)
     rows = []
     for prefix in prefixes:
-        runner = Runner(model, num_blocks=8, tokens_per_block=8)
+        runner = TorchRunner(model, num_blocks=8, tokens_per_block=8)
         sequence = Sequence(0, request(prefix), lambda result: None, (), 1, 8)
         sequence.table.blocks = list(range(8))
         rows.append(runner.run([Chunk(sequence, 0, len(prefix), 1)])[0])

@@ -1,0 +1,59 @@
+"""Who computes a model: the decoder in C where it can, torch everywhere else."""
+
+from __future__ import annotations
+
+import torch
+
+from lr_backend.errors import ConfigError
+from lr_backend.torch_engine.checkpoint import read_spec
+from lr_backend.torch_engine.config import EngineConfig
+from lr_backend.torch_engine.decode_graphs import CudaGraphRecorder, GraphSettings
+from lr_backend.torch_engine.memory import free_bytes, with_kv_budget
+from lr_backend.torch_engine.model import DecoderModel
+from lr_backend.torch_engine.native_model import NativeModel, why_not
+from lr_backend.torch_engine.native_runner import NativeRunner
+from lr_backend.torch_engine.runner import Runner
+from lr_backend.torch_engine.torch_runner import TorchRunner
+
+
+def open_runner(
+    config: EngineConfig, model: DecoderModel | None = None, graphs: GraphSettings | None = None
+) -> tuple[EngineConfig, Runner]:
+    """Load the checkpoint (unless a model is given), and ``config`` with its KV pool within the memory that is then free.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be served.
+        ConfigError: a setting cannot be kept: no kernel for the weights, too little memory for the KV cache.
+    """
+    if model is None and graphs is None and is_native(config):
+        native = NativeModel.load(config.checkpoint_dir, max_seq_len=config.max_seq_len, num_threads=config.num_threads or 1)
+        # Attention reads the pool itself: there is no second copy of what decodes.
+        config = with_kv_budget(config, native.spec, free_bytes(config.device), copies=1)
+        return config, NativeRunner(native, num_blocks=config.num_blocks, tokens_per_block=config.tokens_per_block)
+    model = model or DecoderModel.load(
+        config.checkpoint_dir,
+        dtype=getattr(torch, config.dtype),
+        device=config.device,
+        max_seq_len=config.max_seq_len,
+        weight_dtype=config.weight_dtype,
+        num_threads=config.num_threads,
+    )
+    config = with_kv_budget(config, model.spec, free_bytes(config.device), copies=2)
+    if graphs is None and config.device == "cuda" and config.use_cuda_graphs:
+        graphs = GraphSettings(CudaGraphRecorder)
+    return config, TorchRunner(model, num_blocks=config.num_blocks, tokens_per_block=config.tokens_per_block, graphs=graphs)
+
+
+def is_native(config: EngineConfig) -> bool:
+    """Whether the decoder in C computes this.
+
+    Raises:
+        CheckpointError: ``config.json`` cannot be read.
+        ConfigError: it was asked for and cannot.
+    """
+    if config.kernels == "torch" or not config.allows_native:
+        return False
+    reason = why_not(read_spec(config.checkpoint_dir))
+    if reason is not None and config.kernels == "native":
+        raise ConfigError(f"kernels='native': {reason}")
+    return reason is None

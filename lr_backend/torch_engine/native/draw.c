@@ -1,0 +1,100 @@
+/* One token a row from its logits: the most likely, or one drawn after temperature, top-k and top-p, as sampler.py says. */
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+
+typedef struct {
+    float value;
+    int32_t token;
+} Candidate;
+
+/* The more likely first; of equals the lower token. */
+static int by_likelihood(const void *left, const void *right) {
+    const Candidate *a = left, *b = right;
+    if (a->value != b->value) return a->value > b->value ? -1 : 1;
+    return a->token < b->token ? -1 : 1;
+}
+
+static int64_t most_likely(const float *logits, int64_t vocab_size) {
+    int64_t best = 0;
+    for (int64_t v = 1; v < vocab_size; v++)
+        if (logits[v] > logits[best]) best = v;
+    return best;
+}
+
+/* The k most likely, in order: a short sorted list that most tokens do not get into. */
+static int64_t most_likely_k(const float *logits, int64_t vocab_size, int64_t k, Candidate *found) {
+    int64_t count = 0;
+    for (int64_t v = 0; v < vocab_size; v++) {
+        if (count == k && !(logits[v] > found[k - 1].value)) continue;
+        int64_t at = count < k ? count++ : k - 1;
+        for (; at > 0 && found[at - 1].value < logits[v]; at--) found[at] = found[at - 1];
+        found[at] = (Candidate){logits[v], (int32_t)v};
+    }
+    return count;
+}
+
+/* All that can be within top-p, in order. What is left out, each less likely than (1 - top_p) / vocabulary, has not 1 - top_p
+ * together. */
+static int64_t likely_enough(const float *logits, int64_t vocab_size, float temperature, float top_p, Candidate *found) {
+    float best = logits[most_likely(logits, vocab_size)];
+    double total = 0.0;
+    for (int64_t v = 0; v < vocab_size; v++) total += exp((double)((logits[v] - best) / temperature));
+    double least = log(fmax(1.0 - (double)top_p, 1e-12) * total / (double)vocab_size) * (double)temperature + (double)best;
+    int64_t count = 0;
+    for (int64_t v = 0; v < vocab_size; v++)
+        if ((double)logits[v] >= least || logits[v] == best) found[count++] = (Candidate){logits[v], (int32_t)v};
+    qsort(found, (size_t)count, sizeof *found, by_likelihood);
+    return count;
+}
+
+static int64_t all_of_them(const float *logits, int64_t vocab_size, Candidate *found) {
+    for (int64_t v = 0; v < vocab_size; v++) found[v] = (Candidate){logits[v], (int32_t)v};
+    return vocab_size;
+}
+
+static int64_t drawn(const float *logits, int64_t vocab_size, float temperature, int64_t top_k, float top_p, double uniform,
+                     Candidate *found) {
+    int64_t count, nucleus = top_p < 1.0f;
+    if (top_k > 0 && top_k < vocab_size) {
+        count = most_likely_k(logits, vocab_size, top_k, found);
+    } else if (nucleus) {
+        count = likely_enough(logits, vocab_size, temperature, top_p, found);
+    } else {
+        count = all_of_them(logits, vocab_size, found);
+    }
+    float best = found[0].value;
+    for (int64_t c = 1; c < count; c++) best = found[c].value > best ? found[c].value : best;
+    double total = 0.0;
+    for (int64_t c = 0; c < count; c++) {
+        found[c].value = expf((found[c].value - best) / temperature);
+        total += (double)found[c].value;
+    }
+    if (nucleus) {
+        double reached = 0.0, wanted = (double)top_p * total;
+        int64_t kept = 0;
+        while (kept < count && reached < wanted) reached += (double)found[kept++].value;
+        count = kept;
+        total = reached;
+    }
+    double point = uniform * total, reached = 0.0;
+    int64_t last = found[0].token;
+    for (int64_t c = 0; c < count; c++) {
+        if (found[c].value == 0.0f) continue; /* impossible, even for a point that rounding put at the very end */
+        last = found[c].token;
+        reached += (double)found[c].value;
+        if (reached > point) break;
+    }
+    return last;
+}
+
+/* tokens [rows] of logits [rows, vocabulary]; temperature 0 is greedy. candidates: room for a vocabulary. */
+void draw_tokens(const float *logits, int64_t num_rows, int64_t vocab_size, const double *temperatures, const int64_t *top_ks,
+                 const double *top_ps, const double *uniforms, void *candidates, int64_t *tokens) {
+    for (int64_t r = 0; r < num_rows; r++) {
+        const float *row = logits + r * vocab_size;
+        tokens[r] = temperatures[r] == 0.0 ? most_likely(row, vocab_size)
+                                           : drawn(row, vocab_size, (float)temperatures[r], top_ks[r], (float)top_ps[r],
+                                                   uniforms[r], candidates);
+    }
+}

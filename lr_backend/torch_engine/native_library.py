@@ -1,0 +1,29 @@
+"""The compiled part of the package: ``native/*.c``, built when it is installed, where there is a C compiler."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from functools import cache
+
+NAME = "lr_backend.torch_engine._native"
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """None where it was not built, or does not open here; torch then computes alone. Calls do not hold the interpreter's lock."""
+    found = importlib.util.find_spec(NAME)
+    if found is None or found.origin is None:
+        return None
+    try:
+        opened = ctypes.CDLL(found.origin)
+    except OSError:  # built elsewhere, or OpenMP's own library is missing
+        return None
+    pointer, size = ctypes.c_void_p, ctypes.c_int64
+    opened.decoder_scratch.restype = size
+    opened.decoder_scratch.argtypes = (pointer, size)
+    opened.decoder_forward.restype = None
+    opened.decoder_forward.argtypes = (pointer, pointer, pointer, size)
+    opened.draw_tokens.restype = None
+    opened.draw_tokens.argtypes = (pointer, size, size, *(pointer,) * 6)
+    return opened

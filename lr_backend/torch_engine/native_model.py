@@ -1,0 +1,225 @@
+"""The decoder in C (``native/decoder.c``): weights laid out for it, and one call a forward pass.
+
+Weights are kept in bfloat16 where that loses nothing, which is so for checkpoints stored in it, and in float32 otherwise; sums
+are float32.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence as Items
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lr_backend.torch_engine.attention import Span
+from lr_backend.torch_engine.checkpoint import ModelSpec, TensorFiles, check_length, read_spec
+from lr_backend.torch_engine.native_library import library
+from lr_backend.torch_engine.rope import rope_table
+
+LANES = 16
+"""Numbers in one vector; head and hidden size must be multiples of it."""
+
+_Pointer = ctypes.c_void_p
+_Size = ctypes.c_int64
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = (("num_inputs", _Size), ("num_outputs", _Size), ("is_half", _Size), ("panels", _Pointer), ("bias", _Pointer))
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, _Pointer) for name in ("input_norm", "mlp_norm", "q_norm", "k_norm")),
+        *((name, _Matrix) for name in ("qkv", "output", "gate_up", "down")),
+    )
+
+
+class _Model(ctypes.Structure):
+    _fields_ = (
+        *((name, _Size) for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "inner_size")),
+        ("eps", ctypes.c_float),
+        *((name, _Pointer) for name in ("layers", "cosines", "sines", "embedding")),
+        ("embedding_is_half", _Size),
+        ("norm", _Pointer),
+        ("head", _Matrix),
+    )
+
+
+class _Pool(ctypes.Structure):
+    _fields_ = (("blocks", _Pointer), ("num_blocks", _Size), ("tokens_per_block", _Size), ("num_slots", _Size))
+
+
+class _Batch(ctypes.Structure):
+    _fields_ = (
+        *((name, _Size) for name in ("num_chunks", "num_rows", "num_logits")),
+        *((name, _Pointer) for name in ("tokens", "starts", "counts", "first_blocks", "blocks", "logit_rows")),
+        *((name, _Pointer) for name in ("logits", "scratch")),
+    )
+
+
+def why_not(spec: ModelSpec) -> str | None:
+    """What keeps the decoder in C from computing ``spec``; None when nothing does."""
+    if library() is None:
+        return "the library was not built when the package was installed (it needs a C compiler)"
+    if spec.hidden_size % LANES or spec.head_dim % LANES:
+        return f"hidden size {spec.hidden_size} and head size {spec.head_dim} must be multiples of {LANES}"
+    return None
+
+
+class NativePool:
+    """Keys and values by block and head: a head's keys [head_dim, slots], then its values [slots, head_dim]."""
+
+    def __init__(self, spec: ModelSpec, *, num_blocks: int, tokens_per_block: int) -> None:
+        slots = -(-tokens_per_block // LANES) * LANES
+        by_head = (spec.num_layers, num_blocks, spec.num_kv_heads)
+        self._memory = torch.zeros(*by_head, 2, slots * spec.head_dim)
+        keys, values = self._memory.unbind(3)
+        self._keys, self._values = keys.view(*by_head, spec.head_dim, slots), values.view(*by_head, slots, spec.head_dim)
+        self.tokens_per_block = tokens_per_block
+        self.struct = _Pool(self._memory.data_ptr(), num_blocks, tokens_per_block, slots)
+
+    def copy_prefix(self, source: int, target: int, num_tokens: int) -> None:
+        self._keys[:, target, :, :, :num_tokens] = self._keys[:, source, :, :, :num_tokens]
+        self._values[:, target, :, :num_tokens] = self._values[:, source, :, :num_tokens]
+
+    def clear(self, blocks: Items[int]) -> None:
+        """Zero blocks: what is masked may be stale, but never not-a-number."""
+        self._memory[:, list(blocks)] = 0.0
+
+    def reset(self) -> None:
+        self._memory.zero_()
+
+
+class NativeModel:
+    """Qwen3, Qwen2 or Llama on a CPU. Not thread-safe: the engine's thread owns it."""
+
+    def __init__(self, spec: ModelSpec, files: TensorFiles, *, max_seq_len: int, num_threads: int) -> None:
+        opened = library()
+        assert opened is not None, why_not(spec)
+        self.spec = spec
+        self._library = opened
+        self._num_threads = num_threads
+        self._kept: list[object] = []
+        """What the structure points to."""
+        self._model = self._structure(files, max_seq_len)
+        self._address = ctypes.addressof(self._model)
+        self._scratch = torch.empty(0)
+
+    @classmethod
+    def load(cls, checkpoint_dir: Path, *, max_seq_len: int, num_threads: int = 1) -> Self:
+        """Read a checkpoint tensor by tensor.
+
+        Raises:
+            CheckpointError: anything in the folder that keeps it from being served, by name.
+        """
+        spec = read_spec(checkpoint_dir)
+        check_length(spec, max_seq_len, checkpoint_dir)
+        files = TensorFiles(checkpoint_dir)
+        model = cls(spec, files, max_seq_len=max_seq_len, num_threads=num_threads)
+        files.require_all_read(*(("lm_head.weight",) if spec.tie_word_embeddings else ()))
+        return model
+
+    def forward(self, pool: NativePool, tokens: list[int], spans: Items[Span], rows: list[int]) -> Tensor:
+        """Logits, float32 [R, vocabulary], of ``rows``; keys and values of all tokens go to the pool.
+
+        Args:
+            tokens: of all chunks, one after another.
+            spans: of each chunk its place in its sequence, and the blocks that hold it and all before.
+        """
+        first_blocks: list[int] = []
+        blocks: list[int] = []
+        for span in spans:
+            first_blocks.append(len(blocks))
+            blocks += span.blocks
+        lists = (tokens, [span.start for span in spans], [span.count for span in spans], first_blocks, blocks, rows)
+        numbers = np.array([number for values in lists for number in values], dtype=np.int64)
+        at, pointers = numbers.ctypes.data, []
+        for values in lists:
+            pointers.append(at)
+            at += 8 * len(values)
+        logits = torch.empty(len(rows), self.spec.vocab_size)
+        scratch = self._scratch_of(len(tokens))
+        self._compute(pool, _Batch(len(spans), len(tokens), len(rows), *pointers, logits.data_ptr(), scratch.data_ptr()))
+        return logits
+
+    def _compute(self, pool: NativePool, batch: _Batch) -> None:
+        """Without the interpreter's lock."""
+        self._library.decoder_forward(self._address, ctypes.addressof(pool.struct), ctypes.addressof(batch), self._num_threads)
+
+    def _scratch_of(self, num_rows: int) -> Tensor:
+        needed = self._library.decoder_scratch(self._address, num_rows)
+        if self._scratch.numel() < needed:
+            self._scratch = torch.empty(needed)
+        return self._scratch
+
+    def _structure(self, files: TensorFiles, max_seq_len: int) -> _Model:
+        spec = self.spec
+        layers = (_Layer * spec.num_layers)(*(self._layer(files, f"model.layers.{at}.") for at in range(spec.num_layers)))
+        self._kept.append(layers)
+        rotations = torch.view_as_real(rope_table(spec.rope, spec.head_dim, max_seq_len + 1))
+        embedding = files.read("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
+        separate, is_half = (None, 0) if spec.tie_word_embeddings else self._stored(embedding)
+        head = embedding if spec.tie_word_embeddings else files.read("lm_head.weight", spec.vocab_size, spec.hidden_size)
+        return _Model(
+            spec.num_layers,
+            spec.hidden_size,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            spec.intermediate_size,
+            spec.rms_norm_eps,
+            ctypes.addressof(layers),
+            self._address_of(rotations[..., 0]),
+            self._address_of(rotations[..., 1]),
+            separate,
+            is_half,
+            self._vector(files, "model.norm.weight", spec.hidden_size),
+            self._matrix([head]),
+        )
+
+    def _layer(self, files: TensorFiles, prefix: str) -> _Layer:
+        spec, attention, mlp = self.spec, f"{prefix}self_attn.", f"{prefix}mlp."
+        hidden, inner = spec.hidden_size, spec.intermediate_size
+        queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        widths = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        qkv = torch.cat([files.read(f"{attention}{name}.weight", width, hidden) for name, width in widths.items()])
+        biases = [files.read(f"{attention}{name}.bias", width) for name, width in widths.items() if spec.qkv_bias]
+        gate_up = [files.read(f"{mlp}{name}.weight", inner, hidden) for name in ("gate_proj", "up_proj")]
+        return _Layer(
+            self._vector(files, f"{prefix}input_layernorm.weight", hidden),
+            self._vector(files, f"{prefix}post_attention_layernorm.weight", hidden),
+            self._vector(files, f"{attention}q_norm.weight", spec.head_dim) if spec.qk_norm else None,
+            self._vector(files, f"{attention}k_norm.weight", spec.head_dim) if spec.qk_norm else None,
+            self._matrix([qkv], torch.cat(biases) if biases else None),
+            self._matrix([files.read(f"{attention}o_proj.weight", hidden, queries)]),
+            self._matrix(gate_up),
+            self._matrix([files.read(f"{mlp}down_proj.weight", hidden, inner)]),
+        )
+
+    def _matrix(self, parts: list[Tensor], bias: Tensor | None = None) -> _Matrix:
+        """Panels of 2 * LANES outputs [in, 2 * LANES] of weights [out, in]; two parts of one shape share each panel."""
+        num_outputs, num_inputs = parts[0].shape
+        lanes = 2 * LANES // len(parts)
+        num_panels = -(-num_outputs // lanes)
+        padded = [torch.nn.functional.pad(part, (0, 0, 0, num_panels * lanes - num_outputs)) for part in parts]
+        stacked = torch.cat([part.view(num_panels, lanes, num_inputs) for part in padded], 1)
+        panels, is_half = self._stored(stacked.transpose(1, 2))
+        return _Matrix(num_inputs, num_outputs, is_half, panels, None if bias is None else self._address_of(bias.float()))
+
+    def _stored(self, weight: Tensor) -> tuple[int, int]:
+        """The address of ``weight`` in bfloat16 if that loses nothing, else in float32, and whether it is the former."""
+        half = weight.to(torch.bfloat16)
+        if half.dtype == weight.dtype or torch.equal(half.float(), weight.float()):
+            return self._address_of(half), 1
+        return self._address_of(weight.float()), 0
+
+    def _vector(self, files: TensorFiles, name: str, width: int) -> int:
+        return self._address_of(files.read(name, width).float())
+
+    def _address_of(self, tensor: Tensor) -> int:
+        self._kept.append(tensor := tensor.contiguous())
+        return tensor.data_ptr()
