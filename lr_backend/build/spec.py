@@ -41,6 +41,7 @@ class TorchEngineSpec(_Section):
         max_num_tokens: most tokens of one iteration; longer prompts are prefilled in chunks.
         max_seq_len: prompt and output of one request together.
         max_draft_len: most token drafts of one verification; 0 refuses drafts.
+        overlap_prefill: compute longer chunks of prompts on a second thread, while others decode. Native kernels only.
         use_cuda_graphs: replay iterations that only decode as CUDA graphs; on a CPU it means nothing.
     """
 
@@ -59,6 +60,7 @@ class TorchEngineSpec(_Section):
     max_seq_len: int = Field(ge=2)
     max_draft_len: int = Field(default=0, ge=0)
     enable_kv_cache_reuse: bool = True
+    overlap_prefill: bool = True
     use_cuda_graphs: bool = True
 
     @model_validator(mode="after")
@@ -80,6 +82,7 @@ class TorchEngineSpec(_Section):
             "max_tokens_in_paged_kv_cache": str(self.max_tokens_in_paged_kv_cache),
             "batch_scheduler_policy": "max_utilization",
             "enable_kv_cache_reuse": str(self.enable_kv_cache_reuse).lower(),
+            "overlap_prefill": str(self.overlap_prefill).lower(),
             "use_cuda_graphs": str(self.use_cuda_graphs).lower(),
             "enable_chunked_context": "true",
             "exclude_input_in_output": "true",

@@ -38,6 +38,7 @@ class EngineConfig:
         max_seq_len: prompt and output of one request together.
         max_draft_len: most draft tokens of one verification; 0 refuses drafts, as upstream without the mode.
         enable_kv_cache_reuse: keep and share the blocks of computed prefixes.
+        overlap_prefill: compute longer chunks of prompts on a second thread, while others decode. Native kernels only.
         use_cuda_graphs: replay iterations that only decode as CUDA graphs; on a CPU it means nothing. Their memory is not counted
             in ``kv_cache_free_mem_fraction``: leave them some.
         exclude_input_in_output: what holds for requests that do not say.
@@ -59,6 +60,7 @@ class EngineConfig:
     max_seq_len: int = 2048
     max_draft_len: int = 16
     enable_kv_cache_reuse: bool = True
+    overlap_prefill: bool = True
     use_cuda_graphs: bool = True
     exclude_input_in_output: bool = False
     reproduce_upstream_draft_bias: bool = False

@@ -10,12 +10,13 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, LookaheadError, Overloaded
 from lr_backend.torch_engine.backends import open_runner
@@ -25,10 +26,12 @@ from lr_backend.torch_engine.decode_graphs import GraphSettings
 from lr_backend.torch_engine.kv_cache import KvCache
 from lr_backend.torch_engine.limits import cut_at_end, plan_run
 from lr_backend.torch_engine.model import DecoderModel
-from lr_backend.torch_engine.outputs import NewTokens, choose_tokens
+from lr_backend.torch_engine.outputs import choose_tokens
 from lr_backend.torch_engine.request import EngineRequest, EngineResponse
+from lr_backend.torch_engine.runner import Output
 from lr_backend.torch_engine.scheduler import Chunk, Scheduler
-from lr_backend.torch_engine.sequence import OnDone, Sequence
+from lr_backend.torch_engine.sequence import NewTokens, OnDone, Sequence
+from lr_backend.torch_engine.side_lane import SideLane
 from lr_backend.torch_engine.stats import Counters, EngineStats
 
 IDLE_CHECK_S = 1.0
@@ -50,6 +53,8 @@ class TorchEngine:
             ConfigError: a setting cannot be kept: no kernel for the weights, too little memory for the KV cache.
         """
         self.config, self._runner = open_runner(config, model, graphs)
+        self._lane = SideLane(self._runner.run, self._notify) if self._runner.is_concurrent and config.overlap_prefill else None
+        self._cancelled_aside: list[Sequence] = []
         self._scheduler = self._new_scheduler()
         self._counters = Counters()
         self._wake = threading.Condition()
@@ -98,7 +103,7 @@ class TorchEngine:
             self._inbox.append(sequence)
             if request.request_id:
                 self._by_id[request.request_id] = sequence
-            self._wake.notify()
+            self._awaken()
 
     def cancel(self, request_id: str) -> None:
         """End a request in flight: it is answered with what it has. Unknown ids are no error."""
@@ -106,7 +111,7 @@ class TorchEngine:
             sequence = self._by_id.get(request_id)
             if sequence is not None:
                 self._cancels.append(sequence)
-                self._wake.notify()
+                self._awaken()
 
     def stats(self) -> EngineStats:
         """Counters and gauges now; cheap, and consistent up to one iteration."""
@@ -134,7 +139,7 @@ class TorchEngine:
         """Fail what is in flight with :class:`EngineUnavailable` and wait until the engine's thread has ended."""
         with self._wake:
             self._closing = True
-            self._wake.notify()
+            self._awaken()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -162,6 +167,8 @@ class TorchEngine:
             _logger.exception("the engine's thread died")
             failure = EngineUnavailable(f"the engine died: {error}")
         finally:
+            if self._lane:
+                self._lane.close()
             with self._wake:
                 self._closing = True
                 errands = list(self._errands)
@@ -182,38 +189,84 @@ class TorchEngine:
             self._cancels.clear()
             self._errands.clear()
             closing = self._closing
+            self._runner.interrupt(False)
             self._scheduler.waiting.extend(arrived)
         for errand in errands:
             errand()
+        if self._lane and self._lane.done:
+            self._take_from(self._lane)
         for sequence in cancelled:
-            if sequence in self._scheduler.running or sequence in self._scheduler.waiting:
-                self._counters.num_cancelled += 1
-                self._finish(sequence)
+            if self._lane and sequence in self._lane.sequences:
+                self._cancelled_aside.append(sequence)
+            else:
+                self._cancel_now(sequence)
         return not closing
+
+    def _cancel_now(self, sequence: Sequence) -> None:
+        if sequence in self._scheduler.running or sequence in self._scheduler.waiting:
+            self._counters.num_cancelled += 1
+            self._finish(sequence)
 
     def _iterate(self) -> None:
         started = time.perf_counter()
         chunks: list[Chunk] = []
         try:
-            chunks = self._scheduler.schedule()
+            chunks = self._scheduler.schedule(self._lane.sequences if self._lane else ())
             now = time.monotonic_ns()
-            for chunk in chunks:
-                chunk.sequence.first_scheduled_ns = chunk.sequence.first_scheduled_ns or now
-            logits, outputs = self._runner.run(chunks)
-            if logits.numel() and not math.isfinite(logits.sum().item()):
-                raise EngineError("the model computed logits that are not finite")
-            gained = choose_tokens(logits, outputs, biased=self.config.reproduce_upstream_draft_bias)
-            self._advance(chunks, gained)
+            if self._lane:
+                aside, chunks = self._lane.divide(chunks)
+                if aside:
+                    _stamp(aside, now)
+                    self._lane.start(aside)
+            if chunks:
+                _stamp(chunks, now)
+                self._compute(chunks)
         except Exception as error:
             _logger.exception("iteration failed")
             self._recover(chunks, error)
         finally:
             self._counters.busy_s += time.perf_counter() - started
+        if not chunks and self._lane and self._lane.sequences:
+            self._wait_for_lane(self._lane)
+
+    def _compute(self, chunks: list[Chunk]) -> None:
+        """One iteration, or several at once where all only decode and nobody waits."""
+        gained = self._runner.run_ahead(chunks)
+        if gained is None:
+            self._counters.num_iterations += 1
+            self._complete(chunks, lambda: self._runner.run(chunks))
+            return
+        self._counters.num_iterations += len(gained[0].token_ids)
+        self._counters.num_batch_rows += gained[0].num_stored * len(chunks)
+        self._advance(chunks, gained)
+
+    def _wait_for_lane(self, lane: SideLane) -> None:
+        """All that runs is in the lane: wait for it, or for other work."""
+        with self._wake:
+            self._wake.wait_for(lambda: lane.done or self._inbox or self._cancels or self._errands or self._closing)
+
+    def _take_from(self, lane: SideLane) -> None:
+        """Book what the lane computed, and end what was cancelled meanwhile."""
+        chunks, result = lane.take()
+        try:
+            self._complete(chunks, result)
+        except Exception as error:
+            _logger.exception("an iteration beside failed")
+            self._recover(chunks, error)
+        for sequence in self._cancelled_aside:
+            self._cancel_now(sequence)
+        self._cancelled_aside.clear()
+
+    def _complete(self, chunks: list[Chunk], run: Callable[[], tuple[Tensor, list[Output]]]) -> None:
+        """From logits to answers."""
+        logits, outputs = run()
+        if logits.numel() and not math.isfinite(logits.sum().item()):
+            raise EngineError("the model computed logits that are not finite")
+        self._advance(chunks, choose_tokens(logits, outputs, biased=self.config.reproduce_upstream_draft_bias))
 
     def _advance(self, chunks: list[Chunk], gained: list[NewTokens]) -> None:
         """Book what was computed, give out the new tokens, finish the sequences that ended."""
         counters, cache = self._counters, self._scheduler.cache
-        counters.num_iterations += 1
         counters.num_batch_rows += len(chunks)
         now = time.monotonic_ns()
         for chunk in chunks:
@@ -222,6 +275,9 @@ class TorchEngine:
             sequence.num_computed = min(chunk.end, len(sequence.tokens))
             if sequence.num_computed // cache.tokens_per_block > len(sequence.table.keys):
                 cache.register(sequence.table, sequence.tokens, sequence.num_computed)
+            if chunk.count > 1 and chunk.num_logits:
+                # Branches of the same answer come next: they continue this prompt.
+                cache.share_partial(sequence.table, sequence.tokens, sequence.num_computed)
         for new in gained:
             if self._take_tokens(new, now):
                 self._finish(new.sequence)
@@ -233,8 +289,7 @@ class TorchEngine:
         output_length = sequence.num_generated
         emitted, ended = cut_at_end(sequence.request, output or range(output_length), new.token_ids, sequence.max_new_tokens)
         sequence.tokens += emitted
-        # Accepted drafts have their keys and values; the token after them is computed next.
-        sequence.num_computed = min(sequence.num_computed + new.num_accepted, len(sequence.tokens))
+        sequence.num_computed = min(sequence.num_computed + new.num_stored, len(sequence.tokens))
         sequence.log_probs += new.log_probs[: len(emitted)]
         sequence.num_accepted = min(new.num_accepted, len(emitted))
         sequence.first_token_ns = sequence.first_token_ns or now_ns
@@ -248,6 +303,15 @@ class TorchEngine:
         self._scheduler.remove(sequence)
         self._counters.num_requests += 1
         self._answer(sequence, sequence.response())
+
+    def _awaken(self) -> None:
+        """Let the engine's thread see what is new; the condition's lock is held."""
+        self._runner.interrupt(True)
+        self._wake.notify()
+
+    def _notify(self) -> None:
+        with self._wake:
+            self._awaken()
 
     def _answer(self, sequence: Sequence, result: EngineResponse | LookaheadError) -> None:
         """Free the id, then tell the caller; a caller's failure is not the engine's."""
@@ -267,6 +331,8 @@ class TorchEngine:
         failure = error if isinstance(error, LookaheadError) else EngineError(f"the iteration failed: {error}")
         failed = [chunk.sequence for chunk in chunks if chunk.sequence in self._scheduler.running]
         if not chunks:
+            if self._lane and self._lane.sequences:
+                self._lane.take()
             self._fail_all(failure)
             self._reset_books()
             return
@@ -328,5 +394,11 @@ class TorchEngine:
             if self._closing:
                 raise EngineUnavailable("the engine is closed")
             self._errands.append(run)
-            self._wake.notify()
+            self._awaken()
         return future
+
+
+def _stamp(chunks: Iterable[Chunk], now_ns: int) -> None:
+    """Note when each sequence was first scheduled."""
+    for chunk in chunks:
+        chunk.sequence.first_scheduled_ns = chunk.sequence.first_scheduled_ns or now_ns

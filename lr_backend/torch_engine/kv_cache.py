@@ -165,14 +165,26 @@ class KvCache:
                 self._by_key[key] = table.blocks[index]
                 self._publish(table.blocks[index], content)
 
+    def share_partial(self, table: BlockTable, tokens: Sequence[int], num_computed: int) -> None:
+        """Let others copy the table's partly filled block as far as it is computed now; the owner may go on filling it."""
+        full = len(table.keys)
+        rest = tuple(tokens[full * self.tokens_per_block : num_computed])
+        if not self.reuse or not rest:
+            return
+        block, parent = table.blocks[full], table.keys[-1] if table.keys else ROOT_KEY
+        others = (other for other in self._children.get(parent, ()) if other != block)
+        if not any(self._contents[other].tokens[: len(rest)] == rest for other in others):
+            self._publish(block, Content(parent, rest))
+        elif block in self._contents:
+            self._forget(block)
+
     def release(self, table: BlockTable, tokens: Sequence[int], num_computed: int) -> None:
         """Give a sequence's blocks back; what was computed of it stays cached, its partly filled block too.
 
         The end of the sequence becomes evictable before its beginning.
         """
         self.register(table, tokens, num_computed)
-        if self.reuse:
-            self._publish_partial(table, tokens, num_computed)
+        self.share_partial(table, tokens, num_computed)
         for block in reversed(table.blocks):
             self._drop(block)
         table.blocks.clear()
@@ -181,22 +193,17 @@ class KvCache:
     def discard(self, table: BlockTable) -> list[int]:
         """Give a sequence's blocks back after a failed iteration; returns those that became free, whose rows may hold anything.
 
-        Blocks registered before stay: they were computed by iterations that went well.
+        Full blocks registered before stay: they were computed by iterations that went well.
         """
+        for block in table.blocks[len(table.keys) :]:
+            if block in self._contents:
+                self._forget(block)
         freed = [block for block in table.blocks if self._references[block] == 1 and block not in self._contents]
         for block in reversed(table.blocks):
             self._drop(block)
         table.blocks.clear()
         table.keys.clear()
         return freed
-
-    def _publish_partial(self, table: BlockTable, tokens: Sequence[int], num_computed: int) -> None:
-        full = len(table.keys)
-        rest = tuple(tokens[full * self.tokens_per_block : num_computed])
-        parent = table.keys[-1] if table.keys else ROOT_KEY
-        known = any(self._contents[block].tokens[: len(rest)] == rest for block in self._children.get(parent, ()))
-        if rest and not known:
-            self._publish(table.blocks[full], Content(parent, rest))
 
     def _publish(self, block: int, content: Content) -> None:
         self._contents[block] = content

@@ -24,6 +24,8 @@ def library() -> ctypes.CDLL | None:
     opened.decoder_scratch.argtypes = (pointer, size)
     opened.decoder_forward.restype = None
     opened.decoder_forward.argtypes = (pointer, pointer, pointer, size)
+    opened.decoder_run.restype = size
+    opened.decoder_run.argtypes = (pointer, pointer, pointer, size)
     opened.draw_tokens.restype = None
     opened.draw_tokens.argtypes = (pointer, size, size, *(pointer,) * 6)
     return opened

@@ -7,18 +7,23 @@ are float32.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Sequence as Items
+from functools import lru_cache
 from pathlib import Path
 from typing import Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lr_backend.errors import EngineError
 from lr_backend.torch_engine.attention import Span
 from lr_backend.torch_engine.checkpoint import ModelSpec, TensorFiles, check_length, read_spec
 from lr_backend.torch_engine.native_library import library
 from lr_backend.torch_engine.rope import rope_table
+from lr_backend.torch_engine.sequence import Sequence
 
 LANES = 16
 """Numbers in one vector; head and hidden size must be multiples of it."""
@@ -61,6 +66,15 @@ class _Batch(ctypes.Structure):
     )
 
 
+class _Run(ctypes.Structure):
+    _fields_ = (
+        *((name, _Size) for name in ("num_sequences", "max_steps")),
+        *((name, _Pointer) for name in ("tokens", "starts", "ones", "places", "first_blocks", "blocks", "top_ks", "offsets")),
+        *((name, _Pointer) for name in ("seeds", "temperatures", "top_ps", "ends", "drawn", "log_probs")),
+        *((name, _Pointer) for name in ("logits", "scratch", "candidates", "interrupt")),
+    )
+
+
 def why_not(spec: ModelSpec) -> str | None:
     """What keeps the decoder in C from computing ``spec``; None when nothing does."""
     if library() is None:
@@ -95,7 +109,7 @@ class NativePool:
 
 
 class NativeModel:
-    """Qwen3, Qwen2 or Llama on a CPU. Not thread-safe: the engine's thread owns it."""
+    """Qwen3, Qwen2 or Llama on a CPU. Threads may compute at a time, each with other blocks to write."""
 
     def __init__(self, spec: ModelSpec, files: TensorFiles, *, max_seq_len: int, num_threads: int) -> None:
         opened = library()
@@ -107,7 +121,7 @@ class NativeModel:
         """What the structure points to."""
         self._model = self._structure(files, max_seq_len)
         self._address = ctypes.addressof(self._model)
-        self._scratch = torch.empty(0)
+        self._local = threading.local()
 
     @classmethod
     def load(cls, checkpoint_dir: Path, *, max_seq_len: int, num_threads: int = 1) -> Self:
@@ -135,26 +149,84 @@ class NativeModel:
         for span in spans:
             first_blocks.append(len(blocks))
             blocks += span.blocks
-        lists = (tokens, [span.start for span in spans], [span.count for span in spans], first_blocks, blocks, rows)
-        numbers = np.array([number for values in lists for number in values], dtype=np.int64)
-        at, pointers = numbers.ctypes.data, []
-        for values in lists:
-            pointers.append(at)
-            at += 8 * len(values)
+        _kept, pointers = _joined(
+            tokens, [span.start for span in spans], [span.count for span in spans], first_blocks, blocks, rows
+        )
         logits = torch.empty(len(rows), self.spec.vocab_size)
         scratch = self._scratch_of(len(tokens))
         self._compute(pool, _Batch(len(spans), len(tokens), len(rows), *pointers, logits.data_ptr(), scratch.data_ptr()))
         return logits
+
+    def run_ahead(
+        self, pool: NativePool, sequences: Items[Sequence], max_steps: int, interrupt: ctypes.c_int32
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """Decode sequences that have one token to compute, at most ``max_steps`` times, for which their blocks have room.
+
+        It ends with the step in which one draws a token that may end it, or in which ``interrupt`` is found set. Returns the
+        tokens and their log-probabilities (none if nobody wants them) of each sequence.
+
+        Raises:
+            EngineError: logits that are not finite.
+        """
+        count, vocab_size = len(sequences), self.spec.vocab_size
+        requests = [one.request for one in sequences]
+        first_blocks: list[int] = []
+        blocks: list[int] = []
+        for one in sequences:
+            first_blocks.append(len(blocks))
+            blocks += one.table.blocks
+        ends = [_possible_ends(request.end_id, request.stop_words, vocab_size) for request in requests]
+        _kept, pointers = _joined(
+            [one.tokens[-1] for one in sequences],
+            [one.num_computed for one in sequences],
+            [1] * count,
+            list(range(count)),
+            first_blocks,
+            blocks,
+            [request.sampling.top_k for request in requests],
+            [one.num_generated for one in sequences],
+        )
+        seeds = np.array([request.seed for request in requests], dtype=np.uint64)
+        temperatures = np.array([0.0 if request.sampling.greedy else request.sampling.temperature for request in requests])
+        top_ps = np.array([request.sampling.top_p for request in requests])
+        end_flags = np.array([0 if flags is None else flags.ctypes.data for flags in ends], dtype=np.uint64)
+        drawn = np.empty((max_steps, count), dtype=np.int64)
+        wanted = any(request.return_log_probs for request in requests)
+        log_probs = np.empty((max_steps, count)) if wanted else np.empty((0, count))
+        logits, candidates = np.empty((count, vocab_size), dtype=np.float32), np.empty(vocab_size, dtype=np.int64)
+        run = _Run(
+            count,
+            max_steps,
+            *pointers,
+            *(array.ctypes.data for array in (seeds, temperatures, top_ps, end_flags, drawn)),
+            log_probs.ctypes.data if wanted else None,
+            logits.ctypes.data,
+            self._scratch_of(count).data_ptr(),
+            candidates.ctypes.data,
+            ctypes.addressof(interrupt),
+        )
+        num_steps = self._compute_ahead(pool, run)
+        if num_steps < 0:
+            raise EngineError("the model computed logits that are not finite")
+        return drawn[:num_steps].T.tolist(), log_probs[:num_steps].T.tolist()
+
+    def _compute_ahead(self, pool: NativePool, run: _Run) -> int:
+        """Without the interpreter's lock."""
+        address = ctypes.addressof(pool.struct)
+        num_steps: int = self._library.decoder_run(self._address, address, ctypes.addressof(run), self._num_threads)
+        return num_steps
 
     def _compute(self, pool: NativePool, batch: _Batch) -> None:
         """Without the interpreter's lock."""
         self._library.decoder_forward(self._address, ctypes.addressof(pool.struct), ctypes.addressof(batch), self._num_threads)
 
     def _scratch_of(self, num_rows: int) -> Tensor:
+        """Memory to compute in, of the calling thread."""
         needed = self._library.decoder_scratch(self._address, num_rows)
-        if self._scratch.numel() < needed:
-            self._scratch = torch.empty(needed)
-        return self._scratch
+        scratch: Tensor | None = getattr(self._local, "scratch", None)
+        if scratch is None or scratch.numel() < needed:
+            self._local.scratch = scratch = torch.empty(needed)
+        return scratch
 
     def _structure(self, files: TensorFiles, max_seq_len: int) -> _Model:
         spec = self.spec
@@ -223,3 +295,24 @@ class NativeModel:
     def _address_of(self, tensor: Tensor) -> int:
         self._kept.append(tensor := tensor.contiguous())
         return tensor.data_ptr()
+
+
+def _joined(*lists: list[int]) -> tuple[npt.NDArray[np.int64], list[int]]:
+    """All numbers in one array, and the address of each list in it; good as long as the array is kept."""
+    numbers = np.array([number for values in lists for number in values], dtype=np.int64)
+    at, pointers = numbers.ctypes.data, []
+    for values in lists:
+        pointers.append(at)
+        at += 8 * len(values)
+    return numbers, pointers
+
+
+@lru_cache(maxsize=64)
+def _possible_ends(end_id: int | None, stop_words: tuple[tuple[int, ...], ...], vocab_size: int) -> npt.NDArray[np.uint8] | None:
+    """Not 0 for every token with which a run may end; None when it has no such token."""
+    tokens = [word[-1] for word in stop_words if word[-1] < vocab_size] + ([] if end_id is None else [end_id])
+    if not tokens:
+        return None
+    flags = np.zeros(vocab_size, dtype=np.uint8)
+    flags[tokens] = 1
+    return flags

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lr_backend.torch_engine.runner import Output
 from lr_backend.torch_engine.sampler import Purpose, chosen_log_probs, next_tokens, target_probs, uniform
-from lr_backend.torch_engine.sequence import Sequence
+from lr_backend.torch_engine.sequence import NewTokens, Sequence
 from lr_backend.torch_engine.transfer import to_device, to_host
 from lr_backend.torch_engine.verification import (
     Verdict,
@@ -23,16 +22,6 @@ from lr_backend.torch_engine.verification import (
     verify_tokens,
     verify_with_logits,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class NewTokens:
-    """What one sequence gained: accepted drafts, then one token more."""
-
-    sequence: Sequence
-    token_ids: list[int]
-    num_accepted: int
-    log_probs: list[float]
 
 
 def choose_tokens(logits: Tensor, outputs: Items[Output], *, biased: bool) -> list[NewTokens]:
@@ -134,4 +123,4 @@ def _new_tokens(logits: Tensor, output: Output, num_accepted: int, next_token: i
     if sequence.request.return_log_probs:
         rows = logits[output.first : output.first + len(token_ids)]
         log_probs = chosen_log_probs(rows, to_device(token_ids, logits.device)).tolist()
-    return NewTokens(sequence, token_ids, num_accepted, log_probs)
+    return NewTokens(sequence, token_ids, log_probs, num_stored=num_accepted, num_accepted=num_accepted)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lr_backend.torch_engine.checkpoint import ModelSpec
 from lr_backend.torch_engine.scheduler import Chunk
+from lr_backend.torch_engine.sequence import NewTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +27,27 @@ class Runner(Protocol):
     @property
     def spec(self) -> ModelSpec: ...
 
+    @property
+    def is_concurrent(self) -> bool:
+        """Whether two threads may :meth:`run` at a time, with different sequences."""
+        ...
+
     def run(self, chunks: Items[Chunk]) -> tuple[Tensor, list[Output]]:
         """Logits, float32 [R, vocabulary], and which rows are whose; keys and values of all tokens are stored.
 
-        Both are good until the next call.
+        Both are good until the next call of the same thread.
         """
+        ...
+
+    def run_ahead(self, chunks: Items[Chunk]) -> list[NewTokens] | None:
+        """Decode these sequences, one token each so far, until one may have ended, :meth:`interrupt` or no more room.
+
+        None where that cannot be done: then nothing has happened, and :meth:`run` is to be used.
+        """
+        ...
+
+    def interrupt(self, wanted: bool) -> None:
+        """Have :meth:`run_ahead` return soon, or no longer; from any thread."""
         ...
 
     def copy_prefix(self, source: int, target: int, num_tokens: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from lr_backend.torch_engine.kv_cache import KvCache
@@ -51,15 +51,15 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
-    def schedule(self) -> list[Chunk]:
-        """The chunks of the next iteration; empty only when idle."""
+    def schedule(self, busy: Collection[Sequence] = ()) -> list[Chunk]:
+        """The chunks of the next iteration; empty only when idle, or when all that runs is ``busy``: being computed elsewhere."""
         chunks: list[Chunk] = []
         budget = self._max_num_tokens
         for sequence in sorted(self.running, key=lambda one: (one.num_pending > 1, one.order)):
-            if sequence not in self.running or not budget:
+            if sequence not in self.running or sequence in busy or not budget:
                 continue
             count, num_logits = _chunk_size(sequence, budget)
-            if count and self._make_room(sequence, sequence.num_computed + count, chunks):
+            if count and self._make_room(sequence, sequence.num_computed + count, busy):
                 chunks.append(Chunk(sequence, sequence.num_computed, count, num_logits))
                 budget -= count
         chunks = [chunk for chunk in chunks if chunk.sequence in self.running]
@@ -137,14 +137,14 @@ class Scheduler:
             self.num_reused_tokens += sequence.num_computed
         return True
 
-    def _make_room(self, sequence: Sequence, num_tokens: int, chunks: list[Chunk]) -> bool:
+    def _make_room(self, sequence: Sequence, num_tokens: int, busy: Collection[Sequence]) -> bool:
         """Blocks for a running sequence's next tokens, from the latest arrivals if need be; False when it is itself the latest.
 
-        A victim already in ``chunks`` is dropped from there by the caller, which keeps only running sequences.
+        A victim that has a chunk already is dropped by the caller, which keeps only running sequences.
         """
         held = len(sequence.table.blocks)
         while not self.cache.extend(sequence.table, num_tokens):
-            victim = self.running[-1]
+            victim = next(one for one in reversed(self.running) if one not in busy)
             self._preempt(victim)
             if victim is sequence:
                 return False

@@ -97,3 +97,20 @@ class Sequence:
             first_token_ns=self.first_token_ns,
             last_token_ns=self.last_token_ns,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """What one sequence gained, at least one token.
+
+    Attributes:
+        log_probs: of the tokens, if the request wants them.
+        num_stored: how many of the tokens have their keys and values already: all but the last.
+        num_accepted: how many of them are drafts.
+    """
+
+    sequence: Sequence
+    token_ids: list[int]
+    log_probs: list[float]
+    num_stored: int
+    num_accepted: int = 0

@@ -14,6 +14,7 @@ from lr_backend.torch_engine.kv_store import KvStore
 from lr_backend.torch_engine.model import DecoderModel
 from lr_backend.torch_engine.runner import Output
 from lr_backend.torch_engine.scheduler import Chunk
+from lr_backend.torch_engine.sequence import NewTokens
 from lr_backend.torch_engine.transfer import integers_to_device
 
 MAX_SHORT_TOKENS = 32
@@ -45,6 +46,10 @@ class TorchRunner:
     def spec(self) -> ModelSpec:
         return self.model.spec
 
+    @property
+    def is_concurrent(self) -> bool:
+        return False
+
     def run(self, chunks: Items[Chunk]) -> tuple[Tensor, list[Output]]:
         decodes, rows, others = self._arrange(chunks)
         if self.graphs is not None and not others:
@@ -70,6 +75,12 @@ class TorchRunner:
         ids, places, stored, *selected = integers_to_device(lists, self.store.device)
         attention = IterationAttention(self.store, groups, stored)
         return self.model.forward(ids, places, attention, selected[0] if selected else None), outputs
+
+    def run_ahead(self, chunks: Items[Chunk]) -> list[NewTokens] | None:
+        return None
+
+    def interrupt(self, wanted: bool) -> None:
+        pass
 
     def copy_prefix(self, source: int, target: int, num_tokens: int) -> None:
         self.store.copy_prefix(source, target, num_tokens)

@@ -6,8 +6,9 @@
  * Every row is computed by the same operations in the same order whatever stands beside it and however a prompt is cut: batch,
  * chunks, prefix reuse, drafts and threads change no bit of a result.
  */
+#include "native.h"
+
 #include <math.h>
-#include <stdint.h>
 #include <string.h>
 
 #ifdef _OPENMP
@@ -73,6 +74,23 @@ typedef struct {
     float *logits;                          /* [num_logits, vocabulary] */
     float *scratch;                         /* floats: see decoder_scratch */
 } Batch;
+
+/* Sequences that decode on their own until something happens. */
+typedef struct {
+    int64_t num_sequences, max_steps;
+    int64_t *tokens, *starts;             /* [sequences]: the next token to compute and its position; they move on */
+    const int64_t *ones, *places;         /* [sequences]: 1, 1, ... and 0, 1, ... */
+    const int64_t *first_blocks, *blocks; /* as in Batch, for max_steps more tokens */
+    const int64_t *top_ks, *offsets;      /* [sequences]; offset: output tokens so far */
+    const uint64_t *seeds;                /* [sequences] */
+    const double *temperatures, *top_ps;  /* [sequences] */
+    const uint64_t *ends;                 /* [sequences]: address of one byte a token, not 0 where it may end a run; or 0 */
+    int64_t *drawn;                       /* [max_steps, sequences] */
+    double *log_probs;                    /* [max_steps, sequences], of the model itself; or NULL */
+    float *logits, *scratch;              /* [sequences, vocabulary]; as in Batch */
+    void *candidates;
+    const volatile int32_t *interrupt; /* not 0: somebody waits */
+} Run;
 
 enum Store { SET, ADD, GATED };
 
@@ -482,4 +500,60 @@ void decoder_forward(const Model *model, const Pool *pool, const Batch *batch, i
     }
 #endif
     run(model, pool, batch, 0, 1);
+}
+
+static uint64_t mixed(uint64_t value) {
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9u;
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EBu;
+    return value ^ (value >> 31);
+}
+
+/* sampler.py's uniform() for the purpose of a draw. */
+static double uniform_of(uint64_t seed, int64_t offset) {
+    const uint64_t golden = 0x9E3779B97F4A7C15u;
+    uint64_t state = mixed(mixed(seed + golden) ^ mixed(((uint64_t)offset * 4 + 1) * golden));
+    return (double)(state >> 11) * 0x1p-53;
+}
+
+/* Logarithm of the sum of all e^logit; not a number where a logit is none, or is infinite. */
+static double log_total(const float *logits, int64_t vocab_size) {
+    float best = logits[0];
+    double total = 0.0;
+    for (int64_t v = 1; v < vocab_size; v++) best = logits[v] > best ? logits[v] : best;
+    for (int64_t v = 0; v < vocab_size; v++) total += (double)expf(logits[v] - best);
+    return (double)best + log(total);
+}
+
+static int is_finite(const float *logits, int64_t vocab_size) {
+    float sum = 0.0f;
+    for (int64_t v = 0; v < vocab_size; v++) sum += logits[v] * 0.0f;
+    return sum == 0.0f;
+}
+
+/* Decode step by step until a sequence draws a token that may end it, somebody waits, or max_steps are done. Returns the number
+ * of steps, or -1 for logits that are not finite. */
+int64_t decoder_run(const Model *model, const Pool *pool, const Run *given, int64_t num_threads) {
+    const Run run = *given;
+    int64_t count = run.num_sequences, vocab_size = model->head.num_outputs;
+    const Batch batch = {count,     count,      count,           run.tokens, run.starts, run.ones,
+                         run.first_blocks, run.blocks, run.places, run.logits, run.scratch};
+    for (int64_t step = 0; step < run.max_steps; step++) {
+        int ended = 0;
+        decoder_forward(model, pool, &batch, num_threads);
+        for (int64_t s = 0; s < count; s++) {
+            const float *logits = run.logits + s * vocab_size;
+            if (!is_finite(logits, vocab_size)) return -1;
+            double uniform = uniform_of(run.seeds[s], run.offsets[s] + step);
+            int64_t token =
+                draw_token(logits, vocab_size, run.temperatures[s], run.top_ks[s], run.top_ps[s], uniform, run.candidates);
+            const uint8_t *ends = (const uint8_t *)(uintptr_t)run.ends[s];
+            ended |= ends && ends[token];
+            run.drawn[step * count + s] = token;
+            if (run.log_probs) run.log_probs[step * count + s] = (double)logits[token] - log_total(logits, vocab_size);
+            run.tokens[s] = token;
+            run.starts[s]++;
+        }
+        if (ended || *run.interrupt) return step + 1;
+    }
+    return run.max_steps;
 }

@@ -1,6 +1,7 @@
 /* One token a row from its logits: the most likely, or one drawn after temperature, top-k and top-p, as sampler.py says. */
+#include "native.h"
+
 #include <math.h>
-#include <stdint.h>
 #include <stdlib.h>
 
 typedef struct {
@@ -88,13 +89,15 @@ static int64_t drawn(const float *logits, int64_t vocab_size, float temperature,
     return last;
 }
 
-/* tokens [rows] of logits [rows, vocabulary]; temperature 0 is greedy. candidates: room for a vocabulary. */
+int64_t draw_token(const float *logits, int64_t vocab_size, double temperature, int64_t top_k, double top_p, double uniform,
+                   void *candidates) {
+    if (temperature == 0.0) return most_likely(logits, vocab_size);
+    return drawn(logits, vocab_size, (float)temperature, top_k, (float)top_p, uniform, candidates);
+}
+
+/* tokens [rows] of logits [rows, vocabulary] */
 void draw_tokens(const float *logits, int64_t num_rows, int64_t vocab_size, const double *temperatures, const int64_t *top_ks,
                  const double *top_ps, const double *uniforms, void *candidates, int64_t *tokens) {
-    for (int64_t r = 0; r < num_rows; r++) {
-        const float *row = logits + r * vocab_size;
-        tokens[r] = temperatures[r] == 0.0 ? most_likely(row, vocab_size)
-                                           : drawn(row, vocab_size, (float)temperatures[r], top_ks[r], (float)top_ps[r],
-                                                   uniforms[r], candidates);
-    }
+    for (int64_t r = 0; r < num_rows; r++)
+        tokens[r] = draw_token(logits + r * vocab_size, vocab_size, temperatures[r], top_ks[r], top_ps[r], uniforms[r], candidates);
 }
