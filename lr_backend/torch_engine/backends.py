@@ -26,7 +26,12 @@ def open_runner(
         ConfigError: a setting cannot be kept: no kernel for the weights, too little memory for the KV cache.
     """
     if model is None and graphs is None and is_native(config):
-        native = NativeModel.load(config.checkpoint_dir, max_seq_len=config.max_seq_len, num_threads=config.num_threads or 1)
+        native = NativeModel.load(
+            config.checkpoint_dir,
+            max_seq_len=config.max_seq_len,
+            num_threads=config.num_threads or 1,
+            rounds=config.weight_dtype != "same",
+        )
         # Attention reads the pool itself: there is no second copy of what decodes.
         config = with_kv_budget(config, native.spec, free_bytes(config.device), copies=1)
         return config, NativeRunner(native, num_blocks=config.num_blocks, tokens_per_block=config.tokens_per_block)

@@ -24,7 +24,7 @@ class EngineConfig:
         weight_dtype: how weights are held: ``same`` as ``dtype``; ``float16`` or ``int8``, which halve and quarter what decoding
             must read from memory (CPU with dtype float32 only; int8 rounds weights and rows); ``auto``: in C the
             checkpoint's own, by torch the fastest in a short trial at start-up.
-        kernels: who computes: ``native``, the decoder in C (CPU with dtype float32, weights ``same`` or ``auto``); ``torch``; or
+        kernels: who computes: ``native``, the decoder in C (CPU with dtype float32, weights not int8); ``torch``; or
             ``auto``: the former where it can.
         num_threads: threads that compute; torch's are of the whole process. None: one in C, and torch's as they are.
         tokens_per_block: KV cache granularity: what is shared, copied and evicted.
@@ -74,7 +74,7 @@ class EngineConfig:
             _require(packable, "weight_dtype", self.weight_dtype, "only with device cpu and dtype float32")
         _require(self.kernels in KERNELS, "kernels", self.kernels, f"one of {', '.join(KERNELS)}")
         if self.kernels == "native":
-            rule = "only with device cpu, dtype float32 and weight_dtype same or auto"
+            rule = "only with device cpu, dtype float32 and weights that are not int8"
             _require(self.allows_native, "kernels", self.kernels, rule)
         for name in ("tokens_per_block", "max_batch_size", "max_queue_size"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
@@ -100,7 +100,7 @@ class EngineConfig:
     @property
     def allows_native(self) -> bool:
         """Whether nothing asked for here is torch's alone."""
-        return (self.device, self.dtype) == ("cpu", "float32") and self.weight_dtype in ("auto", "same")
+        return (self.device, self.dtype) == ("cpu", "float32") and self.weight_dtype != "int8"
 
     @property
     def num_blocks(self) -> int:

@@ -1,7 +1,7 @@
 """The decoder in C (``native/decoder.c``): weights laid out for it, and one call a forward pass.
 
-Weights are kept in bfloat16 where that loses nothing, which is so for checkpoints stored in it, and in float32 otherwise; sums
-are float32.
+Weights are kept in bfloat16 where that loses nothing, which is so for checkpoints stored in it. Others are kept in float32 or, on
+request, in float16, which rounds a weight by at most 2^-11 of itself. Sums are float32.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Sequence as Items
+from enum import IntEnum
 from functools import lru_cache
 from pathlib import Path
 from typing import Self
@@ -22,6 +23,7 @@ from lr_backend.errors import EngineError
 from lr_backend.torch_engine.attention import Span
 from lr_backend.torch_engine.checkpoint import ModelSpec, TensorFiles, check_length, read_spec
 from lr_backend.torch_engine.native_library import library
+from lr_backend.torch_engine.product import LARGEST_HALF
 from lr_backend.torch_engine.rope import rope_table
 from lr_backend.torch_engine.sequence import Sequence
 
@@ -32,8 +34,14 @@ _Pointer = ctypes.c_void_p
 _Size = ctypes.c_int64
 
 
+class _Format(IntEnum):
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    FLOAT16 = 2
+
+
 class _Matrix(ctypes.Structure):
-    _fields_ = (("num_inputs", _Size), ("num_outputs", _Size), ("is_half", _Size), ("panels", _Pointer), ("bias", _Pointer))
+    _fields_ = (("num_inputs", _Size), ("num_outputs", _Size), ("format", _Size), ("panels", _Pointer), ("bias", _Pointer))
 
 
 class _Layer(ctypes.Structure):
@@ -48,7 +56,7 @@ class _Model(ctypes.Structure):
         *((name, _Size) for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "inner_size")),
         ("eps", ctypes.c_float),
         *((name, _Pointer) for name in ("layers", "cosines", "sines", "embedding")),
-        ("embedding_is_half", _Size),
+        ("embedding_format", _Size),
         ("norm", _Pointer),
         ("head", _Matrix),
     )
@@ -111,12 +119,13 @@ class NativePool:
 class NativeModel:
     """Qwen3, Qwen2 or Llama on a CPU. Threads may compute at a time, each with other blocks to write."""
 
-    def __init__(self, spec: ModelSpec, files: TensorFiles, *, max_seq_len: int, num_threads: int) -> None:
+    def __init__(self, spec: ModelSpec, files: TensorFiles, *, max_seq_len: int, num_threads: int, rounds: bool) -> None:
         opened = library()
         assert opened is not None, why_not(spec)
         self.spec = spec
         self._library = opened
         self._num_threads = num_threads
+        self._rounds = rounds
         self._kept: list[object] = []
         """What the structure points to."""
         self._model = self._structure(files, max_seq_len)
@@ -124,8 +133,10 @@ class NativeModel:
         self._local = threading.local()
 
     @classmethod
-    def load(cls, checkpoint_dir: Path, *, max_seq_len: int, num_threads: int = 1) -> Self:
+    def load(cls, checkpoint_dir: Path, *, max_seq_len: int, num_threads: int = 1, rounds: bool = False) -> Self:
         """Read a checkpoint tensor by tensor.
+
+        ``rounds``: weights that bfloat16 does not hold exactly are kept in float16, where its range allows.
 
         Raises:
             CheckpointError: anything in the folder that keeps it from being served, by name.
@@ -133,7 +144,7 @@ class NativeModel:
         spec = read_spec(checkpoint_dir)
         check_length(spec, max_seq_len, checkpoint_dir)
         files = TensorFiles(checkpoint_dir)
-        model = cls(spec, files, max_seq_len=max_seq_len, num_threads=num_threads)
+        model = cls(spec, files, max_seq_len=max_seq_len, num_threads=num_threads, rounds=rounds)
         files.require_all_read(*(("lm_head.weight",) if spec.tie_word_embeddings else ()))
         return model
 
@@ -234,7 +245,7 @@ class NativeModel:
         self._kept.append(layers)
         rotations = torch.view_as_real(rope_table(spec.rope, spec.head_dim, max_seq_len + 1))
         embedding = files.read("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
-        separate, is_half = (None, 0) if spec.tie_word_embeddings else self._stored(embedding)
+        separate, embedding_format = (None, 0) if spec.tie_word_embeddings else self._stored(embedding)
         head = embedding if spec.tie_word_embeddings else files.read("lm_head.weight", spec.vocab_size, spec.hidden_size)
         return _Model(
             spec.num_layers,
@@ -248,7 +259,7 @@ class NativeModel:
             self._address_of(rotations[..., 0]),
             self._address_of(rotations[..., 1]),
             separate,
-            is_half,
+            embedding_format,
             self._vector(files, "model.norm.weight", spec.hidden_size),
             self._matrix([head]),
         )
@@ -279,15 +290,17 @@ class NativeModel:
         num_panels = -(-num_outputs // lanes)
         padded = [torch.nn.functional.pad(part, (0, 0, 0, num_panels * lanes - num_outputs)) for part in parts]
         stacked = torch.cat([part.view(num_panels, lanes, num_inputs) for part in padded], 1)
-        panels, is_half = self._stored(stacked.transpose(1, 2))
-        return _Matrix(num_inputs, num_outputs, is_half, panels, None if bias is None else self._address_of(bias.float()))
+        panels, weight_format = self._stored(stacked.transpose(1, 2))
+        return _Matrix(num_inputs, num_outputs, weight_format, panels, None if bias is None else self._address_of(bias.float()))
 
-    def _stored(self, weight: Tensor) -> tuple[int, int]:
-        """The address of ``weight`` in bfloat16 if that loses nothing, else in float32, and whether it is the former."""
+    def _stored(self, weight: Tensor) -> tuple[int, _Format]:
+        """Where ``weight`` is kept, and in what."""
         half = weight.to(torch.bfloat16)
         if half.dtype == weight.dtype or torch.equal(half.float(), weight.float()):
-            return self._address_of(half), 1
-        return self._address_of(weight.float()), 0
+            return self._address_of(half), _Format.BFLOAT16
+        if self._rounds and weight.abs().max() <= LARGEST_HALF:
+            return self._address_of(weight.half()), _Format.FLOAT16
+        return self._address_of(weight.float()), _Format.FLOAT32
 
     def _vector(self, files: TensorFiles, name: str, width: int) -> int:
         return self._address_of(files.read(name, width).float())

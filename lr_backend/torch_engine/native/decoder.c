@@ -1,7 +1,7 @@
 /* One forward pass of a Qwen3, Qwen2 or Llama decoder on a CPU, in float32, over a paged KV pool.
  *
  * Made for few rows: decoding, verifying, branches that join. Weights are read once for up to MAX_ROWS rows, from panels of
- * PANEL outputs; where the checkpoint's values fit bfloat16 they are kept in it, which loses nothing and halves what is read.
+ * PANEL outputs, in 16 bits where they may be: half as much to read.
  *
  * Every row is computed by the same operations in the same order whatever stands beside it and however a prompt is cut: batch,
  * chunks, prefix reuse, drafts and threads change no bit of a result.
@@ -24,6 +24,7 @@ typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
 typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
+typedef int16_t shvec __attribute__((vector_size(2 * LANES)));
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -36,9 +37,11 @@ typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
 #define FOR_EACH_CPU
 #endif
 
+enum Format { FLOAT32, BFLOAT16, FLOAT16 };
+
 typedef struct {
     int64_t num_inputs, num_outputs; /* of a gated product: the outputs after gating */
-    int64_t is_half;                 /* panels are bfloat16, else float32 */
+    int64_t format;                  /* of the panels: enum Format */
     const void *panels;              /* [ceil(outputs / PANEL), num_inputs, PANEL] */
     const float *bias;               /* [outputs] or NULL */
 } Matrix;
@@ -55,7 +58,7 @@ typedef struct {
     const Layer *layers;
     const float *cosines, *sines; /* [positions, head_dim / 2] */
     const void *embedding;        /* [vocabulary, hidden]; NULL: the head's weights are the embedding too */
-    int64_t embedding_is_half;
+    int64_t embedding_format;
     const float *norm; /* [hidden] */
     Matrix head;
 } Model;
@@ -94,26 +97,36 @@ typedef struct {
 
 enum Store { SET, ADD, GATED };
 
-INLINE vec widened(const uint16_t *from) {
-    hvec half;
-    memcpy(&half, from, sizeof half);
-    uvec bits = __builtin_convertvector(half, uvec) << 16;
-    vec value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-INLINE float widened_one(uint16_t half) {
-    uint32_t bits = (uint32_t)half << 16;
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
 INLINE vec loaded(const float *from) {
     vec value;
     memcpy(&value, from, sizeof value);
     return value;
+}
+
+/* LANES numbers from place at on. A float16 is the upper half of a float32 but for three bits of exponent, which a product makes
+ * up for; weights are finite. */
+INLINE vec widened(const void *from, int64_t at, enum Format format) {
+    if (format == FLOAT32) return loaded((const float *)from + at);
+    hvec half;
+    memcpy(&half, (const uint16_t *)from + at, sizeof half);
+    uvec bits;
+    if (format == BFLOAT16) {
+        bits = __builtin_convertvector(half, uvec) << 16;
+    } else {
+        bits = ((uvec)__builtin_convertvector((shvec)half, ivec) << 13) & 0x8fffffffu;
+    }
+    vec value;
+    memcpy(&value, &bits, sizeof value);
+    return format == FLOAT16 ? value * 0x1p112f : value;
+}
+
+INLINE float widened_one(const void *from, int64_t at, enum Format format) {
+    if (format == FLOAT32) return ((const float *)from)[at];
+    uint16_t half = ((const uint16_t *)from)[at];
+    uint32_t bits = format == BFLOAT16 ? (uint32_t)half << 16 : ((uint32_t)(int32_t)(int16_t)half << 13) & 0x8fffffffu;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return format == FLOAT16 ? value * 0x1p112f : value;
 }
 
 INLINE void stored(float *to, vec value) { memcpy(to, &value, sizeof value); }
@@ -168,23 +181,16 @@ INLINE void store_part(float *to, vec value, int64_t count) {
     memcpy(to, part, sizeof(float) * (size_t)(count < LANES ? count : LANES));
 }
 
-INLINE void panel_rows(const void *panel, int half, int num_rows, int64_t depth, const float *x, int64_t x_stride,
+INLINE void panel_rows(const void *panel, enum Format format, int num_rows, int64_t depth, const float *x, int64_t x_stride,
                        vec sums[MAX_ROWS][2]) {
     vec a[MAX_ROWS][2];
 #pragma GCC unroll 12
     for (int r = 0; r < num_rows; r++) a[r][0] = a[r][1] = (vec){};
     for (int64_t i = 0; i < depth; i++) {
-        vec w0, w1;
-        if (half) {
-            const uint16_t *w = (const uint16_t *)panel + i * PANEL;
-            __builtin_prefetch(w + AHEAD * PANEL);
-            w0 = widened(w), w1 = widened(w + LANES);
-        } else {
-            const float *w = (const float *)panel + i * PANEL;
-            __builtin_prefetch(w + AHEAD * PANEL);
-            __builtin_prefetch(w + AHEAD * PANEL + LANES);
-            w0 = loaded(w), w1 = loaded(w + LANES);
-        }
+        const char *ahead = (const char *)panel + (i + AHEAD) * PANEL * (format == FLOAT32 ? 4 : 2);
+        __builtin_prefetch(ahead);
+        if (format == FLOAT32) __builtin_prefetch(ahead + PANEL * 2);
+        vec w0 = widened(panel, i * PANEL, format), w1 = widened(panel, i * PANEL + LANES, format);
 #pragma GCC unroll 12
         for (int r = 0; r < num_rows; r++) {
             float factor = x[r * x_stride + i];
@@ -196,27 +202,27 @@ INLINE void panel_rows(const void *panel, int half, int num_rows, int64_t depth,
     for (int r = 0; r < num_rows; r++) sums[r][0] = a[r][0], sums[r][1] = a[r][1];
 }
 
-#define CASES(HALF)                                                                       \
+#define CASES(FORMAT)                                                                       \
     switch (rows) {                                                                       \
-    case 1: panel_rows(panel, HALF, 1, depth, x + t * depth, depth, sums); break;         \
-    case 2: panel_rows(panel, HALF, 2, depth, x + t * depth, depth, sums); break;         \
-    case 3: panel_rows(panel, HALF, 3, depth, x + t * depth, depth, sums); break;         \
-    case 4: panel_rows(panel, HALF, 4, depth, x + t * depth, depth, sums); break;         \
-    case 5: panel_rows(panel, HALF, 5, depth, x + t * depth, depth, sums); break;         \
-    case 6: panel_rows(panel, HALF, 6, depth, x + t * depth, depth, sums); break;         \
-    case 7: panel_rows(panel, HALF, 7, depth, x + t * depth, depth, sums); break;         \
-    case 8: panel_rows(panel, HALF, 8, depth, x + t * depth, depth, sums); break;         \
-    case 9: panel_rows(panel, HALF, 9, depth, x + t * depth, depth, sums); break;         \
-    case 10: panel_rows(panel, HALF, 10, depth, x + t * depth, depth, sums); break;       \
-    case 11: panel_rows(panel, HALF, 11, depth, x + t * depth, depth, sums); break;       \
-    default: panel_rows(panel, HALF, MAX_ROWS, depth, x + t * depth, depth, sums); break; \
+    case 1: panel_rows(panel, FORMAT, 1, depth, x + t * depth, depth, sums); break;         \
+    case 2: panel_rows(panel, FORMAT, 2, depth, x + t * depth, depth, sums); break;         \
+    case 3: panel_rows(panel, FORMAT, 3, depth, x + t * depth, depth, sums); break;         \
+    case 4: panel_rows(panel, FORMAT, 4, depth, x + t * depth, depth, sums); break;         \
+    case 5: panel_rows(panel, FORMAT, 5, depth, x + t * depth, depth, sums); break;         \
+    case 6: panel_rows(panel, FORMAT, 6, depth, x + t * depth, depth, sums); break;         \
+    case 7: panel_rows(panel, FORMAT, 7, depth, x + t * depth, depth, sums); break;         \
+    case 8: panel_rows(panel, FORMAT, 8, depth, x + t * depth, depth, sums); break;         \
+    case 9: panel_rows(panel, FORMAT, 9, depth, x + t * depth, depth, sums); break;         \
+    case 10: panel_rows(panel, FORMAT, 10, depth, x + t * depth, depth, sums); break;       \
+    case 11: panel_rows(panel, FORMAT, 11, depth, x + t * depth, depth, sums); break;       \
+    default: panel_rows(panel, FORMAT, MAX_ROWS, depth, x + t * depth, depth, sums); break; \
     }
 
 /* y [rows, outputs] = or += x [rows, inputs] times the matrix, for panels first to last */
 FOR_EACH_CPU static void product(const Matrix *matrix, enum Store store, const float *x, float *y, int64_t y_stride,
                                  int64_t num_rows, int64_t first, int64_t last) {
     int64_t depth = matrix->num_inputs, width = store == GATED ? LANES : PANEL;
-    size_t size = (size_t)(depth * PANEL) * (matrix->is_half ? 2 : 4);
+    size_t size = (size_t)(depth * PANEL) * (matrix->format == FLOAT32 ? 4 : 2);
     int64_t num_parts = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
     for (int64_t p = first; p < last; p++) {
         const void *panel = (const char *)matrix->panels + (size_t)p * size;
@@ -225,10 +231,12 @@ FOR_EACH_CPU static void product(const Matrix *matrix, enum Store store, const f
             vec sums[MAX_ROWS][2];
             int64_t t = num_rows * part / num_parts;
             int rows = (int)(num_rows * (part + 1) / num_parts - t);
-            if (matrix->is_half) {
-                CASES(1)
+            if (matrix->format == BFLOAT16) {
+                CASES(BFLOAT16)
+            } else if (matrix->format == FLOAT16) {
+                CASES(FLOAT16)
             } else {
-                CASES(0)
+                CASES(FLOAT32)
             }
             for (int r = 0; r < rows; r++) {
                 float *to = y + (t + r) * y_stride + p * width;
@@ -278,20 +286,11 @@ FOR_EACH_CPU static void embed(const Model *model, const int64_t *tokens, float 
         float *row = to + t * width;
         if (!model->embedding) {
             int64_t at = tokens[t] / PANEL * width * PANEL + tokens[t] % PANEL;
-            if (model->head.is_half) {
-                const uint16_t *panel = (const uint16_t *)model->head.panels + at;
-                for (int64_t i = 0; i < width; i++) row[i] = widened_one(panel[i * PANEL]);
-            } else {
-                const float *panel = (const float *)model->head.panels + at;
-                for (int64_t i = 0; i < width; i++) row[i] = panel[i * PANEL];
-            }
+            for (int64_t i = 0; i < width; i++) row[i] = widened_one(model->head.panels, at + i * PANEL, model->head.format);
             continue;
         }
-        for (int64_t i = 0; i < width; i += LANES) {
-            int64_t at = tokens[t] * width + i;
-            stored(row + i, model->embedding_is_half ? widened((const uint16_t *)model->embedding + at)
-                                                     : loaded((const float *)model->embedding + at));
-        }
+        for (int64_t i = 0; i < width; i += LANES)
+            stored(row + i, widened(model->embedding, tokens[t] * width + i, model->embedding_format));
     }
 }
 
