@@ -237,9 +237,9 @@ class RequestAudit:
     """
 
     def __init__(self, request: LookaheadRequest, desk: AuditDesk | None, make_verifier: Callable[[], Verifier]) -> None:
-        self._name, self._seed, self._budget = request.verifier, request.seed, request.risk_budget
+        self._name, self._seed, self._budget = request.effective_verifier, request.seed, request.risk_budget
         self._share = max(request.audit_rate, TRICKLE if request.risk_budget else 0.0)
-        judges = request.mode.speculates_steps and not request.lossless and request.verifier is not VerifierName.EXACT
+        judges = request.mode.speculates_steps and self._name is not VerifierName.EXACT
         self._desk = desk if judges and self._share else None
         self._exact = ExactVerifier(Reason.RISK_BUDGET)
         self._verifier: Verifier | None = None
