@@ -252,9 +252,15 @@ class RequestAudit:
         self._was_spent = False
         self._num_taken = self._num_failed = self._num_right = self._num_false = 0
 
+    @property
+    def decides(self) -> VerifierName:
+        """Whose word accepts steps as of now: the request's verifier's, or while the budget is spent that of equal tokens."""
+        spent = self._is_spent() if self._settled is None else self._settled
+        return VerifierName.EXACT if spent else self._name
+
     def allowed(self, verifier: Verifier) -> Verifier:
         """``verifier``, or while the budget is spent the exact one."""
-        if not (self._is_spent() if self._settled is None else self._settled):
+        if self.decides is self._name:
             return verifier
         assert self._desk is not None
         self._desk.books[self._name].num_requests_spent += not self._was_spent
