@@ -57,6 +57,8 @@ class Crowding:
     """
 
     FADE = 0.98
+    LEAST_ALONE = 1e-3
+    """A token alone takes this part of the mean at least."""
 
     def __init__(self, prior: float = 0.15, weight: float = 4.0) -> None:
         self._prior = prior
@@ -64,20 +66,20 @@ class Crowding:
         self._n = self._x = self._y = self._xx = self._xy = 0.0
 
     def add(self, companions: float, seconds: float) -> None:
-        """Tokens took ``seconds`` each while on average ``companions`` others ran."""
+        """Tokens took ``seconds`` > 0 each while on average ``companions`` others ran."""
         self._n, self._x, self._y = self._n * self.FADE + 1.0, self._x * self.FADE + companions, self._y * self.FADE + seconds
         self._xx = self._xx * self.FADE + companions * companions
         self._xy = self._xy * self.FADE + companions * seconds
 
     @property
     def alone_s(self) -> float | None:
-        """Seconds of a token with no other sequence in flight; None before the first."""
+        """Seconds of a token with no other sequence in flight, above 0; None before the first."""
         return self._fit()[0] if self._n else None
 
     def slowdown(self, companions: float, more: float) -> float:
         """Time of a token with ``companions + more`` others in flight over that with ``companions``, at least 1."""
         alone, slope = self._fit()
-        return max(1.0, (alone + slope * (companions + more)) / (alone + slope * companions)) if alone > 0.0 else 1.0
+        return max(1.0, (alone + slope * (companions + more)) / (alone + slope * companions)) if self._n else 1.0
 
     def _fit(self) -> tuple[float, float]:
         """(seconds alone, seconds a companion): ridge regression towards the prior's slope."""
@@ -88,7 +90,9 @@ class Crowding:
         together = self._xy - self._n * mean_x * mean_y
         expected = self._prior * mean_y / (1.0 + self._prior * mean_x)
         slope = max(0.0, (together + self._weight * expected) / (spread + self._weight))
-        slope = min(slope, mean_y / mean_x if mean_x else slope)
+        # However steep, a line through noise must not leave a token alone no time, or less.
+        most = (1.0 - self.LEAST_ALONE) * mean_y / mean_x if mean_x else slope
+        slope = min(slope, most)
         return mean_y - slope * mean_x, slope
 
 

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lr_backend.engine import EngineCall
@@ -27,6 +27,8 @@ from tests.support.world import World, chance, imitator, storyteller
 
 TOKEN_S = 0.01
 JUDGE = VerifierName.JUDGE
+STEEP = ((6.0, 0.9), (7.0, 0.5), (1.0, 0.01))
+"""Companions and seconds through which a line leaves less than nothing for a token alone."""
 
 
 @dataclass
@@ -72,13 +74,22 @@ def test_crowding_finds_the_line_it_is_shown(alone: float, share: float) -> None
     assert crowding.slowdown(0, 4) == pytest.approx(1.0 + 4 * share, rel=0.2)
 
 
+@example(list(STEEP), 0.0, 1.0)
 @given(st.lists(st.tuples(st.floats(0.0, 50.0), st.floats(1e-6, 100.0)), max_size=30), st.floats(0, 20), st.floats(0, 20))
 def test_a_crowd_never_speeds_up_nor_takes_less_than_nothing(seen: list[tuple[float, float]], others: float, more: float) -> None:
     crowding = Crowding()
     for companions, seconds in seen:
         crowding.add(companions, seconds)
     assert crowding.slowdown(others, more) >= 1.0
-    assert crowding.alone_s is None or crowding.alone_s >= -1e-9
+    assert crowding.alone_s is None or crowding.alone_s > 0.0
+
+
+def test_a_crowd_that_seems_to_take_all_the_time_fails_no_request() -> None:
+    pace = measured(verdict_s=1.0)
+    pace.crowding = Crowding()
+    for companions, seconds in STEEP:
+        pace.crowding.add(companions, seconds)
+    assert 0 <= DepthChooser(pace, 6).depth(JUDGE) <= 6
 
 
 def test_before_anything_is_measured_the_window_is_as_deep_as_allowed() -> None:
