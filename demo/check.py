@@ -24,7 +24,7 @@ from lr_backend.loop.audit import wilson
 from lr_backend.torch_engine.config import EngineConfig
 from lr_backend.torch_engine.engine import TorchEngine
 from lr_backend.torch_engine.inprocess import run_all
-from lr_backend.torch_engine.request import EngineRequest
+from lr_backend.torch_engine.request import EngineRequest, StopWords
 from lr_backend.verify.judge_prompt import JudgePrompt, parse_verdict
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
@@ -95,7 +95,7 @@ def generate_all(
 ) -> list[list[int]]:
     """Continue each prompt up to and including its first end token; greedy at temperature 0. Answers in the order given."""
     sampling = Sampling(temperature, top_k=20, top_p=0.95) if temperature else GREEDY
-    stops = tuple((token,) for token in sorted(end_tokens(model, at_steps)))
+    stops = StopWords.of((token,) for token in end_tokens(model, at_steps))
     requests = [
         EngineRequest("", tuple(prompt), max_new_tokens, sampling, seed=seed + index, stop_words=stops)
         for index, prompt in enumerate(prompts)

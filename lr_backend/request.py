@@ -212,6 +212,11 @@ class LookaheadRequest(BaseModel):
             raise InvalidRequest(name, first.get("input"), first["msg"]) from error
 
     @property
+    def effective_verifier(self) -> VerifierName:
+        """Whose word accepts drafted steps: the named verifier's, or under ``lossless`` that of equal tokens."""
+        return VerifierName.EXACT if self.lossless else self.verifier
+
+    @property
     def threshold(self) -> float:
         """The verifier's threshold, given or its default; 0 where it has none of its own."""
         rule = THRESHOLDS.get(self.verifier)

@@ -237,9 +237,9 @@ class RequestAudit:
     """
 
     def __init__(self, request: LookaheadRequest, desk: AuditDesk | None, make_verifier: Callable[[], Verifier]) -> None:
-        self._name, self._seed, self._budget = request.verifier, request.seed, request.risk_budget
+        self._name, self._seed, self._budget = request.effective_verifier, request.seed, request.risk_budget
         self._share = max(request.audit_rate, TRICKLE if request.risk_budget else 0.0)
-        judges = request.mode.speculates_steps and not request.lossless and request.verifier is not VerifierName.EXACT
+        judges = request.mode.speculates_steps and self._name is not VerifierName.EXACT
         self._desk = desk if judges and self._share else None
         self._exact = ExactVerifier(Reason.RISK_BUDGET)
         self._verifier: Verifier | None = None
@@ -252,9 +252,15 @@ class RequestAudit:
         self._was_spent = False
         self._num_taken = self._num_failed = self._num_right = self._num_false = 0
 
+    @property
+    def decides(self) -> VerifierName:
+        """Whose word accepts steps as of now: the request's verifier's, or while the budget is spent that of equal tokens."""
+        spent = self._is_spent() if self._settled is None else self._settled
+        return VerifierName.EXACT if spent else self._name
+
     def allowed(self, verifier: Verifier) -> Verifier:
         """``verifier``, or while the budget is spent the exact one."""
-        if not (self._is_spent() if self._settled is None else self._settled):
+        if self.decides is self._name:
             return verifier
         assert self._desk is not None
         self._desk.books[self._name].num_requests_spent += not self._was_spent

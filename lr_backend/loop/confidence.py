@@ -1,7 +1,7 @@
 """How likely a drafted step is to be accepted, by how sure the draft was of it.
 
 A draft that hesitated wrote something of a low log-probability, and that is rejected more often. How much more depends on the
-models and on what they write about, so it is learned from the verdicts of one server.
+models and on what they write about, so it is learned from the verdicts of one verifier of one server.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from lr_backend.engine import Engine, Role, Sampling
 from lr_backend.errors import EngineError, EngineRejected, TargetUnavailable
 from lr_backend.loop.audit import AuditDesk, RequestAudit
 from lr_backend.loop.ledger import Job, Ledger, MeteredEngine, made_for
-from lr_backend.loop.pace import DepthChooser, Pace
+from lr_backend.loop.pace import DepthChooser, Evidence, Pace
 from lr_backend.loop.segments import Lengths, make_segmenter
 from lr_backend.loop.steps import StepRules
 from lr_backend.loop.text import TextStream
@@ -218,7 +218,7 @@ class LookaheadLoop:
         tree = Tree(
             self._prefix,
             end=self._end,
-            max_depth=self._depth.depth() if self._chooses_depth else self._depth.max_depth,
+            max_depth=self._depth.depth(self._audit.decides) if self._chooses_depth else self._depth.max_depth,
             # Greedy siblings would be the same step over again.
             width=1 if request.sampling.greedy else min(request.width, limits.max_width),
             min_chance=self._min_chance,
@@ -269,15 +269,17 @@ class LookaheadLoop:
     def _learn(self, tree: Tree, decision: Decision) -> None:
         """Learn from a move of the root, and look ahead from here as far as that pays; a failed draft is never asked again."""
         if (compared := decision.compared) is not None:
-            accepted = decision.winner is not None
+            accepted, drafted = decision.winner is not None, compared.drafted
             self._depth.decided(accepted)
-            # A rejection for a spent budget says nothing of the step.
-            judged = decision.reason is not Reason.RISK_BUDGET
-            if judged and compared.drafted is not None and compared.drafted.log_prob is not None:
-                self._pace.confidence.decided(compared.drafted.log_prob, accepted)
+            self._evidence.decided(accepted, drafted.log_prob if drafted is not None else None)
         if self._chooses_depth and "draft" not in self.ledger.degraded:
             self._pace.trial.committed(len(decision.step.ids))
-            tree.max_depth = self._depth.depth()
+            tree.max_depth = self._depth.depth(self._audit.decides)
+
+    @property
+    def _evidence(self) -> Evidence:
+        """What the server knows of whoever decides just now."""
+        return self._pace.evidence[self._audit.decides]
 
     # The work at one node: each coroutine returns what its completion changes ---------------------------------------
 
@@ -304,7 +306,7 @@ class LookaheadLoop:
             self.ledger.degrade("draft")
             tree.max_depth = 0
         elif self._min_chance:
-            node.chance = self._pace.confidence.chance(step.log_prob)
+            node.chance = self._evidence.confidence.chance(step.log_prob)
         tree.drafted(node, step)
         self._arrivals[node].set()
 
@@ -333,7 +335,9 @@ class LookaheadLoop:
         pair = self._pair(position, target, node, f"{self._request_id}/judge/{next(self._judge_calls)}")
         # Before the reasoning is known to have begun, only the same tokens will do.
         verifier = self._audit.allowed(self._verifier) if self._has_opened(node.prefix) else self._exact
-        with self._pace.verdict():
+        # What takes the verifier's place takes no time, and says nothing of the verifier's.
+        timed = self._pace.verdict(self._request.effective_verifier) if verifier is self._verifier else nullcontext()
+        with timed:
             verdict = await verifier.verify(pair)
         if verdict.reason is Reason.JUDGE_ERROR:
             self.ledger.degrade("judge")

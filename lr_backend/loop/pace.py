@@ -1,10 +1,10 @@
 """Depth by measurement: how far ahead to speculate, from what steps, drafts and verdicts have lately cost and brought.
 
 One :class:`Pace` is shared by all requests of a server: it knows what a token of the target takes alone and among others, what
-a drafted one and a verdict take, how long steps are, and how often drafted steps are accepted. Each request has a
-:class:`DepthChooser`, which starts from the server's acceptance rate and learns its own. The choice is the paper's formula with
-measured overheads (:func:`lr_backend.loop.depth.speedup`), maximised over the depth. Where no depth pays the request goes on by
-the target alone and tries again after a while.
+a drafted one takes, how long steps are, and of each verifier what its verdicts take and how often they accept. Each request has
+a :class:`DepthChooser`, which starts from its verifier's acceptance rate and learns its own. The choice is the paper's formula
+with measured overheads (:func:`lr_backend.loop.depth.speedup`), maximised over the depth. Where no depth pays the request goes
+on by the target alone and tries again after a while.
 
 A prediction cannot know everything: where draft and judge take their time from the target's own cores, even a step that is
 alone in its batch is slower than without lookahead. So the whole of it is put on :class:`Trial` against the target alone.
@@ -19,6 +19,7 @@ from enum import StrEnum
 
 from lr_backend.loop.confidence import Confidence
 from lr_backend.loop.depth import speedup, useful_depth
+from lr_backend.request import VerifierName
 
 Clock = Callable[[], float]
 
@@ -27,7 +28,7 @@ LEAST_GAIN = 1.03
 STEPS_UNTIL_RETRY = 24
 """Steps by the target alone before one is looked ahead from again: at most one part in so many is lost."""
 PRIOR_STEPS = 6
-"""The server's acceptance rate weighs as much as this many steps of the request's own."""
+"""The verifier's acceptance rate weighs as much as this many steps of the request's own."""
 MAX_ALPHA = 0.98
 SPAN_STEPS = 8
 """Steps of each request in one span of a trial: a window fills within a few."""
@@ -56,6 +57,8 @@ class Crowding:
     """
 
     FADE = 0.98
+    LEAST_ALONE = 1e-3
+    """A token alone takes this part of the mean at least."""
 
     def __init__(self, prior: float = 0.15, weight: float = 4.0) -> None:
         self._prior = prior
@@ -63,20 +66,20 @@ class Crowding:
         self._n = self._x = self._y = self._xx = self._xy = 0.0
 
     def add(self, companions: float, seconds: float) -> None:
-        """Tokens took ``seconds`` each while on average ``companions`` others ran."""
+        """Tokens took ``seconds`` > 0 each while on average ``companions`` others ran."""
         self._n, self._x, self._y = self._n * self.FADE + 1.0, self._x * self.FADE + companions, self._y * self.FADE + seconds
         self._xx = self._xx * self.FADE + companions * companions
         self._xy = self._xy * self.FADE + companions * seconds
 
     @property
     def alone_s(self) -> float | None:
-        """Seconds of a token with no other sequence in flight; None before the first."""
+        """Seconds of a token with no other sequence in flight, above 0; None before the first."""
         return self._fit()[0] if self._n else None
 
     def slowdown(self, companions: float, more: float) -> float:
         """Time of a token with ``companions + more`` others in flight over that with ``companions``, at least 1."""
         alone, slope = self._fit()
-        return max(1.0, (alone + slope * (companions + more)) / (alone + slope * companions)) if alone > 0.0 else 1.0
+        return max(1.0, (alone + slope * (companions + more)) / (alone + slope * companions)) if self._n else 1.0
 
     def _fit(self) -> tuple[float, float]:
         """(seconds alone, seconds a companion): ridge regression towards the prior's slope."""
@@ -87,7 +90,9 @@ class Crowding:
         together = self._xy - self._n * mean_x * mean_y
         expected = self._prior * mean_y / (1.0 + self._prior * mean_x)
         slope = max(0.0, (together + self._weight * expected) / (spread + self._weight))
-        slope = min(slope, mean_y / mean_x if mean_x else slope)
+        # However steep, a line through noise must not leave a token alone no time, or less.
+        most = (1.0 - self.LEAST_ALONE) * mean_y / mean_x if mean_x else slope
+        slope = min(slope, most)
         return mean_y - slope * mean_x, slope
 
 
@@ -125,8 +130,9 @@ class Policy(StrEnum):
 class Trial:
     """Which policy brings committed tokens sooner, found out by following each for a while.
 
-    All requests of the server follow one policy at a time: one that looks ahead slows the others down, so that each by itself
-    would gain even where all together lose. A span's figure is seconds of requests for each committed token.
+    All requests of the server follow one policy at a time, whatever their verifiers: one that looks ahead slows the others
+    down, so that each by itself would gain even where all together lose. A span's figure is seconds of requests for each
+    committed token.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -168,6 +174,27 @@ class Trial:
         self._started, self._num_steps, self._num_tokens = self._presence.seconds, 0, 0
 
 
+class Evidence:
+    """What the verdicts of one verifier have lately taken and come to. Those of another say nothing of it.
+
+    Attributes:
+        verdict_s: what a verdict takes.
+        acceptance: share of the drafted steps at the root that were accepted.
+        confidence: that share by how sure the draft was.
+    """
+
+    def __init__(self) -> None:
+        self.verdict_s = Average()
+        self.acceptance = Average(memory=256)
+        self.confidence = Confidence()
+
+    def decided(self, accepted: bool, log_prob: float | None) -> None:
+        """A drafted step at the root was accepted, or not; ``log_prob``: the draft's, None where it is not known."""
+        self.acceptance.add(float(accepted))
+        if log_prob is not None:
+            self.confidence.decided(log_prob, accepted)
+
+
 @dataclass
 class Work:
     """What a stretch of work has brought, to be filled in by whoever does it."""
@@ -182,12 +209,10 @@ class Pace:
         self._clock = clock
         self.crowding = Crowding()
         self.drafted_token_s = Average()
-        self.verdict_s = Average()
         self.step_tokens = Average()
-        self.acceptance = Average(memory=256)
         self.num_requests = 0
         self.trial = Trial(clock)
-        self.confidence = Confidence()
+        self.evidence = {name: Evidence() for name in VerifierName}
         self._sequences = Presence(clock)
 
     @contextmanager
@@ -222,11 +247,11 @@ class Pace:
             self.step_tokens.add(work.num_tokens)
 
     @contextmanager
-    def verdict(self) -> Iterator[None]:
+    def verdict(self, verifier: VerifierName) -> Iterator[None]:
         """A verdict is made; timed if it comes to its end."""
         started = self._clock()
         yield
-        self.verdict_s.add(self._clock() - started)
+        self.evidence[verifier].verdict_s.add(self._clock() - started)
 
 
 @dataclass
@@ -248,26 +273,25 @@ class DepthChooser:
         self.num_decided += 1
         self.num_accepted += accepted
         self._num_alone = 0
-        self.pace.acceptance.add(float(accepted))
 
-    def depth(self) -> int:
-        """Target steps in flight from here on; 0: the target alone."""
+    def depth(self, verifier: VerifierName) -> int:
+        """Target steps in flight from here on, where this verifier decides; 0: the target alone."""
         if self.pace.trial.policy is Policy.ALONE:
             return 0
-        best = max(range(1, self.max_depth + 1), key=self._predicted, default=0)
-        if best and self._predicted(best) >= LEAST_GAIN:
+        gains = {depth: self._predicted(depth, self.pace.evidence[verifier]) for depth in range(1, self.max_depth + 1)}
+        best = max(gains, key=gains.__getitem__, default=0)
+        if best and gains[best] >= LEAST_GAIN:
             return best
         self._num_alone += 1
         return min(1, self.max_depth) if self._num_alone > STEPS_UNTIL_RETRY else 0
 
-    @property
-    def acceptance_rate(self) -> float:
-        """The request's own, leaning on the server's while it is young."""
-        prior = self.pace.acceptance.value if self.pace.acceptance.value is not None else 0.5
+    def acceptance_rate(self, seen: Evidence) -> float:
+        """The request's own, leaning on what the server has seen while it is young."""
+        prior = seen.acceptance.value if seen.acceptance.value is not None else 0.5
         alpha = (self.num_accepted + PRIOR_STEPS * prior) / (self.num_decided + PRIOR_STEPS)
         return min(alpha, MAX_ALPHA)
 
-    def _predicted(self, depth: int) -> float:
+    def _predicted(self, depth: int, seen: Evidence) -> float:
         """Speedup over the target alone, given what the other requests do."""
         pace = self.pace
         alone, drafted, num_tokens = pace.crowding.alone_s, pace.drafted_token_s.value, pace.step_tokens.value
@@ -279,9 +303,9 @@ class DepthChooser:
         branches = min(depth, useful_depth(cost_ratio))
         slowdown = pace.crowding.slowdown(others, (branches - 1) * (others + 1))
         return speedup(
-            self.acceptance_rate,
+            self.acceptance_rate(seen),
             cost_ratio,
             depth,
-            verdict_cost=(pace.verdict_s.value or 0.0) / (alone * num_tokens),
+            verdict_cost=(seen.verdict_s.value or 0.0) / (alone * num_tokens),
             slowdown=slowdown,
         )

@@ -91,7 +91,7 @@ def fit_by_verifier(traces: Sequence[Trace], num_cores: float | None = None) -> 
     groups: dict[VerifierName, list[Trace]] = {}
     for trace in traces:
         if any(_trials(record, trace) for record in trace.steps):
-            groups.setdefault(_verifier(trace), []).append(trace)
+            groups.setdefault(trace.request.effective_verifier, []).append(trace)
     return {
         name: replace(
             scenario,
@@ -100,10 +100,6 @@ def fit_by_verifier(traces: Sequence[Trace], num_cores: float | None = None) -> 
         )
         for name, group in groups.items()
     }
-
-
-def _verifier(trace: Trace) -> VerifierName:
-    return VerifierName.EXACT if trace.request.lossless else trace.request.verifier
 
 
 # What the draft is worth -------------------------------------------------------------------------------------------

@@ -285,7 +285,7 @@ class TorchEngine:
     def _take_tokens(self, new: NewTokens, now_ns: int) -> bool:
         """Append a sequence's new tokens as far as they are emitted; whether it ended."""
         sequence, counters = new.sequence, self._counters
-        output = sequence.tokens[sequence.num_prompt_tokens :] if sequence.request.stop_words else []
+        output = sequence.tokens[sequence.num_prompt_tokens :] if sequence.request.stop_words.words else []
         output_length = sequence.num_generated
         emitted, ended = cut_at_end(sequence.request, output or range(output_length), new.token_ids, sequence.max_new_tokens)
         sequence.tokens += emitted

@@ -58,7 +58,7 @@ def cut_at_end(request: EngineRequest, output: Items[int], new_tokens: Items[int
     never over the end of the prompt.
     """
     emitted: list[int] = []
-    longest = max((len(word) for word in request.stop_words), default=0)
+    longest = request.stop_words.longest
     tail = list(output[-longest:]) if longest else []
     for token in new_tokens:
         if token == request.end_id:
@@ -66,7 +66,7 @@ def cut_at_end(request: EngineRequest, output: Items[int], new_tokens: Items[int
         emitted.append(token)
         tail = [*tail, token][-longest:] if longest else tail
         num_output = len(output) + len(emitted)
-        if num_output >= request.min_tokens and any(tuple(tail[-len(word) :]) == word for word in request.stop_words):
+        if num_output >= request.min_tokens and request.stop_words.end(tail):
             return emitted, True
         if num_output >= max_new_tokens:
             return emitted, True

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Self
 
 import numpy as np
@@ -19,6 +21,35 @@ from lr_backend.errors import EngineRejected, InvalidRequest
 
 _SPECS = {spec.name: spec for spec in ENGINE_INPUTS}
 MAX_SEED = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class StopWords:
+    """Words at which a run ends, for a look-up by what was written last: its cost does not grow with their number.
+
+    Attributes:
+        words: token ids; none is empty.
+        lengths: every length that a word has, ascending.
+    """
+
+    words: frozenset[tuple[int, ...]] = frozenset()
+    lengths: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, words: Iterable[tuple[int, ...]]) -> Self:
+        """Of any number of words, in any order."""
+        found = frozenset(words)
+        return cls(found, tuple(sorted({len(word) for word in found})))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest word; 0 where there is none."""
+        return self.lengths[-1] if self.lengths else 0
+
+    def end(self, tokens: Sequence[int]) -> bool:
+        """``tokens`` end with a word."""
+        # Of fewer tokens than a length all are looked up: if they are a word, it is a shorter one.
+        return any(tuple(tokens[-length:]) in self.words for length in self.lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +75,7 @@ class EngineRequest:
     draft_logits: npt.NDArray[np.float32] | None = None
     accept_all_drafts: bool = False
     end_id: int | None = None
-    stop_words: tuple[tuple[int, ...], ...] = ()
+    stop_words: StopWords = StopWords()
     min_tokens: int = 0
     return_log_probs: bool = False
     return_perf_metrics: bool = False
@@ -105,7 +136,7 @@ class EngineRequest:
             draft_ids=draft_ids,
             draft_logits=None if call.draft_logits is None else _checked_draft_logits(call.draft_logits, len(draft_ids)),
             accept_all_drafts=call.accept_all_drafts,
-            stop_words=() if call.stop_words is None else _stop_words(np.asarray(call.stop_words)),
+            stop_words=StopWords() if call.stop_words is None else _stop_words(np.asarray(call.stop_words)),
             min_tokens=call.min_tokens,
             return_log_probs=call.return_log_probs,
             return_perf_metrics=call.return_perf_metrics,
@@ -250,9 +281,9 @@ class _Reader:
         end_id = self.integer("end_id", default=-1, least=-1)
         return None if end_id == -1 else end_id
 
-    def stop_words(self) -> tuple[tuple[int, ...], ...]:
+    def stop_words(self) -> StopWords:
         if "stop_words_list" not in self._tensors:
-            return ()
+            return StopWords()
         return _stop_words(self._tensors["stop_words_list"])
 
     def draft_logits(self, num_drafts: int) -> npt.NDArray[np.float32] | None:
@@ -299,11 +330,20 @@ def _checked_draft_logits(array: npt.NDArray[Any], num_drafts: int) -> npt.NDArr
     return np.array(logits, dtype=np.float32)
 
 
-def _stop_words(array: npt.NDArray[Any]) -> tuple[tuple[int, ...], ...]:
+def _stop_words(array: npt.NDArray[Any]) -> StopWords:
+    rows = array[0] if array.ndim == 3 and array.shape[0] == 1 else array
+    if rows.dtype.kind not in "iu":
+        raise _rejected("stop_words_list", rows.dtype, "token ids are integers")
     try:
-        return decode_stop_words(array[0] if array.ndim == 3 and array.shape[0] == 1 else array)
+        return _indexed(rows.tobytes(), rows.dtype, rows.shape)
     except InvalidRequest as error:
         raise EngineRejected(error.message) from error
+
+
+@lru_cache(maxsize=16)
+def _indexed(data: bytes, dtype: np.dtype[Any], shape: tuple[int, ...]) -> StopWords:
+    """The words of a ``stop_words_list``; a server sends the same few lists, some of thousands of words, with every call."""
+    return StopWords.of(decode_stop_words(np.frombuffer(data, dtype).reshape(shape)))
 
 
 def _rejected(name: str, value: object, rule: str) -> EngineRejected:

@@ -39,9 +39,9 @@ def make_verifier(request: LookaheadRequest, config: LoopConfig, parts: Verifier
     Raises:
         InvalidRequest: this server lacks what the named verifier needs.
     """
-    name = request.verifier
-    if (missing := config.lacks(name)) is not None:
-        raise InvalidRequest("verifier", name.value, missing)
+    # Asked of the one that was named: a field that this server cannot serve is refused even where ``lossless`` makes it idle.
+    if (missing := config.lacks(request.verifier)) is not None:
+        raise InvalidRequest("verifier", request.verifier.value, missing)
     # ``deterministic``: no verdict may depend on a clock.
     judge_s = None if request.deterministic else config.timeouts.judge_s
     embedding_s = None if request.deterministic else config.timeouts.embedding_s
@@ -59,9 +59,7 @@ def make_verifier(request: LookaheadRequest, config: LoopConfig, parts: Verifier
         scorer, bounds = (embedding(), config.cascade.embedding) if use_embedding else (TokenShareScorer(), config.cascade.tokens)
         return CascadeVerifier((SameText(), NumericVeto(), band(scorer, bounds, request.verifier_threshold)), judge())
 
-    if request.lossless:
-        return ExactVerifier()
-    match name:
+    match request.effective_verifier:
         case VerifierName.EXACT:
             return ExactVerifier()
         case VerifierName.JUDGE:

@@ -13,7 +13,7 @@ from lr_backend.errors import LookaheadError
 from lr_backend.torch_engine.config import EngineConfig
 from lr_backend.torch_engine.engine import TorchEngine
 from lr_backend.torch_engine.random_checkpoint import write_random_checkpoint
-from lr_backend.torch_engine.request import EngineRequest, EngineResponse
+from lr_backend.torch_engine.request import EngineRequest, EngineResponse, StopWords
 
 VOCAB = 61
 
@@ -111,8 +111,11 @@ def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(np.random.default_rng(seed).integers(0, VOCAB, length).tolist())
 
 
-def request(input_ids: Iterable[int], max_new_tokens: int = 8, **fields: Any) -> EngineRequest:
-    return EngineRequest(fields.pop("request_id", ""), tuple(input_ids), max_new_tokens, **fields)
+def request(
+    input_ids: Iterable[int], max_new_tokens: int = 8, stop_words: Iterable[tuple[int, ...]] = (), **fields: Any
+) -> EngineRequest:
+    words = StopWords.of(stop_words)
+    return EngineRequest(fields.pop("request_id", ""), tuple(input_ids), max_new_tokens, stop_words=words, **fields)
 
 
 class Gate:

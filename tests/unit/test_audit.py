@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from lr_backend.config import AuditSettings
 from lr_backend.errors import EngineUnavailable, InvalidRequest
 from lr_backend.loop.audit import LEAST_AUDITS, TRICKLE, Z_95, AuditCase, AuditDesk, Book, Estimate, FalseAccepts, wilson
+from lr_backend.loop.pace import Pace
 from lr_backend.loop.seeds import audit_draw
 from lr_backend.request import VerifierName
 from lr_backend.step import Step, StepEnd
@@ -438,6 +439,19 @@ def test_with_a_spent_budget_the_answer_is_the_targets_own(salt: int, mode: str,
     assert usage.num_audited == usage.num_false_accepts == usage.num_audits_pending == 0
     assert usage.false_accept_rate_low is not None and usage.false_accept_rate_low > 0.1
     world.assert_idle()
+
+
+def test_what_is_decided_by_a_spent_budget_is_not_taken_for_the_verifiers_word() -> None:
+    world = make_world()
+    world.pace = Pace(lambda: 0.0)
+    world.audits = evidence(desk_of(ScriptedAuditor(lambda pair: False)), num_right=50, num_false=50)
+
+    usage = answer(world, mode="lr", risk_budget=0.1).usage
+
+    assert usage.num_steps_rejected["risk_budget"] > 0
+    judge, exact = (world.pace.evidence[name] for name in (JUDGE, VerifierName.EXACT))
+    assert (judge.acceptance.value, judge.verdict_s.value) == (None, None)
+    assert exact.acceptance.value == usage.step_acceptance_rate
 
 
 @pytest.mark.parametrize("fields", [{}, {"audit_rate": 0.5}, {"risk_budget": 0.9}, {"risk_budget": 0.4}])

@@ -6,6 +6,7 @@ import asyncio
 import math
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,6 +14,7 @@ from lr_backend.loop.confidence import LEAST_VERDICTS, MEMORY, Confidence
 from lr_backend.loop.loop import Outcome
 from lr_backend.loop.pace import Pace
 from lr_backend.loop.tree import Node, Tree
+from lr_backend.request import Usage, VerifierName
 from lr_backend.step import Step, StepEnd
 from lr_backend.testing import run_virtual
 from lr_backend.verify import Reason, Verdict
@@ -131,6 +133,46 @@ def test_it_saves_work_and_changes_nothing_that_is_committed() -> None:
         saved += always.usage.num_wasted_tokens - likely.usage.num_wasted_tokens
         spent += always.usage.num_wasted_tokens
     assert saved > 0.15 * spent, (saved, spent)
+
+
+@pytest.mark.parametrize(
+    ("fields", "learner"),
+    [
+        ({}, VerifierName.JUDGE),
+        ({"verifier": "exact"}, VerifierName.EXACT),
+        ({"verifier": "random", "verifier_threshold": 0.0}, VerifierName.RANDOM),
+        ({"lossless": True}, VerifierName.EXACT),
+    ],
+    ids=["judge", "exact", "random", "lossless"],
+)
+def test_what_one_verifier_decides_says_nothing_of_another(fields: dict[str, object], learner: VerifierName) -> None:
+    world = hesitant_world(2)
+    run_virtual(later_answer(world, min_chance=0.5, **fields))
+    assert world.pace is not None
+    learned = world.pace.evidence.pop(learner)
+    assert learned.acceptance.value is not None and learned.verdict_s.value is not None
+    assert learned.confidence.chance(UNSURE) < 1.0
+    for other in world.pace.evidence.values():
+        assert other.acceptance.value is None and other.verdict_s.value is None
+        assert other.confidence.chance(UNSURE) == 1.0
+
+
+def test_a_request_looks_ahead_by_what_its_own_verifier_has_decided() -> None:
+    """After many requests of another verifier it does what it does as a server's first."""
+
+    async def usage(*before: dict[str, object]) -> Usage:
+        world = hesitant_world(2)
+        world.pace = Pace(asyncio.get_running_loop().time)
+        fields = {"mode": "lr", "max_depth": 4, "max_tokens": 200, "min_chance": 0.5}
+        for number, others in enumerate(before):
+            await world.answer(request_id=f"before-{number}", **fields, **others)
+        return (await world.answer(**fields)).usage
+
+    first = run_virtual(usage())
+    after = {name: run_virtual(usage(*[{"verifier": name}] * 4)) for name in ("exact", "judge")}
+
+    assert after["exact"].num_wasted_tokens == first.num_wasted_tokens
+    assert after["judge"].num_wasted_tokens < first.num_wasted_tokens
 
 
 def test_a_deterministic_request_does_not_ask_what_others_have_learned() -> None:

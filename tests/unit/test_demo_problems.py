@@ -7,7 +7,6 @@ import random
 import re
 from dataclasses import fields
 from itertools import islice
-from pathlib import Path
 
 import pytest
 from hypothesis import assume, given, settings
@@ -31,8 +30,8 @@ from demo.problems import (
     split_of,
 )
 from demo.sentences import FRACTIONS, ITEMS, NAMES, OPERATOR, STEPS
+from tests.support.checkpoints import CHECKPOINTS
 
-CHECKPOINTS = Path(__file__).parents[2] / "demo" / "checkpoints"
 ROLES = ("target", "draft", "judge")
 TEMPLATES = [(family, template) for family, templates in STEPS.items() for template in templates]
 names = st.sampled_from(NAMES)

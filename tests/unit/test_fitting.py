@@ -112,12 +112,14 @@ def test_traces_of_other_depths_tell_a_slow_target_from_a_crowded_one() -> None:
     assert found.crowding == pytest.approx(scenario.crowding, abs=0.05)
 
 
-def test_verifiers_have_an_acceptance_of_their_own_and_share_the_times() -> None:
-    def named(traces: list[Trace], verifier: str) -> list[Trace]:
-        return [trace.model_copy(update={"request": trace.request.model_copy(update={"verifier": verifier})}) for trace in traces]
+def asking(traces: list[Trace], **fields: object) -> list[Trace]:
+    """The traces as if their requests had asked for this."""
+    return [trace.model_copy(update={"request": trace.request.model_copy(update=fields)}) for trace in traces]
 
-    strict = named(recorded(replace(BASE, acceptance_rate=0.3)), "score")
-    lax = named(recorded(replace(BASE, acceptance_rate=0.9, verdict_s=0.05)), "judge")
+
+def test_verifiers_have_an_acceptance_of_their_own_and_share_the_times() -> None:
+    strict = asking(recorded(replace(BASE, acceptance_rate=0.3)), verifier="score")
+    lax = asking(recorded(replace(BASE, acceptance_rate=0.9, verdict_s=0.05)), verifier="judge")
 
     found = fit_by_verifier([*strict, *lax])
 
@@ -125,6 +127,12 @@ def test_verifiers_have_an_acceptance_of_their_own_and_share_the_times() -> None
     assert found["score"].acceptance_rate < 0.5 < 0.8 < found["judge"].acceptance_rate  # type: ignore[index]
     assert found["score"].verdict_s < 0.01 < found["judge"].verdict_s  # type: ignore[index]
     assert len({one.target_token_s for one in found.values()}) == 1
+
+
+def test_a_lossless_trace_says_nothing_of_the_verifier_that_it_names() -> None:
+    lossless = asking(recorded(replace(BASE, acceptance_rate=0.3)), verifier="judge", lossless=True)
+
+    assert list(fit_by_verifier(lossless)) == ["exact"]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lr_backend.engine import EngineCall
@@ -21,10 +21,14 @@ from lr_backend.loop.pace import (
     Policy,
     Trial,
 )
+from lr_backend.request import VerifierName
 from lr_backend.testing import run_virtual
 from tests.support.world import World, chance, imitator, storyteller
 
 TOKEN_S = 0.01
+JUDGE = VerifierName.JUDGE
+STEEP = ((6.0, 0.9), (7.0, 0.5), (1.0, 0.01))
+"""Companions and seconds through which a line leaves less than nothing for a token alone."""
 
 
 @dataclass
@@ -44,9 +48,9 @@ def measured(*, drafted_s: float = 0.1, verdict_s: float = 0.0, per_companion: f
         pace.crowding.add(companions, 1.0 + per_companion * companions)
     pace.drafted_token_s.add(drafted_s)
     pace.step_tokens.add(10.0)
-    pace.verdict_s.add(verdict_s * 10.0)
+    pace.evidence[JUDGE].verdict_s.add(verdict_s * 10.0)
     for number in range(100):
-        pace.acceptance.add(float(number % 100 < 100 * alpha))
+        pace.evidence[JUDGE].decided(number % 100 < 100 * alpha, None)
     return pace
 
 
@@ -70,25 +74,34 @@ def test_crowding_finds_the_line_it_is_shown(alone: float, share: float) -> None
     assert crowding.slowdown(0, 4) == pytest.approx(1.0 + 4 * share, rel=0.2)
 
 
+@example(list(STEEP), 0.0, 1.0)
 @given(st.lists(st.tuples(st.floats(0.0, 50.0), st.floats(1e-6, 100.0)), max_size=30), st.floats(0, 20), st.floats(0, 20))
 def test_a_crowd_never_speeds_up_nor_takes_less_than_nothing(seen: list[tuple[float, float]], others: float, more: float) -> None:
     crowding = Crowding()
     for companions, seconds in seen:
         crowding.add(companions, seconds)
     assert crowding.slowdown(others, more) >= 1.0
-    assert crowding.alone_s is None or crowding.alone_s >= -1e-9
+    assert crowding.alone_s is None or crowding.alone_s > 0.0
+
+
+def test_a_crowd_that_seems_to_take_all_the_time_fails_no_request() -> None:
+    pace = measured(verdict_s=1.0)
+    pace.crowding = Crowding()
+    for companions, seconds in STEEP:
+        pace.crowding.add(companions, seconds)
+    assert 0 <= DepthChooser(pace, 6).depth(JUDGE) <= 6
 
 
 def test_before_anything_is_measured_the_window_is_as_deep_as_allowed() -> None:
-    assert DepthChooser(Pace(Clock()), 5).depth() == 5
+    assert DepthChooser(Pace(Clock()), 5).depth(JUDGE) == 5
 
 
 def test_cheap_drafts_that_are_accepted_make_it_deep() -> None:
-    assert DepthChooser(measured(alpha=0.95), 6).depth() == 6
+    assert DepthChooser(measured(alpha=0.95), 6).depth(JUDGE) == 6
 
 
 def test_no_deeper_than_there_is_something_to_gain() -> None:
-    assert DepthChooser(measured(drafted_s=0.4, alpha=0.95), 8).depth() == 3
+    assert DepthChooser(measured(drafted_s=0.4, alpha=0.95), 8).depth(JUDGE) == 3
 
 
 @pytest.mark.parametrize(
@@ -97,14 +110,14 @@ def test_no_deeper_than_there_is_something_to_gain() -> None:
     ids=["nothing accepted", "draft as slow as the target", "slow verdicts", "a target that does one thing at a time"],
 )
 def test_where_it_does_not_pay_the_target_goes_on_alone(pace: Pace) -> None:
-    assert DepthChooser(pace, 6).depth() == 0
+    assert DepthChooser(pace, 6).depth(JUDGE) == 0
 
 
 def test_other_requests_make_it_shallower() -> None:
     pace = measured(per_companion=0.1, alpha=0.8)
     depths = []
     for pace.num_requests in (1, 2, 4, 8, 64):
-        depths.append(DepthChooser(pace, 8).depth())
+        depths.append(DepthChooser(pace, 8).depth(JUDGE))
     assert depths == sorted(depths, reverse=True)
     assert depths[0] > 2
     assert depths[-1] == 0
@@ -112,19 +125,40 @@ def test_other_requests_make_it_shallower() -> None:
 
 def test_a_request_learns_its_own_acceptance() -> None:
     chooser = DepthChooser(measured(alpha=0.9, per_companion=0.05), 6)
-    assert chooser.depth() > 0
+    assert chooser.depth(JUDGE) > 0
     for _ in range(60):
         chooser.decided(accepted=False)
-    assert chooser.acceptance_rate < 0.1
-    assert chooser.depth() == 0
+    assert chooser.acceptance_rate(chooser.pace.evidence[JUDGE]) < 0.1
+    assert chooser.depth(JUDGE) == 0
+
+
+def test_what_one_verifier_rejects_says_nothing_of_another() -> None:
+    pace = measured(alpha=0.95)
+    for _ in range(300):
+        pace.evidence[VerifierName.EXACT].decided(accepted=False, log_prob=None)
+
+    assert DepthChooser(pace, 6).depth(JUDGE) == 6
+    assert DepthChooser(pace, 6).depth(VerifierName.EXACT) == 0
+
+
+def test_how_slow_one_verifier_is_says_nothing_of_another() -> None:
+    clock = Clock()
+    pace = Pace(clock)
+    with pace.verdict(JUDGE):
+        clock.now_s += 2.0
+    with pace.verdict(VerifierName.EMBEDDING):
+        clock.now_s += 0.5
+
+    took = {name: evidence.verdict_s.value for name, evidence in pace.evidence.items() if evidence.verdict_s.value is not None}
+    assert took == {JUDGE: 2.0, VerifierName.EMBEDDING: 0.5}
 
 
 def test_after_a_while_alone_it_tries_one_step() -> None:
     chooser = DepthChooser(measured(alpha=0.0), 6)
-    depths = [chooser.depth() for _ in range(STEPS_UNTIL_RETRY + 1)]
+    depths = [chooser.depth(JUDGE) for _ in range(STEPS_UNTIL_RETRY + 1)]
     assert depths == [0] * STEPS_UNTIL_RETRY + [1]
     chooser.decided(accepted=False)
-    assert chooser.depth() == 0
+    assert chooser.depth(JUDGE) == 0
 
 
 def test_work_that_is_cancelled_counts_as_company_only() -> None:

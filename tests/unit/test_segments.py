@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,6 +22,7 @@ from lr_backend.loop.writer import StepWriter, TokenSpeculation
 from lr_backend.request import SegmenterName, StepRecord
 from lr_backend.step import Step, StepEnd
 from lr_backend.testing import ScriptedEngine, run_virtual
+from tests.support.checkpoints import QWEN_LIKE
 from tests.support.world import FIRST_LETTER, PROMPT, THINK, World, imitator, storyteller
 
 END = 0
@@ -302,9 +302,6 @@ def test_the_reasonings_open_code_does_not_reach_into_the_answer() -> None:
     closed = step([2, 3, 1])
     assert closed is not None
     assert (closed.ids, closed.end) == ((4, 5), StepEnd.SENTENCE)
-
-
-QWEN_LIKE = Path(__file__).parents[2] / "demo" / "checkpoints" / "target"
 
 
 def test_sentences_of_a_real_tokenizer() -> None:

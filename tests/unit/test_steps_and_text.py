@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -19,6 +17,7 @@ from lr_backend.propose.ngram import lookup_ngram
 from lr_backend.request import ProposerName
 from lr_backend.step import StepEnd
 from lr_backend.testing import WordTokenizer
+from tests.support.checkpoints import QWEN_LIKE
 from tests.support.world import BREAK, CLOSE, DOT_BREAK, DOT_NEWLINE, END, NEWLINE, RULES, THINK, TOKENIZER, TOOL
 
 tokens = st.lists(st.integers(0, len(TOKENIZER.words) - 1), max_size=30)
@@ -162,9 +161,6 @@ def test_the_draft_step_proposer_falls_back_to_ngrams() -> None:
     assert proposer(context, [0, 1], [9, 8], 2) == (2, 3)
     assert proposer(context, [0, 1], [0, 1, 7], 2) == (7,)
     assert proposer(context[:5], [0], None, 2) == ()  # one token is too little to go by
-
-
-QWEN_LIKE = Path(__file__).parents[2] / "demo" / "checkpoints" / "target"
 
 
 def test_rules_of_a_real_tokenizer_cut_where_the_text_does() -> None:

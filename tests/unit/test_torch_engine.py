@@ -106,6 +106,61 @@ def test_cutting_a_run_at_once_equals_token_by_token(
     assert together == (emitted, ended)
 
 
+class CountedWord(tuple[int, ...]):
+    """A word that counts how often any is compared with something else or hashed."""
+
+    num_looked_at = 0
+
+    def __eq__(self, other: object) -> bool:
+        CountedWord.num_looked_at += 1
+        return super().__eq__(other)
+
+    def __hash__(self) -> int:
+        CountedWord.num_looked_at += 1
+        return super().__hash__()
+
+
+def by_the_rule(
+    words: Any, end_id: int | None, min_tokens: int, output: list[int], new: list[int], limit: int
+) -> tuple[list[int], bool]:
+    """What is emitted of ``new``, word by word and token by token."""
+    emitted: list[int] = []
+    for token in new:
+        if token == end_id:
+            return emitted, True
+        emitted.append(token)
+        written = [*output, *emitted]
+        stopped = any(written[-len(word) :] == list(word) for word in words)
+        if (stopped and len(written) >= min_tokens) or len(written) >= limit:
+            return emitted, True
+    return emitted, False
+
+
+@given(
+    output=st.lists(st.integers(0, 3), max_size=5),
+    new=st.lists(st.integers(0, 3), min_size=1, max_size=6),
+    words=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4).map(tuple), max_size=5).map(tuple),
+    end_id=st.none() | st.integers(0, 3),
+    min_tokens=st.integers(0, 8),
+    room=st.integers(1, 8),
+)
+def test_a_run_is_cut_where_the_rule_says(
+    output: list[int], new: list[int], words: Any, end_id: int | None, min_tokens: int, room: int
+) -> None:
+    asked = request((1,), stop_words=words, end_id=end_id, min_tokens=min_tokens)
+    limit = len(output) + room
+    assert cut_at_end(asked, output, new, limit) == by_the_rule(words, end_id, min_tokens, output, new, limit)
+
+
+def test_a_token_costs_the_same_whatever_the_number_of_stop_words() -> None:
+    words = [CountedWord((1000 + number,)) for number in range(5000)] + [CountedWord((1, 1000 + number)) for number in range(256)]
+    asked = request((1,), stop_words=words)
+    CountedWord.num_looked_at = 0
+    emitted, ended = cut_at_end(asked, [], [token % 7 for token in range(500)] + [6000 - 1], 1000)
+    assert (len(emitted), ended) == (501, True)
+    assert CountedWord.num_looked_at < 50, "words are looked up, not gone through"
+
+
 # Verification
 
 

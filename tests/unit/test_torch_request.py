@@ -10,7 +10,7 @@ import pytest
 from lr_backend.contract import BY_NAME, ENGINE_INPUTS, ENGINE_OUTPUTS, encode_stop_words, engine_tensor
 from lr_backend.engine import GREEDY, EngineCall, Generation, Sampling, cancel_tensors, one_hot_logits
 from lr_backend.errors import EngineRejected
-from lr_backend.torch_engine.request import EngineRequest, EngineResponse
+from lr_backend.torch_engine.request import EngineRequest, EngineResponse, StopWords
 
 IDS = np.array([5, 6, 7], dtype=np.int32)
 
@@ -22,6 +22,16 @@ def tensors(batched: bool = True, **values: Any) -> dict[str, Any]:
 
 def read(batched: bool = True, **values: Any) -> EngineRequest:
     return EngineRequest.from_tensors("id", tensors(batched, **values))
+
+
+def test_a_stop_list_is_read_once_and_not_taken_for_another() -> None:
+    def words(array: np.ndarray[Any, Any]) -> StopWords:
+        return EngineRequest.from_call(EngineCall("id", IDS, 3, Sampling(), 11, array)).stop_words
+
+    first = words(encode_stop_words([(1, 2), (3,)]))
+    assert words(encode_stop_words([(1, 2), (3,)])) is first
+    assert words(encode_stop_words([(1,), (2, 3)])) == StopWords.of([(1,), (2, 3)])
+    assert words(encode_stop_words([(1, 2), (3,)]).astype(np.int64)) == first
 
 
 @pytest.mark.parametrize("batched", [True, False])
@@ -48,7 +58,7 @@ def test_everything_is_read_with_and_without_a_batch_dimension(batched: bool) ->
     assert asked.draft_logits.shape == (2, 9)
     assert asked.sampling == Sampling(temperature=0.5, top_k=3, top_p=pytest.approx(0.9))
     assert (asked.seed, asked.end_id, asked.min_tokens, asked.max_new_tokens) == (2**64 - 1, 8, 2, 4)
-    assert asked.stop_words == ((1, 2), (3,))
+    assert asked.stop_words == StopWords.of([(1, 2), (3,)])
     assert asked.return_log_probs
     assert asked.return_perf_metrics
     assert asked.exclude_input
@@ -151,6 +161,7 @@ def test_bad_values_are_rejected_by_name(name: str, values: dict[str, Any]) -> N
         ("seed", np.zeros((1, 1), np.float32)),
         ("stop", np.zeros((1, 1), np.int32)),
         ("stop_words_list", np.zeros((1, 3, 2), np.int32)),
+        ("stop_words_list", np.array([["a", "b"], [1, 2]], dtype=object)),
         ("stop_words_list", np.array([[[1, 2], [2, 1]]], np.int32)),
         ("draft_logits", np.zeros((1, 1, 9), np.int32)),
     ],

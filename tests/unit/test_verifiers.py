@@ -329,14 +329,21 @@ def test_a_default_threshold_goes_with_the_default_verifier(
     assert parse(**with_defaults(defaults, given_)).verifier_threshold == threshold
 
 
+@pytest.mark.parametrize("lossless", [False, True])
 @pytest.mark.parametrize("name", ["embedding", "likelihood"])
-def test_what_this_server_lacks_is_refused_before_anything_starts(name: str) -> None:
+def test_what_this_server_lacks_is_refused_before_anything_starts(name: str, lossless: bool) -> None:
     world = make_world()
 
     with pytest.raises(InvalidRequest, match=f"verifier='{name}': this server"):
-        run_virtual(world.answer(mode="lr", verifier=name))
+        run_virtual(world.answer(mode="lr", verifier=name, lossless=lossless))
 
     assert not any(engine.calls for engine in world.engines)
+
+
+@pytest.mark.parametrize("name", VerifierName)
+def test_under_lossless_equal_tokens_decide_whoever_is_named(name: VerifierName) -> None:
+    assert parse(verifier=name).effective_verifier is name
+    assert parse(verifier=name, lossless=True).effective_verifier is VerifierName.EXACT
 
 
 def test_lossless_needs_no_other_verifier() -> None:
