@@ -186,7 +186,7 @@ class NativeModel:
         for one in sequences:
             first_blocks.append(len(blocks))
             blocks += one.table.blocks
-        ends = [_possible_ends(request.end_id, request.stop_words, vocab_size) for request in requests]
+        ends = [_possible_ends(request.end_id, request.stop_words.words, vocab_size) for request in requests]
         _kept, pointers = _joined(
             [one.tokens[-1] for one in sequences],
             [one.num_computed for one in sequences],
@@ -321,7 +321,7 @@ def _joined(*lists: list[int]) -> tuple[npt.NDArray[np.int64], list[int]]:
 
 
 @lru_cache(maxsize=64)
-def _possible_ends(end_id: int | None, stop_words: tuple[tuple[int, ...], ...], vocab_size: int) -> npt.NDArray[np.uint8] | None:
+def _possible_ends(end_id: int | None, stop_words: frozenset[tuple[int, ...]], vocab_size: int) -> npt.NDArray[np.uint8] | None:
     """Not 0 for every token with which a run may end; None when it has no such token."""
     tokens = [word[-1] for word in stop_words if word[-1] < vocab_size] + ([] if end_id is None else [end_id])
     if not tokens:

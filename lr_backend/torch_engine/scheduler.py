@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from lr_backend.torch_engine.kv_cache import KvCache
 from lr_backend.torch_engine.sequence import Sequence
 
-MIN_SHARED_TOKENS = 64
+MIN_SHARED_TOKENS = 24
 """A request waits for another that is computing its prefix just now if that saves at least so many tokens."""
 
 
