@@ -82,7 +82,8 @@ def _drawn_natively(native: CDLL, logits: Tensor, samplings: Items[Sampling], un
     top_ks = np.array([sampling.top_k for sampling in samplings], dtype=np.int64)
     candidates, tokens = np.empty(vocab_size, dtype=np.int64), np.empty(num_rows, dtype=np.int64)
     columns = (temperatures, top_ks, top_ps, points, candidates, tokens)
-    native.draw_tokens(logits.contiguous().data_ptr(), num_rows, vocab_size, *(column.ctypes.data for column in columns))
+    rows = logits.contiguous()  # held until it is read
+    native.draw_tokens(rows.data_ptr(), num_rows, vocab_size, *(column.ctypes.data for column in columns))
     return cast("list[int]", tokens.tolist())
 
 

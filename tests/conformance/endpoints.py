@@ -60,8 +60,8 @@ def scripted() -> Endpoint:
     return Endpoint(lambda: ScriptedEngine(hashed), run_virtual, samples=False, limits_length=False)
 
 
-def torch_engine(checkpoint: Path, device: str) -> Endpoint:
-    settings: dict[str, Any] = {"device": device, "max_seq_len": MAX_SEQ_LEN, "max_draft_len": 16}
+def torch_engine(checkpoint: Path, device: str, kernels: str) -> Endpoint:
+    settings: dict[str, Any] = {"device": device, "kernels": kernels, "max_seq_len": MAX_SEQ_LEN, "max_draft_len": 16}
     return Endpoint(lambda: InProcessEngine(tiny_engine(checkpoint, **settings)))
 
 

@@ -17,26 +17,29 @@ from lr_backend.contract import encode_stop_words
 from lr_backend.engine import Engine, EngineCall, Generation, Sampling
 from lr_backend.errors import EngineRejected
 from tests.conformance.endpoints import ADDRESS, Endpoint, remote, scripted, torch_engine
-from tests.support.torch_engines import tiny_checkpoint
+from tests.support.torch_engines import NEEDS_LIBRARY, tiny_checkpoint
 
 SAMPLED = Sampling(temperature=1.0)
 PROMPT = (7, 3, 11, 5, 2, 13, 4, 9, 6)
 
+NATIVE = pytest.param("native", marks=NEEDS_LIBRARY)
 CUDA = pytest.param("torch-cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")])
 TRITON = pytest.param("torch-triton", marks=pytest.mark.integration)
 GIVEN = pytest.param("given", marks=pytest.mark.skipif(not ADDRESS, reason="LOOKAHEAD_ENGINE names no engine"))
 
 
-@pytest.fixture(scope="module", params=["scripted", "torch-cpu", CUDA, TRITON, GIVEN])
+@pytest.fixture(scope="module", params=["scripted", "torch-cpu", NATIVE, CUDA, TRITON, GIVEN])
 def endpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
     folder: Path = tmp_path_factory.mktemp("engine")
     match request.param:
         case "scripted":
             yield scripted()
         case "torch-cpu":
-            yield torch_engine(tiny_checkpoint(folder), "cpu")
+            yield torch_engine(tiny_checkpoint(folder), "cpu", "torch")
+        case "native":
+            yield torch_engine(tiny_checkpoint(folder, head_dim=16), "cpu", "native")
         case "torch-cuda":
-            yield torch_engine(tiny_checkpoint(folder), "cuda")
+            yield torch_engine(tiny_checkpoint(folder), "cuda", "torch")
         case "torch-triton":
             with serving(demo_spec(), folder / "repository", only=("target",)) as server:
                 yield remote(f"{server.grpc_url}/target")

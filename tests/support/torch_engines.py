@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from lr_backend.errors import LookaheadError
 from lr_backend.torch_engine.config import EngineConfig
 from lr_backend.torch_engine.engine import TorchEngine
+from lr_backend.torch_engine.native_library import library
 from lr_backend.torch_engine.random_checkpoint import write_random_checkpoint
 from lr_backend.torch_engine.request import EngineRequest, EngineResponse, StopWords
 
 VOCAB = 61
+
+NEEDS_LIBRARY = pytest.mark.skipif(library() is None and shutil.which("cc") is None, reason="no C compiler to build it with")
+"""Of tests of what is written in C; where there is a compiler, a library that is missing fails them."""
+KERNELS = ("torch", pytest.param("native", marks=NEEDS_LIBRARY))
+"""Who computes, as a parameter of a test; the decoder in C wants heads that are a multiple of 16 wide."""
 
 
 def tiny_checkpoint(folder: Path, **changes: Any) -> Path:
@@ -52,12 +60,12 @@ def tiny_engine(checkpoint: Path, **changes: Any) -> TorchEngine:
 MakeEngine = Callable[..., TorchEngine]
 
 
-def engines(checkpoint: Path) -> Iterator[MakeEngine]:
+def engines(checkpoint: Path, **settings: Any) -> Iterator[MakeEngine]:
     """A factory of engines, for a fixture; after the test each is idle and its KV books add up, unless it was closed."""
     made: list[TorchEngine] = []
 
     def make(**changes: Any) -> TorchEngine:
-        made.append(tiny_engine(checkpoint, **changes))
+        made.append(tiny_engine(checkpoint, **settings | changes))
         return made[-1]
 
     yield make

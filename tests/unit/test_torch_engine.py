@@ -13,19 +13,31 @@ from hypothesis import strategies as st
 from lr_backend.engine import Sampling
 from lr_backend.torch_engine.engine import TorchEngine
 from lr_backend.torch_engine.limits import cut_at_end
-from tests.support.torch_engines import VOCAB, Gate, MakeEngine, ask, engines, greedy, prompt, request, start, tiny_checkpoint
+from tests.support.torch_engines import (
+    KERNELS,
+    VOCAB,
+    Gate,
+    MakeEngine,
+    ask,
+    engines,
+    greedy,
+    prompt,
+    request,
+    start,
+    tiny_checkpoint,
+)
 
 SAMPLED = Sampling(temperature=0.8)
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+    return tiny_checkpoint(tmp_path_factory.mktemp("tiny"), head_dim=16)
 
 
-@pytest.fixture
-def make_engine(checkpoint: Path) -> Iterator[MakeEngine]:
-    yield from engines(checkpoint)
+@pytest.fixture(params=KERNELS)
+def make_engine(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[MakeEngine]:
+    yield from engines(checkpoint, kernels=request.param)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,11 @@ import torch
 
 from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, Overloaded
 from lr_backend.torch_engine.engine import TorchEngine
+from lr_backend.torch_engine.native_model import _Layer
+from lr_backend.torch_engine.native_runner import NativeRunner
+from lr_backend.torch_engine.torch_runner import TorchRunner
 from tests.support.torch_engines import (
+    KERNELS,
     VOCAB,
     Gate,
     MakeEngine,
@@ -29,12 +34,18 @@ from tests.support.torch_engines import (
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+    return tiny_checkpoint(tmp_path_factory.mktemp("tiny"), head_dim=16)
 
 
 @pytest.fixture
-def make_engine(checkpoint: Path) -> Iterator[MakeEngine]:
-    yield from engines(checkpoint)
+def kernels() -> str:
+    """Who computes; a test of what depends on it is run with either."""
+    return "torch"
+
+
+@pytest.fixture
+def make_engine(checkpoint: Path, kernels: str) -> Iterator[MakeEngine]:
+    yield from engines(checkpoint, kernels=kernels)
 
 
 @pytest.fixture
@@ -42,6 +53,7 @@ def engine(make_engine: MakeEngine) -> TorchEngine:
     return make_engine()
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 def test_cancelling_a_running_request_answers_with_what_it_has(engine: TorchEngine) -> None:
     full = greedy(engine, prompt(9), 60)
     running = start(engine, request(prompt(9), 200, request_id="a"))
@@ -124,6 +136,7 @@ def test_what_exceeds_the_kv_cache_is_rejected(make_engine: MakeEngine) -> None:
     assert len(greedy(engine, prompt(30), 10)) == 10
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("broken", ["run", "schedule"])
 def test_a_failing_iteration_fails_its_requests_and_the_engine_lives_on(
     broken: str, engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
@@ -146,25 +159,35 @@ def test_a_failing_iteration_fails_its_requests_and_the_engine_lives_on(
     assert engine.stats().num_failed == 3
 
 
-def test_logits_that_are_not_finite_fail_the_request_and_poison_nothing(
-    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_logits_that_are_not_finite_fail_the_request_and_poison_nothing(engine: TorchEngine) -> None:
     full = greedy(engine, prompt(9), 12)
     other = greedy(engine, prompt(30, 5), 12)
-    norm = engine._runner.model.norm
-    kept = norm.clone()
+    weight = a_weight_of_all_rows(engine)
+    kept = weight.clone()
     gate = Gate(engine)
-    norm.fill_(float("nan"))
+    weight.fill_(float("nan"))
     failing = start(engine, request(prompt(50, 7), 12))
     gate.open()
     with pytest.raises(EngineError, match="not finite"):
         failing.result()
     gate = Gate(engine)
-    norm.copy_(kept)
+    weight.copy_(kept)
     gate.open()
     assert greedy(engine, prompt(9), 12) == full
     answers = ask(engine, request(prompt(30, 5), 12), request(prompt(9), 12), request(prompt(50, 7), 12))
     assert [answer.token_ids for answer in answers[:2]] == [other, full]
+
+
+def a_weight_of_all_rows(engine: TorchEngine) -> torch.Tensor:
+    """What it is set to reaches every row's logits; in C every row's keys and values too."""
+    runner = engine._runner
+    if isinstance(runner, TorchRunner):
+        return runner.model.norm
+    assert isinstance(runner, NativeRunner)
+    layers = ctypes.cast(runner._model._model.layers, ctypes.POINTER(_Layer))
+    row = (ctypes.c_float * engine.spec.hidden_size).from_address(layers[0].input_norm)
+    return torch.frombuffer(row, dtype=torch.float32)
 
 
 def test_a_failing_callback_is_not_the_engines_failure(engine: TorchEngine) -> None:
@@ -175,6 +198,7 @@ def test_a_failing_callback_is_not_the_engines_failure(engine: TorchEngine) -> N
     assert len(greedy(engine, prompt(5), 3)) == 3
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 def test_closing_fails_what_is_in_flight_and_what_comes_later(make_engine: MakeEngine) -> None:
     engine = make_engine(max_batch_size=1)
     pending = [start(engine, request(prompt(5), 200)) for _ in range(3)]
@@ -189,6 +213,7 @@ def test_closing_fails_what_is_in_flight_and_what_comes_later(make_engine: MakeE
         engine.check_integrity()
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 def test_a_dying_thread_leaves_nobody_waiting(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
     gate = Gate(engine)
@@ -201,6 +226,7 @@ def test_a_dying_thread_leaves_nobody_waiting(make_engine: MakeEngine, monkeypat
         start(engine, request(prompt(5), 3))
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 def test_a_preempted_request_finds_its_own_output_in_the_cache(make_engine: MakeEngine) -> None:
     engine = make_engine(max_tokens_in_paged_kv_cache=96, max_seq_len=96)
     ask(engine, *(request(prompt(8, seed), 60) for seed in range(2)))
@@ -210,6 +236,7 @@ def test_a_preempted_request_finds_its_own_output_in_the_cache(make_engine: Make
     assert stats.num_iterations < 60 + 60 + 20
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 def test_books_that_do_not_add_up_are_found_when_idle(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lr_backend.torch_engine.engine.IDLE_CHECK_S", 0.02)
     engine = make_engine()

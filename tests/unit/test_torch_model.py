@@ -5,78 +5,38 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from lr_backend.errors import CheckpointError
 from lr_backend.torch_engine.model import DecoderModel
+from lr_backend.torch_engine.native_model import NativeModel
 from lr_backend.torch_engine.scheduler import Chunk
 from lr_backend.torch_engine.sequence import Sequence
 from lr_backend.torch_engine.torch_runner import TorchRunner
-from tests.support.torch_engines import VOCAB, ask, prompt, request, tiny_checkpoint, tiny_engine
+from tests.support.reference_models import logits_of_reference, reference_model
+from tests.support.torch_engines import KERNELS, ask, prompt, request, tiny_checkpoint, tiny_engine
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
-}
-FAMILIES: dict[str, tuple[Any, Any]] = {
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "llama": (LlamaConfig, LlamaForCausalLM),
-}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3 untied": ("qwen3", {"head_dim": 16}),
-    "qwen3 tied": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3 untied": ("qwen3", {}),
+    "qwen3 tied": ("qwen3", {"tie_word_embeddings": True}),
     "qwen3 one kv head": ("qwen3", {"head_dim": 8, "num_key_value_heads": 1}),
     "qwen3 no gqa": ("qwen3", {"head_dim": 8, "num_key_value_heads": 4}),
-    "qwen3 yarn": ("qwen3", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}),
+    "qwen3 yarn": ("qwen3", {"rope": "yarn"}),
     "qwen2": ("qwen2", {}),
     "qwen2 tied": ("qwen2", {"tie_word_embeddings": True}),
-    "qwen2 yarn, own factor": (
-        "qwen2",
-        {
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "factor": 2.0,
-                "original_max_position_embeddings": 128,
-                "attention_factor": 1.3,
-                "truncate": False,
-                "beta_fast": 16,
-            }
-        },
-    ),
+    "qwen2 yarn, own factor": ("qwen2", {"rope": "yarn, own factor"}),
     "llama": ("llama", {}),
-    "llama3 rope": ("llama", {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 64, "rope_theta": 5e5}}),
-    "llama linear rope": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0}}),
+    "llama3 rope": ("llama", {"rope": "llama3"}),
+    "llama linear rope": ("llama", {"rope": "linear"}),
 }
 
 
 def reference(name: str) -> Any:
-    """A random transformers model whose norm weights and biases are not trivial."""
     family, changes = VARIANTS[name]
-    config_class, model_class = FAMILIES[family]
-    changes = dict(changes)
-    if "rope_parameters" in changes:
-        changes["rope_parameters"] = {"rope_theta": 1e4, **changes["rope_parameters"]}
-    torch.manual_seed(3)
-    model = model_class(config_class(**SHAPE | changes)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.uniform_(0.4, 1.6)
-            else:
-                parameter.mul_(8.0)
-    return model
+    return reference_model(family, **changes)
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> DecoderModel:
@@ -101,8 +61,7 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     model = reference(name)
     model.save_pretrained(tmp_path)
     tokens = prompt(120)
-    with torch.no_grad():
-        expected = model(torch.tensor([tokens])).logits[0]
+    expected = logits_of_reference(model, tokens)
 
     # A long chunk, decodes, a short chunk, a long chunk over a prefix: every kind of attention.
     ours = logits_of(load(tmp_path), tokens, [50, 1, 1, 20, 48])
@@ -111,11 +70,12 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     assert (ours - expected).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("name", ["qwen3 tied", "qwen2", "llama3 rope"])
-def test_greedy_generation_equals_transformers(name: str, tmp_path: Path) -> None:
+def test_greedy_generation_equals_transformers(name: str, kernels: str, tmp_path: Path) -> None:
     model = reference(name)
     model.save_pretrained(tmp_path)
-    engine = tiny_engine(tmp_path)
+    engine = tiny_engine(tmp_path, kernels=kernels)
     prompts = [prompt(length, length) for length in (1, 5, 33, 90)]
 
     answers = ask(engine, *(request(one, 24) for one in prompts))
@@ -148,11 +108,6 @@ def test_bfloat16_is_near_float32(tmp_path: Path) -> None:
     assert torch.nn.functional.cosine_similarity(exact, rounded, dim=-1).min() > 0.99
 
 
-def test_a_context_longer_than_the_models_is_refused(checkpoint: Path) -> None:
-    with pytest.raises(CheckpointError, match="512 positions, max_seq_len is 513"):
-        DecoderModel.load(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=513)
-
-
 def test_older_spelling_of_rope_settings(tmp_path: Path) -> None:
     model = reference("llama3 rope")
     model.save_pretrained(tmp_path)
@@ -166,15 +121,41 @@ def test_older_spelling_of_rope_settings(tmp_path: Path) -> None:
     assert torch.equal(logits_of(load(tmp_path), prompt(30), [30]), expected)
 
 
+# What is refused is refused by both in the same words.
+
+
+class Open(Protocol):
+    """Reads a checkpoint and makes the model that computes it."""
+
+    def __call__(self, folder: Path, max_seq_len: int = 256) -> object: ...
+
+
+@pytest.fixture(params=KERNELS)
+def opened(request: pytest.FixtureRequest) -> Open:
+    def by_torch(folder: Path, max_seq_len: int = 256) -> object:
+        return DecoderModel.load(folder, dtype=torch.float32, device="cpu", max_seq_len=max_seq_len)
+
+    def natively(folder: Path, max_seq_len: int = 256) -> object:
+        return NativeModel.load(folder, max_seq_len=max_seq_len)
+
+    return by_torch if request.param == "torch" else natively
+
+
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.mktemp("good"), tie_word_embeddings=True)
+    return tiny_checkpoint(tmp_path_factory.mktemp("good"), head_dim=16, tie_word_embeddings=True)
 
 
 @pytest.fixture
 def checkpoint(good: Path, tmp_path: Path) -> Path:
     """A copy to break."""
     return Path(shutil.copytree(good, tmp_path / "checkpoint"))
+
+
+def test_a_context_longer_than_the_models_is_refused(checkpoint: Path, opened: Open) -> None:
+    opened(checkpoint, 512)
+    with pytest.raises(CheckpointError, match="512 positions, max_seq_len is 513"):
+        opened(checkpoint, 513)
 
 
 REFUSED_CONFIGS = {
@@ -197,60 +178,60 @@ REFUSED_CONFIGS = {
 
 
 @pytest.mark.parametrize("names", REFUSED_CONFIGS)
-def test_config_that_cannot_be_served_is_refused_by_name(names: str, checkpoint: Path) -> None:
+def test_config_that_cannot_be_served_is_refused_by_name(names: str, checkpoint: Path, opened: Open) -> None:
     path = checkpoint / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | REFUSED_CONFIGS[names]))
 
     with pytest.raises(CheckpointError, match=names):
-        load(checkpoint)
+        opened(checkpoint)
 
 
 @pytest.mark.parametrize("keep", [0, 4, 100, 5000, -1])
-def test_truncated_weights_are_refused(keep: int, checkpoint: Path) -> None:
+def test_truncated_weights_are_refused(keep: int, checkpoint: Path, opened: Open) -> None:
     path = checkpoint / "model.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
 
     with pytest.raises(CheckpointError, match=r"model\.safetensors is corrupt or truncated"):
-        load(checkpoint)
+        opened(checkpoint)
 
 
-def test_corrupt_header_is_refused(checkpoint: Path) -> None:
+def test_corrupt_header_is_refused(checkpoint: Path, opened: Open) -> None:
     path = checkpoint / "model.safetensors"
     data = bytearray(path.read_bytes())
     data[8:40] = bytes(32)
     path.write_bytes(data)
 
     with pytest.raises(CheckpointError, match="corrupt"):
-        load(checkpoint)
+        opened(checkpoint)
 
 
-def test_values_that_are_not_finite_are_refused(checkpoint: Path) -> None:
+def test_values_that_are_not_finite_are_refused(checkpoint: Path, opened: Open) -> None:
     path = checkpoint / "model.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[:-4] + b"\x00\x00\xc0\x7f")
 
     with pytest.raises(CheckpointError, match="not finite"):
-        load(checkpoint)
+        opened(checkpoint)
 
 
-def test_missing_files_are_refused(checkpoint: Path) -> None:
+def test_missing_files_are_refused(checkpoint: Path, opened: Open) -> None:
     (checkpoint / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
-        load(checkpoint)
+        opened(checkpoint)
     index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
     (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=r"model-00001-of-00002\.safetensors is missing"):
-        load(checkpoint)
+        opened(checkpoint)
     index = {"weight_map": {"model.norm.weight": "../elsewhere.safetensors"}}
     (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match="outside"):
-        load(checkpoint)
+        opened(checkpoint)
     (checkpoint / "model.safetensors.index.json").write_text("{")
     with pytest.raises(CheckpointError, match="cannot be read"):
-        load(checkpoint)
+        opened(checkpoint)
     (checkpoint / "config.json").write_text("[1]")
     with pytest.raises(CheckpointError, match="not a JSON object"):
-        load(checkpoint)
+        opened(checkpoint)
     (checkpoint / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"config\.json is missing"):
-        load(checkpoint)
+        opened(checkpoint)

@@ -21,7 +21,7 @@ from lr_backend.torch_engine.sampler import target_probs
 from lr_backend.torch_engine.scheduler import Chunk
 from lr_backend.torch_engine.sequence import Sequence
 from lr_backend.torch_engine.torch_runner import TorchRunner
-from tests.support.torch_engines import VOCAB, Gate, ask, prompt, request, start, tiny_checkpoint, tiny_engine
+from tests.support.torch_engines import KERNELS, VOCAB, Gate, ask, prompt, request, start, tiny_checkpoint, tiny_engine
 
 STEMS = [prompt(length, seed) for seed, length in enumerate((3, 17, 55, 30))]
 MAX_NEW = 30
@@ -29,13 +29,18 @@ MAX_NEW = 30
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+    return tiny_checkpoint(tmp_path_factory.mktemp("tiny"), head_dim=16)
+
+
+@pytest.fixture(scope="module", params=KERNELS)
+def kernels(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def plain(checkpoint: Path) -> Iterator[TorchEngine]:
+def plain(checkpoint: Path, kernels: str) -> Iterator[TorchEngine]:
     """No reuse, no chunks, used for one request at a time."""
-    engine = tiny_engine(checkpoint, enable_kv_cache_reuse=False, max_num_tokens=256)
+    engine = tiny_engine(checkpoint, kernels=kernels, enable_kv_cache_reuse=False, max_num_tokens=256)
     yield engine
     engine.close()
 
@@ -64,8 +69,8 @@ RUNS = st.lists(
 
 
 @pytest.mark.parametrize("kind", ENGINES)
-def test_greedy_answers_do_not_depend_on_the_schedule(kind: str, checkpoint: Path, plain: TorchEngine) -> None:
-    engine = tiny_engine(checkpoint, **ENGINES[kind])
+def test_greedy_answers_do_not_depend_on_the_schedule(kind: str, kernels: str, checkpoint: Path, plain: TorchEngine) -> None:
+    engine = tiny_engine(checkpoint, kernels=kernels, **ENGINES[kind])
     continuations = [ask(plain, request(stem, MAX_NEW + 9))[0].token_ids for stem in STEMS]
 
     @settings(max_examples=25)
@@ -119,15 +124,16 @@ NUM_SAMPLES = 4000
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.mktemp("small"), vocab_size=SMALL_VOCAB, num_layers=1, gain=1.0)
+    return tiny_checkpoint(tmp_path_factory.mktemp("small"), head_dim=16, vocab_size=SMALL_VOCAB, num_layers=1, gain=1.0)
 
 
 @pytest.mark.parametrize("kind", ["no drafts", "token drafts", "draft logits", "biased"])
-def test_two_tokens_follow_the_exact_joint_distribution(kind: str, small: Path) -> None:
+def test_two_tokens_follow_the_exact_joint_distribution(kind: str, kernels: str, small: Path) -> None:
     sampling, start_ids = Sampling(temperature=1.3), (1, 2, 3)
     first = exact_probs(small, [start_ids], sampling)[0]
     second = exact_probs(small, [(*start_ids, token) for token in range(SMALL_VOCAB)], sampling)
-    engine = tiny_engine(small, max_queue_size=NUM_SAMPLES, max_seq_len=64, reproduce_upstream_draft_bias=kind == "biased")
+    limits = {"max_queue_size": NUM_SAMPLES, "max_seq_len": 64, "reproduce_upstream_draft_bias": kind == "biased"}
+    engine = tiny_engine(small, kernels=kernels, **limits)
 
     pairs = sample_pairs(engine, kind, sampling, start_ids)
     engine.close()
@@ -161,8 +167,8 @@ def sample_pairs(engine: TorchEngine, kind: str, sampling: Sampling, input_ids: 
     return firsts
 
 
-def test_many_threads_may_submit_and_cancel(checkpoint: Path) -> None:
-    engine = tiny_engine(checkpoint, max_tokens_in_paged_kv_cache=200, max_seq_len=100)
+def test_many_threads_may_submit_and_cancel(checkpoint: Path, kernels: str) -> None:
+    engine = tiny_engine(checkpoint, kernels=kernels, max_tokens_in_paged_kv_cache=200, max_seq_len=100)
     expected = {seed: ask(engine, request(prompt(10, seed), 20))[0].token_ids for seed in range(4)}
     failures: list[str] = []
 

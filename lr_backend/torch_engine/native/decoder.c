@@ -242,7 +242,8 @@ FOR_EACH_CPU static void product(const Matrix *matrix, enum Store store, const f
                 float *to = y + (t + r) * y_stride + p * width;
                 vec one = sums[r][0], two = sums[r][1];
                 if (store == GATED) {
-                    store_part(to, one / (1.0f + exponential(-one)) * two, left);
+                    vec gate = one / (1.0f + exponential(-larger(one, (vec){} - 80.0f)));
+                    store_part(to, gate * two, left);
                     continue;
                 }
                 if (matrix->bias) {

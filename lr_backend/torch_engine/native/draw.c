@@ -36,12 +36,13 @@ static int64_t most_likely_k(const float *logits, int64_t vocab_size, int64_t k,
 }
 
 /* All that can be within top-p, in order. What is left out, each less likely than (1 - top_p) / vocabulary, has not 1 - top_p
- * together. */
-static int64_t likely_enough(const float *logits, int64_t vocab_size, float temperature, float top_p, Candidate *found) {
+ * together; it counts in mass, the sum of the exponentials below the best, of which top-p is a part. */
+static int64_t likely_enough(const float *logits, int64_t vocab_size, float temperature, float top_p, Candidate *found,
+                             double *mass) {
     float best = logits[most_likely(logits, vocab_size)];
-    double total = 0.0;
-    for (int64_t v = 0; v < vocab_size; v++) total += exp((double)((logits[v] - best) / temperature));
-    double least = log(fmax(1.0 - (double)top_p, 1e-12) * total / (double)vocab_size) * (double)temperature + (double)best;
+    *mass = 0.0;
+    for (int64_t v = 0; v < vocab_size; v++) *mass += exp((double)((logits[v] - best) / temperature));
+    double least = log(fmax(1.0 - (double)top_p, 1e-12) * *mass / (double)vocab_size) * (double)temperature + (double)best;
     int64_t count = 0;
     for (int64_t v = 0; v < vocab_size; v++)
         if ((double)logits[v] >= least || logits[v] == best) found[count++] = (Candidate){logits[v], (int32_t)v};
@@ -57,10 +58,11 @@ static int64_t all_of_them(const float *logits, int64_t vocab_size, Candidate *f
 static int64_t drawn(const float *logits, int64_t vocab_size, float temperature, int64_t top_k, float top_p, double uniform,
                      Candidate *found) {
     int64_t count, nucleus = top_p < 1.0f;
+    double mass = 0.0;
     if (top_k > 0 && top_k < vocab_size) {
         count = most_likely_k(logits, vocab_size, top_k, found);
     } else if (nucleus) {
-        count = likely_enough(logits, vocab_size, temperature, top_p, found);
+        count = likely_enough(logits, vocab_size, temperature, top_p, found, &mass);
     } else {
         count = all_of_them(logits, vocab_size, found);
     }
@@ -72,7 +74,7 @@ static int64_t drawn(const float *logits, int64_t vocab_size, float temperature,
         total += (double)found[c].value;
     }
     if (nucleus) {
-        double reached = 0.0, wanted = (double)top_p * total;
+        double reached = 0.0, wanted = (double)top_p * fmax(mass, total);
         int64_t kept = 0;
         while (kept < count && reached < wanted) reached += (double)found[kept++].value;
         count = kept;

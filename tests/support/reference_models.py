@@ -1,0 +1,71 @@
+"""Random models of transformers, to compare the engine's own computation with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from tests.support.torch_engines import VOCAB
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+FAMILIES: dict[str, tuple[Any, Any]] = {
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+}
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "rope_theta": 5e5,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    "yarn, own factor": {
+        "rope_type": "yarn",
+        "factor": 2.0,
+        "original_max_position_embeddings": 128,
+        "attention_factor": 1.3,
+        "truncate": False,
+        "beta_fast": 16,
+    },
+}
+
+
+def reference_model(family: str, *, rope: str | None = None, **changes: Any) -> Any:
+    """A random model whose norm weights and biases are not trivial; a head is 16 wide unless ``changes`` says otherwise."""
+    config_class, model_class = FAMILIES[family]
+    if family == "qwen3":
+        changes = {"head_dim": 16} | changes
+    if rope is not None:
+        changes["rope_parameters"] = {"rope_theta": 1e4, **ROPES[rope]}
+    torch.manual_seed(3)
+    model = model_class(config_class(**SHAPE | changes)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.uniform_(0.4, 1.6)
+            else:
+                parameter.mul_(8.0 * (32 / SHAPE["hidden_size"]) ** 0.5)  # so that rows keep about their length
+    return model
+
+
+def logits_of_reference(model: Any, tokens: tuple[int, ...]) -> torch.Tensor:
+    """Of all positions, in float32."""
+    with torch.no_grad():
+        logits: torch.Tensor = model(torch.tensor([tokens])).logits[0]
+    return logits

@@ -1,0 +1,395 @@
+"""The decoder in C: logits of transformers, to the same bit in whatever company, and who gets to compute what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lr_backend.errors import ConfigError
+from lr_backend.torch_engine import native_model, sampler
+from lr_backend.torch_engine.attention import Span
+from lr_backend.torch_engine.backends import is_native
+from lr_backend.torch_engine.config import EngineConfig
+from lr_backend.torch_engine.native_model import NativeModel, NativePool
+from lr_backend.torch_engine.native_runner import NativeRunner
+from lr_backend.torch_engine.torch_runner import TorchRunner
+from tests.support.reference_models import logits_of_reference, reference_model
+from tests.support.torch_engines import NEEDS_LIBRARY, greedy, prompt, tiny_checkpoint, tiny_engine
+
+pytestmark = NEEDS_LIBRARY
+
+DEMO_TARGET = Path(__file__).parents[2] / "demo" / "checkpoints" / "target"
+NUM_BLOCKS = 80
+MAX_SEQ_LEN = 256
+
+
+@dataclass
+class Stored:
+    """A sequence in a pool."""
+
+    tokens: tuple[int, ...]
+    blocks: list[int]
+    num_computed: int = 0
+
+
+def advance(model: NativeModel, pool: NativePool, chunks: list[tuple[Stored, int]]) -> list[torch.Tensor]:
+    """Logits of all rows of each chunk: so many further tokens of its sequence."""
+    size = pool.tokens_per_block
+    spans = [Span(one.num_computed, count, one.blocks[: -(-(one.num_computed + count) // size)]) for one, count in chunks]
+    tokens = [token for (one, _), span in zip(chunks, spans, strict=True) for token in one.tokens[span.start : span.end]]
+    logits = model.forward(pool, tokens, spans, list(range(len(tokens))))
+    for (one, _), span in zip(chunks, spans, strict=True):
+        one.num_computed = span.end
+    return list(logits.split([count for _, count in chunks]))
+
+
+def new_pool(model: NativeModel, tokens_per_block: int) -> NativePool:
+    """Every number that no token has been stored in is not one, and must not show."""
+    pool = NativePool(model.spec, num_blocks=NUM_BLOCKS, tokens_per_block=tokens_per_block)
+    pool._memory.fill_(float("nan"))
+    return pool
+
+
+def logits_of(model: NativeModel, tokens: tuple[int, ...], counts: list[int], tokens_per_block: int) -> torch.Tensor:
+    """Logits of all positions, computed in chunks of these sizes, in blocks that lie in no order."""
+    pool = new_pool(model, tokens_per_block)
+    one = Stored(tokens, [number * 7 % NUM_BLOCKS for number in range(-(-len(tokens) // tokens_per_block))])
+    return torch.cat([advance(model, pool, [(one, count)])[0] for count in counts])
+
+
+# Against transformers
+
+VARIANTS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    # Of each: family, tokens per block, what differs. Attention takes 16 or 32 keys at a time, and heads in parts of 64.
+    "qwen3": ("qwen3", 4, {}),
+    "qwen3 tied": ("qwen3", 16, {"tie_word_embeddings": True, "vocab_size": 80}),
+    "qwen3 one kv head": ("qwen3", 32, {"head_dim": 32, "num_key_value_heads": 1, "intermediate_size": 40}),
+    "qwen3 no gqa": ("qwen3", 48, {"head_dim": 32, "num_key_value_heads": 4, "intermediate_size": 17}),
+    "qwen3 yarn": ("qwen3", 32, {"rope": "yarn", "intermediate_size": 90}),
+    "qwen3 heads of 64": ("qwen3", 32, {"head_dim": 64, "vocab_size": 97}),
+    "qwen3 heads of 64, blocks of 48": ("qwen3", 48, {"head_dim": 64, "num_key_value_heads": 1}),
+    "qwen3 heads of 80": ("qwen3", 32, {"head_dim": 80, "hidden_size": 48}),
+    "qwen3 heads of 128": ("qwen3", 32, {"head_dim": 128}),
+    "qwen3 heads of 128, blocks of 4": ("qwen3", 4, {"head_dim": 128, "vocab_size": 33}),
+    "qwen3 blocks of 20": ("qwen3", 20, {}),
+    "qwen2": ("qwen2", 32, {"vocab_size": 97, "intermediate_size": 40}),
+    "qwen2 tied": ("qwen2", 16, {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "qwen2 yarn, own factor": ("qwen2", 4, {"rope": "yarn, own factor"}),
+    "llama": ("llama", 48, {"hidden_size": 128}),
+    "llama3 rope": ("llama", 16, {"rope": "llama3", "head_dim": 64}),
+    "llama linear rope": ("llama", 32, {"rope": "linear", "tie_word_embeddings": True}),
+}
+COUNTS = [50, 1, 1, 20, 48]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
+    family, tokens_per_block, changes = VARIANTS[name]
+    reference = reference_model(family, **changes)
+    reference.save_pretrained(tmp_path)
+    tokens = tuple(token % changes.get("vocab_size", 61) for token in prompt(sum(COUNTS)))
+    expected = logits_of_reference(reference, tokens)
+
+    model = NativeModel.load(tmp_path, max_seq_len=sum(COUNTS))
+
+    assert expected.std() > 0.5
+    assert (logits_of(model, tokens, COUNTS, tokens_per_block) - expected).abs().max() < 1e-4
+
+
+def test_gates_that_are_shut_far_let_nothing_through(tmp_path: Path) -> None:
+    """e to their negative leaves float32; they are then zero, as they are in the limit."""
+    reference = reference_model("qwen3")
+    gates: list[torch.Tensor] = []
+    with torch.no_grad():
+        for layer in reference.model.layers:
+            layer.mlp.gate_proj.weight.mul_(60.0)
+            layer.mlp.gate_proj.register_forward_hook(lambda module, inputs, output: gates.append(output.flatten()))
+    reference.save_pretrained(tmp_path)
+    tokens = prompt(60)
+    expected = logits_of_reference(reference, tokens)
+
+    ours = logits_of(NativeModel.load(tmp_path, max_seq_len=60), tokens, [60], 16)
+
+    depths = torch.cat(gates)
+    assert ((depths < -89) & (depths > -177)).sum() > 100
+    assert (depths < -200).any()
+    assert (ours - expected).abs().max() < 1e-3
+
+
+# Weights
+
+
+class WidenedModel(NativeModel):
+    """Keeps all weights in float32."""
+
+    def _stored(self, weight: torch.Tensor) -> tuple[int, int]:
+        return self._address_of(weight.float()), 0
+
+
+def rounded(reference: Any, dtype: torch.dtype) -> Any:
+    """The same model in float32, with weights that are numbers of ``dtype``."""
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.copy_(parameter.to(dtype))
+    return reference
+
+
+def kept_in_half(model: NativeModel) -> set[bool]:
+    layers = (native_model._Layer * model.spec.num_layers).from_address(model._model.layers)
+    matrices = [matrix for layer in layers for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    return {bool(matrix.is_half) for matrix in (*matrices, model._model.head)}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2"])
+def test_bfloat16_checkpoints_are_kept_as_they_are_and_lose_nothing(family: str, tied: bool, tmp_path: Path) -> None:
+    reference = rounded(reference_model(family, tie_word_embeddings=tied), torch.bfloat16)
+    deepcopy(reference).to(torch.bfloat16).save_pretrained(tmp_path / "half")
+    reference.save_pretrained(tmp_path / "float")
+    tokens = prompt(60)
+    expected = logits_of_reference(reference, tokens)
+    half, same_values = (NativeModel.load(tmp_path / name, max_seq_len=60) for name in ("half", "float"))
+    widened = WidenedModel.load(tmp_path / "half", max_seq_len=60)
+
+    logits = logits_of(half, tokens, [40, 1, 19], 16)
+
+    assert kept_in_half(half) == kept_in_half(same_values) == {True}
+    assert kept_in_half(widened) == {False}
+    assert (logits - expected).abs().max() < 1e-4
+    assert torch.equal(logits, logits_of(same_values, tokens, [40, 1, 19], 16))
+    assert torch.equal(logits, logits_of(widened, tokens, [40, 1, 19], 16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_weights_that_bfloat16_would_round_are_kept_in_float32(dtype: torch.dtype, tmp_path: Path) -> None:
+    reference = rounded(reference_model("qwen3"), dtype)
+    deepcopy(reference).to(dtype).save_pretrained(tmp_path)
+    expected = logits_of_reference(reference, prompt(40))
+
+    model = NativeModel.load(tmp_path, max_seq_len=40)
+
+    assert kept_in_half(model) == {False}
+    assert (logits_of(model, prompt(40), [40], 16) - expected).abs().max() < 1e-4
+
+
+# To the same bit
+
+SHAPES: dict[int, dict[str, Any]] = {
+    4: {"head_dim": 16},
+    16: {"head_dim": 64, "num_kv_heads": 1, "tie_word_embeddings": True},
+    32: {"head_dim": 128, "architecture": "LlamaForCausalLM"},
+    48: {"head_dim": 64, "architecture": "Qwen2ForCausalLM"},
+}
+"""By tokens per block."""
+LENGTHS = (3, 45, 70, 66, 90)
+NUM_SHARED = 48
+"""Tokens that the last three sequences have in common; they hold them in the same blocks."""
+SEQUENCES = [prompt(length, seed) for seed, length in enumerate(LENGTHS[:2])]
+SEQUENCES += [prompt(NUM_SHARED, 9) + prompt(length - NUM_SHARED, length) for length in LENGTHS[2:]]
+
+SCHEDULES = st.lists(
+    # Of an iteration: how many tokens of which sequences, in what order.
+    st.lists(st.tuples(st.integers(0, 4), st.integers(1, 20)), min_size=1, max_size=5, unique_by=lambda chunk: chunk[0]),
+    max_size=8,
+)
+
+
+@dataclass
+class Case:
+    models: Mapping[int, NativeModel]
+    """By number of threads."""
+    tokens_per_block: int
+    alone: list[torch.Tensor]
+    """Logits of all positions of each sequence, computed alone and at once."""
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    folder = tiny_checkpoint(tmp_path_factory.mktemp("tiny"), **{"intermediate_size": 40} | SHAPES[request.param])
+    models = {count: NativeModel.load(folder, max_seq_len=MAX_SEQ_LEN, num_threads=count) for count in (1, 2, 3)}
+    alone = [logits_of(models[1], tokens, [len(tokens)], request.param) for tokens in SEQUENCES]
+    return Case(models, request.param, alone)
+
+
+class Replay:
+    """All sequences of a case in one pool, advanced together; each row must be what it is alone."""
+
+    def __init__(self, case: Case, num_threads: int = 1) -> None:
+        self._case, self._model = case, case.models[num_threads]
+        size = case.tokens_per_block
+        self._pool = new_pool(self._model, size)
+        free = [number * 7 % NUM_BLOCKS for number in range(NUM_BLOCKS)]
+        self.num_shared = NUM_SHARED // size * size
+        shared = [free.pop() for _ in range(self.num_shared // size)]
+        self._stored = []
+        for number, tokens in enumerate(SEQUENCES):
+            blocks = list(shared) if number >= 2 else []
+            blocks += [free.pop() for _ in range(-(-len(tokens) // size) - len(blocks))]
+            self._stored.append(Stored(tokens, blocks, self.num_shared if number >= 2 else 0))
+        self._stored[2].num_computed = 0  # the one that computes what the last three share
+
+    def run(self, iteration: list[tuple[int, int]]) -> None:
+        """Up to so many further tokens of these sequences."""
+        chunks = [(self._stored[number], min(count, self._left(number)), number) for number, count in iteration]
+        chunks = [chunk for chunk in chunks if chunk[1]]
+        starts = [one.num_computed for one, _, _ in chunks]
+        if chunks:
+            parts = advance(self._model, self._pool, [(one, count) for one, count, _ in chunks])
+            for (_, count, number), start, logits in zip(chunks, starts, parts, strict=True):
+                assert torch.equal(logits, self._case.alone[number][start : start + count])
+
+    def finish(self) -> None:
+        self.run([(number, self._left(number)) for number in range(len(SEQUENCES))])
+
+    def _left(self, number: int) -> int:
+        return len(SEQUENCES[number]) - self._stored[number].num_computed
+
+
+def test_logits_depend_neither_on_chunks_nor_on_companions(case: Case) -> None:
+    @settings(max_examples=30)
+    @given(cut=st.integers(0, NUM_SHARED), schedule=SCHEDULES)
+    def check(cut: int, schedule: list[list[tuple[int, int]]]) -> None:
+        replay = Replay(case)
+        cut = min(cut, replay.num_shared)
+        replay.run([(2, cut)])
+        replay.run([(2, replay.num_shared - cut)])
+        for iteration in schedule:
+            replay.run(iteration)
+        replay.finish()
+
+    check()
+
+
+@pytest.mark.parametrize("num_threads", [2, 3])
+def test_logits_do_not_depend_on_threads(num_threads: int, case: Case) -> None:
+    """Of one row, of fewer and of more than there are threads, and of more than are computed at once."""
+    replay = Replay(case, num_threads)
+    replay.run([(2, replay.num_shared)])
+    replay.run([(0, 1)])
+    replay.run([(0, 1), (3, 1)])
+    replay.run([(1, 2), (2, 5), (3, 1), (4, 7)])
+    replay.finish()
+
+
+def test_rows_of_which_no_logits_are_asked_change_none(case: Case) -> None:
+    """As with a prompt's chunks: of some nothing is asked, and of the last a verification's rows."""
+    model, size = case.models[1], case.tokens_per_block
+    pool = new_pool(model, size)
+    tokens, blocks = SEQUENCES[4], list(range(-(-len(SEQUENCES[4]) // size)))
+
+    none = model.forward(pool, list(tokens[:60]), [Span(0, 60, blocks)], [])
+    some = model.forward(pool, list(tokens[60:]), [Span(60, 30, blocks)], [26, 27, 28, 29])
+
+    assert none.shape == (0, model.spec.vocab_size)
+    assert torch.equal(some, case.alone[4][-4:])
+
+
+def test_a_copied_prefix_is_as_good_as_the_original(case: Case) -> None:
+    model, size = case.models[1], case.tokens_per_block
+    pool = new_pool(model, size)
+    whole = Stored(SEQUENCES[4], list(range(30)))
+    advance(model, pool, [(whole, 50)])
+    last, kept = 50 // size, 50 % size
+    assert kept
+
+    pool.copy_prefix(whole.blocks[last], NUM_BLOCKS - 1, kept)
+    copy = Stored(SEQUENCES[4], [*range(last), NUM_BLOCKS - 1, *range(40, 60)], 50)
+
+    for one in (copy, whole):  # the copy first: what it stores must not reach the original
+        assert torch.equal(advance(model, pool, [(one, 40)])[0], case.alone[4][50:])
+    # Nothing beyond the prefix was copied, in any layer.
+    untouched = NativePool(model.spec, num_blocks=2, tokens_per_block=size)
+    untouched._memory[:, 0] = 1.0
+    untouched.copy_prefix(0, 1, kept)
+    assert untouched._memory[:, 1].sum() == untouched._memory[:, 0].numel() * kept / untouched.struct.num_slots
+
+
+def test_cleared_blocks_are_zero_and_others_are_left(case: Case) -> None:
+    pool = new_pool(case.models[1], case.tokens_per_block)
+
+    pool.clear([3, 5])
+    cleared = [not pool._memory[:, block].any() for block in range(NUM_BLOCKS)]
+    left = [bool(pool._memory[:, block].isnan().all()) for block in range(NUM_BLOCKS)]
+    assert [block for block in range(NUM_BLOCKS) if cleared[block]] == [3, 5]
+    assert [block for block in range(NUM_BLOCKS) if not left[block]] == [3, 5]
+    pool.reset()
+    assert not pool._memory.any()
+
+
+# Who computes
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("fits"), head_dim=16)
+
+
+@pytest.fixture
+def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where there was no C compiler."""
+    for module in (native_model, sampler):
+        monkeypatch.setattr(module, "library", lambda: None)
+
+
+def test_small_models_on_a_cpu_are_computed_in_c(checkpoint: Path) -> None:
+    for folder in (DEMO_TARGET, checkpoint):
+        assert is_native(EngineConfig(folder))
+        assert is_native(EngineConfig(folder, weight_dtype="auto"))
+        assert not is_native(EngineConfig(folder, kernels="torch"))
+
+
+TORCHS_ALONE: list[dict[str, Any]] = [
+    {"device": "cuda"},
+    {"dtype": "bfloat16"},
+    {"weight_dtype": "int8"},
+    {"weight_dtype": "float16"},
+]
+
+
+@pytest.mark.parametrize("setting", TORCHS_ALONE, ids=str)
+def test_settings_that_are_torchs_alone_are_left_to_it_and_refused_in_c(setting: dict[str, Any], checkpoint: Path) -> None:
+    assert not is_native(EngineConfig(checkpoint, **setting))
+    with pytest.raises(ConfigError, match="kernels='native': only with device cpu, dtype float32 and weight_dtype same or auto"):
+        EngineConfig(checkpoint, kernels="native", **setting)
+
+
+@pytest.mark.parametrize("changes", [{"head_dim": 8}, {"head_dim": 16, "hidden_size": 40}], ids=str)
+def test_sizes_that_are_no_multiple_of_a_vector_are_torchs(changes: dict[str, Any], tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path, **changes)
+    hidden_size, head_dim = changes.get("hidden_size", 32), changes["head_dim"]
+
+    assert runner_and_answer(tmp_path, "auto")[0] is TorchRunner
+    sizes = f"kernels='native': hidden size {hidden_size} and head size {head_dim} must be multiples of 16"
+    with pytest.raises(ConfigError, match=sizes):
+        tiny_engine(tmp_path, kernels="native")
+
+
+@pytest.mark.usefixtures("no_library")
+def test_without_the_library_native_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match="kernels='native': the library was not built"):
+        tiny_engine(checkpoint, kernels="native")
+
+
+def test_without_the_library_torch_answers_the_same(checkpoint: Path, request: pytest.FixtureRequest) -> None:
+    native, answer = runner_and_answer(checkpoint, "auto")
+    request.getfixturevalue("no_library")
+    fallback, same = runner_and_answer(checkpoint, "auto")
+
+    assert (native, fallback) == (NativeRunner, TorchRunner)
+    assert answer == same
+
+
+def runner_and_answer(folder: Path, kernels: str) -> tuple[type, tuple[int, ...]]:
+    engine = tiny_engine(folder, kernels=kernels)
+    try:
+        return type(engine._runner), greedy(engine, prompt(20), 12)
+    finally:
+        engine.close()
