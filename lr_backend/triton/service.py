@@ -26,7 +26,7 @@ from lr_backend.triton.tensors import committed_tensors, final_tensors, request_
 from lr_backend.verify import VerifierParts
 from lr_backend.verify.auditor import make_auditor
 
-CANCEL_POLL_S = 0.02
+CANCEL_POLL_S = 0.1
 """Triton tells of a client that went away only when asked (``is_cancelled``)."""
 
 Arrays = Mapping[str, npt.NDArray[Any]]
