@@ -93,7 +93,11 @@ def all_rows(config: LoopConfig, other_threads: Iterable[int] = ()) -> tuple[Row
     ``lr`` and ``lr_sd`` are the rows of their group that take every default.
     """
     alone = [Row(_setting(threads), {"mode": "ar"}, threads) for threads in other_threads]
-    sd = {f"sd num_draft_tokens {number}": {"mode": "sd", "num_draft_tokens": number} for number in (4, 16)}
+    sd: dict[str, dict[str, Any]] = {
+        "sd num_draft_tokens 4": {"num_draft_tokens": 4},
+        "sd num_draft_tokens 16": {"num_draft_tokens": 16},
+        "sd proposer draft_model": {"proposer": "draft_model", "draft_length": "auto"},
+    }
     lr: dict[str, dict[str, Any]] = {
         "lr depth 1": {"max_depth": 1},
         "lr depth 2": {"max_depth": 2},
@@ -118,7 +122,7 @@ def all_rows(config: LoopConfig, other_threads: Iterable[int] = ()) -> tuple[Row
         Row(BASELINE, {"mode": "ar"}),
         *alone,
         Row("sd", {"mode": "sd", "proposer": "ngram"}),
-        *(Row(name, {"proposer": "ngram", **fields}) for name, fields in sd.items()),
+        *(Row(name, {"mode": "sd", "proposer": "ngram", **fields}) for name, fields in sd.items()),
         *(Row(name, {"mode": "lr", **fields}) for name, fields in lr.items()),
         *(Row(name, {"mode": "lr_sd", **fields}) for name, fields in both.items()),
     )

@@ -155,6 +155,11 @@ class LoopConfig(BaseModel):
             first token on; otherwise it starts at once and takes the drafted step up when it comes.
         verification_cost: what the target takes to verify token drafts, call and all, in tokens that it decodes meanwhile. Where
             drafts bring less than that, a request goes on without them for a while.
+        verified_token_cost: what each token draft adds to its verification, in the same unit (for ``draft_length`` ``auto``).
+        drafted_token_cost: what the draft model takes for a token, in the same unit: the draft/target cost ratio. With the
+            proposer ``draft_model`` it is taken off what a verification brings.
+        min_draft_confidence: with ``draft_length`` ``auto`` the draft model's token drafts end before the first that it gave less
+            probability.
         vocab_size: logits width of the target, for ``one_hot``.
         embedding_dir: a sentence-transformers checkpoint for the ``embedding`` verifier and the cascade; None: there is none.
         accepts_all_drafts: the target's engine can be made to take token drafts as they are and to say how likely they were
@@ -179,6 +184,9 @@ class LoopConfig(BaseModel):
     draft_temperature: float | None = Field(default=None, ge=0.0, le=2.0)
     await_drafted_step: bool = False
     verification_cost: float = Field(default=1.3, ge=1.0, le=64.0)
+    verified_token_cost: float = Field(default=0.02, ge=0.0, le=4.0)
+    drafted_token_cost: float = Field(default=0.1, ge=0.0, le=4.0)
+    min_draft_confidence: float = Field(default=0.4, ge=0.0, le=1.0)
     vocab_size: int = Field(default=1, ge=1)
     tokens_per_block: int = Field(default=32, ge=1)
     embedding_dir: Path | None = None

@@ -106,7 +106,8 @@ def test_options_reach_the_server(server: FakeServer) -> None:
     flags = (
         "--mode lr --temperature 0.5 --top-p 0.5 --top-k 4 --max-tokens 9 --max-depth 2 --depth auto "
         "--min-chance 0.25 "
-        "--width 3 --num-draft-tokens 5 --ngram-max 6 --verifier embedding --verifier-threshold 0.5 "
+        "--width 3 --num-draft-tokens 5 --draft-length auto --ngram-max 6 "
+        "--verifier embedding --verifier-threshold 0.5 "
         "--proposer ngram --segmenter sentence --audit-rate 0.25 --risk-budget 0.5 --seed 7 --stop x "
         "--stop y --lossless --deterministic --deadline 2.5"
     )
@@ -125,6 +126,7 @@ def test_options_reach_the_server(server: FakeServer) -> None:
         "min_chance": [0.25],
         "width": [3],
         "num_draft_tokens": [5],
+        "draft_length": ["auto"],
         "ngram_max": [6],
         "verifier": ["embedding"],
         "verifier_threshold": [0.5],
@@ -139,6 +141,16 @@ def test_options_reach_the_server(server: FakeServer) -> None:
         "deadline_s": [2.5],
         "trace": [True],
     }
+
+
+def test_as_many_token_drafts_as_bring_most(server: FakeServer) -> None:
+    flags = ("--num-draft-tokens", "auto", "--proposer", "draft_model")
+    assert call("ask", "plain", *flags, LOOKAHEAD_URL=server.url).exit_code == 0
+    inputs = server.request().inputs
+    assert (inputs["draft_length"], inputs["proposer"]) == (["auto"], ["draft_model"])
+    assert "num_draft_tokens" not in inputs
+    refused = call("ask", "plain", "--num-draft-tokens", "many", LOOKAHEAD_URL=server.url)
+    assert (refused.exit_code, "neither" in refused.output) == (2, True)
 
 
 @pytest.mark.parametrize(

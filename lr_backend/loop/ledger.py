@@ -55,6 +55,7 @@ class CallSpan:
     """One engine call on the timeline; seconds since the request was admitted.
 
     ``index`` is that of the step that the call works on; ``job`` is None outside the tree, and where nothing is traced.
+    ``token_drafts``: the draft model's; ``num_proposed`` and ``num_accepted`` are then what the target made of its tokens.
     """
 
     role: Role
@@ -70,6 +71,7 @@ class CallSpan:
     failed: bool = False
     job: Job | None = None
     index: int = 0
+    token_drafts: bool = False
 
 
 @dataclass
@@ -79,6 +81,7 @@ class Ledger:
     Attributes:
         traced: keep what a trace needs beyond the counts: whose call each was, and how the root moved (``moves``, by the
             index of the step that the move committed).
+        token_drafts: calls for token drafts that wait for their verification, by id.
     """
 
     clock: Clock
@@ -88,6 +91,7 @@ class Ledger:
     spans: list[CallSpan] = field(default_factory=list)
     records: list[StepRecord] = field(default_factory=list)
     moves: dict[int, Decision] = field(default_factory=dict)
+    token_drafts: dict[str, CallSpan] = field(default_factory=dict)
     degraded: list[str] = field(default_factory=list)
     reasons: Counter[Reason] = field(default_factory=Counter)
     accepted_by: Counter[Reason] = field(default_factory=Counter)
@@ -122,10 +126,17 @@ class Ledger:
         if what not in self.degraded:
             self.degraded.append(what)
 
-    def drafts_verified(self, proposed: Sequence[int], returned: Sequence[int]) -> None:
-        """Count token drafts by comparing tokens: engines may shorten or drop drafts without a word."""
+    def drafts_verified(self, proposed: Sequence[int], returned: Sequence[int], call_id: str | None = None) -> None:
+        """Count token drafts by comparing tokens: engines may shorten or drop drafts without a word.
+
+        Args:
+            call_id: the draft model's call that wrote them, if one did.
+        """
+        num_accepted = num_equal(proposed, returned)
         self.num_proposed += len(proposed)
-        self.num_accepted += num_equal(proposed, returned)
+        self.num_accepted += num_accepted
+        if call_id is not None and (span := self.token_drafts.pop(call_id, None)) is not None:
+            span.num_proposed, span.num_accepted = len(proposed), num_accepted
 
     def step_committed(self, num_tokens: int, *, num_reasoning: int) -> None:
         self.num_steps += 1
@@ -156,6 +167,7 @@ class Ledger:
         decided = self.num_steps_accepted + sum(self.reasons.values()) - self.reasons[Reason.DRAFT_ERROR]
         calls = Counter(span.role for span in self.spans)
         written = sum(span.num_tokens for span in self.spans if span.role is not Role.JUDGE)
+        taken_over = sum(span.num_accepted for span in self.spans if span.token_drafts)
         return Usage(
             prompt_tokens=self.prompt_tokens,
             completion_tokens=self.committed_tokens,
@@ -175,7 +187,7 @@ class Ledger:
             num_draft_calls=calls[Role.DRAFT],
             num_judge_calls=calls[Role.JUDGE],
             num_target_passes=sum(self._passes(span) for span in self.spans if span.role is Role.TARGET),
-            num_wasted_tokens=max(0, written - self.committed_tokens),
+            num_wasted_tokens=max(0, written - taken_over - self.committed_tokens),
             num_reused_tokens=self.num_reused_tokens,
             first_step_s=self.first_step_s,
             latency_s=self.now_s(),
@@ -202,13 +214,17 @@ class MeteredEngine:
 
     Args:
         timeout_s: limit of one call; past it the call is cancelled and :class:`EngineTimeout` raised. None: no limit.
+        token_drafts: its calls are for token drafts, whoever they are made for.
     """
 
-    def __init__(self, engine: Engine, role: Role, ledger: Ledger, *, timeout_s: float | None) -> None:
+    def __init__(
+        self, engine: Engine, role: Role, ledger: Ledger, *, timeout_s: float | None, token_drafts: bool = False
+    ) -> None:
         self._engine = engine
         self._role = role
         self._ledger = ledger
         self._timeout_s = timeout_s
+        self._token_drafts = token_drafts
 
     async def generate(self, call: EngineCall) -> Generation:
         span = self._begin(call)
@@ -245,8 +261,11 @@ class MeteredEngine:
             num_proposed=0 if call.draft_ids is None else len(call.draft_ids),
             job=job,
             index=self._ledger.num_steps if job is None else job.index,
+            token_drafts=self._token_drafts,
         )
         self._ledger.spans.append(span)
+        if self._token_drafts:
+            self._ledger.token_drafts[call.request_id] = span
         return span
 
     async def close(self) -> None:

@@ -29,11 +29,11 @@ from lr_backend.loop.audit import AuditDesk, RequestAudit
 from lr_backend.loop.ledger import Job, Ledger, MeteredEngine, made_for
 from lr_backend.loop.pace import DepthChooser, Evidence, Pace
 from lr_backend.loop.segments import Lengths, make_segmenter
+from lr_backend.loop.speculation import token_speculation
 from lr_backend.loop.steps import StepRules
 from lr_backend.loop.text import TextStream
 from lr_backend.loop.tree import Decision, Node, Tree, append
 from lr_backend.loop.writer import DraftedTally, StepWriter, TokenSpeculation
-from lr_backend.propose import make_proposer
 from lr_backend.request import (
     DepthPolicy,
     FinishReason,
@@ -149,7 +149,8 @@ class LookaheadLoop:
         self._target = MeteredEngine(engines.target, Role.TARGET, self.ledger, timeout_s=timeouts.target_s)
         draft = MeteredEngine(engines.draft, Role.DRAFT, self.ledger, timeout_s=None if patient else timeouts.draft_s)
         judge = MeteredEngine(engines.judge, Role.JUDGE, self.ledger, timeout_s=None)
-        self._target_writer = self._writer(self._target, Role.TARGET, self._token_speculation())
+        speculation = token_speculation(request, config, engines.draft, self.ledger, request_id)
+        self._target_writer = self._writer(self._target, Role.TARGET, speculation)
         self._draft_writer = self._writer(draft, Role.DRAFT, None)
         self._exact = ExactVerifier()
         self._judge_calls = count()
@@ -163,7 +164,10 @@ class LookaheadLoop:
         self._tasks: set[asyncio.Task[None]] = set()
         self._completions: asyncio.Queue[tuple[Node, Change]] = asyncio.Queue()
         self._arrivals: defaultdict[Node, asyncio.Event] = defaultdict(asyncio.Event)
-        self._awaits_draft = request.proposer is ProposerName.DRAFT_STEP and (patient or config.await_drafted_step)
+        # The draft model would otherwise be asked for the same tokens twice.
+        twice = request.proposer is ProposerName.DRAFT_MODEL and speculation is not None
+        takes_up = request.proposer is ProposerName.DRAFT_STEP and (patient or config.await_drafted_step)
+        self._awaits_draft = twice or takes_up
 
     # The frame -----------------------------------------------------------------------------------------------------
 
@@ -473,20 +477,6 @@ class LookaheadLoop:
             ledger=self.ledger,
             speculation=speculation,
             segmenter=self._segmenter,
-        )
-
-    def _token_speculation(self) -> TokenSpeculation | None:
-        request, config = self._request, self._config
-        num_draft_tokens = min(request.num_draft_tokens, config.limits.max_draft_len)
-        sampled_off = config.draft_logits == "off" and not request.sampling.greedy
-        if not request.mode.speculates_tokens or num_draft_tokens == 0 or sampled_off:
-            return None
-        return TokenSpeculation(
-            proposer=make_proposer(request.proposer, request.ngram_max),
-            num_draft_tokens=num_draft_tokens,
-            verification_cost=config.verification_cost,
-            remember=not request.deterministic,
-            one_hot_vocab=config.vocab_size if config.draft_logits == "one_hot" else 0,
         )
 
 

@@ -18,6 +18,11 @@ def derive_seed(request_seed: int, token_offset: int, role: Role, sibling: int =
     return _hash(f"{request_seed}/{token_offset}/{role.value}/{sibling}") >> 1
 
 
+def token_draft_seed(request_seed: int, token_offset: int, sibling: int = 0) -> int:
+    """As :func:`derive_seed`, for token drafts of the draft model: no noise shared with a drafted step from the same offset."""
+    return _hash(f"{request_seed}/{token_offset}/token_draft/{sibling}") >> 1
+
+
 def audit_draw(request_seed: int, token_offset: int) -> float:
     """A number in [0, 1) for the position at ``token_offset``, drawn apart from everything that is written there."""
     return (_hash(f"{request_seed}/{token_offset}/audit") >> 11) / 2**53

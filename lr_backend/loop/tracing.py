@@ -35,12 +35,14 @@ def _call(span: CallSpan, ledger: Ledger, ends: Sequence[int]) -> Call:
         outcome = CallOutcome.COMMITTED if num_committed else CallOutcome.WASTED
     else:
         outcome = _outcome(job, ledger.moves.get(job.index))
-    in_answer = outcome is CallOutcome.COMMITTED or (
-        outcome is CallOutcome.ACCEPTED and job is not None and job.purpose is Purpose.DRAFTED_STEP
-    )
+    if span.token_drafts and not (span.failed or span.cancelled):
+        dropped = job is not None and outcome is CallOutcome.WASTED
+        outcome = CallOutcome.WASTED if dropped or not span.num_proposed else _verified(span)
+    purpose = Purpose.TOKEN_DRAFT if span.token_drafts else Purpose.ALONE if job is None else job.purpose
+    in_answer = outcome is CallOutcome.COMMITTED or (outcome is CallOutcome.ACCEPTED and purpose is Purpose.DRAFTED_STEP)
     return Call(
         role=span.role,
-        purpose=Purpose.ALONE if job is None else job.purpose,
+        purpose=purpose,
         outcome=outcome,
         step=span.index,
         depth=0 if job is None else job.depth,
@@ -55,6 +57,11 @@ def _call(span: CallSpan, ledger: Ledger, ends: Sequence[int]) -> Call:
         num_reused_tokens=span.num_reused_tokens,
         queue_ms=_ms(span.queue_s),
     )
+
+
+def _verified(span: CallSpan) -> CallOutcome:
+    """What became of token drafts that the target has verified."""
+    return CallOutcome.ACCEPTED if span.num_accepted else CallOutcome.REJECTED
 
 
 def _num_within_step(span: CallSpan, ends: Sequence[int]) -> int:

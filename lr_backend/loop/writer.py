@@ -21,11 +21,15 @@ from lr_backend.loop.ledger import Ledger, num_equal
 from lr_backend.loop.seeds import derive_seed
 from lr_backend.loop.segments import BlankLines, Segmenter, WholeAnswer
 from lr_backend.loop.steps import StepRules
-from lr_backend.propose import Proposer
+from lr_backend.propose import Position, Proposal, Proposer
+from lr_backend.propose.draft_length import DraftCosts, DraftLength
 from lr_backend.step import Step
 
 MAX_EMPTY_ANSWERS = 2
 """An engine that returns nothing this often in a row is taken for dead: something else keeps ending the call."""
+
+NO_COSTS = DraftCosts()
+"""A verification takes as long as a token."""
 
 DraftedIds = Callable[[], Sequence[int] | None]
 
@@ -36,7 +40,8 @@ class TokenSpeculation:
 
     Attributes:
         num_draft_tokens: proposals in one verification at most.
-        verification_cost: what a verification takes, in tokens decoded plainly meanwhile; below this gain it does not pay.
+        costs: what verifying and drafting take; below this gain a verification does not pay.
+        adaptive: choose the number of proposals by how many were accepted of late.
         plain_chunk: tokens decoded before the proposer is asked again, where it had nothing; doubles while it has nothing.
         one_hot_vocab: width of one-hot draft logits to send along, 0 for none.
         remember: judge the payoff by the request's earlier steps too; otherwise a step's calls follow from its own tokens alone.
@@ -44,7 +49,8 @@ class TokenSpeculation:
 
     proposer: Proposer
     num_draft_tokens: int
-    verification_cost: float = 1.0
+    costs: DraftCosts = NO_COSTS
+    adaptive: bool = False
     plain_chunk: int = 4
     one_hot_vocab: int = 0
     remember: bool = True
@@ -98,8 +104,8 @@ class Payoff:
     def tokens_until_retry(self) -> int:
         return self.RETRY_TOKENS - self._num_plain_tokens
 
-    def verified(self, num_tokens: int) -> None:
-        """A verification brought ``num_tokens``, the target's own included."""
+    def verified(self, num_tokens: float) -> None:
+        """A verification brought ``num_tokens``, the target's own included, less what it took to draft them."""
         self._gain += self.WEIGHT * (num_tokens - self._gain)
         self._num_plain_tokens = 0
 
@@ -108,6 +114,37 @@ class Payoff:
         self._num_plain_tokens += num_tokens
         if self.tokens_until_retry <= 0:
             self._gain, self._num_plain_tokens = max(self._gain, self._cost), 0
+
+
+class History:
+    """What became of the token drafts of a request, or of a step: whether they pay, and how many do."""
+
+    def __init__(self, costs: DraftCosts, num_draft_tokens: int, adaptive: bool) -> None:
+        self._costs, self._most = costs, num_draft_tokens
+        self._length = DraftLength(costs) if adaptive else None
+        self.payoff = Payoff(costs.verification)
+
+    def num_draft_tokens(self) -> int:
+        """How many to propose next, at most."""
+        return self._most if self._length is None else self._length.next(self._most)
+
+    def verified(self, proposal: Proposal, proposed: Sequence[int], returned: Sequence[int]) -> None:
+        """A verification of ``proposed``, the part of ``proposal`` before the step's end, brought ``returned``."""
+        self.payoff.verified(len(returned) - self._costs.drafted_token * proposal.num_drafted)
+        if self._length is not None:
+            num_accepted = num_equal(proposed, returned)
+            # Drafts that the engine has dropped without a word are no mismatch.
+            mismatch = num_accepted < min(len(proposed), len(returned))
+            self._length.observed(num_accepted, mismatch or proposal.unsure)
+
+    def decoded(self, proposal: Proposal, num_tokens: int) -> None:
+        """``num_tokens`` were decoded without drafts; ``proposal`` held none."""
+        self.payoff.decoded(num_tokens)
+        if self._length is not None and proposal.unsure:
+            self._length.observed(0, ended=True)
+
+
+NOTHING = Proposal()
 
 
 @dataclass
@@ -129,11 +166,11 @@ class StepWriter:
     ledger: Ledger
     speculation: TokenSpeculation | None = None
     segmenter: Segmenter | None = None
-    _payoff: Payoff = field(init=False)
+    _history: History = field(init=False)
     _calls: count[int] = field(default_factory=count)
 
     def __post_init__(self) -> None:
-        self._payoff = self._new_payoff()
+        self._history = self._new_history()
 
     async def write(
         self,
@@ -162,24 +199,28 @@ class StepWriter:
         segment = WholeAnswer(self.rules) if answer else (self.segmenter or BlankLines(self.rules)).begin(prefix)
         written: list[int] = []
         log_probs: list[float] = []
-        payoff = self._payoff if self.speculation is None or self.speculation.remember else self._new_payoff()
+        history = self._history if self.speculation is None or self.speculation.remember else self._new_history()
         num_empty = num_plain = 0
         while (step := segment.cut(written, max_tokens)) is None:
             context = np.concatenate([prefix, np.asarray(written, dtype=np.int32)]) if written else prefix
             drafted_ids = drafted()
-            proposed = self._propose(context, written, drafted_ids, max_tokens, segment.cut) if payoff.pays else ()
-            num_plain = 0 if proposed else num_plain + 1
             rules = segment.call_rules(written)
+            # One token of the budget is the target's own.
+            limit = min(history.num_draft_tokens(), max_tokens - len(written) - 1)
+            position = Position(context, written, drafted_ids, limit, rules.stop_words, sibling)
+            proposal = await self._propose(position) if history.payoff.pays else NOTHING
+            proposed = _until_end(proposal.token_ids, written, max_tokens, segment.cut)
+            num_plain = 0 if proposed else num_plain + 1
             room = min(max_tokens - len(written), rules.max_tokens)
-            budget = len(proposed) + 1 if proposed else min(room, self._plain_tokens(num_plain, payoff))
+            budget = len(proposed) + 1 if proposed else min(room, self._plain_tokens(num_plain, history.payoff))
             generation = await self._call(context, proposed, budget, sibling, sampling or self.sampling, rules.stop_words, scored)
             if proposed:
-                self.ledger.drafts_verified(proposed, generation.token_ids)
-                payoff.verified(len(generation.token_ids))
+                self.ledger.drafts_verified(proposed, generation.token_ids, proposal.call_id)
+                history.verified(proposal, proposed, generation.token_ids)
                 if tally is not None:
                     tally.verified(drafted_ids, proposed, generation.token_ids)
             else:
-                payoff.decoded(len(generation.token_ids))
+                history.decoded(proposal, len(generation.token_ids))
             num_empty = 0 if generation.token_ids else num_empty + 1
             if num_empty >= MAX_EMPTY_ANSWERS:
                 raise EngineUnavailable(f"the {self.role.value} engine keeps answering with no tokens")
@@ -188,22 +229,8 @@ class StepWriter:
         complete = scored and len(log_probs) == len(written)
         return replace(step, log_prob=math.fsum(log_probs[: len(step.ids)])) if complete else step
 
-    def _propose(
-        self,
-        context: IntArray,
-        written: Sequence[int],
-        drafted: Sequence[int] | None,
-        max_tokens: int,
-        cut: Callable[[Sequence[int], int], Step | None],
-    ) -> tuple[int, ...]:
-        """Token drafts, at most up to the first end: nothing is proposed past one."""
-        if self.speculation is None:
-            return ()
-        # One token of the budget is the target's own.
-        limit = min(self.speculation.num_draft_tokens, max_tokens - len(written) - 1)
-        proposed = self.speculation.proposer(context, written, drafted, limit)
-        ended = cut([*written, *proposed], max_tokens) if proposed else None
-        return proposed if ended is None else proposed[: len(ended.ids) - len(written)]
+    async def _propose(self, position: Position) -> Proposal:
+        return NOTHING if self.speculation is None else await self.speculation.proposer(position)
 
     def _plain_tokens(self, num_plain: int, payoff: Payoff) -> int:
         """Tokens that the ``num_plain``-th call without drafts in a row may bring."""
@@ -211,8 +238,10 @@ class StepWriter:
             return sys.maxsize
         return self.speculation.plain_chunk << min(num_plain - 1, 16) if payoff.pays else payoff.tokens_until_retry
 
-    def _new_payoff(self) -> Payoff:
-        return Payoff(self.speculation.verification_cost if self.speculation is not None else 1.0)
+    def _new_history(self) -> History:
+        if self.speculation is None:
+            return History(NO_COSTS, 0, adaptive=False)
+        return History(self.speculation.costs, self.speculation.num_draft_tokens, self.speculation.adaptive)
 
     async def _call(
         self,
@@ -240,3 +269,11 @@ class StepWriter:
             return_log_probs=scored,
         )
         return await self.engine.generate(call)
+
+
+def _until_end(
+    proposed: tuple[int, ...], written: Sequence[int], max_tokens: int, cut: Callable[[Sequence[int], int], Step | None]
+) -> tuple[int, ...]:
+    """Token drafts at most up to the first end: nothing is proposed past one."""
+    ended = cut([*written, *proposed], max_tokens) if proposed else None
+    return proposed if ended is None else proposed[: len(ended.ids) - len(written)]

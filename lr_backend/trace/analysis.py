@@ -19,8 +19,8 @@ from lr_backend.request import Origin, StepRecord
 from lr_backend.trace.intervals import Interval, at_least, common, length
 from lr_backend.trace.schema import Call, CallOutcome, Purpose, Trace
 
-PRIORITY = {Purpose.TARGET_STEP: 0, Purpose.ALONE: 0, Purpose.VERDICT: 1, Purpose.DRAFTED_STEP: 2}
-"""Which of the calls that work on the step at the root it waits for first."""
+PRIORITY = {Purpose.TARGET_STEP: 0, Purpose.ALONE: 0, Purpose.TOKEN_DRAFT: 0, Purpose.VERDICT: 1, Purpose.DRAFTED_STEP: 2}
+"""Which of the calls that work on the step at the root it waits for first. Token drafts are part of how the target writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +251,8 @@ def _acceptance_drift(trace: Trace, limits: Thresholds) -> str | None:
 
 def draft_bottleneck(trace: Trace, found: Breakdown, limits: Thresholds = Thresholds()) -> Finding | None:
     """The root waits for drafts, or goes on without them because they come too late."""
+    if not any(call.purpose is Purpose.DRAFTED_STEP for call in trace.calls):
+        return None  # between verifications the target always waits for the draft model's tokens
     num_late = sum(record.reason == "late" for record in trace.steps)
     num_decided = num_late + sum(map(_is_decided, trace.steps))
     late = _share(num_late, num_decided) or 0.0

@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from demo.run import demo_spec, serving
 from lr_backend.request import Usage
 from lr_backend.trace.analysis import analyse
 from lr_backend.trace.html import page
-from lr_backend.trace.schema import Trace
+from lr_backend.trace.schema import Purpose, Trace
 from lr_backend.triton.server import TritonServer
 
 pytestmark = pytest.mark.integration
@@ -119,6 +120,27 @@ def test_greedy_and_lossless_every_mode_says_what_the_target_says(client: Client
         different += [(problem.question, mode) for mode in MODES if answers[mode] != answers["ar"]]
 
     assert len(different) <= 1, different
+
+
+@pytest.mark.parametrize("mode", ["sd", "lr_sd"])
+def test_the_draft_model_drafts_tokens_for_the_target(client: Client, questions: list[Problem], mode: str) -> None:
+    """Equal to the target alone up to rounding at ties, as above."""
+    different = 0
+    for problem in questions:
+        plain = client.ask(problem.question, Options(mode="ar", temperature=0.0, stream=False, max_tokens=400))
+        options = Options(mode=mode, proposer="draft_model", num_draft_tokens="auto", lossless=True, temperature=0.0)
+        drafted = client.ask(problem.question, replace(options, stream=False, max_tokens=400, trace=True))
+        different += drafted.text != plain.text
+
+        usage = drafted.usage
+        assert drafted.trace is not None
+        calls = [call for call in Trace.from_json(drafted.trace).calls if call.purpose is Purpose.TOKEN_DRAFT]
+        assert 0 < len(calls) <= usage.num_draft_calls
+        assert 0 < usage.num_accepted_tokens <= usage.num_draft_tokens
+        assert usage.num_target_passes < plain.usage.num_target_passes or mode == "lr_sd"
+        assert not usage.degraded
+
+    assert different <= 1
 
 
 def test_generate_sends_one_response_and_generate_stream_many(server: TritonServer, questions: list[Problem]) -> None:

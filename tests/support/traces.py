@@ -21,6 +21,8 @@ shapes = st.fixed_dictionaries(
         "width": st.integers(1, 3),
         "temperature": st.sampled_from([0.0, 0.7]),
         "num_draft_tokens": st.sampled_from([0, 4, 12]),
+        "proposer": st.sampled_from(["draft_step", "draft_model"]),
+        "draft_length": st.sampled_from(["fixed", "auto"]),
         "max_tokens": st.sampled_from([1, 30, 200]),
         "deterministic": st.booleans(),
         "stream": st.booleans(),

@@ -19,7 +19,7 @@ ALLOWED: dict[str, set[str]] = {
     "request": {"engine", "errors"},
     "config": {"errors"},
     "verify": {"engine", "errors", "step", "contract", "request", "config"},
-    "propose": {"contract", "request"},
+    "propose": {"contract", "engine", "errors", "request"},
     "trace": {"engine", "errors", "request"},
     "loop": {"verify", "propose", "trace", *LEAVES},
     "torch_engine": LEAVES,

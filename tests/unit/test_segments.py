@@ -19,6 +19,7 @@ from lr_backend.loop.prose import Prose, Span, ends_sentence, may_end_sentence
 from lr_backend.loop.segments import Lengths, Segmenter, make_segmenter
 from lr_backend.loop.steps import StepRules
 from lr_backend.loop.writer import StepWriter, TokenSpeculation
+from lr_backend.propose import by_lookup
 from lr_backend.request import SegmenterName, StepRecord
 from lr_backend.step import Step, StepEnd
 from lr_backend.testing import ScriptedEngine, run_virtual
@@ -364,7 +365,7 @@ def test_steps_do_not_depend_on_how_calls_cut_them(
         return (*ids[len(context) - 1 :][:num_right], 1)[:most] if num_right else ()
 
     plain, _ = write_all(tokens, name, max_tokens, None)
-    chunked, _ = write_all(tokens, name, max_tokens, TokenSpeculation(proposer, 8, plain_chunk=plain_chunk))
+    chunked, _ = write_all(tokens, name, max_tokens, TokenSpeculation(by_lookup(proposer), 8, plain_chunk=plain_chunk))
 
     assert chunked == plain
     whole = tokens.steps(name, max_tokens)

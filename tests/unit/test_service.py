@@ -19,7 +19,7 @@ from lr_backend.errors import EngineRejected, EngineUnavailable, InvalidRequest,
 from lr_backend.loop.loop import Engines
 from lr_backend.request import Usage, VerifierName
 from lr_backend.testing import run_virtual
-from lr_backend.trace.schema import Trace
+from lr_backend.trace.schema import Purpose, Trace
 from lr_backend.triton.service import LookaheadService, triton_code
 from lr_backend.triton.tensors import request_fields
 from tests.support.world import LETTERS, World, imitator, storyteller
@@ -135,6 +135,20 @@ def test_the_same_greedy_answer_in_every_lossless_mode() -> None:
     assert len(texts) == 1
 
 
+@pytest.mark.parametrize("mode", ["sd", "lr_sd"])
+def test_the_draft_model_proposes_and_the_answer_stays_the_targets(mode: str) -> None:
+    fields = {"proposer": "draft_model", "draft_length": "auto", "num_draft_tokens": 12, "lossless": True, "trace": True}
+
+    replies = ask(make_world(), mode=mode, **fields)
+
+    trace = Trace.from_json(replies.sent[-1]["trace"])
+    assert replies.text == ask(make_world(), mode="ar").text
+    assert (trace.request.proposer, trace.request.draft_length) == ("draft_model", "auto")
+    assert any(call.purpose is Purpose.TOKEN_DRAFT for call in trace.calls)
+    assert trace.usage.num_accepted_tokens > 0
+    assert not trace.usage.degraded
+
+
 BAD_FIELDS = [
     ("text_input", None),
     ("text_input", ""),
@@ -160,7 +174,8 @@ BAD_FIELDS = [
     *[("ngram_max", value) for value in (0, 17)],
     *[("verifier", value) for value in ("", "yes", "judge ", "embedding", "likelihood")],
     *[("verifier_threshold", value) for value in (0.5, float("nan"), float("inf"))],
-    *[("proposer", value) for value in ("", "eagle")],
+    *[("draft_length", value) for value in ("", "8", "AUTO")],
+    *[("proposer", value) for value in ("", "eagle", "draft")],
     *[(name, value) for name in ("audit_rate", "risk_budget") for value in (-0.1, 1.1, float("nan"))],
     *[("segmenter", value) for value in ("", "paragraph")],
     *[("deadline_s", value) for value in (-1.0, float("nan"), 1e9)],

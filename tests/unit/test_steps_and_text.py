@@ -7,16 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lr_backend.contract import decode_stop_words
+from lr_backend.contract import IntArray, decode_stop_words
 from lr_backend.errors import ConfigError
 from lr_backend.loop.steps import StepRules
 from lr_backend.loop.text import TextStream
-from lr_backend.propose import make_proposer
+from lr_backend.propose import Position, make_proposer
 from lr_backend.propose.draft_step import continue_drafted
 from lr_backend.propose.ngram import lookup_ngram
 from lr_backend.request import ProposerName
 from lr_backend.step import StepEnd
-from lr_backend.testing import WordTokenizer
+from lr_backend.testing import WordTokenizer, run_virtual
 from tests.support.checkpoints import QWEN_LIKE
 from tests.support.world import BREAK, CLOSE, DOT_BREAK, DOT_NEWLINE, END, NEWLINE, RULES, THINK, TOKENIZER, TOOL
 
@@ -157,10 +157,13 @@ def test_the_draft_step_proposer_falls_back_to_ngrams() -> None:
     proposer = make_proposer(ProposerName.DRAFT_STEP, 3)
     context = np.asarray([0, 1, 2, 3, 0, 1], dtype=np.int32)
 
-    assert proposer(context, [0, 1], None, 2) == (2, 3)
-    assert proposer(context, [0, 1], [9, 8], 2) == (2, 3)
-    assert proposer(context, [0, 1], [0, 1, 7], 2) == (7,)
-    assert proposer(context[:5], [0], None, 2) == ()  # one token is too little to go by
+    def proposed(context: IntArray, written: list[int], drafted: list[int] | None) -> tuple[int, ...]:
+        return run_virtual(proposer(Position(context, written, drafted, 2))).token_ids
+
+    assert proposed(context, [0, 1], None) == (2, 3)
+    assert proposed(context, [0, 1], [9, 8]) == (2, 3)
+    assert proposed(context, [0, 1], [0, 1, 7]) == (7,)
+    assert proposed(context[:5], [0], None) == ()  # one token is too little to go by
 
 
 def test_rules_of_a_real_tokenizer_cut_where_the_text_does() -> None:

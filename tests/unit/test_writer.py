@@ -11,6 +11,8 @@ from lr_backend.engine import GREEDY, Role
 from lr_backend.loop.ledger import Ledger
 from lr_backend.loop.steps import StepRules
 from lr_backend.loop.writer import DraftedTally, Payoff, StepWriter, TokenSpeculation
+from lr_backend.propose import by_lookup
+from lr_backend.propose.draft_length import DraftCosts
 from lr_backend.testing import RecordedCall, ScriptedEngine, run_virtual
 
 END = 999
@@ -31,7 +33,7 @@ def written(proposes: int, *, cost: float, remember: bool = True, steps: int = 1
         return (*right, 777)[:most]
 
     engine = ScriptedEngine(counting)
-    speculation = TokenSpeculation(proposer, 8, verification_cost=cost, remember=remember)
+    speculation = TokenSpeculation(by_lookup(proposer), 8, DraftCosts(cost), remember=remember)
     writer = StepWriter(engine, Role.TARGET, RULES, GREEDY, 0, "r", Ledger(lambda: 0.0, len(PREFIX)), speculation)
 
     async def run() -> list[int]:
@@ -74,7 +76,7 @@ def test_without_memory_each_step_begins_anew() -> None:
 
 def test_plain_chunks_grow_while_nothing_is_proposed() -> None:
     engine = ScriptedEngine(counting)
-    nothing = TokenSpeculation(lambda *_: (), 8)
+    nothing = TokenSpeculation(by_lookup(lambda *_: ()), 8)
     writer = StepWriter(engine, Role.TARGET, RULES, GREEDY, 0, "r", Ledger(lambda: 0.0, len(PREFIX)), nothing)
     run_virtual(writer.write(PREFIX, 100))
     assert [recorded.call.max_new_tokens for recorded in engine.calls] == [4, 8, 16, 32, 40]

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -55,7 +55,14 @@ def ask(
         float | None, typer.Option(help="Look ahead below steps accepted with this probability at least.")
     ] = None,
     width: Annotated[int | None, typer.Option(help="Candidate steps at each position.")] = None,
-    num_draft_tokens: Annotated[int | None, typer.Option(help="Token drafts in one verification.")] = None,
+    num_draft_tokens: Annotated[
+        str | None,
+        typer.Option(help="Token drafts in one verification at most, or auto."),
+    ] = None,
+    draft_length: Annotated[
+        str | None,
+        typer.Option(help="fixed, or auto: as many token drafts as bring most."),
+    ] = None,
     ngram_max: Annotated[int | None, typer.Option(help="Longest suffix looked up for token drafts.")] = None,
     verifier: Annotated[
         str | None, typer.Option(help="exact, judge, cascade, embedding, score, likelihood or random.")
@@ -63,7 +70,7 @@ def ask(
     verifier_threshold: Annotated[
         float | None, typer.Option(help="From where on the verifier's score accepts.")
     ] = None,
-    proposer: Annotated[str | None, typer.Option(help="ngram or draft_step.")] = None,
+    proposer: Annotated[str | None, typer.Option(help="ngram, draft_step or draft_model.")] = None,
     audit_rate: Annotated[
         float | None, typer.Option(help="Share of accepted steps that the server's auditor judges again.")
     ] = None,
@@ -101,7 +108,8 @@ def ask(
         depth=depth,
         min_chance=min_chance,
         width=width,
-        num_draft_tokens=num_draft_tokens,
+        num_draft_tokens=_number_or_auto(num_draft_tokens, "--num-draft-tokens"),
+        draft_length=draft_length,
         ngram_max=ngram_max,
         verifier=verifier,
         verifier_threshold=verifier_threshold,
@@ -140,6 +148,15 @@ def check(
         result = client.ask("What is 1 + 1?", Options(max_tokens=16, temperature=0.0))
         took_s = time.monotonic() - begun_s
         _console().print(f"OK: {model} at {url} answered in {took_s:.2f} s (finish: {result.finish_reason})")
+
+
+def _number_or_auto(given: str | None, flag: str) -> int | Literal["auto"] | None:
+    if given is None or given == "auto":
+        return "auto" if given else None
+    try:
+        return int(given)
+    except ValueError:
+        raise typer.BadParameter(f"{given!r} is neither a whole number nor auto", param_hint=flag) from None
 
 
 def _save_trace(path: Path, trace: str | None) -> None:

@@ -55,6 +55,7 @@ INPUTS: dict[str, str] = {
     "min_chance": "FP32",
     "width": "INT32",
     "num_draft_tokens": "INT32",
+    "draft_length": "BYTES",
     "ngram_max": "INT32",
     "verifier": "BYTES",
     "verifier_threshold": "FP32",
@@ -91,8 +92,19 @@ def encode(question: Question, options: Options) -> tuple[Tensor, ...]:
     Raises:
         InvalidRequest: a value does not fit its tensor. Every other rule is the server's.
     """
-    given = _prompt(question) | {item.name: getattr(options, item.name) for item in fields(options)}
+    chosen = {item.name: getattr(options, item.name) for item in fields(options)}
+    given = _prompt(question) | _spelled_out(chosen)
     return tuple(_tensor(name, value) for name, value in given.items() if _is_given(value))
+
+
+def _spelled_out(given: dict[str, Any]) -> dict[str, Any]:
+    """``num_draft_tokens="auto"`` as the server knows it: its tensor holds a number, the cap."""
+    if given["num_draft_tokens"] != "auto":
+        return given
+    if given["draft_length"] not in (None, "auto"):
+        rule = 'goes with draft_length="auto"; give a number beside any other'
+        raise InvalidRequest(f"num_draft_tokens='auto': {rule}", field="num_draft_tokens")
+    return given | {"num_draft_tokens": None, "draft_length": "auto"}
 
 
 def _is_given(value: object) -> bool:
