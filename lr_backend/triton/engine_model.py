@@ -23,7 +23,7 @@ REQUIRED_OUTPUTS = ("output_ids", "sequence_length")
 
 
 def engine_config(model_config: Mapping[str, Any], model_dir: Path) -> EngineConfig:
-    """Engine settings from a parsed ``config.pbtxt``: its parameters, ``max_batch_size`` and queue policy.
+    """Engine settings from a parsed ``config.pbtxt``: its parameters and ``max_batch_size``.
 
     A relative ``gpt_model_path`` is taken from the model's folder.
 
@@ -37,9 +37,6 @@ def engine_config(model_config: Mapping[str, Any], model_dir: Path) -> EngineCon
     defaults: dict[str, Any] = {}
     if int(model_config.get("max_batch_size", 0)) > 0:
         defaults["max_batch_size"] = int(model_config["max_batch_size"])
-    policy = (model_config.get("dynamic_batching") or {}).get("default_queue_policy") or {}
-    if int(policy.get("max_queue_size", 0)) > 0:
-        defaults["max_queue_size"] = int(policy["max_queue_size"])
     return EngineConfig.from_parameters(parameters, **defaults)
 
 

@@ -55,8 +55,7 @@ def test_an_engine_has_the_whole_contract(repository: Path, role: str) -> None:
     assert [read_output(tensor) for tensor in model.output] == [(spec.name, spec.dtype, spec.dims) for spec in ENGINE_OUTPUTS]
     assert (model.name, model.backend, model.max_batch_size) == (role, "python", 64)
     assert not model.model_transaction_policy.decoupled
-    assert model.HasField("dynamic_batching")
-    assert model.dynamic_batching.default_queue_policy.max_queue_size == 256
+    assert not model.HasField("dynamic_batching")  # its lost wake-ups cost half a second each
     (group,) = model.instance_group
     assert (group.count, group.kind) == (1, model_config_pb2.ModelInstanceGroup.KIND_CPU)
 
@@ -67,6 +66,7 @@ def test_the_torch_engine_takes_every_parameter(repository: Path, role: str) -> 
     engine = EngineConfig.from_parameters(parameters)
     assert engine.checkpoint_dir == repository.parents[2] / "demo" / "checkpoints" / role
     assert engine.max_draft_len == (16 if role == "target" else 0)
+    assert engine.max_queue_size == 256
     assert engine.enable_kv_cache_reuse
     assert engine.exclude_input_in_output
 

@@ -149,12 +149,12 @@ def arguments(repository: Path, **changes: Any) -> dict[str, str]:
         "max_num_tokens": "64",
         "max_draft_len": "8",
         "num_threads": "1",
+        "max_queue_size": "3",
         **changes.pop("parameters", {}),
     }
     config = {
         "max_batch_size": 4,
         "model_transaction_policy": {"decoupled": False},
-        "dynamic_batching": {"default_queue_policy": {"max_queue_size": 3}},
         "parameters": {key: {"string_value": value} for key, value in parameters.items()},
         **changes,
     }
