@@ -10,8 +10,10 @@ import json
 import platform
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -101,6 +103,14 @@ class Ours:
         """Tokens a second of a prompt of which nothing is cached."""
         return len(prompt) / self._run_ms([prompt], 1) * 1e3
 
+    def beside_prompts_ms(self, prompt: Tokens, fresh: Iterator[Tokens]) -> float:
+        """Milliseconds a token of one run while prompts of which nothing is cached come one after another."""
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(self._run_ms, [prompt], NUM_DECODED)
+            while not running.done():
+                run_all(self._engine, [EngineRequest("", next(fresh), 1)])
+            return running.result() / NUM_DECODED
+
     def _run_ms(self, prompts: Sequence[Tokens], count: int) -> float:
         started = time.perf_counter()
         run_all(self._engine, [EngineRequest("", prompt, count) for prompt in prompts])
@@ -135,6 +145,11 @@ class EngineFigures:
         """Time of verifying 8 drafts over that of decoding one token."""
         return ratio(self.ms["verify 8"], self.ms["decode 1"])
 
+    @property
+    def overlap_gain(self) -> Spread:
+        """Time of a token beside prompts that take turns with decodes, over beside prompts computed at the same time."""
+        return ratio(self.ms["beside prompts, in turns with them"], self.ms["beside prompts"])
+
 
 def config_of(checkpoint: Path, **settings: Any) -> EngineConfig:
     """Room enough for all that is measured, whatever the checkpoint."""
@@ -162,7 +177,11 @@ def measure(config: EngineConfig, prefix_length: int, num_rounds: int) -> Engine
         actions = {"transformers": lambda: baseline.decode_ms(prompts[0])}
         actions |= {f"decode {n}": lambda n=n: ours.decode_ms(prompts[:n]) for n in (1, 2, 4, BATCH)}  # type: ignore[misc]
         actions["verify 8"] = lambda: ours.verify_ms(prompts[0])
-        figures = in_turns(actions, num_rounds)
+        fresh_prompts = (random_tokens(vocab, prefix_length, seed) for seed in count(10_000))
+        actions["beside prompts"] = lambda: ours.beside_prompts_ms(prompts[0], fresh_prompts)
+        with torch_engine(replace(config, overlap_prefill=False)) as waiting:
+            actions["beside prompts, in turns with them"] = lambda: Ours(waiting).beside_prompts_ms(prompts[0], fresh_prompts)
+            figures = in_turns(actions, num_rounds)
         branches = [random_tokens(vocab, BRANCH_TOKENS, 100 + seed) for seed in range(BRANCHES)]
         reused = ours.reused_share(random_tokens(vocab, PREFIX_TOKENS, 99), branches)
         fresh = [ours.prefill_tokens_per_s(random_tokens(vocab, 512, 1000 + number)) for number in range(num_rounds)]
@@ -189,20 +208,25 @@ def show(console: Console, figures: EngineFigures, title: str) -> None:
     """Print the table."""
     table = Table("figure", "median (lowest to highest)", "wanted", title=title)
     for name, values in figures.ms.items():
-        table.add_row(f"{name}, ms" + (" a token" if name == "transformers" else " an iteration"), Spread.of(values).text(), "")
+        table.add_row(
+            f"{name}, ms" + (" an iteration" if name.startswith(("decode", "verify")) else " a token"),
+            Spread.of(values).text(),
+            "",
+        )
     table.add_row("prefill of 512 tokens, tokens/s", figures.prefill_tokens_per_s.text(0), "")
     table.add_section()
     table.add_row("decode, over transformers", figures.decode_vs_transformers.text(), "at least 2")
     table.add_row("8 requests, over transformers' one", figures.batch8_vs_transformers.text(), "at least 8")
     table.add_row("8 requests, over one", figures.batch8_scaling.text(), "at least 4")
     table.add_row("verifying 8 drafts, over a token", figures.verify8_cost.text(), "at most 1.5")
+    table.add_row("a token beside prompts: in turns, over at once", figures.overlap_gain.text(), "")
     table.add_row("prefix reused by a branch", f"{figures.prefix_reused_share:.1%}", "at least 95 %")
     console.print(table)
 
 
 def summary(figures: EngineFigures) -> dict[str, Any]:
     """What the JSON line says; ranges stand beside the medians."""
-    ratios = ("decode_vs_transformers", "batch8_vs_transformers", "batch8_scaling", "verify8_cost")
+    ratios = ("decode_vs_transformers", "batch8_vs_transformers", "batch8_scaling", "verify8_cost", "overlap_gain")
     spreads: dict[str, Spread] = {name: getattr(figures, name) for name in ratios}
     line: dict[str, Any] = {name: round(spread.median, 3) for name, spread in spreads.items()}
     line["ranges"] = {name: [round(spread.low, 3), round(spread.high, 3)] for name, spread in spreads.items()}
@@ -211,7 +235,8 @@ def summary(figures: EngineFigures) -> dict[str, Any]:
 
 def main(
     checkpoint: Annotated[Path, typer.Argument(help="Hugging Face folder")] = CHECKPOINT,
-    threads: Annotated[int, typer.Option(help="torch threads")] = 1,
+    threads: Annotated[int, typer.Option(help="threads that compute")] = 1,
+    kernels: Annotated[str, typer.Option(help="auto, native or torch")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
     weight_dtype: Annotated[str, typer.Option(help="same, float16, int8 or auto")] = "auto",
     prefix: Annotated[int, typer.Option(help="prompt tokens before the decoding")] = 300,
@@ -220,10 +245,10 @@ def main(
     served: Annotated[bool, typer.Option(help="also what loop and Triton add (starts servers)")] = True,
 ) -> None:
     """Print what decode, verification and prefill cost, with ratios and spread, and one JSON line."""
-    config = config_of(checkpoint, dtype=dtype, device=device, weight_dtype=weight_dtype, num_threads=threads)
+    config = config_of(checkpoint, kernels=kernels, dtype=dtype, device=device, weight_dtype=weight_dtype, num_threads=threads)
     figures = measure(config, prefix, rounds)
     console, where = Console(width=110), device_line(config)
-    show(console, figures, f"{checkpoint.name}, {dtype}, weights {weight_dtype}, prefix {prefix}\n{where}")
+    show(console, figures, f"{checkpoint.name}, {dtype}, kernels {kernels}, weights {weight_dtype}, prefix {prefix}\n{where}")
     line = summary(figures)
     if served:
         overheads = overhead.measure_both(NUM_QUESTIONS)

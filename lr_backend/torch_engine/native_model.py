@@ -34,7 +34,9 @@ _Pointer = ctypes.c_void_p
 _Size = ctypes.c_int64
 
 
-class _Format(IntEnum):
+class Format(IntEnum):
+    """What the numbers of a matrix are kept in; ``enum Format`` of the C source."""
+
     FLOAT32 = 0
     BFLOAT16 = 1
     FLOAT16 = 2
@@ -293,14 +295,14 @@ class NativeModel:
         panels, weight_format = self._stored(stacked.transpose(1, 2))
         return _Matrix(num_inputs, num_outputs, weight_format, panels, None if bias is None else self._address_of(bias.float()))
 
-    def _stored(self, weight: Tensor) -> tuple[int, _Format]:
+    def _stored(self, weight: Tensor) -> tuple[int, Format]:
         """Where ``weight`` is kept, and in what."""
         half = weight.to(torch.bfloat16)
         if half.dtype == weight.dtype or torch.equal(half.float(), weight.float()):
-            return self._address_of(half), _Format.BFLOAT16
+            return self._address_of(half), Format.BFLOAT16
         if self._rounds and weight.abs().max() <= LARGEST_HALF:
-            return self._address_of(weight.half()), _Format.FLOAT16
-        return self._address_of(weight.float()), _Format.FLOAT32
+            return self._address_of(weight.half()), Format.FLOAT16
+        return self._address_of(weight.float()), Format.FLOAT32
 
     def _vector(self, files: TensorFiles, name: str, width: int) -> int:
         return self._address_of(files.read(name, width).float())

@@ -18,7 +18,7 @@ from lr_backend.torch_engine import native_model, sampler
 from lr_backend.torch_engine.attention import Span
 from lr_backend.torch_engine.backends import is_native
 from lr_backend.torch_engine.config import EngineConfig
-from lr_backend.torch_engine.native_model import NativeModel, NativePool
+from lr_backend.torch_engine.native_model import Format, NativeModel, NativePool
 from lr_backend.torch_engine.native_runner import NativeRunner
 from lr_backend.torch_engine.torch_runner import TorchRunner
 from tests.support.reference_models import logits_of_reference, reference_model
@@ -142,10 +142,10 @@ def rounded(reference: Any, dtype: torch.dtype) -> Any:
     return reference
 
 
-def kept_in_half(model: NativeModel) -> set[bool]:
+def formats_of(model: NativeModel) -> set[Format]:
     layers = (native_model._Layer * model.spec.num_layers).from_address(model._model.layers)
     matrices = [matrix for layer in layers for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-    return {bool(matrix.is_half) for matrix in (*matrices, model._model.head)}
+    return {Format(matrix.format) for matrix in (*matrices, model._model.head)}
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -161,8 +161,8 @@ def test_bfloat16_checkpoints_are_kept_as_they_are_and_lose_nothing(family: str,
 
     logits = logits_of(half, tokens, [40, 1, 19], 16)
 
-    assert kept_in_half(half) == kept_in_half(same_values) == {True}
-    assert kept_in_half(widened) == {False}
+    assert formats_of(half) == formats_of(same_values) == {Format.BFLOAT16}
+    assert formats_of(widened) == {Format.FLOAT32}
     assert (logits - expected).abs().max() < 1e-4
     assert torch.equal(logits, logits_of(same_values, tokens, [40, 1, 19], 16))
     assert torch.equal(logits, logits_of(widened, tokens, [40, 1, 19], 16))
@@ -176,8 +176,34 @@ def test_weights_that_bfloat16_would_round_are_kept_in_float32(dtype: torch.dtyp
 
     model = NativeModel.load(tmp_path, max_seq_len=40)
 
-    assert kept_in_half(model) == {False}
+    assert formats_of(model) == {Format.FLOAT32}
     assert (logits_of(model, prompt(40), [40], 16) - expected).abs().max() < 1e-4
+
+
+def test_weights_that_may_be_rounded_are_kept_in_float16(tmp_path: Path) -> None:
+    """Subnormal numbers of float16 among them; embedding and head are read by two ways."""
+    reference = reference_model("qwen3")
+    with torch.no_grad():
+        reference.model.layers[0].mlp.up_proj.weight[:8] *= 2.0**-12
+    reference.save_pretrained(tmp_path)
+    with torch.no_grad():
+        for matrix in (parameter for parameter in reference.parameters() if parameter.dim() == 2):
+            matrix.copy_(matrix.half())
+    expected = logits_of_reference(reference, prompt(40))
+
+    model = NativeModel.load(tmp_path, max_seq_len=40, rounds=True)
+
+    assert formats_of(model) == {Format.FLOAT16}
+    assert (logits_of(model, prompt(40), [40], 16) - expected).abs().max() < 1e-4
+
+
+def test_weights_out_of_the_range_of_float16_are_not_rounded(tmp_path: Path) -> None:
+    reference = reference_model("qwen3")
+    with torch.no_grad():
+        reference.model.layers[1].mlp.down_proj.weight[0, 0] = 70001.0
+    reference.save_pretrained(tmp_path)
+
+    assert formats_of(NativeModel.load(tmp_path, max_seq_len=40, rounds=True)) == {Format.FLOAT16, Format.FLOAT32}
 
 
 # To the same bit
@@ -350,14 +376,13 @@ TORCHS_ALONE: list[dict[str, Any]] = [
     {"device": "cuda"},
     {"dtype": "bfloat16"},
     {"weight_dtype": "int8"},
-    {"weight_dtype": "float16"},
 ]
 
 
 @pytest.mark.parametrize("setting", TORCHS_ALONE, ids=str)
 def test_settings_that_are_torchs_alone_are_left_to_it_and_refused_in_c(setting: dict[str, Any], checkpoint: Path) -> None:
     assert not is_native(EngineConfig(checkpoint, **setting))
-    with pytest.raises(ConfigError, match="kernels='native': only with device cpu, dtype float32 and weight_dtype same or auto"):
+    with pytest.raises(ConfigError, match="kernels='native': only with device cpu, dtype float32 and weights that are not int8"):
         EngineConfig(checkpoint, kernels="native", **setting)
 
 

@@ -147,8 +147,11 @@ def test_a_failing_iteration_fails_its_requests_and_the_engine_lives_on(
         raise RuntimeError("the machine is on fire")
 
     gate = Gate(engine)
-    owner = engine._runner if broken == "run" else engine._scheduler
-    monkeypatch.setattr(owner, broken, fail)
+    if broken == "schedule":
+        monkeypatch.setattr(engine._scheduler, broken, fail)
+    else:
+        monkeypatch.setattr(engine._runner, "run", fail)
+        monkeypatch.setattr(engine._runner, "run_ahead", fail)
     pending = [start(engine, request((*prompt(9), token), 12, request_id=str(token))) for token in range(3)]
     gate.open()
     for one in pending:
