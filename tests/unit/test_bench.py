@@ -87,7 +87,7 @@ def test_the_profile_adds_up_the_parts_of_an_iteration(checkpoint: Path) -> None
     columns = json.loads(output.strip().splitlines()[-1])["us_an_iteration"]
     assert set(columns) == {f"2, {name}" for name in bench.profile.SAMPLINGS}
     for parts in columns.values():
-        assert {"the decoder in C", "matrix products"} & set(parts)
+        assert {"in C: decoder, draws", "matrix products"} & set(parts)
         assert set(parts) <= {name for name, _, _ in bench.profile.PARTS}
         assert all(microseconds > 0 for microseconds in parts.values())
 
