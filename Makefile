@@ -37,7 +37,7 @@ bench-engine: venv ## what an iteration of the embedded engine costs, beside tra
 bench-gpu: venv ## decoding on a CUDA device, beside what its memory allows
 	$(BIN)/python -m bench.gpu
 
-bench-ablation: venv ## what depth, width, verifiers and token drafts are each worth (about 35 minutes)
+bench-ablation: venv ## what depth, width, verifiers and token drafts are each worth (about 17 minutes)
 	$(BIN)/python -m bench.ablation
 
 check-models: venv ## the demo models against their figures (500 problems, 2,000 pairs)

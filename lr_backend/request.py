@@ -20,7 +20,7 @@ MAX_SEED = 2**64 - 1
 
 
 class Mode(StrEnum):
-    """How an answer is speculated: not at all, by tokens, by steps, by both (DESIGN: four modes)."""
+    """How an answer is speculated: not at all, by tokens, by steps, or by both."""
 
     AR = "ar"
     SD = "sd"

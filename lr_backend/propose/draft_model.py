@@ -1,7 +1,7 @@
 """Draft-target speculation (arXiv 2211.17192): the draft model goes on from the target's prefix, the target verifies its tokens.
 
 Whatever the draft writes, the answer's distribution stays the target's: the target accepts a drafted token x with probability
-p(x) and else draws from the rest, as it does with tokens that were looked up (DESIGN: the engine contract). That asks nothing of
+p(x) and else draws from the rest, as it does with tokens that were looked up. That asks nothing of
 the draft but noise of its own, so the draft may guess its best, and may stop where it is not sure.
 """
 
