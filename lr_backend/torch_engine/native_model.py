@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from enum import IntEnum
 from functools import lru_cache
@@ -157,11 +158,7 @@ class NativeModel:
             tokens: of all chunks, one after another.
             spans: of each chunk its place in its sequence, and the blocks that hold it and all before.
         """
-        first_blocks: list[int] = []
-        blocks: list[int] = []
-        for span in spans:
-            first_blocks.append(len(blocks))
-            blocks += span.blocks
+        first_blocks, blocks = _one_after_another(span.blocks for span in spans)
         _kept, pointers = _joined(
             tokens, [span.start for span in spans], [span.count for span in spans], first_blocks, blocks, rows
         )
@@ -183,11 +180,7 @@ class NativeModel:
         """
         count, vocab_size = len(sequences), self.spec.vocab_size
         requests = [one.request for one in sequences]
-        first_blocks: list[int] = []
-        blocks: list[int] = []
-        for one in sequences:
-            first_blocks.append(len(blocks))
-            blocks += one.table.blocks
+        first_blocks, blocks = _one_after_another(one.table.blocks for one in sequences)
         ends = [_possible_ends(request.end_id, request.stop_words.words, vocab_size) for request in requests]
         _kept, pointers = _joined(
             [one.tokens[-1] for one in sequences],
@@ -310,6 +303,16 @@ class NativeModel:
     def _address_of(self, tensor: Tensor) -> int:
         self._kept.append(tensor := tensor.contiguous())
         return tensor.data_ptr()
+
+
+def _one_after_another(tables: Iterable[Items[int]]) -> tuple[list[int], list[int]]:
+    """Where each table begins in all of them joined, and that."""
+    firsts: list[int] = []
+    joined: list[int] = []
+    for table in tables:
+        firsts.append(len(joined))
+        joined += table
+    return firsts, joined
 
 
 def _joined(*lists: list[int]) -> tuple[npt.NDArray[np.int64], list[int]]:

@@ -7,10 +7,9 @@ from ctypes import c_int32
 
 from torch import Tensor
 
-from lr_backend.torch_engine.attention import Span
 from lr_backend.torch_engine.checkpoint import ModelSpec
 from lr_backend.torch_engine.native_model import NativeModel, NativePool
-from lr_backend.torch_engine.runner import Output
+from lr_backend.torch_engine.runner import Output, flattened, span_of
 from lr_backend.torch_engine.scheduler import Chunk
 from lr_backend.torch_engine.sequence import NewTokens
 
@@ -32,17 +31,8 @@ class NativeRunner:
         return True
 
     def run(self, chunks: Items[Chunk]) -> tuple[Tensor, list[Output]]:
-        tokens: list[int] = []
-        rows: list[int] = []
-        spans, outputs = [], []
-        size = self._pool.tokens_per_block
-        for chunk in chunks:
-            tokens += chunk.sequence.pending(chunk.count)
-            spans.append(Span(chunk.start, chunk.count, chunk.sequence.table.blocks[: -(-chunk.end // size)]))
-            if chunk.num_logits:
-                outputs.append(Output(chunk, len(rows)))
-                rows += range(len(tokens) - chunk.num_logits, len(tokens))
-        return self._model.forward(self._pool, tokens, spans, rows), outputs
+        tokens, rows, outputs = flattened(chunks)
+        return self._model.forward(self._pool, tokens, [span_of(chunk) for chunk in chunks], rows), outputs
 
     def run_ahead(self, chunks: Items[Chunk]) -> list[NewTokens] | None:
         if not all(_is_plain_decode(chunk) for chunk in chunks):

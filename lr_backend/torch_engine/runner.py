@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from lr_backend.torch_engine.attention import Span
 from lr_backend.torch_engine.checkpoint import ModelSpec
 from lr_backend.torch_engine.scheduler import Chunk
 from lr_backend.torch_engine.sequence import NewTokens
@@ -19,6 +20,24 @@ class Output:
 
     chunk: Chunk
     first: int
+
+
+def flattened(chunks: Items[Chunk]) -> tuple[list[int], list[int], list[Output]]:
+    """The tokens of an iteration, chunk after chunk, which of them yield logits, and whose these are."""
+    tokens: list[int] = []
+    rows: list[int] = []
+    outputs: list[Output] = []
+    for chunk in chunks:
+        tokens += chunk.sequence.pending(chunk.count)
+        if chunk.num_logits:
+            outputs.append(Output(chunk, len(rows)))
+            rows += range(len(tokens) - chunk.num_logits, len(tokens))
+    return tokens, rows, outputs
+
+
+def span_of(chunk: Chunk) -> Span:
+    """Where a chunk stands in its sequence, and the blocks of that."""
+    return Span(chunk.start, chunk.count, chunk.sequence.table.blocks)
 
 
 class Runner(Protocol):

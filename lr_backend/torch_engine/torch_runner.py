@@ -6,13 +6,13 @@ from collections.abc import Sequence as Items
 
 from torch import Tensor
 
-from lr_backend.torch_engine.attention import DecodeGroup, Group, IterationAttention, LongGroup, ShortGroup, Span
+from lr_backend.torch_engine.attention import DecodeGroup, Group, IterationAttention, LongGroup, ShortGroup
 from lr_backend.torch_engine.checkpoint import ModelSpec
 from lr_backend.torch_engine.decode_graphs import DecodeGraphs, GraphSettings
 from lr_backend.torch_engine.decode_window import DecodeRow, DecodeWindow
 from lr_backend.torch_engine.kv_store import KvStore
 from lr_backend.torch_engine.model import DecoderModel
-from lr_backend.torch_engine.runner import Output
+from lr_backend.torch_engine.runner import Output, flattened, span_of
 from lr_backend.torch_engine.scheduler import Chunk
 from lr_backend.torch_engine.sequence import NewTokens
 from lr_backend.torch_engine.transfer import integers_to_device
@@ -57,20 +57,14 @@ class TorchRunner:
             if replayed is not None:
                 return replayed, [Output(chunk, row) for row, chunk in enumerate(decodes) if chunk.num_logits]
         groups, ordered = self._group(decodes, rows, others)
-        token_ids: list[int] = []
+        token_ids, logit_rows, outputs = flattened(ordered)
         positions: list[int] = []
         slots: list[int] = []
-        logit_rows: list[int] = []
-        outputs: list[Output] = []
         size = self.store.tokens_per_block
         for chunk in ordered:
             blocks = chunk.sequence.table.blocks
-            token_ids += chunk.sequence.pending(chunk.count)
             positions += range(chunk.start, chunk.end)
             slots += [blocks[at // size] * size + at % size for at in range(chunk.start, chunk.end)]
-            if chunk.num_logits:
-                outputs.append(Output(chunk, len(logit_rows)))
-                logit_rows += range(len(token_ids) - chunk.num_logits, len(token_ids))
         lists = [token_ids, positions, slots] + ([logit_rows] if len(logit_rows) < len(token_ids) else [])
         ids, places, stored, *selected = integers_to_device(lists, self.store.device)
         attention = IterationAttention(self.store, groups, stored)
@@ -112,11 +106,7 @@ class TorchRunner:
             groups.append(DecodeGroup(self.store, self.window, rows))
         shorts = [chunk for chunk in others if chunk.count <= MAX_SHORT_TOKENS]
         if shorts:
-            groups.append(ShortGroup(self.store, [_span(chunk) for chunk in shorts]))
+            groups.append(ShortGroup(self.store, [span_of(chunk) for chunk in shorts]))
         longs = [chunk for chunk in others if chunk.count > MAX_SHORT_TOKENS]
-        groups += [LongGroup(self.store, _span(chunk)) for chunk in longs]
+        groups += [LongGroup(self.store, span_of(chunk)) for chunk in longs]
         return groups, decodes + shorts + longs
-
-
-def _span(chunk: Chunk) -> Span:
-    return Span(chunk.start, chunk.count, chunk.sequence.table.blocks)

@@ -120,15 +120,6 @@ INLINE vec widened(const void *from, int64_t at, enum Format format) {
     return format == FLOAT16 ? value * 0x1p112f : value;
 }
 
-INLINE float widened_one(const void *from, int64_t at, enum Format format) {
-    if (format == FLOAT32) return ((const float *)from)[at];
-    uint16_t half = ((const uint16_t *)from)[at];
-    uint32_t bits = format == BFLOAT16 ? (uint32_t)half << 16 : ((uint32_t)(int32_t)(int16_t)half << 13) & 0x8fffffffu;
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return format == FLOAT16 ? value * 0x1p112f : value;
-}
-
 INLINE void stored(float *to, vec value) { memcpy(to, &value, sizeof value); }
 
 #define FOLD(v, mask) ((v) + __builtin_shuffle((v), mask))
@@ -203,7 +194,7 @@ INLINE void panel_rows(const void *panel, enum Format format, int num_rows, int6
 }
 
 #define CASES(FORMAT)                                                                       \
-    switch (rows) {                                                                       \
+    switch (rows) {                                                                         \
     case 1: panel_rows(panel, FORMAT, 1, depth, x + t * depth, depth, sums); break;         \
     case 2: panel_rows(panel, FORMAT, 2, depth, x + t * depth, depth, sums); break;         \
     case 3: panel_rows(panel, FORMAT, 3, depth, x + t * depth, depth, sums); break;         \
@@ -286,8 +277,8 @@ FOR_EACH_CPU static void embed(const Model *model, const int64_t *tokens, float 
     for (int64_t t = first; t < last; t++) {
         float *row = to + t * width;
         if (!model->embedding) {
-            int64_t at = tokens[t] / PANEL * width * PANEL + tokens[t] % PANEL;
-            for (int64_t i = 0; i < width; i++) row[i] = widened_one(model->head.panels, at + i * PANEL, model->head.format);
+            int64_t lane = tokens[t] % LANES, at = tokens[t] / PANEL * width * PANEL + tokens[t] % PANEL - lane;
+            for (int64_t i = 0; i < width; i++) row[i] = widened(model->head.panels, at + i * PANEL, model->head.format)[lane];
             continue;
         }
         for (int64_t i = 0; i < width; i += LANES)
@@ -515,7 +506,7 @@ static double uniform_of(uint64_t seed, int64_t offset) {
     return (double)(state >> 11) * 0x1p-53;
 }
 
-/* Logarithm of the sum of all e^logit; not a number where a logit is none, or is infinite. */
+/* Logarithm of the sum of all e^logit. */
 static double log_total(const float *logits, int64_t vocab_size) {
     float best = logits[0];
     double total = 0.0;
