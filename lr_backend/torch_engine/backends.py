@@ -9,9 +9,12 @@ from lr_backend.torch_engine.checkpoint import read_spec
 from lr_backend.torch_engine.config import EngineConfig
 from lr_backend.torch_engine.decode_graphs import CudaGraphRecorder, GraphSettings
 from lr_backend.torch_engine.memory import free_bytes, with_kv_budget
-from lr_backend.torch_engine.model import DecoderModel
+from lr_backend.torch_engine.model import DecoderModel, layer_shapes
 from lr_backend.torch_engine.native_model import NativeModel, why_not
 from lr_backend.torch_engine.native_runner import NativeRunner
+from lr_backend.torch_engine.native_weights import bytes_are_fast
+from lr_backend.torch_engine.native_weights import packers as native_packers
+from lr_backend.torch_engine.product import fastest_kind
 from lr_backend.torch_engine.runner import Runner
 from lr_backend.torch_engine.torch_runner import TorchRunner
 
@@ -30,7 +33,7 @@ def open_runner(
             config.checkpoint_dir,
             max_seq_len=config.max_seq_len,
             num_threads=config.num_threads or 1,
-            rounds=config.weight_dtype != "same",
+            kind=native_kind(config),
         )
         # Attention reads the pool itself: there is no second copy of what decodes.
         config = with_kv_budget(config, native.spec, free_bytes(config.device), copies=1)
@@ -49,6 +52,14 @@ def open_runner(
     return config, TorchRunner(model, num_blocks=config.num_blocks, tokens_per_block=config.tokens_per_block, graphs=graphs)
 
 
+def native_kind(config: EngineConfig) -> str:
+    """How the decoder in C keeps its weights: as asked for, or what is faster here."""
+    if config.weight_dtype != "auto":
+        return config.weight_dtype
+    spec = read_spec(config.checkpoint_dir)
+    return fastest_kind(native_packers(), layer_shapes(spec), spec.num_layers, config.num_threads or 1)
+
+
 def is_native(config: EngineConfig) -> bool:
     """Whether the decoder in C computes this.
 
@@ -59,6 +70,9 @@ def is_native(config: EngineConfig) -> bool:
     if config.kernels == "torch" or not config.allows_native:
         return False
     reason = why_not(read_spec(config.checkpoint_dir))
-    if reason is not None and config.kernels == "native":
-        raise ConfigError(f"kernels='native': {reason}")
-    return reason is None
+    if config.kernels == "native":
+        if reason is not None:
+            raise ConfigError(f"kernels='native': {reason}")
+        return True
+    # Without instructions for bytes torch's own int8 kernel is the faster one.
+    return reason is None and (config.weight_dtype != "int8" or bytes_are_fast())

@@ -74,7 +74,7 @@ class EngineConfig:
             _require(packable, "weight_dtype", self.weight_dtype, "only with device cpu and dtype float32")
         _require(self.kernels in KERNELS, "kernels", self.kernels, f"one of {', '.join(KERNELS)}")
         if self.kernels == "native":
-            rule = "only with device cpu, dtype float32 and weights that are not int8"
+            rule = "only with device cpu and dtype float32"
             _require(self.allows_native, "kernels", self.kernels, rule)
         for name in ("tokens_per_block", "max_batch_size", "max_queue_size"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
@@ -100,7 +100,7 @@ class EngineConfig:
     @property
     def allows_native(self) -> bool:
         """Whether nothing asked for here is torch's alone."""
-        return (self.device, self.dtype) == ("cpu", "float32") and self.weight_dtype != "int8"
+        return (self.device, self.dtype) == ("cpu", "float32")
 
     @property
     def num_blocks(self) -> int:

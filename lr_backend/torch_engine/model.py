@@ -17,7 +17,15 @@ from torch import Tensor
 
 from lr_backend.errors import ConfigError
 from lr_backend.torch_engine.checkpoint import ModelSpec, TensorFiles, check_length, read_spec
-from lr_backend.torch_engine.product import LARGEST_HALF, PACKERS, DenseProduct, Product, fastest_kind, is_available
+from lr_backend.torch_engine.product import (
+    LARGEST_HALF,
+    PACKERS,
+    DenseProduct,
+    Product,
+    available_packers,
+    fastest_kind,
+    is_available,
+)
 from lr_backend.torch_engine.rope import interleave_pairs, rope_table
 
 MAX_TIED_HEAD_COPY_BYTES = 64 << 20
@@ -90,7 +98,7 @@ class DecoderModel:
         kind = weight_dtype
         if kind == "auto":
             packable = (device, dtype) == ("cpu", torch.float32)
-            kind = fastest_kind(layer_shapes(spec), spec.num_layers, num_threads) if packable else "same"
+            kind = fastest_kind(available_packers(), layer_shapes(spec), spec.num_layers, num_threads) if packable else "same"
         loader = _Loader(spec, TensorFiles(checkpoint_dir), dtype, device, kind)
         layers = [loader.layer(index) for index in range(spec.num_layers)]
         embedding, norm, head = loader.ends()

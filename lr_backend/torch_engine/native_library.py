@@ -24,6 +24,10 @@ def library() -> ctypes.CDLL | None:
     opened.decoder_scratch.argtypes = (pointer, size)
     opened.decoder_forward.restype = None
     opened.decoder_forward.argtypes = (pointer, pointer, pointer, size)
+    opened.decoder_product.restype = None
+    opened.decoder_product.argtypes = (pointer, pointer, pointer, size, pointer)
+    opened.bytes_are_fast.restype = ctypes.c_int
+    opened.bytes_are_fast.argtypes = ()
     opened.decoder_run.restype = size
     opened.decoder_run.argtypes = (pointer, pointer, pointer, size)
     opened.draw_tokens.restype = None

@@ -1,8 +1,4 @@
-"""The decoder in C (``native/decoder.c``): weights laid out for it, and one call a forward pass.
-
-Weights are kept in bfloat16 where that loses nothing, which is so for checkpoints stored in it. Others are kept in float32 or, on
-request, in float16, which rounds a weight by at most 2^-11 of itself. Sums are float32.
-"""
+"""The decoder in C (``native/decoder.c``): weights laid out for it (``native_weights.py``), and one call a forward pass."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ import ctypes
 import threading
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
-from enum import IntEnum
 from functools import lru_cache
 from pathlib import Path
 from typing import Self
@@ -24,33 +19,18 @@ from lr_backend.errors import EngineError
 from lr_backend.torch_engine.attention import Span
 from lr_backend.torch_engine.checkpoint import ModelSpec, TensorFiles, check_length, read_spec
 from lr_backend.torch_engine.native_library import library
-from lr_backend.torch_engine.product import LARGEST_HALF
+from lr_backend.torch_engine.native_weights import LANES, Matrix, Weights
 from lr_backend.torch_engine.rope import rope_table
 from lr_backend.torch_engine.sequence import Sequence
-
-LANES = 16
-"""Numbers in one vector; head and hidden size must be multiples of it."""
 
 _Pointer = ctypes.c_void_p
 _Size = ctypes.c_int64
 
 
-class Format(IntEnum):
-    """What the numbers of a matrix are kept in; ``enum Format`` of the C source."""
-
-    FLOAT32 = 0
-    BFLOAT16 = 1
-    FLOAT16 = 2
-
-
-class _Matrix(ctypes.Structure):
-    _fields_ = (("num_inputs", _Size), ("num_outputs", _Size), ("format", _Size), ("panels", _Pointer), ("bias", _Pointer))
-
-
 class _Layer(ctypes.Structure):
     _fields_ = (
         *((name, _Pointer) for name in ("input_norm", "mlp_norm", "q_norm", "k_norm")),
-        *((name, _Matrix) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, Matrix) for name in ("qkv", "output", "gate_up", "down")),
     )
 
 
@@ -61,7 +41,7 @@ class _Model(ctypes.Structure):
         *((name, _Pointer) for name in ("layers", "cosines", "sines", "embedding")),
         ("embedding_format", _Size),
         ("norm", _Pointer),
-        ("head", _Matrix),
+        ("head", Matrix),
     )
 
 
@@ -122,24 +102,22 @@ class NativePool:
 class NativeModel:
     """Qwen3, Qwen2 or Llama on a CPU. Threads may compute at a time, each with other blocks to write."""
 
-    def __init__(self, spec: ModelSpec, files: TensorFiles, *, max_seq_len: int, num_threads: int, rounds: bool) -> None:
+    def __init__(self, spec: ModelSpec, files: TensorFiles, *, max_seq_len: int, num_threads: int, kind: str) -> None:
         opened = library()
         assert opened is not None, why_not(spec)
         self.spec = spec
         self._library = opened
         self._num_threads = num_threads
-        self._rounds = rounds
-        self._kept: list[object] = []
-        """What the structure points to."""
+        self._weights = Weights(kind)
         self._model = self._structure(files, max_seq_len)
         self._address = ctypes.addressof(self._model)
         self._local = threading.local()
 
     @classmethod
-    def load(cls, checkpoint_dir: Path, *, max_seq_len: int, num_threads: int = 1, rounds: bool = False) -> Self:
+    def load(cls, checkpoint_dir: Path, *, max_seq_len: int, num_threads: int = 1, kind: str = "same") -> Self:
         """Read a checkpoint tensor by tensor.
 
-        ``rounds``: weights that bfloat16 does not hold exactly are kept in float16, where its range allows.
+        ``kind``: of weights; see :mod:`~lr_backend.torch_engine.native_weights`.
 
         Raises:
             CheckpointError: anything in the folder that keeps it from being served, by name.
@@ -147,7 +125,7 @@ class NativeModel:
         spec = read_spec(checkpoint_dir)
         check_length(spec, max_seq_len, checkpoint_dir)
         files = TensorFiles(checkpoint_dir)
-        model = cls(spec, files, max_seq_len=max_seq_len, num_threads=num_threads, rounds=rounds)
+        model = cls(spec, files, max_seq_len=max_seq_len, num_threads=num_threads, kind=kind)
         files.require_all_read(*(("lm_head.weight",) if spec.tie_word_embeddings else ()))
         return model
 
@@ -237,10 +215,10 @@ class NativeModel:
     def _structure(self, files: TensorFiles, max_seq_len: int) -> _Model:
         spec = self.spec
         layers = (_Layer * spec.num_layers)(*(self._layer(files, f"model.layers.{at}.") for at in range(spec.num_layers)))
-        self._kept.append(layers)
+        self._weights.keep(layers)
         rotations = torch.view_as_real(rope_table(spec.rope, spec.head_dim, max_seq_len + 1))
         embedding = files.read("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
-        separate, embedding_format = (None, 0) if spec.tie_word_embeddings else self._stored(embedding)
+        separate, embedding_format = (None, 0) if spec.tie_word_embeddings else self._weights.table(embedding)
         head = embedding if spec.tie_word_embeddings else files.read("lm_head.weight", spec.vocab_size, spec.hidden_size)
         return _Model(
             spec.num_layers,
@@ -251,12 +229,12 @@ class NativeModel:
             spec.intermediate_size,
             spec.rms_norm_eps,
             ctypes.addressof(layers),
-            self._address_of(rotations[..., 0]),
-            self._address_of(rotations[..., 1]),
+            self._weights.vector(rotations[..., 0]),
+            self._weights.vector(rotations[..., 1]),
             separate,
             embedding_format,
-            self._vector(files, "model.norm.weight", spec.hidden_size),
-            self._matrix([head]),
+            self._weights.vector(files.read("model.norm.weight", spec.hidden_size)),
+            self._weights.matrix([head], in_bytes=False),
         )
 
     def _layer(self, files: TensorFiles, prefix: str) -> _Layer:
@@ -267,42 +245,20 @@ class NativeModel:
         qkv = torch.cat([files.read(f"{attention}{name}.weight", width, hidden) for name, width in widths.items()])
         biases = [files.read(f"{attention}{name}.bias", width) for name, width in widths.items() if spec.qkv_bias]
         gate_up = [files.read(f"{mlp}{name}.weight", inner, hidden) for name in ("gate_proj", "up_proj")]
+
+        def vector(name: str, width: int) -> int:
+            return self._weights.vector(files.read(name, width))
+
         return _Layer(
-            self._vector(files, f"{prefix}input_layernorm.weight", hidden),
-            self._vector(files, f"{prefix}post_attention_layernorm.weight", hidden),
-            self._vector(files, f"{attention}q_norm.weight", spec.head_dim) if spec.qk_norm else None,
-            self._vector(files, f"{attention}k_norm.weight", spec.head_dim) if spec.qk_norm else None,
-            self._matrix([qkv], torch.cat(biases) if biases else None),
-            self._matrix([files.read(f"{attention}o_proj.weight", hidden, queries)]),
-            self._matrix(gate_up),
-            self._matrix([files.read(f"{mlp}down_proj.weight", hidden, inner)]),
+            vector(f"{prefix}input_layernorm.weight", hidden),
+            vector(f"{prefix}post_attention_layernorm.weight", hidden),
+            vector(f"{attention}q_norm.weight", spec.head_dim) if spec.qk_norm else None,
+            vector(f"{attention}k_norm.weight", spec.head_dim) if spec.qk_norm else None,
+            self._weights.matrix([qkv], torch.cat(biases) if biases else None),
+            self._weights.matrix([files.read(f"{attention}o_proj.weight", hidden, queries)]),
+            self._weights.matrix(gate_up),
+            self._weights.matrix([files.read(f"{mlp}down_proj.weight", hidden, inner)]),
         )
-
-    def _matrix(self, parts: list[Tensor], bias: Tensor | None = None) -> _Matrix:
-        """Panels of 2 * LANES outputs [in, 2 * LANES] of weights [out, in]; two parts of one shape share each panel."""
-        num_outputs, num_inputs = parts[0].shape
-        lanes = 2 * LANES // len(parts)
-        num_panels = -(-num_outputs // lanes)
-        padded = [torch.nn.functional.pad(part, (0, 0, 0, num_panels * lanes - num_outputs)) for part in parts]
-        stacked = torch.cat([part.view(num_panels, lanes, num_inputs) for part in padded], 1)
-        panels, weight_format = self._stored(stacked.transpose(1, 2))
-        return _Matrix(num_inputs, num_outputs, weight_format, panels, None if bias is None else self._address_of(bias.float()))
-
-    def _stored(self, weight: Tensor) -> tuple[int, Format]:
-        """Where ``weight`` is kept, and in what."""
-        half = weight.to(torch.bfloat16)
-        if half.dtype == weight.dtype or torch.equal(half.float(), weight.float()):
-            return self._address_of(half), Format.BFLOAT16
-        if self._rounds and weight.abs().max() <= LARGEST_HALF:
-            return self._address_of(weight.half()), Format.FLOAT16
-        return self._address_of(weight.float()), Format.FLOAT32
-
-    def _vector(self, files: TensorFiles, name: str, width: int) -> int:
-        return self._address_of(files.read(name, width).float())
-
-    def _address_of(self, tensor: Tensor) -> int:
-        self._kept.append(tensor := tensor.contiguous())
-        return tensor.data_ptr()
 
 
 def _one_after_another(tables: Iterable[Items[int]]) -> tuple[list[int], list[int]]:

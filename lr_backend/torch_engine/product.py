@@ -114,7 +114,10 @@ class ByteProduct:
         return product, scale
 
 
-PACKERS: Mapping[str, Callable[[Tensor, Tensor | None], Product]] = {
+Packer = Callable[[Tensor, Tensor | None], Product]
+"""Lays a weight [out, in] and its bias out."""
+
+PACKERS: Mapping[str, Packer] = {
     "same": DenseProduct.pack,
     "float16": HalfProduct.pack,
     "int8": ByteProduct.pack,
@@ -140,8 +143,15 @@ def is_available(kind: str) -> bool:
     return bool(torch.allclose(product, torch.full_like(product, 256.0), rtol=0.02))
 
 
-def fastest_kind(shapes: Sequence[tuple[int, int]], num_layers: int, num_threads: int | None) -> str:
-    """Time every available kind on random weights of ``shapes`` (out, in), over so many layers that a cache which cannot hold
+def available_packers() -> dict[str, Packer]:
+    """Of the kinds by torch those that this machine computes right."""
+    return {kind: pack for kind, pack in PACKERS.items() if is_available(kind)}
+
+
+def fastest_kind(
+    packers: Mapping[str, Packer], shapes: Sequence[tuple[int, int]], num_layers: int, num_threads: int | None
+) -> str:
+    """Time every kind on random weights of ``shapes`` (out, in), over so many layers that a cache which cannot hold
     the model does not hold these either. Int8 must be faster by ``INT8_GAIN``."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads or before)
@@ -150,8 +160,7 @@ def fastest_kind(shapes: Sequence[tuple[int, int]], num_layers: int, num_threads
         num_timed = max(1, min(num_layers, MAX_PROBE_BYTES // bytes_a_layer))
         weights = [torch.randn(shape) for _ in range(num_timed) for shape in shapes]
         widths = [weight.shape[1] for weight in weights]
-        kinds = {kind: pack for kind, pack in PACKERS.items() if is_available(kind)}
-        seconds = {kind: _seconds([pack(one, None) for one in weights], widths) for kind, pack in kinds.items()}
+        seconds = {kind: _seconds([pack(one, None) for one in weights], widths) for kind, pack in packers.items()}
     finally:
         torch.set_num_threads(before)
     return min(seconds, key=lambda kind: seconds[kind] * (INT8_GAIN if kind == "int8" else 1.0))

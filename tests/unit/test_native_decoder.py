@@ -14,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lr_backend.errors import ConfigError
-from lr_backend.torch_engine import native_model, sampler
+from lr_backend.torch_engine import backends, native_model, sampler
 from lr_backend.torch_engine.attention import Span
 from lr_backend.torch_engine.backends import is_native
 from lr_backend.torch_engine.config import EngineConfig
-from lr_backend.torch_engine.native_model import Format, NativeModel, NativePool
+from lr_backend.torch_engine.native_model import NativeModel, NativePool
 from lr_backend.torch_engine.native_runner import NativeRunner
+from lr_backend.torch_engine.native_weights import Format, NativeProduct, bytes_are_fast
 from lr_backend.torch_engine.torch_runner import TorchRunner
 from tests.support.reference_models import logits_of_reference, reference_model
 from tests.support.torch_engines import NEEDS_LIBRARY, greedy, prompt, tiny_checkpoint, tiny_engine
@@ -127,13 +128,6 @@ def test_gates_that_are_shut_far_let_nothing_through(tmp_path: Path) -> None:
 # Weights
 
 
-class WidenedModel(NativeModel):
-    """Keeps all weights in float32."""
-
-    def _stored(self, weight: torch.Tensor) -> tuple[int, int]:
-        return self._address_of(weight.float()), 0
-
-
 def rounded(reference: Any, dtype: torch.dtype) -> Any:
     """The same model in float32, with weights that are numbers of ``dtype``."""
     with torch.no_grad():
@@ -157,7 +151,7 @@ def test_bfloat16_checkpoints_are_kept_as_they_are_and_lose_nothing(family: str,
     tokens = prompt(60)
     expected = logits_of_reference(reference, tokens)
     half, same_values = (NativeModel.load(tmp_path / name, max_seq_len=60) for name in ("half", "float"))
-    widened = WidenedModel.load(tmp_path / "half", max_seq_len=60)
+    widened = NativeModel.load(tmp_path / "half", max_seq_len=60, kind="float32")
 
     logits = logits_of(half, tokens, [40, 1, 19], 16)
 
@@ -191,7 +185,7 @@ def test_weights_that_may_be_rounded_are_kept_in_float16(tmp_path: Path) -> None
             matrix.copy_(matrix.half())
     expected = logits_of_reference(reference, prompt(40))
 
-    model = NativeModel.load(tmp_path, max_seq_len=40, rounds=True)
+    model = NativeModel.load(tmp_path, max_seq_len=40, kind="float16")
 
     assert formats_of(model) == {Format.FLOAT16}
     assert (logits_of(model, prompt(40), [40], 16) - expected).abs().max() < 1e-4
@@ -203,7 +197,68 @@ def test_weights_out_of_the_range_of_float16_are_not_rounded(tmp_path: Path) -> 
         reference.model.layers[1].mlp.down_proj.weight[0, 0] = 70001.0
     reference.save_pretrained(tmp_path)
 
-    assert formats_of(NativeModel.load(tmp_path, max_seq_len=40, rounds=True)) == {Format.FLOAT16, Format.FLOAT32}
+    assert formats_of(NativeModel.load(tmp_path, max_seq_len=40, kind="float16")) == {Format.FLOAT16, Format.FLOAT32}
+
+
+# In eight bits
+
+
+def as_bytes(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whole numbers of at most 127 for the rows of ``values``, and what 1 stands for in each [rows, 1]."""
+    scales = values.abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
+    return (values / scales).round().double(), scales.double()
+
+
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(33, 17), (1, 1), (64, 128), (100, 90), (32, 3000)])
+def test_products_of_bytes_are_those_of_rounded_rows_and_weights(num_outputs: int, num_inputs: int) -> None:
+    generator = torch.Generator().manual_seed(num_inputs)
+    weight = torch.randn(num_outputs, num_inputs, generator=generator)
+    rows = torch.randn(30, num_inputs, generator=generator) * torch.logspace(-3, 3, 30).unsqueeze(1)
+    rows[7] = 0.0
+    bias = torch.randn(num_outputs, generator=generator)
+    (whole_rows, row_scales), (whole_weight, weight_scales) = as_bytes(rows), as_bytes(weight)
+    expected = (whole_rows @ whole_weight.T) * row_scales * weight_scales.T + bias
+
+    product = NativeProduct.pack("int8", weight, bias)
+
+    for count in (1, 2, 5, 6, 11, 12, 13, 30):
+        torch.testing.assert_close(product(rows[:count]).double(), expected[:count], rtol=1e-5, atol=1e-6 * num_inputs)
+    assert torch.equal(torch.cat([product(rows[at : at + 1]) for at in range(30)]), product(rows))
+
+
+def test_sums_of_bytes_hold_the_largest_there_are() -> None:
+    weight = torch.ones(32, 16384)
+    weight[1] = -1.0
+
+    product = NativeProduct.pack("int8", weight)(torch.ones(1, 16384))
+
+    torch.testing.assert_close(product[0, :2], torch.tensor([16384.0, -16384.0]))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_rows_that_are_not_finite_stay_so_in_bytes(bad: float) -> None:
+    rows = torch.ones(2, 40)
+    rows[1, 33] = bad
+
+    product = NativeProduct.pack("int8", torch.ones(8, 40))(rows)
+
+    assert torch.isfinite(product[0]).all()
+    assert not torch.isfinite(product[1]).any()
+
+
+@pytest.mark.parametrize("name", ["qwen3 tied", "qwen2", "qwen3 no gqa", "llama"])
+def test_a_model_in_bytes_is_near_the_one_it_was_made_of(name: str, tmp_path: Path) -> None:
+    family, tokens_per_block, changes = VARIANTS[name]
+    reference = reference_model(family, **changes)
+    reference.save_pretrained(tmp_path)
+    tokens = tuple(token % changes.get("vocab_size", 61) for token in prompt(sum(COUNTS)))
+    expected = logits_of_reference(reference, tokens)
+
+    model = NativeModel.load(tmp_path, max_seq_len=sum(COUNTS), kind="int8")
+    logits = logits_of(model, tokens, COUNTS, tokens_per_block)
+
+    assert formats_of(model) == {Format.INT8, Format.FLOAT16}
+    assert 0 < (logits - expected).std() < 0.05 * expected.std()
 
 
 # To the same bit
@@ -231,18 +286,19 @@ SCHEDULES = st.lists(
 @dataclass
 class Case:
     models: Mapping[int, NativeModel]
-    """By number of threads."""
+    """By number of threads; all of one kind of weights."""
     tokens_per_block: int
     alone: list[torch.Tensor]
     """Logits of all positions of each sequence, computed alone and at once."""
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(scope="module", params=[*((size, "same") for size in SHAPES), (16, "int8"), (48, "int8")], ids=str)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    folder = tiny_checkpoint(tmp_path_factory.mktemp("tiny"), **{"intermediate_size": 40} | SHAPES[request.param])
-    models = {count: NativeModel.load(folder, max_seq_len=MAX_SEQ_LEN, num_threads=count) for count in (1, 2, 3)}
-    alone = [logits_of(models[1], tokens, [len(tokens)], request.param) for tokens in SEQUENCES]
-    return Case(models, request.param, alone)
+    size, kind = request.param
+    folder = tiny_checkpoint(tmp_path_factory.mktemp("tiny"), **{"intermediate_size": 40} | SHAPES[size])
+    models = {count: NativeModel.load(folder, max_seq_len=MAX_SEQ_LEN, num_threads=count, kind=kind) for count in (1, 2, 3)}
+    alone = [logits_of(models[1], tokens, [len(tokens)], size) for tokens in SEQUENCES]
+    return Case(models, size, alone)
 
 
 class Replay:
@@ -375,15 +431,33 @@ def test_small_models_on_a_cpu_are_computed_in_c(checkpoint: Path) -> None:
 TORCHS_ALONE: list[dict[str, Any]] = [
     {"device": "cuda"},
     {"dtype": "bfloat16"},
-    {"weight_dtype": "int8"},
 ]
 
 
 @pytest.mark.parametrize("setting", TORCHS_ALONE, ids=str)
 def test_settings_that_are_torchs_alone_are_left_to_it_and_refused_in_c(setting: dict[str, Any], checkpoint: Path) -> None:
     assert not is_native(EngineConfig(checkpoint, **setting))
-    with pytest.raises(ConfigError, match="kernels='native': only with device cpu, dtype float32 and weights that are not int8"):
+    with pytest.raises(ConfigError, match="kernels='native': only with device cpu and dtype float32"):
         EngineConfig(checkpoint, kernels="native", **setting)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_int8_is_left_to_torch_where_c_has_no_instructions_for_it(
+    fast: bool, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "bytes_are_fast", lambda: fast)
+
+    assert is_native(EngineConfig(checkpoint, weight_dtype="int8")) is fast
+    assert is_native(EngineConfig(checkpoint, weight_dtype="int8", kernels="native"))
+
+
+def test_auto_is_one_of_the_kinds_that_were_timed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[set[str]] = []
+    monkeypatch.setattr(backends, "fastest_kind", lambda packers, *rest: timed.append(set(packers)) or "float16")
+
+    assert backends.native_kind(EngineConfig(checkpoint, weight_dtype="auto")) == "float16"
+    assert backends.native_kind(EngineConfig(checkpoint, weight_dtype="int8")) == "int8"
+    assert timed == [{"float16", "int8"} if bytes_are_fast() else {"float16"}]
 
 
 @pytest.mark.parametrize("changes", [{"head_dim": 8}, {"head_dim": 16, "hidden_size": 40}], ids=str)

@@ -1,7 +1,7 @@
 /* One forward pass of a Qwen3, Qwen2 or Llama decoder on a CPU, in float32, over a paged KV pool.
  *
  * Made for few rows: decoding, verifying, branches that join. Weights are read once for up to MAX_ROWS rows, from panels of
- * PANEL outputs, in 16 bits where they may be: half as much to read.
+ * PANEL outputs, in 16 bits where they may be: half as much to read; or in 8, with rows rounded likewise.
  *
  * Every row is computed by the same operations in the same order whatever stands beside it and however a prompt is cut: batch,
  * chunks, prefix reuse, drafts and threads change no bit of a result.
@@ -15,15 +15,13 @@
 #include <omp.h>
 #endif
 
-#define LANES 16
-#define PANEL (2 * LANES)
-#define MAX_ROWS 12 /* two vectors of sums a row fill the registers of AVX-512 */
 #define AHEAD 64 /* rows of a panel: weights come from a far cache, and its own prefetcher starts anew with every page */
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
 typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
+typedef int8_t bvec __attribute__((vector_size(LANES)));
 typedef int16_t shvec __attribute__((vector_size(2 * LANES)));
 
 #define INLINE static inline __attribute__((always_inline))
@@ -37,13 +35,14 @@ typedef int16_t shvec __attribute__((vector_size(2 * LANES)));
 #define FOR_EACH_CPU
 #endif
 
-enum Format { FLOAT32, BFLOAT16, FLOAT16 };
+enum Format { FLOAT32, BFLOAT16, FLOAT16, INT8 };
 
 typedef struct {
     int64_t num_inputs, num_outputs; /* of a gated product: the outputs after gating */
     int64_t format;                  /* of the panels: enum Format */
-    const void *panels;              /* [ceil(outputs / PANEL), num_inputs, PANEL] */
+    const void *panels;              /* [panels, num_inputs, PANEL]; INT8: [panels, ceil(inputs / 4), PANEL, 4], 128 more each */
     const float *bias;               /* [outputs] or NULL */
+    const float *scales;             /* [panels, PANEL]; INT8 alone: what 1 stands for */
 } Matrix;
 
 typedef struct {
@@ -96,6 +95,13 @@ typedef struct {
 } Run;
 
 enum Store { SET, ADD, GATED };
+
+/* Rows in eight bits, each by its own largest entry. */
+typedef struct {
+    int8_t *bytes;  /* [rows, rounded_stride(inputs)], zero beyond the inputs */
+    float *scales;  /* [rows]: what 1 stands for; not a number where an entry is not finite */
+    int32_t *sums;  /* [rows]: of the bytes */
+} Rounded;
 
 INLINE vec loaded(const float *from) {
     vec value;
@@ -193,6 +199,56 @@ INLINE void panel_rows(const void *panel, enum Format format, int num_rows, int6
     for (int r = 0; r < num_rows; r++) sums[r][0] = a[r][0], sums[r][1] = a[r][1];
 }
 
+static int64_t rounded_stride(int64_t depth) { return (depth + LANES - 1) / LANES * LANES; }
+
+FOR_EACH_CPU static void round_rows(const float *x, int64_t depth, const Rounded *to, int64_t first, int64_t last) {
+    const vec magic = (vec){} + 12582912.0f;
+    int64_t stride = rounded_stride(depth);
+    for (int64_t t = first; t < last; t++) {
+        const float *row = x + t * depth;
+        float tail[LANES] = {0};
+        memcpy(tail, row + depth / LANES * LANES, sizeof(float) * (size_t)(depth % LANES));
+        vec most = {}, zero = {};
+        ivec sum = {};
+        for (int64_t i = 0; i < depth; i += LANES) {
+            vec value = loaded(i + LANES <= depth ? row + i : tail);
+            most = larger(most, (vec)((ivec)value & 0x7fffffff));
+            zero += value * 0.0f;
+        }
+        float top = largest(most), factor = top > 0.0f ? 127.0f / top : 0.0f;
+        for (int64_t i = 0; i < depth; i += LANES) {
+            vec value = loaded(i + LANES <= depth ? row + i : tail);
+            vec shifted = value * factor + magic;
+            ivec whole = (ivec)shifted - (ivec)magic;
+            bvec bytes = __builtin_convertvector(whole, bvec);
+            memcpy(to->bytes + t * stride + i, &bytes, sizeof bytes);
+            sum += whole;
+        }
+        int32_t sums[LANES], all = 0;
+        memcpy(sums, &sum, sizeof sums);
+        for (int lane = 0; lane < LANES; lane++) all += sums[lane];
+        to->sums[t] = all;
+        to->scales[t] = top / 127.0f + total(zero);
+    }
+}
+
+INLINE void byte_rows(const Matrix *matrix, int64_t panel, const Rounded *x, int64_t first_row, int num_rows,
+                      vec sums[MAX_ROWS][2]) {
+    int64_t stride = rounded_stride(matrix->num_inputs), num_groups = (matrix->num_inputs + 3) / 4;
+    int32_t dots[MAX_ROWS][PANEL];
+    for (int r = 0; r < num_rows; r++)
+        for (int lane = 0; lane < PANEL; lane++) dots[r][lane] = -128 * x->sums[first_row + r];
+    byte_products((const uint8_t *)matrix->panels + panel * num_groups * PANEL * 4, num_groups, x->bytes + first_row * stride,
+                  stride, num_rows, dots);
+    for (int r = 0; r < num_rows; r++)
+        for (int half = 0; half < 2; half++) {
+            ivec dot;
+            memcpy(&dot, dots[r] + half * LANES, sizeof dot);
+            vec scale = loaded(matrix->scales + panel * PANEL + half * LANES) * x->scales[first_row + r];
+            sums[r][half] = __builtin_convertvector(dot, vec) * scale;
+        }
+}
+
 #define CASES(FORMAT)                                                                       \
     switch (rows) {                                                                         \
     case 1: panel_rows(panel, FORMAT, 1, depth, x + t * depth, depth, sums); break;         \
@@ -209,9 +265,9 @@ INLINE void panel_rows(const void *panel, enum Format format, int num_rows, int6
     default: panel_rows(panel, FORMAT, MAX_ROWS, depth, x + t * depth, depth, sums); break; \
     }
 
-/* y [rows, outputs] = or += x [rows, inputs] times the matrix, for panels first to last */
-FOR_EACH_CPU static void product(const Matrix *matrix, enum Store store, const float *x, float *y, int64_t y_stride,
-                                 int64_t num_rows, int64_t first, int64_t last) {
+/* y [rows, outputs] = or += x [rows, inputs] times the matrix, for panels first to last. INT8 takes the rounded rows. */
+FOR_EACH_CPU static void product(const Matrix *matrix, enum Store store, const float *x, const Rounded *rounded, float *y,
+                                 int64_t y_stride, int64_t num_rows, int64_t first, int64_t last) {
     int64_t depth = matrix->num_inputs, width = store == GATED ? LANES : PANEL;
     size_t size = (size_t)(depth * PANEL) * (matrix->format == FLOAT32 ? 4 : 2);
     int64_t num_parts = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
@@ -222,7 +278,9 @@ FOR_EACH_CPU static void product(const Matrix *matrix, enum Store store, const f
             vec sums[MAX_ROWS][2];
             int64_t t = num_rows * part / num_parts;
             int rows = (int)(num_rows * (part + 1) / num_parts - t);
-            if (matrix->format == BFLOAT16) {
+            if (matrix->format == INT8) {
+                byte_rows(matrix, p, rounded, t, rows, sums);
+            } else if (matrix->format == BFLOAT16) {
                 CASES(BFLOAT16)
             } else if (matrix->format == FLOAT16) {
                 CASES(FLOAT16)
@@ -436,10 +494,18 @@ FOR_EACH_CPU static void attend(const Model *model, const Pool *pool, const Batc
     }
 }
 
+/* Bytes of one rounded row of any product. */
+static int64_t rounded_size(const Model *model) {
+    int64_t widest = model->hidden_size, queries = model->num_heads * model->head_dim;
+    widest = queries > widest ? queries : widest;
+    return rounded_stride(model->inner_size > widest ? model->inner_size : widest);
+}
+
 /* Floats that a batch of so many rows needs to compute in. */
 int64_t decoder_scratch(const Model *model, int64_t num_rows) {
     int64_t heads = model->num_heads + 2 * model->num_kv_heads, queries = model->num_heads * model->head_dim;
-    return num_rows * (2 * model->hidden_size + heads * model->head_dim + queries + 2 * model->num_heads + model->inner_size);
+    int64_t plain = 2 * model->hidden_size + heads * model->head_dim + queries + 2 * model->num_heads + model->inner_size;
+    return num_rows * (plain + 2 + rounded_size(model) / (int64_t)sizeof(float));
 }
 
 static int64_t num_panels(const Matrix *matrix, enum Store store) {
@@ -452,7 +518,8 @@ static void run(const Model *model, const Pool *pool, const Batch *batch, int64_
     int64_t heads_dim = queries + 2 * model->num_kv_heads * model->head_dim;
     float *hidden = batch->scratch, *plain = hidden + num_rows * hidden_size, *qkv = plain + num_rows * hidden_size;
     float *attended = qkv + num_rows * heads_dim, *state = attended + num_rows * queries;
-    float *inner = state + num_rows * 2 * model->num_heads;
+    float *inner = state + num_rows * 2 * model->num_heads, *after = inner + num_rows * model->inner_size;
+    const Rounded rounded = {(int8_t *)(after + 2 * num_rows), after, (int32_t *)(after + num_rows)};
 #define SHARE(count) (count) * thread / num_threads, (count) * (thread + 1) / num_threads
 #ifdef _OPENMP
 #define WAIT _Pragma("omp barrier")
@@ -460,25 +527,45 @@ static void run(const Model *model, const Pool *pool, const Batch *batch, int64_
 #define WAIT
 #endif
 #define PRODUCT(matrix, store, x, y, y_stride, rows) \
-    product(matrix, store, x, y, y_stride, rows, SHARE(num_panels(matrix, store)))
+    product(matrix, store, x, &rounded, y, y_stride, rows, SHARE(num_panels(matrix, store)))
+#define ROUND(matrix, x, rows) \
+    if ((matrix)->format == INT8) round_rows(x, (matrix)->num_inputs, &rounded, SHARE(rows));
+/* Rows that several threads have made are rounded when all are there, and multiplied when all are rounded. */
+#define ROUND_ALL(matrix, x, rows)       \
+    if ((matrix)->format == INT8) {      \
+        ROUND(matrix, x, rows)           \
+        WAIT;                            \
+    }
     embed(model, batch->tokens, hidden, SHARE(num_rows));
     for (int64_t index = 0; index < model->num_layers; index++) {
         const Layer *layer = model->layers + index;
         norm_rows(hidden, layer->input_norm, plain, hidden_size, model->eps, SHARE(num_rows));
+        ROUND(&layer->qkv, plain, num_rows)
         WAIT PRODUCT(&layer->qkv, SET, plain, qkv, heads_dim, num_rows);
         WAIT rotate(model, layer, pool, batch, index, qkv, SHARE(num_rows));
         WAIT attend(model, pool, batch, index, qkv, state, attended, SHARE(model->num_kv_heads));
-        WAIT PRODUCT(&layer->output, ADD, attended, hidden, hidden_size, num_rows);
+        WAIT ROUND_ALL(&layer->output, attended, num_rows)
+        PRODUCT(&layer->output, ADD, attended, hidden, hidden_size, num_rows);
         WAIT norm_rows(hidden, layer->mlp_norm, plain, hidden_size, model->eps, SHARE(num_rows));
+        ROUND(&layer->gate_up, plain, num_rows)
         WAIT PRODUCT(&layer->gate_up, GATED, plain, inner, model->inner_size, num_rows);
-        WAIT PRODUCT(&layer->down, ADD, inner, hidden, hidden_size, num_rows);
+        WAIT ROUND_ALL(&layer->down, inner, num_rows)
+        PRODUCT(&layer->down, ADD, inner, hidden, hidden_size, num_rows);
         WAIT;
     }
     if (thread == 0)
         for (int64_t r = 0; r < batch->num_logits; r++)
             memcpy(plain + r * hidden_size, hidden + batch->logit_rows[r] * hidden_size, sizeof(float) * (size_t)hidden_size);
     WAIT norm_rows(plain, model->norm, plain, hidden_size, model->eps, SHARE(batch->num_logits));
+    ROUND(&model->head, plain, batch->num_logits)
     WAIT PRODUCT(&model->head, SET, plain, batch->logits, model->head.num_outputs, batch->num_logits);
+}
+
+/* y [rows, outputs] = x [rows, inputs] times one matrix. scratch: rows * (2 + inputs rounded up to LANES / 4) floats, for INT8. */
+void decoder_product(const Matrix *matrix, const float *x, float *y, int64_t num_rows, float *scratch) {
+    const Rounded rounded = {(int8_t *)(scratch + 2 * num_rows), scratch, (int32_t *)(scratch + num_rows)};
+    if (matrix->format == INT8) round_rows(x, matrix->num_inputs, &rounded, 0, num_rows);
+    product(matrix, SET, x, &rounded, y, matrix->num_outputs, num_rows, 0, num_panels(matrix, SET));
 }
 
 /* Keys and values of all rows go to the pool, and the logits of the rows asked for to batch->logits. */
