@@ -149,7 +149,7 @@ class LookaheadLoop:
         self._target = MeteredEngine(engines.target, Role.TARGET, self.ledger, timeout_s=timeouts.target_s)
         draft = MeteredEngine(engines.draft, Role.DRAFT, self.ledger, timeout_s=None if patient else timeouts.draft_s)
         judge = MeteredEngine(engines.judge, Role.JUDGE, self.ledger, timeout_s=None)
-        speculation = token_speculation(request, config, engines.draft, self.ledger, request_id)
+        speculation = token_speculation(request, config, engines.draft, self.ledger, request_id, self._pace)
         self._target_writer = self._writer(self._target, Role.TARGET, speculation)
         self._draft_writer = self._writer(draft, Role.DRAFT, None)
         self._exact = ExactVerifier()

@@ -12,6 +12,7 @@ alone in its batch is slower than without lookahead. So the whole of it is put o
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from enum import StrEnum
 
 from lr_backend.loop.confidence import Confidence
 from lr_backend.loop.depth import speedup, useful_depth
-from lr_backend.request import VerifierName
+from lr_backend.request import Mode, ProposerName, VerifierName
 
 Clock = Callable[[], float]
 
@@ -41,13 +42,14 @@ class Average:
 
     def __init__(self, memory: int = 64) -> None:
         self._memory = memory
-        self._count = 0
+        self.count = 0
+        """Values so far, ``memory`` at most."""
         self.value: float | None = None
 
     def add(self, value: float) -> None:
-        self._count = min(self._count + 1, self._memory)
+        self.count = min(self.count + 1, self._memory)
         before = self.value if self.value is not None else value
-        self.value = before + (value - before) / self._count
+        self.value = before + (value - before) / self.count
 
 
 class Crowding:
@@ -213,6 +215,8 @@ class Pace:
         self.num_requests = 0
         self.trial = Trial(clock)
         self.evidence = {name: Evidence() for name in VerifierName}
+        # Tokens that a verification of token drafts brings, by who proposes them and whether steps are drafted too.
+        self.verified_tokens: defaultdict[tuple[ProposerName, Mode], Average] = defaultdict(lambda: Average(memory=256))
         self._sequences = Presence(clock)
 
     @contextmanager

@@ -8,6 +8,7 @@ from functools import partial
 from lr_backend.config import LoopConfig
 from lr_backend.engine import Engine, Role, Sampling
 from lr_backend.loop.ledger import Ledger, MeteredEngine
+from lr_backend.loop.pace import Pace
 from lr_backend.loop.seeds import token_draft_seed
 from lr_backend.loop.writer import TokenSpeculation
 from lr_backend.propose import make_proposer
@@ -17,12 +18,13 @@ from lr_backend.request import DraftLengthPolicy, LookaheadRequest, ProposerName
 
 
 def token_speculation(
-    request: LookaheadRequest, config: LoopConfig, draft: Engine, ledger: Ledger, request_id: str
+    request: LookaheadRequest, config: LoopConfig, draft: Engine, ledger: Ledger, request_id: str, pace: Pace
 ) -> TokenSpeculation | None:
     """What the request and the server's settings make of it; None: no token drafts.
 
     Args:
         draft: the draft's engine, not metered yet.
+        pace: what the server has measured.
     """
     num_draft_tokens = min(request.num_draft_tokens, config.limits.max_draft_len)
     sampled_off = config.draft_logits == "off" and not request.sampling.greedy
@@ -38,6 +40,7 @@ def token_speculation(
         costs=DraftCosts(config.verification_cost, config.verified_token_cost, drafted_token),
         adaptive=adaptive,
         remember=not request.deterministic,
+        seen=None if request.deterministic else pace.verified_tokens[request.proposer, request.mode],
         one_hot_vocab=config.vocab_size if config.draft_logits == "one_hot" else 0,
     )
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 
 from lr_backend.contract import IntArray
 from lr_backend.engine import GREEDY, Role
 from lr_backend.loop.ledger import Ledger
+from lr_backend.loop.pace import Average
 from lr_backend.loop.steps import StepRules
 from lr_backend.loop.writer import DraftedTally, Payoff, StepWriter, TokenSpeculation
 from lr_backend.propose import by_lookup
@@ -25,7 +27,9 @@ def counting(context: tuple[int, ...], seed: int) -> int:
     return context[-1] + 1 if context[-1] < 400 else END
 
 
-def written(proposes: int, *, cost: float, remember: bool = True, steps: int = 1) -> tuple[list[RecordedCall], list[int]]:
+def written(
+    proposes: int, *, cost: float, remember: bool = True, steps: int = 1, seen: Average | None = None
+) -> tuple[list[RecordedCall], list[int]]:
     """The calls for ``steps`` steps of 300 tokens whose drafts are right for ``proposes`` tokens, and the last step's ids."""
 
     def proposer(context: IntArray, written: Sequence[int], drafted: Sequence[int] | None, most: int) -> tuple[int, ...]:
@@ -33,7 +37,7 @@ def written(proposes: int, *, cost: float, remember: bool = True, steps: int = 1
         return (*right, 777)[:most]
 
     engine = ScriptedEngine(counting)
-    speculation = TokenSpeculation(by_lookup(proposer), 8, DraftCosts(cost), remember=remember)
+    speculation = TokenSpeculation(by_lookup(proposer), 8, DraftCosts(cost), remember=remember, seen=seen)
     writer = StepWriter(engine, Role.TARGET, RULES, GREEDY, 0, "r", Ledger(lambda: 0.0, len(PREFIX)), speculation)
 
     async def run() -> list[int]:
@@ -74,12 +78,45 @@ def test_without_memory_each_step_begins_anew() -> None:
     assert verified(calls) == verified(first) * 2
 
 
+@pytest.mark.parametrize(
+    ("num_before", "brought", "first"),
+    [(Payoff.LEAST_SEEN, 1.0, False), (Payoff.LEAST_SEEN - 1, 1.0, True), (Payoff.LEAST_SEEN, 2.0, True)],
+)
+def test_what_earlier_requests_saw_is_where_a_request_begins(num_before: int, brought: float, first: bool) -> None:
+    seen = Average()
+    for _ in range(num_before):
+        seen.add(brought)
+    calls, ids = written(0, cost=2.0, seen=seen)
+
+    assert ids == list(range(10, 310))
+    assert verified(calls)[0] is first
+    assert any(verified(calls))  # it is tried again all the same, and seen by those to come
+    assert seen.count == num_before + sum(verified(calls))
+
+
 def test_plain_chunks_grow_while_nothing_is_proposed() -> None:
     engine = ScriptedEngine(counting)
     nothing = TokenSpeculation(by_lookup(lambda *_: ()), 8)
     writer = StepWriter(engine, Role.TARGET, RULES, GREEDY, 0, "r", Ledger(lambda: 0.0, len(PREFIX)), nothing)
     run_virtual(writer.write(PREFIX, 100))
     assert [recorded.call.max_new_tokens for recorded in engine.calls] == [4, 8, 16, 32, 40]
+
+
+def test_another_chance_that_nobody_uses_is_soon_over() -> None:
+    payoff = Payoff(2.0)
+    for _ in range(3):
+        payoff.verified(1.0)
+    for _ in range(2):
+        assert not payoff.pays
+        payoff.decoded(Payoff.RETRY_TOKENS)
+        for _ in range(Payoff.MAX_IDLE_CALLS):
+            assert payoff.pays
+            payoff.decoded(4)
+    payoff.decoded(Payoff.RETRY_TOKENS)
+    payoff.verified(9.0)  # this time somebody does, and it pays
+    payoff.decoded(4)
+    payoff.decoded(4)
+    assert payoff.pays
 
 
 def test_a_tally_counts_what_the_target_takes_over_of_the_drafted_step() -> None:
