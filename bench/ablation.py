@@ -96,6 +96,7 @@ def all_rows(config: LoopConfig, other_threads: Iterable[int] = ()) -> tuple[Row
     sd: dict[str, dict[str, Any]] = {
         "sd num_draft_tokens 4": {"num_draft_tokens": 4},
         "sd num_draft_tokens 16": {"num_draft_tokens": 16},
+        "sd draft_length auto": {"draft_length": "auto", "num_draft_tokens": 16},
         "sd proposer draft_model": {"proposer": "draft_model", "draft_length": "auto"},
     }
     lr: dict[str, dict[str, Any]] = {
@@ -108,6 +109,8 @@ def all_rows(config: LoopConfig, other_threads: Iterable[int] = ()) -> tuple[Row
         "lr min_chance 0.6": {"min_chance": 0.6},
         "lr width 2": {"width": 2},
         "lr width 4": {"width": 4},
+        "lr segmenter sentence": {"segmenter": "sentence"},
+        "lr segmenter adaptive": {"segmenter": "adaptive"},
     }
     others = [name for name in VerifierName if name is not config_verifier(config) and config.lacks(name.value) is None]
     lr |= {f"lr verifier {name.value}": {"verifier": name.value} for name in others}
@@ -115,6 +118,8 @@ def all_rows(config: LoopConfig, other_threads: Iterable[int] = ()) -> tuple[Row
         "lr_sd proposer ngram": {"proposer": "ngram"},
         "lr_sd num_draft_tokens 4": {"num_draft_tokens": 4},
         "lr_sd num_draft_tokens 16": {"num_draft_tokens": 16},
+        "lr_sd await_draft always": {"await_draft": "always"},
+        "lr_sd await_draft auto": {"await_draft": "auto"},
         "lr_sd lossless": {"lossless": True},
         "lr_sd": {},
     }

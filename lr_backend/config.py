@@ -151,8 +151,6 @@ class LoopConfig(BaseModel):
         draft_temperature: temperature of the first drafted step after a prefix, where the request's is higher; None: the
             request's. What the draft finds most likely is accepted more often than what it happens to draw, and no verifier asks
             how a step was drawn. Further siblings (``width``) keep the request's.
-        await_drafted_step: a target step starts when the drafted step beside it is there, to verify it as token drafts from the
-            first token on; otherwise it starts at once and takes the drafted step up when it comes.
         verification_cost: what the target takes to verify token drafts, call and all, in tokens that it decodes meanwhile. Where
             drafts bring less than that, a request goes on without them for a while.
         verified_token_cost: what each token draft adds to its verification, in the same unit (for ``draft_length`` ``auto``).
@@ -182,7 +180,6 @@ class LoopConfig(BaseModel):
     markers: tuple[str, ...] = ("<tool_call>", "</tool_call>")
     draft_logits: Literal["none", "one_hot", "off"] = "none"
     draft_temperature: float | None = Field(default=None, ge=0.0, le=2.0)
-    await_drafted_step: bool = False
     verification_cost: float = Field(default=1.3, ge=1.0, le=64.0)
     verified_token_cost: float = Field(default=0.02, ge=0.0, le=4.0)
     drafted_token_cost: float = Field(default=0.1, ge=0.0, le=4.0)

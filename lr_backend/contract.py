@@ -196,6 +196,7 @@ LOOKAHEAD_INPUTS: tuple[TensorSpec, ...] = (
     _field("width", "INT32"),
     _field("num_draft_tokens", "INT32"),
     _field("draft_length", "STRING"),
+    _field("await_draft", "STRING"),
     _field("ngram_max", "INT32"),
     _field("verifier", "STRING"),
     _field("verifier_threshold", "FP32"),

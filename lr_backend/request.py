@@ -93,6 +93,15 @@ class DraftLengthPolicy(StrEnum):
     AUTO = "auto"
 
 
+class AwaitDraft(StrEnum):
+    """Whether a target step waits for the drafted step that is its token draft, or starts and takes it up when it comes."""
+
+    NEVER = "never"
+    ALWAYS = "always"
+    AUTO = "auto"
+    """As what has lately been faster on this server."""
+
+
 class SegmenterName(StrEnum):
     """Where a reasoning step ends."""
 
@@ -145,6 +154,8 @@ class LookaheadRequest(BaseModel):
         num_draft_tokens: token drafts in one verification, at most.
         draft_length: ``auto`` chooses their number, up to ``num_draft_tokens``, by how many were accepted of late; those of the
             draft model end where it is not sure of them.
+        await_draft: whether a target step waits for its drafted step (``draft_step``); ``deterministic`` waits always, and so
+            does ``draft_model``, which would otherwise be asked for the same tokens twice.
         ngram_max: longest suffix that the n-gram proposer looks up; the shortest is one less.
         verifier_threshold: from where on the verifier's score accepts; its range is the verifier's (:data:`THRESHOLDS`).
         audit_rate: share of the accepted drafted steps that are judged again by the server's auditor, off the critical path.
@@ -176,6 +187,7 @@ class LookaheadRequest(BaseModel):
     width: int = Field(default=1, ge=1, le=8)
     num_draft_tokens: int = Field(default=8, ge=0, le=64)
     draft_length: DraftLengthPolicy = DraftLengthPolicy.FIXED
+    await_draft: AwaitDraft = AwaitDraft.NEVER
     ngram_max: int = Field(default=4, ge=1, le=16)
     verifier: VerifierName = VerifierName.JUDGE
     verifier_threshold: float | None = Field(default=None, allow_inf_nan=False)

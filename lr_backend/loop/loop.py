@@ -29,7 +29,7 @@ from lr_backend.loop.audit import AuditDesk, RequestAudit
 from lr_backend.loop.ledger import Job, Ledger, MeteredEngine, made_for
 from lr_backend.loop.pace import DepthChooser, Evidence, Pace
 from lr_backend.loop.segments import Lengths, make_segmenter
-from lr_backend.loop.speculation import token_speculation
+from lr_backend.loop.speculation import DraftWait, token_speculation
 from lr_backend.loop.steps import StepRules
 from lr_backend.loop.text import TextStream
 from lr_backend.loop.tree import Decision, Node, Tree, append
@@ -39,7 +39,6 @@ from lr_backend.request import (
     FinishReason,
     LookaheadRequest,
     Origin,
-    ProposerName,
     StepRecord,
     Usage,
 )
@@ -164,10 +163,7 @@ class LookaheadLoop:
         self._tasks: set[asyncio.Task[None]] = set()
         self._completions: asyncio.Queue[tuple[Node, Change]] = asyncio.Queue()
         self._arrivals: defaultdict[Node, asyncio.Event] = defaultdict(asyncio.Event)
-        # The draft model would otherwise be asked for the same tokens twice.
-        twice = request.proposer is ProposerName.DRAFT_MODEL and speculation is not None
-        takes_up = request.proposer is ProposerName.DRAFT_STEP and (patient or config.await_drafted_step)
-        self._awaits_draft = twice or takes_up
+        self._draft_wait = DraftWait.of(request, speculation, self._pace.waiting)
 
     # The frame -----------------------------------------------------------------------------------------------------
 
@@ -315,7 +311,9 @@ class LookaheadLoop:
         self._arrivals[node].set()
 
     async def _write_target(self, tree: Tree, node: Node) -> Change:
-        if self._awaits_draft and node.children:
+        could_begin_s = self.ledger.now_s()
+        waits = bool(node.children) and self._draft_wait.choose()
+        if waits:
             await self._arrivals[node.children[0]].wait()
         node.times_s["target_started_s"] = self.ledger.now_s()
         tally = DraftedTally()
@@ -330,7 +328,9 @@ class LookaheadLoop:
             work.num_tokens = len(step.ids)
         if drafted := tree.drafted_after(node):
             node.token_share = tally.share(len(drafted))
-        node.times_s["target_finished_s"] = self.ledger.now_s()
+        node.times_s["target_finished_s"] = now_s = self.ledger.now_s()
+        if node.children:
+            self._draft_wait.wrote(waits, now_s - could_begin_s, len(step.ids))
         return lambda: tree.targeted(node, step)
 
     async def _judge(self, tree: Tree, target: Step, node: Node) -> Change:

@@ -176,6 +176,35 @@ class Trial:
         self._started, self._num_steps, self._num_tokens = self._presence.seconds, 0, 0
 
 
+class Waiting:
+    """Whether target steps had better wait for the drafted step that they verify as token drafts: found out by doing both.
+
+    A figure is seconds a token of a target step, from when it could have begun.
+    """
+
+    LEAST_TRIES = 4
+    STEPS_A_TRY = 16
+    """Of so many steps one does what was slower so far."""
+
+    def __init__(self) -> None:
+        self._seconds_a_token = {False: Average(memory=32), True: Average(memory=32)}
+        self._num_steps = 0
+
+    def choose(self) -> bool:
+        """Whether the next step waits."""
+        self._num_steps += 1
+        fewest = min(self._seconds_a_token, key=lambda waits: self._seconds_a_token[waits].count)
+        if self._seconds_a_token[fewest].count < self.LEAST_TRIES:
+            return fewest
+        faster = min(self._seconds_a_token, key=lambda waits: self._seconds_a_token[waits].value or 0.0)
+        return faster if self._num_steps % self.STEPS_A_TRY else not faster
+
+    def wrote(self, waited: bool, seconds: float, num_tokens: int) -> None:
+        """A step of ``num_tokens`` took ``seconds``."""
+        if num_tokens:
+            self._seconds_a_token[waited].add(seconds / num_tokens)
+
+
 class Evidence:
     """What the verdicts of one verifier have lately taken and come to. Those of another say nothing of it.
 
@@ -214,6 +243,7 @@ class Pace:
         self.step_tokens = Average()
         self.num_requests = 0
         self.trial = Trial(clock)
+        self.waiting = Waiting()
         self.evidence = {name: Evidence() for name in VerifierName}
         # Tokens that a verification of token drafts brings, by who proposes them and whether steps are drafted too.
         self.verified_tokens: defaultdict[tuple[ProposerName, Mode], Average] = defaultdict(lambda: Average(memory=256))

@@ -2,19 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Self
 
 from lr_backend.config import LoopConfig
 from lr_backend.engine import Engine, Role, Sampling
 from lr_backend.loop.ledger import Ledger, MeteredEngine
-from lr_backend.loop.pace import Pace
+from lr_backend.loop.pace import Pace, Waiting
 from lr_backend.loop.seeds import token_draft_seed
 from lr_backend.loop.writer import TokenSpeculation
 from lr_backend.propose import make_proposer
 from lr_backend.propose.draft_length import DraftCosts
 from lr_backend.propose.draft_model import DraftModel
-from lr_backend.request import DraftLengthPolicy, LookaheadRequest, ProposerName
+from lr_backend.request import AwaitDraft, DraftLengthPolicy, LookaheadRequest, ProposerName
+
+
+@dataclass(frozen=True)
+class DraftWait:
+    """Whether the target steps of a request wait for the drafted steps that they verify as token drafts."""
+
+    policy: AwaitDraft
+    measured: Waiting
+
+    @classmethod
+    def of(cls, request: LookaheadRequest, speculation: TokenSpeculation | None, measured: Waiting) -> Self:
+        if speculation is None or request.proposer is ProposerName.NGRAM:
+            return cls(AwaitDraft.NEVER, measured)
+        # The draft model would otherwise be asked for the same tokens twice; and who is first must not decide on chunks.
+        always = request.proposer is ProposerName.DRAFT_MODEL or request.deterministic
+        return cls(AwaitDraft.ALWAYS if always else request.await_draft, measured)
+
+    def choose(self) -> bool:
+        """Whether the next target step waits."""
+        return self.measured.choose() if self.policy is AwaitDraft.AUTO else self.policy is AwaitDraft.ALWAYS
+
+    def wrote(self, waited: bool, seconds: float, num_tokens: int) -> None:
+        """A target step of ``num_tokens`` took ``seconds``, from when it could have begun."""
+        if self.policy is AwaitDraft.AUTO:
+            self.measured.wrote(waited, seconds, num_tokens)
 
 
 def token_speculation(

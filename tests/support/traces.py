@@ -23,6 +23,7 @@ shapes = st.fixed_dictionaries(
         "num_draft_tokens": st.sampled_from([0, 4, 12]),
         "proposer": st.sampled_from(["draft_step", "draft_model"]),
         "draft_length": st.sampled_from(["fixed", "auto"]),
+        "await_draft": st.sampled_from(["never", "auto"]),
         "max_tokens": st.sampled_from([1, 30, 200]),
         "deterministic": st.booleans(),
         "stream": st.booleans(),

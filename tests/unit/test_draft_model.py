@@ -224,6 +224,21 @@ def test_auto_asks_for_fewer_drafts_where_few_are_accepted(proposer: str) -> Non
     assert longest(0.3) < longest(0.98)
 
 
+@pytest.mark.parametrize("await_draft", ["never", "always", "auto"])
+def test_a_target_step_waits_for_its_drafted_step_where_it_shall(await_draft: str) -> None:
+    target = storyteller(4)
+    world = World.of(target, target)
+
+    outcome = run_virtual(world.answer(mode="lr_sd", max_depth=2, await_draft=await_draft, trace=True))
+
+    steps = [committed.record for committed in world.received if committed.record is not None]
+    times = [(step.target_started_s, step.drafted_finished_s) for step in steps]
+    waited = [started >= drafted for started, drafted in times if started is not None and drafted is not None]
+    assert len(waited) > 6
+    assert set(waited) == {"never": {False}, "always": {True}, "auto": {False, True}}[await_draft]
+    assert outcome.completion_ids == alone(world).completion_ids
+
+
 def test_a_followed_drafted_step_is_not_drafted_again() -> None:
     """In lr_sd the drafted step is the draft model's word already; the draft is asked where the target has left it."""
     target = storyteller(4)

@@ -41,6 +41,7 @@ shapes = st.fixed_dictionaries(
         "max_tokens": st.sampled_from([1, 7, 30, 200]),
         "proposer": st.sampled_from(["ngram", "draft_step", "draft_model"]),
         "draft_length": st.sampled_from(["fixed", "auto"]),
+        "await_draft": st.sampled_from(["never", "always", "auto"]),
         "stream": st.booleans(),
         "segmenter": st.sampled_from(list(SegmenterName)),
     }

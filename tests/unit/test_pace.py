@@ -20,6 +20,7 @@ from lr_backend.loop.pace import (
     Pace,
     Policy,
     Trial,
+    Waiting,
 )
 from lr_backend.request import VerifierName
 from lr_backend.testing import run_virtual
@@ -275,3 +276,25 @@ def test_it_is_as_fast_as_the_depth_that_is_best() -> None:
     fields = {"mode": "lr", "max_tokens": 200, "num_clients": 1}
     fixed = [latency_s(crowded_world(7, 0.05, 0.9), max_depth=depth, **fields) for depth in range(1, 7)]
     assert latency_s(crowded_world(7, 0.05, 0.9), depth="auto", max_depth=6, **fields) <= min(fixed) * 1.05
+
+
+def test_waiting_for_the_draft_is_tried_both_ways_and_then_done_where_it_is_faster() -> None:
+    waiting, done = Waiting(), []
+    for _ in range(2 * Waiting.LEAST_TRIES + 160):
+        waits = waiting.choose()
+        waiting.wrote(waits, 1.0 if waits else 2.0, 10)
+        done.append(waits)
+
+    assert sorted(done[: 2 * Waiting.LEAST_TRIES]) == [False] * Waiting.LEAST_TRIES + [True] * Waiting.LEAST_TRIES
+    assert done[2 * Waiting.LEAST_TRIES :].count(False) == 160 // Waiting.STEPS_A_TRY
+    done = []
+    for _ in range(1600):  # times have changed
+        done.append(waits := waiting.choose())
+        waiting.wrote(waits, 3.0 if waits else 2.0, 10)
+    assert done[-160:].count(True) == 160 // Waiting.STEPS_A_TRY
+
+
+def test_a_step_without_tokens_says_nothing_of_waiting() -> None:
+    waiting = Waiting()
+    waiting.wrote(True, 1.0, 0)
+    assert [waiting.choose() for _ in range(3)] == [False] * 3

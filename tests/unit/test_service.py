@@ -175,6 +175,7 @@ BAD_FIELDS = [
     *[("verifier", value) for value in ("", "yes", "judge ", "embedding", "likelihood")],
     *[("verifier_threshold", value) for value in (0.5, float("nan"), float("inf"))],
     *[("draft_length", value) for value in ("", "8", "AUTO")],
+    *[("await_draft", value) for value in ("", "yes", "AUTO")],
     *[("proposer", value) for value in ("", "eagle", "draft")],
     *[(name, value) for name in ("audit_rate", "risk_budget") for value in (-0.1, 1.1, float("nan"))],
     *[("segmenter", value) for value in ("", "paragraph")],

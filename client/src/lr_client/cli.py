@@ -63,6 +63,10 @@ def ask(
         str | None,
         typer.Option(help="fixed, or auto: as many token drafts as bring most."),
     ] = None,
+    await_draft: Annotated[
+        str | None,
+        typer.Option(help="never, always or auto: a target step waits for its drafted step."),
+    ] = None,
     ngram_max: Annotated[int | None, typer.Option(help="Longest suffix looked up for token drafts.")] = None,
     verifier: Annotated[
         str | None, typer.Option(help="exact, judge, cascade, embedding, score, likelihood or random.")
@@ -110,6 +114,7 @@ def ask(
         width=width,
         num_draft_tokens=_number_or_auto(num_draft_tokens, "--num-draft-tokens"),
         draft_length=draft_length,
+        await_draft=await_draft,
         ngram_max=ngram_max,
         verifier=verifier,
         verifier_threshold=verifier_threshold,

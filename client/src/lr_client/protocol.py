@@ -56,6 +56,7 @@ INPUTS: dict[str, str] = {
     "width": "INT32",
     "num_draft_tokens": "INT32",
     "draft_length": "BYTES",
+    "await_draft": "BYTES",
     "ngram_max": "INT32",
     "verifier": "BYTES",
     "verifier_threshold": "FP32",

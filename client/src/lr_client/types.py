@@ -38,6 +38,8 @@ class Options:
         num_draft_tokens: token drafts in one verification, at most; ``"auto"`` says ``draft_length="auto"``.
         draft_length: ``fixed``, or ``auto``: at most ``num_draft_tokens``, as many as bring most by what was
             accepted of late.
+        await_draft: whether a target step waits for the drafted step that is its token draft:
+            ``never``, ``always``, or ``auto``: as what has lately been faster.
         ngram_max: longest suffix that the n-gram proposer looks up.
         verifier: who compares a drafted step with the target's: ``exact``, ``judge``,
             ``cascade``, ``embedding``, ``score``, ``likelihood`` or ``random``.
@@ -70,6 +72,7 @@ class Options:
     width: int | None = None
     num_draft_tokens: int | Literal["auto"] | None = None
     draft_length: str | None = None
+    await_draft: str | None = None
     ngram_max: int | None = None
     verifier: str | None = None
     verifier_threshold: float | None = None
