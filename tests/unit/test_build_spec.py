@@ -60,12 +60,6 @@ def test_a_spec_outside_of_engines_is_its_own_root(tmp_path: Path) -> None:
     assert DeploymentSpec.load(path).root == tmp_path
 
 
-@pytest.mark.parametrize("runtime", ["tensorrtllm", "llmapi"])
-def test_planned_runtimes_say_that_they_are_not_built_yet(spec_path: Path, runtime: str) -> None:
-    with pytest.raises(ConfigError, match="not built yet in this version"):
-        DeploymentSpec.load(edited(spec_path, '"torch"', f'"{runtime}"'))
-
-
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
