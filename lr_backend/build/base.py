@@ -50,16 +50,27 @@ class EngineSpec(Section):
         checkpoint: Hugging Face folder, relative to the project root or absolute.
         max_seq_len: prompt and output of one request together.
         tokens_per_block: granularity of the KV cache, hence of prefix reuse.
+        max_queue_size: requests that may wait; None: no limit of the engine's own.
     """
 
     checkpoint: Path
     max_seq_len: int = Field(ge=2)
     tokens_per_block: int = Field(default=32, ge=1)
+    max_queue_size: int | None = Field(default=None, ge=1)
 
     @property
     def num_drafts(self) -> int:
         """Most token drafts of one verification; 0 where the engine takes none."""
         return 0
+
+    @property
+    def triton_max_batch_size(self) -> int:
+        """Requests that Triton may hand over in one ``execute``; how many run at a time is the engine's own affair."""
+        return 64
+
+    def parameters(self, model_dir: Path) -> dict[str, str]:
+        """``parameters`` of the model's ``config.pbtxt``. ``model_dir`` holds what the engine loads."""
+        raise NotImplementedError
 
 
 class DeploymentSpec(Section):
@@ -124,7 +135,7 @@ class DeploymentSpec(Section):
     def _class_of(cls, raw: Mapping[str, Any], file_name: str) -> type[DeploymentSpec]:
         runtime = raw.get("runtime")
         if not isinstance(runtime, str) or runtime not in cls._runtimes:
-            raise ConfigError(f"{file_name}: runtime {runtime!r} is not one of {', '.join(cls._runtimes)}")
+            raise ConfigError(f"{file_name}: runtime {runtime!r} is not one of {', '.join(sorted(cls._runtimes))}")
         return cls._runtimes[runtime]
 
     def engine(self, role: Role) -> EngineSpec:

@@ -115,8 +115,8 @@ class TrtllmEngineSpec(GpuEngineSpec):
         multiple_profiles: let TensorRT choose kernels by batch; faster, and results then vary with the batch.
         cancellation_check_period_ms: how long a cancelled request may go on.
         recv_poll_period_ms: how often an orchestrator looks for messages; 0 looks all the time and takes a core for it.
-        max_queue_size: requests that may wait in the executor, which learns of it from Triton's dynamic batcher alone; None
-            leaves the batcher out (see the template).
+        max_queue_size: requests that may wait in the executor, which learns of it from Triton's dynamic batcher alone; without
+            it the batcher is left out (see the template).
     """
 
     runtime: Literal["tensorrtllm"] = "tensorrtllm"
@@ -128,11 +128,15 @@ class TrtllmEngineSpec(GpuEngineSpec):
     batch_scheduler_policy: Literal["guaranteed_no_evict", "max_utilization"] = "guaranteed_no_evict"
     cancellation_check_period_ms: int = Field(default=10, ge=1, le=1000)
     recv_poll_period_ms: int = Field(default=1, ge=0, le=100)
-    max_queue_size: int | None = Field(default=None, ge=1)
 
     @property
     def num_drafts(self) -> int:
         return self.max_draft_len
+
+    @property
+    def triton_max_batch_size(self) -> int:
+        # The backend refuses a request with more than one row in a model that is not decoupled; so Triton says it first.
+        return 1
 
     @model_validator(mode="after")
     def _can_be_built(self) -> Self:
@@ -142,13 +146,13 @@ class TrtllmEngineSpec(GpuEngineSpec):
             raise ValueError("every verification sends the whole prefix again, so max_draft_len needs enable_kv_cache_reuse")
         return self
 
-    def parameters(self, engine_dir: Path) -> dict[str, str]:
-        """``parameters`` of ``config.pbtxt``; keys that only other models use are left out, so that their defaults hold."""
+    def parameters(self, model_dir: Path) -> dict[str, str]:
+        """Keys that only other kinds of models use are left out, so that their defaults hold."""
         return {
             **self.common_parameters(),
             "FORCE_CPU_ONLY_INPUT_TENSORS": "no",
             "gpt_model_type": "inflight_fused_batching",
-            "gpt_model_path": str(engine_dir),
+            "gpt_model_path": str(model_dir),
             "max_beam_width": "1",
             "batch_scheduler_policy": self.batch_scheduler_policy,
             "kv_cache_host_memory_bytes": "0",
@@ -169,7 +173,7 @@ class LlmapiEngineSpec(GpuEngineSpec):
     """One role on TensorRT-LLM's LLM API (the PyTorch flow), behind a Python model of ours. It takes no token drafts.
 
     Attributes:
-        max_queue_size: requests that may wait; the next one is refused at once.
+        max_queue_size: the request that finds as many waiting is refused at once.
         use_cuda_graphs: replay decode iterations as CUDA graphs.
     """
 
@@ -177,12 +181,12 @@ class LlmapiEngineSpec(GpuEngineSpec):
     max_queue_size: int = Field(default=256, ge=1)
     use_cuda_graphs: bool = True
 
-    def parameters(self, checkpoint_dir: Path) -> dict[str, str]:
-        """``parameters`` of ``config.pbtxt``, with upstream's keys where upstream has one."""
+    def parameters(self, model_dir: Path) -> dict[str, str]:
+        """With upstream's keys where upstream has one."""
         numbers = ("tp_size", "tokens_per_block", "max_batch_size", "max_num_tokens", "max_seq_len", "max_queue_size")
         return {
             **self.common_parameters(),
-            "gpt_model_path": str(checkpoint_dir),
+            "gpt_model_path": str(model_dir),
             "dtype": self.dtype,
             "kv_cache_dtype": self.kv_cache_dtype,
             "use_cuda_graphs": _flag(self.use_cuda_graphs),

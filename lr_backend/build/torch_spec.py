@@ -54,13 +54,13 @@ class TorchEngineSpec(EngineSpec):
     def num_drafts(self) -> int:
         return self.max_draft_len
 
-    def parameters(self, checkpoint_dir: Path) -> dict[str, str]:
-        """``parameters`` of the model's ``config.pbtxt``, with upstream's keys where upstream has one."""
+    def parameters(self, model_dir: Path) -> dict[str, str]:
+        """With upstream's keys where upstream has one."""
         fraction = self.kv_cache_free_mem_fraction
         numbers = ("num_threads", "tokens_per_block", "max_batch_size", "max_num_tokens", "max_queue_size")
         return {
             "gpt_model_type": "inflight_fused_batching",
-            "gpt_model_path": str(checkpoint_dir),
+            "gpt_model_path": str(model_dir),
             "max_tokens_in_paged_kv_cache": str(self.max_tokens_in_paged_kv_cache),
             "batch_scheduler_policy": "max_utilization",
             "enable_kv_cache_reuse": str(self.enable_kv_cache_reuse).lower(),
