@@ -23,7 +23,7 @@ from lr_backend.build.gpu_build import build_gpu_deployment
 from lr_backend.build.report import BuildReport, memory_table
 from lr_backend.build.repository import build_repository
 from lr_backend.build.spec import DeploymentSpec, GpuDeployment
-from lr_backend.build.trtllm_commands import Toolchain
+from lr_backend.build.trtllm_commands import NGC_TOOLS, Toolchain
 from lr_backend.engine import Role
 from lr_backend.errors import LookaheadError
 from lr_backend.plan.fitting import fit_by_verifier
@@ -62,7 +62,7 @@ def build(
         bool, typer.Option("--dry-run", help="Check and plan only. Engines on GPUs: render the repository if --output is given.")
     ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on where a failed build of engines stopped.")] = False,
-    examples: Annotated[Path, typer.Option(help="TensorRT-LLM's examples: its converters.")] = Toolchain().examples,
+    examples: Annotated[Path, typer.Option(help="TensorRT-LLM's examples: its converters.")] = NGC_TOOLS.examples,
 ) -> None:
     """Check a spec's checkpoints, compile its engines where it has any, and render its Triton model repository."""
     console = Console()

@@ -207,7 +207,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _require_tensors(tensors: Mapping[str, StoredTensor], architecture: str, num_layers: int, tied: bool, directory: Path) -> None:
+def _require_tensors(
+    tensors: Mapping[str, StoredTensor], architecture: str, num_layers: int, tied: bool, directory: Path
+) -> None:
     per_layer = (*_LAYER_TENSORS, *_EXTRA_LAYER_TENSORS[architecture])
     required = {"model.embed_tokens.weight", "model.norm.weight"} | (set() if tied else {"lm_head.weight"})
     required |= {f"model.layers.{layer}.{name}" for layer in range(num_layers) for name in per_layer}

@@ -20,11 +20,11 @@ from lr_backend.build.engine_check import check_engine
 from lr_backend.build.gpu_spec import GpuDeployment, TrtllmEngineSpec
 from lr_backend.build.manifest import TENSORRT_LLM, Platform, probe, read_engine_manifest
 from lr_backend.build.memory import GpuMemory, estimate, padded_vocab, require_fit
-from lr_backend.build.render import engine_files, lookahead_files, read_manifest, require_replaceable, write_repository
+from lr_backend.build.render import engine_files, intact, lookahead_files, read_manifest, require_replaceable, write_repository
 from lr_backend.build.report import BuildReport
 from lr_backend.build.runner import run_steps
 from lr_backend.build.shapes import Source, find_source
-from lr_backend.build.trtllm_commands import EngineDirs, Step, Toolchain, engine_steps
+from lr_backend.build.trtllm_commands import NGC_TOOLS, EngineDirs, Step, Toolchain, engine_steps
 from lr_backend.engine import Role
 from lr_backend.errors import CheckpointError, ConfigError
 
@@ -79,9 +79,10 @@ def build_gpu_deployment(
     dry_run: bool = False,
     resume: bool = False,
     compile_engines: bool = True,
+    only_if_stale: bool = False,
     command: str = "",
     console: Console | None = None,
-    tools: Toolchain = Toolchain(),
+    tools: Toolchain = NGC_TOOLS,
     platform: Callable[[], Platform] = probe,
 ) -> BuildReport:
     """Build a deployment's engines and its repository.
@@ -92,6 +93,7 @@ def build_gpu_deployment(
         dry_run: plan only. The repository is rendered if ``output`` is given, and marked as one without engines.
         resume: leave out steps that were done already with the same command and inputs.
         compile_engines: False renders a repository over engines that are there, and refuses where they are not or are others.
+        only_if_stale: leave a repository that is already what this build would write.
 
     Raises:
         ConfigError: the spec does not fit its GPUs, its checkpoints or this machine; or ``output`` cannot be written.
@@ -106,9 +108,16 @@ def build_gpu_deployment(
         else:
             for each in plan.steps:
                 _require_current(plan, each)
+    manifest = _manifest(plan, command, dry_run)
+    if (
+        only_if_stale
+        and read_manifest(plan.output).get("fingerprint") == manifest["fingerprint"]
+        and intact(plan.output, plan.files)
+    ):
+        return plan.report(written=False)
     if rendered:
         keep = plan.output if role is not None and plan.output.is_dir() and any(plan.output.iterdir()) else None
-        write_repository(plan.output, plan.files, _manifest(plan, command, dry_run), keep)
+        write_repository(plan.output, plan.files, manifest, keep)
     return plan.report(written=rendered)
 
 
@@ -148,7 +157,9 @@ def plan_gpu_build(
         # One-hot rows are copied into the engine's own buffers, which have the padded width.
         files |= lookahead_files(spec, padded_vocab(sources[Role.TARGET].shape.vocab_size, spec.target.tp_size))
         if Role.TARGET not in infos:
-            waiting.append("lookahead/1/lookahead.json: names a tokenizer that is not there; its stop lists are made at start from it")
+            waiting.append(
+                "lookahead/1/lookahead.json: names a tokenizer that is not there; its stop lists are made at start from it"
+            )
     return GpuPlan(spec, output, roles, sources, infos, memory, steps, files, tuple(waiting))
 
 
@@ -201,7 +212,9 @@ def _compile(plan: GpuPlan, resume: bool, console: Console, platform: Callable[[
 def _require_platform(spec: GpuDeployment, here: Platform) -> None:
     """Refuse before an hour of compiling what could not be served after it."""
     if here.tensorrt_llm is None:
-        raise ConfigError(f"TensorRT-LLM {TENSORRT_LLM} is not installed here; build inside its NGC image, or plan with --dry-run")
+        raise ConfigError(
+            f"TensorRT-LLM {TENSORRT_LLM} is not installed here; build inside its NGC image, or plan with --dry-run"
+        )
     if here.tensorrt_llm != TENSORRT_LLM:
         raise ConfigError(f"TensorRT-LLM {here.tensorrt_llm} is installed here, the pinned version is {TENSORRT_LLM}")
     wanted = spec.hardware.compute_capability
@@ -264,7 +277,9 @@ def _manifest(plan: GpuPlan, command: str, dry_run: bool) -> dict[str, Any]:
 
 def _line(role: Role, info: CheckpointInfo) -> str:
     billions = info.num_parameters / 1e9
-    return f"{role}: {info.architecture}, {billions:.2f} B parameters, vocabulary {info.vocab_size}, {info.max_positions} positions"
+    return (
+        f"{role}: {info.architecture}, {billions:.2f} B parameters, vocabulary {info.vocab_size}, {info.max_positions} positions"
+    )
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

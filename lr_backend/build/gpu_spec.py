@@ -85,7 +85,9 @@ class GpuEngineSpec(EngineSpec):
         if budget is not None and budget < self.max_seq_len:
             raise ValueError(f"max_tokens_in_paged_kv_cache must hold one sequence of max_seq_len = {self.max_seq_len}")
         if not self.enable_chunked_context and self.max_num_tokens < self.max_seq_len:
-            raise ValueError("without enable_chunked_context a prompt must fit max_num_tokens, so that must be max_seq_len or more")
+            raise ValueError(
+                "without enable_chunked_context a prompt must fit max_num_tokens, so that must be max_seq_len or more"
+            )
         least = self.max_batch_size * (self.num_drafts + 1)
         if self.max_num_tokens < least:
             raise ValueError(f"max_num_tokens must be at least max_batch_size x (max_draft_len + 1) = {least}")
@@ -264,8 +266,8 @@ class GpuDeployment(DeploymentSpec):
         drafts = self.target.num_drafts
         if drafts and config.draft_logits == "none":
             raise ValueError(
-                'lookahead.draft_logits="none" would sample with a bias: TensorRT-LLM draws again where a token-only draft differs;'
-                ' use "one_hot" or "off"'
+                'lookahead.draft_logits="none" would sample with a bias, as TensorRT-LLM draws again where a token-only draft'
+                ' differs; use "one_hot" or "off"'
             )
         # A verification that does not fit max_seq_len is cut short silently.
         longest = config.limits.max_prompt_tokens + config.limits.max_tokens + drafts

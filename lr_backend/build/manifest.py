@@ -120,7 +120,9 @@ def _differences(built: Platform, running: Platform, gpu_device_ids: list[int]) 
         if gpu is None:
             found.append(f"GPU {number} is not here")
         elif gpu.compute_capability != then:
-            found.append(f"built for compute capability {then or 'unknown'}, GPU {number} ({gpu.name}) has {gpu.compute_capability}")
+            found.append(
+                f"built for compute capability {then or 'unknown'}, GPU {number} ({gpu.name}) has {gpu.compute_capability}"
+            )
     return found
 
 

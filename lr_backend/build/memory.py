@@ -132,8 +132,8 @@ def require_fit(spec: GpuDeployment, gpus: tuple[GpuMemory, ...]) -> None:
             wanted = spec.engine(engine.role).max_seq_len
             if engine.kv_tokens < wanted:
                 raise ConfigError(
-                    f"{spec.name} does not fit. {engine.role} has memory for {engine.kv_tokens} tokens of KV, less than one sequence"
-                    f" of max_seq_len = {wanted}. {gpu.sum_in_words()}"
+                    f"{spec.name} does not fit. {engine.role} has memory for {engine.kv_tokens} tokens of KV, less than one"
+                    f" sequence of max_seq_len = {wanted}. {gpu.sum_in_words()}"
                 )
 
 

@@ -94,6 +94,11 @@ def read_manifest(output: Path) -> dict[str, Any]:
     return manifest if isinstance(manifest, dict) else {}
 
 
+def intact(output: Path, files: Mapping[str, str]) -> bool:
+    """Whether a repository holds these files as they are."""
+    return all((output / name).is_file() and (output / name).read_text(encoding="utf-8") == text for name, text in files.items())
+
+
 def require_replaceable(output: Path) -> None:
     """Raises: ConfigError: ``output`` holds something that is not a repository of ours."""
     if not output.exists() or (output / MANIFEST).is_file():

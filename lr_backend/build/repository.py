@@ -12,7 +12,15 @@ import lr_backend
 from lr_backend.build.checkpoints import CheckpointInfo, check_checkpoint, check_same_vocabulary
 from lr_backend.build.digests import digests, installed_versions, sha256_text
 from lr_backend.build.gpu_build import build_gpu_deployment
-from lr_backend.build.render import MANIFEST, engine_files, lookahead_files, read_manifest, require_replaceable, write_repository
+from lr_backend.build.render import (
+    MANIFEST,
+    engine_files,
+    intact,
+    lookahead_files,
+    read_manifest,
+    require_replaceable,
+    write_repository,
+)
 from lr_backend.build.report import BuildReport
 from lr_backend.build.spec import DeploymentSpec, GpuDeployment, TorchDeployment
 from lr_backend.engine import Role
@@ -46,7 +54,9 @@ def build_repository(
         CheckpointError: a checkpoint is incomplete, corrupt or unsupported.
     """
     if isinstance(spec, GpuDeployment):
-        return build_gpu_deployment(spec, output, role=role, dry_run=dry_run, compile_engines=False, command=command)
+        return build_gpu_deployment(
+            spec, output, role=role, dry_run=dry_run, compile_engines=False, only_if_stale=only_if_stale, command=command
+        )
     assert isinstance(spec, TorchDeployment), spec.runtime
     output = (output or spec.built_dir).absolute()
     require_replaceable(output)
@@ -66,7 +76,7 @@ def build_repository(
         return BuildReport(spec, output, checked, tuple(files), written=False)
     earlier = read_manifest(output)
     manifest = _manifest(spec, infos, files, earlier, command)
-    fresh = earlier.get("fingerprint") == manifest["fingerprint"] and _intact(output, files)
+    fresh = earlier.get("fingerprint") == manifest["fingerprint"] and intact(output, files)
     if not (only_if_stale and fresh):
         keep = output if role is not None and (output / MANIFEST).is_file() else None
         write_repository(output, files, manifest, keep)
@@ -125,11 +135,3 @@ def _manifest(
         "fingerprint": sha256_text(material),
         "command": command,
     }
-
-
-def _intact(output: Path, files: Mapping[str, str]) -> bool:
-    return all(_text_or_none(output / name) == text for name, text in files.items())
-
-
-def _text_or_none(path: Path) -> str | None:
-    return path.read_text(encoding="utf-8") if path.is_file() else None

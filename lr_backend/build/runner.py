@@ -1,7 +1,7 @@
 """Runs the steps of a build: one at a time, each with its log, and so that a failed build goes on where it failed.
 
-A step is done when its command ended well and its products are there. What was done is written down with a key made of the command,
-of what went in, and of the step before; a step whose key changed is done anew, and all after it.
+A step is done when its command ended well and its products are there. What was done is written down with a key made of the
+command, of what went in, and of the step before; a step whose key changed is done anew, and all after it.
 """
 
 from __future__ import annotations

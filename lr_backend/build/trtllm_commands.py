@@ -31,6 +31,9 @@ class Toolchain:
     trtllm_build: str = "trtllm-build"
 
 
+NGC_TOOLS = Toolchain()
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
     """A program's arguments, and what its environment holds besides."""
@@ -100,7 +103,9 @@ def engine_steps(
     # The build times its kernels on the cards that will run them, and on no others.
     environment = (("CUDA_VISIBLE_DEVICES", ",".join(map(str, engine.gpu_device_ids))),)
     quantizes = engine.quantization == "fp8"
-    first = quantize_command(engine, source, dirs, tools) if quantizes else convert_command(engine, source, architecture, dirs, tools)
+    first = (
+        quantize_command(engine, source, dirs, tools) if quantizes else convert_command(engine, source, architecture, dirs, tools)
+    )
     return (
         Step(
             role=role,

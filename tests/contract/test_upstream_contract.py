@@ -1,4 +1,4 @@
-"""What is rendered and run for TensorRT-LLM 1.2.1 is what TensorRT-LLM 1.2.1 takes: every spec of ``engines/`` against the table."""
+"""What is rendered and run for TensorRT-LLM 1.2.1 is what it takes: every spec of ``engines/`` against the table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,16 @@ from lr_backend.build.spec import PACKAGE_ROOT, DeploymentSpec, GpuDeployment, T
 from lr_backend.build.trtllm_commands import CONVERTERS, EngineDirs, Toolchain, engine_steps
 from lr_backend.config import LoopConfig
 from lr_backend.engine import Role
-from tests.contract.upstream import LOGITS_FLAGS, TABLE, command_violations, config_violations, logits_dtype, parameters, parse, read_flags
+from tests.contract.upstream import (
+    LOGITS_FLAGS,
+    TABLE,
+    command_violations,
+    config_violations,
+    logits_dtype,
+    parameters,
+    parse,
+    read_flags,
+)
 
 SPECS = sorted(
     path.stem for path in (PACKAGE_ROOT / "engines").glob("*.toml") if isinstance(DeploymentSpec.load(path), GpuDeployment)
@@ -231,4 +240,3 @@ def test_a_queue_limit_brings_the_batcher_that_carries_it(tmp_path: Path) -> Non
     assert draft.dynamic_batching.default_queue_policy.max_queue_size == 99
     assert config_violations(draft, "draft") == []
     assert not config_of(report, Role.TARGET).HasField("dynamic_batching")
-

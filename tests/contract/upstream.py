@@ -66,7 +66,9 @@ def command_violations(argv: Sequence[str]) -> list[str]:
     if name == "trtllm-build":
         flags, required, conflicts = TABLE["trtllm_build"], ["checkpoint_dir"], TABLE["trtllm_build_conflicts"]
     else:
-        tool = next((TABLE[key] for key in ("convert_qwen", "convert_llama", "quantize") if name.endswith(TABLE[key]["path"])), None)
+        tool = next(
+            (TABLE[key] for key in ("convert_qwen", "convert_llama", "quantize") if name.endswith(TABLE[key]["path"])), None
+        )
         if tool is None:
             return [f"{name} is none of upstream's tools"]
         flags, required, conflicts = tool["flags"], tool["required"], []
