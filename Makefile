@@ -46,5 +46,5 @@ bench-ablation: venv ## what depth, width, verifiers and token drafts are each w
 check-models: venv ## the demo models against their figures (500 problems, 2,000 pairs)
 	$(BIN)/python -m demo.check
 
-clean: ## remove what the other targets made
-	rm -rf $(VENV) out engines/built
+clean: ## remove what the other targets made; compiled engines stay
+	rm -rf $(VENV) out engines/built/demo engines/built/demo.log

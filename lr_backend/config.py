@@ -47,7 +47,7 @@ class Limits(BaseModel):
     max_step_tokens: int = Field(default=128, ge=4)
     """A step is cut here: the bound for text without a delimiter."""
     max_draft_len: int = Field(default=16, ge=0)
-    """Most token drafts in one verification: the target engine's ``max_draft_len``. With 0 no request speculates on tokens."""
+    """Most token drafts in one verification: the target engine's ``max_draft_len``. 0: none are sent, in whatever mode."""
     max_in_flight_requests: int = Field(default=64, ge=1)
     """Admission limit; the next request is refused at once."""
     max_in_flight_calls: int = Field(default=120, ge=1)

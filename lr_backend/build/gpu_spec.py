@@ -144,6 +144,8 @@ class TrtllmEngineSpec(GpuEngineSpec):
     def _can_be_built(self) -> Self:
         if self.kv_cache_dtype == "fp8" and self.quantization != "fp8":
             raise ValueError("kv_cache_dtype fp8 needs its scales, which only quantization fp8 makes")
+        if self.max_num_tokens > self.max_batch_size * self.max_seq_len:
+            raise ValueError("max_num_tokens beyond max_batch_size x max_seq_len is never used, and trtllm-build lowers it")
         if self.max_draft_len and not self.enable_kv_cache_reuse:
             raise ValueError("every verification sends the whole prefix again, so max_draft_len needs enable_kv_cache_reuse")
         return self
@@ -177,22 +179,27 @@ class LlmapiEngineSpec(GpuEngineSpec):
     Attributes:
         max_queue_size: the request that finds as many waiting is refused at once.
         use_cuda_graphs: replay decode iterations as CUDA graphs.
+        sampler: upstream's ``sampler_type``; up to 1.2 only ``TRTLLMSampler`` heeds a request's seed.
+        max_engine_stop_ids: single stop tokens that upstream compares with every token; more are looked for by the model.
+        cancellation_grace_ms: how long a cancelled request is waited for.
     """
 
     runtime: Literal["llmapi"] = "llmapi"
     max_queue_size: int = Field(default=256, ge=1)
     use_cuda_graphs: bool = True
+    sampler: Literal["auto", "TorchSampler", "TRTLLMSampler"] = "auto"
+    max_engine_stop_ids: int = Field(default=32, ge=0)
+    cancellation_grace_ms: int = Field(default=1000, ge=0)
 
     def parameters(self, model_dir: Path) -> dict[str, str]:
         """With upstream's keys where upstream has one."""
-        numbers = ("tp_size", "tokens_per_block", "max_batch_size", "max_num_tokens", "max_seq_len", "max_queue_size")
+        sizes = ("tp_size", "tokens_per_block", "max_batch_size", "max_num_tokens", "max_seq_len", "max_queue_size")
+        others = ("dtype", "kv_cache_dtype", "sampler", "max_engine_stop_ids", "cancellation_grace_ms")
         return {
             **self.common_parameters(),
             "gpt_model_path": str(model_dir),
-            "dtype": self.dtype,
-            "kv_cache_dtype": self.kv_cache_dtype,
             "use_cuda_graphs": _flag(self.use_cuda_graphs),
-            **{name: str(getattr(self, name)) for name in numbers},
+            **{name: str(getattr(self, name)) for name in (*sizes, *others)},
         }
 
 

@@ -90,6 +90,18 @@ def mismatches(manifest: Mapping[str, Any], running: Platform) -> tuple[str, ...
     return tuple(found)
 
 
+def require_servable(manifest: Mapping[str, Any], running: Platform) -> None:
+    """Refuse engines that this machine cannot run.
+
+    Raises:
+        ConfigError: with every reason.
+    """
+    if reasons := mismatches(manifest, running):
+        raise ConfigError(
+            f"the engines cannot be served here: {'; '.join(reasons)}. Build them on this machine (build_engines.py)"
+        )
+
+
 def read_engine_manifest(path: Path) -> dict[str, Any]:
     """One role's own manifest.
 

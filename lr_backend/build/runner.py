@@ -6,6 +6,7 @@ command, of what went in, and of the step before; a step whose key changed is do
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -13,7 +14,8 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -60,9 +62,28 @@ def run_steps(
         resume: leave out what was done already with the same command and inputs.
 
     Raises:
-        BuildError: a command could not be started, failed, or left out a product; names its log and shows its end.
+        BuildError: a command could not be started, failed, or left out a product; names its log and shows its end. Or another
+            build is at work there.
     """
     dirs.logs.mkdir(parents=True, exist_ok=True)
+    with _alone(dirs.root):
+        return _run_all(steps, dirs, inputs, console, resume)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold the folder; the system lets go of it however this process ends."""
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BuildError(f"another build is at work in {folder}") from None
+        yield
+
+
+def _run_all(
+    steps: tuple[Step, ...], dirs: EngineDirs, inputs: Mapping[str, str], console: Console, resume: bool
+) -> tuple[StepRecord, ...]:
     earlier = _read_state(dirs.state) if resume else {}
     done: list[StepRecord] = []
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), TextColumn("[dim]{task.fields[line]}"))

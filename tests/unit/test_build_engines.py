@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
@@ -226,6 +227,15 @@ def test_serving_renders_over_engines_that_are_there_and_only_then(spec: GpuDepl
         build_repository(changed)
 
 
+def test_a_server_does_not_start_over_engines_of_another_machine(spec: GpuDeployment, tools: FakeTools) -> None:
+    build(spec, tools)
+    refused = CliRunner().invoke(app, ["serve", "--spec", str(spec.path)])
+    assert refused.exit_code == 1
+    assert "error: the engines cannot be served here: " in refused.output
+    assert "target: built with tensorrt_llm 1.2.1, here is none" in refused.output
+    assert "draft: GPU 1 is not here" in refused.output
+
+
 def test_other_runtime_settings_need_no_new_engine(spec: GpuDeployment, tools: FakeTools) -> None:
     build(spec, tools)
     changed = edited(spec, "[target]\n", "[target]\ncancellation_check_period_ms = 5\n")
@@ -323,6 +333,17 @@ def test_nothing_of_an_interrupted_build_goes_on(tmp_path: Path, tools: FakeTool
     thread.join()
     with pytest.raises(ProcessLookupError):
         os.kill(int((tools.control / "pid").read_text()), 0)
+
+
+def test_two_builds_never_work_in_one_folder(spec: GpuDeployment, tools: FakeTools) -> None:
+    folder = spec.built_dir.with_name("small.engines") / "target"
+    folder.mkdir(parents=True)
+    with (folder / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(BuildError, match=r"another build is at work in .*small\.engines/target"):
+            build(spec, tools)
+    assert tools.calls() == []
+    assert build(spec, tools).written
 
 
 def test_the_command_line_shows_memory_commands_and_what_waits(tmp_path: Path) -> None:

@@ -92,6 +92,7 @@ def test_token_drafts_go_one_hot_unless_the_spec_says_off(spec_path: Path) -> No
         ),
         ("max_tokens_in_paged_kv_cache = 4096", "max_tokens_in_paged_kv_cache = 1023", "must hold one sequence"),
         ("max_num_tokens = 256", "max_num_tokens = 35", "at least max_batch_size x (max_draft_len + 1) = 36"),
+        ("max_num_tokens = 256", "max_num_tokens = 4097", "beyond max_batch_size x max_seq_len is never used"),
         ("max_num_tokens = 256", "max_num_tokens = 256\nenable_chunked_context = false", "a prompt must fit max_num_tokens"),
         ("max_draft_len = 8", "max_draft_len = 8\nenable_kv_cache_reuse = false", "needs enable_kv_cache_reuse"),
         ("max_draft_len = 8", 'max_draft_len = 8\nkv_cache_dtype = "fp8"', "kv_cache_dtype fp8 needs its scales"),

@@ -125,3 +125,12 @@ def test_an_embedding_model_is_found_from_the_project_root_and_a_default_that_ne
     assert isinstance(spec, TorchDeployment)
     assert spec.loop_config().embedding_dir == spec.root / "models" / "minilm"
     assert spec.loop_config().accepts_all_drafts
+
+
+def test_a_target_may_take_no_token_drafts_at_all(spec_path: Path) -> None:
+    text = spec_path.read_text().replace("max_draft_len = 16", "max_draft_len = 0")
+    spec_path.write_text(text)
+    spec = DeploymentSpec.load(spec_path)
+    assert spec.loop_config().limits.max_draft_len == 0
+    assert not spec.loop_config().accepts_all_drafts
+    assert spec.placements == ()
