@@ -80,13 +80,13 @@ def build(
                 resume=resume,
                 command=command,
                 console=console,
+                announce=lambda planned: _print_plan(console, planned),
                 tools=Toolchain(examples=examples),
             )
         else:
             report = build_repository(deployment, output, role=role, dry_run=dry_run, command=command)
     except LookaheadError as error:
         _fail(error)
-    _print_plan(console, report)
     for line in report.checked:
         console.print(f"[green]checked[/] {line}", highlight=False, soft_wrap=True)
     for name in report.files:

@@ -82,6 +82,7 @@ def build_gpu_deployment(
     only_if_stale: bool = False,
     command: str = "",
     console: Console | None = None,
+    announce: Callable[[BuildReport], None] = lambda planned: None,
     tools: Toolchain = NGC_TOOLS,
     platform: Callable[[], Platform] = probe,
 ) -> BuildReport:
@@ -94,6 +95,7 @@ def build_gpu_deployment(
         resume: leave out steps that were done already with the same command and inputs.
         compile_engines: False renders a repository over engines that are there, and refuses where they are not or are others.
         only_if_stale: leave a repository that is already what this build would write.
+        announce: is told the plan before anything is run: compiling takes hours.
 
     Raises:
         ConfigError: the spec does not fit its GPUs, its checkpoints or this machine; or ``output`` cannot be written.
@@ -102,6 +104,7 @@ def build_gpu_deployment(
     """
     rendered = output is not None or not dry_run
     plan = plan_gpu_build(spec, (output or spec.built_dir).absolute(), role, tools, need_checkpoints=not dry_run)
+    announce(plan.report(written=False))
     if not dry_run:
         if compile_engines:
             _compile(plan, resume, console or Console(stderr=True), platform)

@@ -367,5 +367,6 @@ def test_the_command_line_fails_with_the_end_of_the_log(
     )
     failed = CliRunner().invoke(app, ["build", "--spec", str(spec.path), "--examples", str(tools.chain.examples)])
     assert failed.exit_code == 1
+    assert failed.output.index("GPU 1 judge") < failed.output.index("error: "), "the plan is shown before anything is run"
     assert "error: target: convert ended with status 3" in failed.output
     assert "CUDA out of memory" in failed.output
