@@ -20,8 +20,6 @@ from rich.table import Table
 
 import lr_backend
 from lr_backend.build.gpu_build import build_gpu_deployment
-from lr_backend.build.manifest import probe, require_servable
-from lr_backend.build.render import read_manifest
 from lr_backend.build.report import BuildReport, memory_table
 from lr_backend.build.repository import build_repository
 from lr_backend.build.spec import DeploymentSpec, GpuDeployment
@@ -203,8 +201,6 @@ def serve(
         deployment = DeploymentSpec.load(spec)
         report = build_repository(deployment, repository, only_if_stale=True, command="lookahead serve")
         _say_built(console, report)
-        if isinstance(deployment, GpuDeployment):
-            require_servable(read_manifest(report.output), probe())
         options = ServerOptions(
             host=host,
             http_port=http_port,

@@ -18,7 +18,7 @@ from lr_backend.build.checkpoints import CheckpointInfo, check_checkpoint, check
 from lr_backend.build.digests import digests, installed_versions, sha256_text
 from lr_backend.build.engine_check import check_engine
 from lr_backend.build.gpu_spec import GpuDeployment, TrtllmEngineSpec
-from lr_backend.build.manifest import TENSORRT_LLM, Platform, probe, read_engine_manifest
+from lr_backend.build.manifest import TENSORRT_LLM, Platform, probe_platform, read_engine_manifest, require_servable
 from lr_backend.build.memory import GpuMemory, estimate, padded_vocab, require_fit
 from lr_backend.build.render import engine_files, intact, lookahead_files, read_manifest, require_replaceable, write_repository
 from lr_backend.build.report import BuildReport
@@ -84,7 +84,7 @@ def build_gpu_deployment(
     console: Console | None = None,
     announce: Callable[[BuildReport], None] = lambda planned: None,
     tools: Toolchain = NGC_TOOLS,
-    platform: Callable[[], Platform] = probe,
+    platform: Callable[[], Platform] = probe_platform,
 ) -> BuildReport:
     """Build a deployment's engines and its repository.
 
@@ -93,7 +93,8 @@ def build_gpu_deployment(
         role: build this engine alone and keep the other models of an earlier build.
         dry_run: plan only. The repository is rendered if ``output`` is given, and marked as one without engines.
         resume: leave out steps that were done already with the same command and inputs.
-        compile_engines: False renders a repository over engines that are there, and refuses where they are not or are others.
+        compile_engines: False is for a server: render over engines that are there, and refuse those that are missing, were built
+            from another spec, or by versions or on GPUs that are not this machine's.
         only_if_stale: leave a repository that is already what this build would write.
         announce: is told the plan before anything is run: compiling takes hours.
 
@@ -112,6 +113,8 @@ def build_gpu_deployment(
             for each in plan.steps:
                 _require_current(plan, each)
     manifest = _manifest(plan, command, dry_run)
+    if not (dry_run or compile_engines):
+        require_servable(manifest, platform())
     if (
         only_if_stale
         and read_manifest(plan.output).get("fingerprint") == manifest["fingerprint"]

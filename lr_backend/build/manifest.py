@@ -49,7 +49,7 @@ class Platform:
         return asdict(self)
 
 
-def probe() -> Platform:
+def probe_platform() -> Platform:
     """This machine. Without a driver there are no GPUs."""
     return Platform(_version("tensorrt-llm", "tensorrt_llm"), _version("tensorrt"), parse_gpus(_nvidia_smi()))
 

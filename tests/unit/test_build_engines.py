@@ -214,37 +214,54 @@ def test_a_machine_that_could_not_serve_the_engines_does_not_build_them(
     assert tools.calls() == []
 
 
-def test_serving_renders_over_engines_that_are_there_and_only_then(spec: GpuDeployment, tools: FakeTools) -> None:
+def serve_from(spec: GpuDeployment, tools: FakeTools, platform: Platform | None = None, **options: Any) -> BuildReport:
+    """What a server does before it starts."""
+    return build(spec, tools, platform, compile_engines=False, only_if_stale=True, **options)
+
+
+def test_a_server_renders_over_engines_that_are_there_and_only_then(spec: GpuDeployment, tools: FakeTools) -> None:
     with pytest.raises(ConfigError, match=r"no engine at .*small\.engines/target: build it first"):
-        build_repository(spec)
+        serve_from(spec, tools)
     build(spec, tools)
     shutil.rmtree(spec.built_dir)
-    assert build_repository(spec, only_if_stale=True).written
-    assert not build_repository(spec, only_if_stale=True).written
-    assert mismatches(manifest_of(build_repository(spec)), hopper()) == ()
+    assert serve_from(spec, tools).written
+    assert not serve_from(spec, tools).written
+    assert len(tools.calls()) == 6, "it compiles nothing"
     changed = edited(spec, "max_num_tokens = 256", "max_num_tokens = 512")
     with pytest.raises(ConfigError, match=r"target: small\.toml has changed since its engine was built"):
-        build_repository(changed)
+        serve_from(changed, tools)
 
 
-def test_a_server_does_not_start_over_engines_of_another_machine(spec: GpuDeployment, tools: FakeTools) -> None:
+@pytest.mark.parametrize(
+    ("platform", "said"),
+    [
+        (hopper(tensorrt_llm="1.2.0"), "target: built with tensorrt_llm 1.2.1, here is 1.2.0"),
+        (hopper(1), "target: GPU 1 is not here"),
+        (hopper(capability="10.0"), "target: built for compute capability 9.0"),
+    ],
+)
+def test_a_server_refuses_engines_of_another_machine(
+    spec: GpuDeployment, tools: FakeTools, platform: Platform, said: str
+) -> None:
     build(spec, tools)
-    refused = CliRunner().invoke(app, ["serve", "--spec", str(spec.path)])
-    assert refused.exit_code == 1
-    assert "error: the engines cannot be served here: " in refused.output
-    assert "target: built with tensorrt_llm 1.2.1, here is none" in refused.output
-    assert "draft: GPU 1 is not here" in refused.output
+    with pytest.raises(ConfigError, match=f"the engines cannot be served here: {said}"):
+        serve_from(spec, tools, platform)
+
+
+def test_the_serve_command_asks_this_machine(spec: GpuDeployment, tools: FakeTools, monkeypatch: pytest.MonkeyPatch) -> None:
+    build(spec, tools)
+    monkeypatch.setenv("PATH", "")  # no driver to ask
+    with pytest.raises(ConfigError, match=r"the engines cannot be served here: .*GPU 1 is not here"):
+        build_repository(spec, only_if_stale=True)
 
 
 def test_other_runtime_settings_need_no_new_engine(spec: GpuDeployment, tools: FakeTools) -> None:
     build(spec, tools)
     changed = edited(spec, "[target]\n", "[target]\ncancellation_check_period_ms = 5\n")
-    report = build_repository(changed, only_if_stale=True)
+    report = serve_from(changed, tools)
     assert report.written
-    assert (
-        'key: "cancellation_check_period_ms" value: { string_value: "5" }'
-        in (report.output / "target" / "config.pbtxt").read_text()
-    )
+    text = (report.output / "target" / "config.pbtxt").read_text()
+    assert 'key: "cancellation_check_period_ms" value: { string_value: "5" }' in text
 
 
 def test_a_dry_run_needs_nothing_and_says_what_it_waits_for(tmp_path: Path, tools: FakeTools) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lr_backend.build.manifest import Gpu, Platform, mismatches, parse_gpus, probe, read_engine_manifest
+from lr_backend.build.manifest import Gpu, Platform, mismatches, parse_gpus, probe_platform, read_engine_manifest
 from lr_backend.errors import ConfigError
 from tests.support.fake_trtllm import hopper
 
@@ -85,7 +85,7 @@ def test_the_drivers_list_is_read_and_noise_left_out() -> None:
 
 def test_a_machine_without_a_driver_has_no_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert probe().gpus == ()
+    assert probe_platform().gpus == ()
 
 
 def test_the_driver_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_the_driver_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     )
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    assert probe().gpus == (Gpu(0, "NVIDIA H200", "9.0", 143771),)
+    assert probe_platform().gpus == (Gpu(0, "NVIDIA H200", "9.0", 143771),)
 
 
 def test_an_engines_own_manifest_must_be_there_and_whole(tmp_path: Path) -> None:
