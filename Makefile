@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint test-gpu bench-engine bench-gpu bench-ablation check-models clean
+.PHONY: help venv demo test contract lint test-gpu bench-engine bench-gpu bench-ablation check-models clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -22,6 +22,9 @@ demo: venv ## a question streamed live, then four modes side by side, through a 
 
 test: venv ## all tests; starts its own servers on free ports
 	$(BIN)/python -m pytest
+
+contract: venv ## what is rendered and run for Triton and TensorRT-LLM, against upstream's contract
+	$(BIN)/python -m pytest -v -p no:randomly tests/contract
 
 test-gpu: venv ## what needs a CUDA device, the conformance suite among it
 	$(BIN)/python -m pytest -m gpu
@@ -43,5 +46,5 @@ bench-ablation: venv ## what depth, width, verifiers and token drafts are each w
 check-models: venv ## the demo models against their figures (500 problems, 2,000 pairs)
 	$(BIN)/python -m demo.check
 
-clean: ## remove what the other targets made
-	rm -rf $(VENV) out engines/built
+clean: ## remove what the other targets made; compiled engines stay
+	rm -rf $(VENV) out engines/built/demo engines/built/demo.log

@@ -1,4 +1,4 @@
-"""Build what a deployment spec says: ``python build_engines.py --spec engines/demo.toml [--role R] [--output DIR] [--dry-run]``.
+"""Build what a deployment spec says: ``python build_engines.py --spec NAME [--role R] [--output DIR] [--dry-run] [--resume]``.
 
 The same as ``lookahead build``; it lies here because a build is the first thing that a deployment runs.
 """

@@ -19,8 +19,11 @@ from rich.panel import Panel
 from rich.table import Table
 
 import lr_backend
-from lr_backend.build.repository import BuildReport, build_repository
-from lr_backend.build.spec import DeploymentSpec
+from lr_backend.build.gpu_build import build_gpu_deployment
+from lr_backend.build.report import BuildReport, memory_table
+from lr_backend.build.repository import build_repository
+from lr_backend.build.spec import DeploymentSpec, GpuDeployment
+from lr_backend.build.trtllm_commands import NGC_TOOLS, Toolchain
 from lr_backend.engine import Role
 from lr_backend.errors import LookaheadError
 from lr_backend.plan.fitting import fit_by_verifier
@@ -55,21 +58,53 @@ def build(
     spec: SpecOption = "demo",
     role: Annotated[Role | None, typer.Option(help="Build this engine alone; keep the rest of an earlier build.")] = None,
     output: Annotated[Path | None, typer.Option(help="Where to; by default engines/built/<name>.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, write nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check and plan only. Engines on GPUs: render the repository if --output is given.")
+    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where a failed build of engines stopped.")] = False,
+    examples: Annotated[Path, typer.Option(help="TensorRT-LLM's examples: its converters.")] = NGC_TOOLS.examples,
 ) -> None:
-    """Check a spec's checkpoints and render its Triton model repository."""
+    """Check a spec's checkpoints, compile its engines where it has any, and render its Triton model repository."""
     console = Console()
+    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     try:
-        command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-        report = build_repository(DeploymentSpec.load(spec), output, role=role, dry_run=dry_run, command=command)
+        deployment = DeploymentSpec.load(spec)
+        if isinstance(deployment, GpuDeployment):
+            report = build_gpu_deployment(
+                deployment,
+                output,
+                role=role,
+                dry_run=dry_run,
+                resume=resume,
+                command=command,
+                console=console,
+                announce=lambda planned: _print_plan(console, planned),
+                tools=Toolchain(examples=examples),
+            )
+        else:
+            report = build_repository(deployment, output, role=role, dry_run=dry_run, command=command)
     except LookaheadError as error:
         _fail(error)
     for line in report.checked:
         console.print(f"[green]checked[/] {line}", highlight=False, soft_wrap=True)
     for name in report.files:
         console.print(f"{'wrote' if report.written else 'would write'} {name}", highlight=False, soft_wrap=True)
+    for line in report.waiting:
+        console.print(f"[yellow]waits[/] {line}", highlight=False, soft_wrap=True)
     state = "" if report.written else " left as it was"
     console.print(f"[bold]{report.output}[/]{state}", highlight=False, soft_wrap=True)
+
+
+def _print_plan(console: Console, report: BuildReport) -> None:
+    """What engines on GPUs need, and the commands that make them."""
+    if report.memory:
+        wide = Console(width=max(console.width, 140)) if not console.is_terminal else console
+        wide.print(memory_table(report.memory), highlight=False)
+        for role, origin in report.origins.items():
+            console.print(f"sizes of {role}: {origin}", highlight=False, soft_wrap=True)
+    for step in report.steps:
+        console.print(f"[bold]{step.role}: {step.name}[/]", highlight=False)
+        console.print(step.command.shell(), highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command()

@@ -140,13 +140,13 @@ ENGINE_INPUTS: tuple[TensorSpec, ...] = (
     _ragged("retention_token_range_ends", "INT32", -1),
     _ragged("retention_token_range_priorities", "INT32", -1),
     _ragged("retention_token_range_durations_ms", "INT32", -1),
-    TensorSpec("retention_decode_priority", "INT32", (1,)),
-    TensorSpec("retention_decode_duration_ms", "INT32", (1,)),
-    TensorSpec("guided_decoding_guide_type", "STRING", (1,)),
-    TensorSpec("guided_decoding_guide", "STRING", (1,)),
-    TensorSpec("lookahead_window_size", "INT32", (1,)),
-    TensorSpec("lookahead_ngram_size", "INT32", (1,)),
-    TensorSpec("lookahead_verification_set_size", "INT32", (1,)),
+    _ragged("retention_decode_priority", "INT32", 1),
+    _ragged("retention_decode_duration_ms", "INT32", 1),
+    _ragged("guided_decoding_guide_type", "STRING", 1),
+    _ragged("guided_decoding_guide", "STRING", 1),
+    _ragged("lookahead_window_size", "INT32", 1),
+    _ragged("lookahead_ngram_size", "INT32", 1),
+    _ragged("lookahead_verification_set_size", "INT32", 1),
 )
 
 ENGINE_OUTPUTS: tuple[TensorSpec, ...] = (

@@ -9,6 +9,7 @@
     │   ├── EngineRejected    the engine refused the call; the same call will fail again
     │   ├── EngineUnavailable the engine cannot be reached or died
     │   └── EngineTimeout     no answer within the role's time limit
+    ├── BuildError        a command that compiles an engine failed; its log says why
     ├── TraceError            a file is no trace that can be read, or traces hold too little
     └── ConfigError           a deployment, checkpoint or setting is wrong; the server does not start
         └── CheckpointError   a checkpoint directory is missing parts, corrupt or unsupported
@@ -98,6 +99,12 @@ class TraceError(LookaheadError):
     """A document is no trace, or one of a version that is not known here; or traces hold too little for what is asked."""
 
     code = "LR_TRACE"
+
+
+class BuildError(LookaheadError):
+    """A command that compiles an engine failed, or did not write what it should have."""
+
+    code = "LR_BUILD"
 
 
 class ConfigError(LookaheadError):

@@ -61,7 +61,7 @@ class CheckpointInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tensor:
+class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
 
@@ -86,7 +86,7 @@ def check_checkpoint(directory: Path) -> CheckpointInfo:
     vocab_size, num_layers, max_positions = (
         _positive(config, key, directory) for key in ("vocab_size", "num_hidden_layers", "max_position_embeddings")
     )
-    weights = _weight_files(directory)
+    weights = weight_files(directory)
     tensors = _tensors(weights, directory)
     _require_tensors(tensors, architecture, num_layers, bool(config.get("tie_word_embeddings", False)), directory)
     _require_shapes(tensors, vocab_size, directory)
@@ -150,7 +150,7 @@ def _positive(config: Mapping[str, Any], key: str, directory: Path) -> int:
     return value
 
 
-def _weight_files(directory: Path) -> list[Path]:
+def weight_files(directory: Path) -> list[Path]:
     """The safetensors files, those of the index where there is one."""
     index = directory / "model.safetensors.index.json"
     if not index.is_file():
@@ -170,8 +170,8 @@ def _weight_files(directory: Path) -> list[Path]:
     return [directory / name for name in sorted(names)]
 
 
-def _tensors(files: Iterable[Path], directory: Path) -> dict[str, _Tensor]:
-    tensors: dict[str, _Tensor] = {}
+def _tensors(files: Iterable[Path], directory: Path) -> dict[str, StoredTensor]:
+    tensors: dict[str, StoredTensor] = {}
     for path in files:
         tensors |= read_header(path)
     index = directory / "model.safetensors.index.json"
@@ -182,7 +182,7 @@ def _tensors(files: Iterable[Path], directory: Path) -> dict[str, _Tensor]:
     return tensors
 
 
-def read_header(path: Path) -> dict[str, _Tensor]:
+def read_header(path: Path) -> dict[str, StoredTensor]:
     """Names, types and shapes of a safetensors file, whose size must be exactly what its header promises.
 
     Raises:
@@ -196,7 +196,7 @@ def read_header(path: Path) -> dict[str, _Tensor]:
             text = file.read(length)
         header = json.loads(text)
         tensors = {
-            name: _Tensor(entry["dtype"], tuple(entry["shape"])) for name, entry in header.items() if name != "__metadata__"
+            name: StoredTensor(entry["dtype"], tuple(entry["shape"])) for name, entry in header.items() if name != "__metadata__"
         }
         end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
     except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -207,7 +207,9 @@ def read_header(path: Path) -> dict[str, _Tensor]:
     return tensors
 
 
-def _require_tensors(tensors: Mapping[str, _Tensor], architecture: str, num_layers: int, tied: bool, directory: Path) -> None:
+def _require_tensors(
+    tensors: Mapping[str, StoredTensor], architecture: str, num_layers: int, tied: bool, directory: Path
+) -> None:
     per_layer = (*_LAYER_TENSORS, *_EXTRA_LAYER_TENSORS[architecture])
     required = {"model.embed_tokens.weight", "model.norm.weight"} | (set() if tied else {"lm_head.weight"})
     required |= {f"model.layers.{layer}.{name}" for layer in range(num_layers) for name in per_layer}
@@ -219,7 +221,7 @@ def _require_tensors(tensors: Mapping[str, _Tensor], architecture: str, num_laye
             raise CheckpointError(f"{directory}: {name} is {tensors[name].dtype}, not one of {', '.join(FLOAT_DTYPES)}")
 
 
-def _require_shapes(tensors: Mapping[str, _Tensor], vocab_size: int, directory: Path) -> None:
+def _require_shapes(tensors: Mapping[str, StoredTensor], vocab_size: int, directory: Path) -> None:
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         if name in tensors and tensors[name].shape[:1] != (vocab_size,):
             raise CheckpointError(

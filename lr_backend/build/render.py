@@ -13,45 +13,42 @@ from typing import Any
 from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from lr_backend.build.checkpoints import CheckpointInfo
-from lr_backend.build.spec import PACKAGE_ROOT, TorchDeployment
+from lr_backend.build.spec import PACKAGE_ROOT, DeploymentSpec
 from lr_backend.contract import ENGINE_INPUTS, ENGINE_OUTPUTS, LOOKAHEAD_INPUTS, LOOKAHEAD_OUTPUTS, tensor_list_pbtxt
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError
 
 TEMPLATES = PACKAGE_ROOT / "model_repository"
 LOOKAHEAD_MODEL = "lookahead"
-TRITON_MAX_BATCH_SIZE = 64
-"""Requests that Triton may hand over in one ``execute``; the engine's own batch size is its ``max_batch_size`` parameter."""
-
 MANIFEST = "manifest.json"
 _PLACEHOLDER = re.compile(r"\$\{|\{\{|\}\}|\{%|%\}")
 
 
-def engine_files(spec: TorchDeployment, role: Role) -> dict[str, str]:
-    """Files of one engine's model folder: path within the repository to text."""
+def engine_files(spec: DeploymentSpec, role: Role, model_dir: Path) -> dict[str, str]:
+    """Files of one engine's model folder: path within the repository to text. ``model_dir`` holds what the engine loads."""
     engine = spec.engine(role)
     values = {
         "role": role.value,
         "spec_name": spec.name,
-        "max_batch_size": TRITON_MAX_BATCH_SIZE,
+        "model_dir": model_dir,
+        "max_batch_size": engine.triton_max_batch_size,
         "max_queue_size": engine.max_queue_size,
         "inputs": tensor_list_pbtxt("input", ENGINE_INPUTS),
         "outputs": tensor_list_pbtxt("output", ENGINE_OUTPUTS),
-        "parameters": engine.parameters(spec.checkpoint_dir(role)),
+        "parameters": engine.parameters(model_dir),
     }
-    return _render_folder(TEMPLATES / spec.runtime, role.value, values)
+    return _render_folder(TEMPLATES / spec.template(role), role.value, values)
 
 
-def lookahead_files(spec: TorchDeployment, target: CheckpointInfo) -> dict[str, str]:
-    """Files of the ``lookahead`` model's folder, its settings among them."""
+def lookahead_files(spec: DeploymentSpec, vocab_size: int) -> dict[str, str]:
+    """Files of the ``lookahead`` model's folder, its settings among them. ``vocab_size``: width of the target's logits."""
     values = {
         "spec_name": spec.name,
         "inputs": tensor_list_pbtxt("input", LOOKAHEAD_INPUTS),
         "outputs": tensor_list_pbtxt("output", LOOKAHEAD_OUTPUTS),
     }
     files = _render_folder(TEMPLATES / LOOKAHEAD_MODEL, LOOKAHEAD_MODEL, values)
-    config = spec.loop_config(target.vocab_size)
+    config = spec.loop_config(vocab_size)
     return {**files, f"{LOOKAHEAD_MODEL}/1/lookahead.json": config.model_dump_json(indent=2) + "\n"}
 
 
@@ -86,6 +83,20 @@ def write_repository(output: Path, files: Mapping[str, str], manifest: Mapping[s
         raise ConfigError(f"{output} cannot be written: {error.strerror}") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def read_manifest(output: Path) -> dict[str, Any]:
+    """The manifest of an earlier build; empty where there is none or it is damaged."""
+    try:
+        manifest = json.loads((output / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return manifest if isinstance(manifest, dict) else {}
+
+
+def intact(output: Path, files: Mapping[str, str]) -> bool:
+    """Whether a repository holds these files as they are."""
+    return all((output / name).is_file() and (output / name).read_text(encoding="utf-8") == text for name, text in files.items())
 
 
 def require_replaceable(output: Path) -> None:

@@ -2,41 +2,32 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import lr_backend
 from lr_backend.build.checkpoints import CheckpointInfo, check_checkpoint, check_same_vocabulary
-from lr_backend.build.render import MANIFEST, engine_files, lookahead_files, require_replaceable, write_repository
-from lr_backend.build.spec import DeploymentSpec, TorchDeployment
+from lr_backend.build.digests import digests, installed_versions, sha256_text
+from lr_backend.build.gpu_build import build_gpu_deployment
+from lr_backend.build.render import (
+    MANIFEST,
+    engine_files,
+    intact,
+    lookahead_files,
+    read_manifest,
+    require_replaceable,
+    write_repository,
+)
+from lr_backend.build.report import BuildReport
+from lr_backend.build.spec import DeploymentSpec, GpuDeployment, TorchDeployment
 from lr_backend.engine import Role
 from lr_backend.errors import CheckpointError, ConfigError
 
 ALL_ROLES = (Role.TARGET, Role.DRAFT, Role.JUDGE)
 _PACKAGES = ("torch", "transformers", "numpy", "nvidia-pytriton")
-
-
-@dataclass(frozen=True, slots=True)
-class BuildReport:
-    """What a build did.
-
-    Attributes:
-        checked: what passed, one line each.
-        files: paths within ``output``; none were written in a dry run or where the repository was already up to date.
-        written: whether ``output`` was replaced.
-    """
-
-    spec: DeploymentSpec
-    output: Path
-    checked: tuple[str, ...]
-    files: tuple[str, ...]
-    written: bool
 
 
 def build_repository(
@@ -48,7 +39,8 @@ def build_repository(
     only_if_stale: bool = False,
     command: str = "",
 ) -> BuildReport:
-    """Check a spec's checkpoints and render its repository.
+    """Check a spec's checkpoints and render its repository. Engines that must be compiled first are expected to be there:
+    :func:`~lr_backend.build.gpu_build.build_gpu_deployment` makes them.
 
     Args:
         output: where to; by default the spec's ``built_dir``.
@@ -61,8 +53,11 @@ def build_repository(
         ConfigError: the spec and a checkpoint do not fit, or ``output`` cannot be written.
         CheckpointError: a checkpoint is incomplete, corrupt or unsupported.
     """
-    if not isinstance(spec, TorchDeployment):
-        raise ConfigError(f"runtime {spec.runtime!r} is not built yet in this version; use 'torch'")
+    if isinstance(spec, GpuDeployment):
+        return build_gpu_deployment(
+            spec, output, role=role, dry_run=dry_run, compile_engines=False, only_if_stale=only_if_stale, command=command
+        )
+    assert isinstance(spec, TorchDeployment), spec.runtime
     output = (output or spec.built_dir).absolute()
     require_replaceable(output)
     roles = ALL_ROLES if role is None else (role,)
@@ -71,9 +66,9 @@ def build_repository(
         check_same_vocabulary(infos[Role.TARGET], infos[Role.DRAFT])
     files: dict[str, str] = {}
     for each in roles:
-        files |= engine_files(spec, each)
+        files |= engine_files(spec, each, spec.checkpoint_dir(each))
     if role is None:
-        files |= lookahead_files(spec, infos[Role.TARGET])
+        files |= lookahead_files(spec, infos[Role.TARGET].vocab_size)
     checked = tuple(_line(each, info) for each, info in infos.items())
     if role is None:
         checked += _check_auditor(spec)
@@ -81,21 +76,12 @@ def build_repository(
         return BuildReport(spec, output, checked, tuple(files), written=False)
     earlier = read_manifest(output)
     manifest = _manifest(spec, infos, files, earlier, command)
-    fresh = earlier.get("fingerprint") == manifest["fingerprint"] and _intact(output, files)
+    fresh = earlier.get("fingerprint") == manifest["fingerprint"] and intact(output, files)
     if not (only_if_stale and fresh):
         keep = output if role is not None and (output / MANIFEST).is_file() else None
         write_repository(output, files, manifest, keep)
         return BuildReport(spec, output, checked, tuple(files), written=True)
     return BuildReport(spec, output, checked, tuple(files), written=False)
-
-
-def read_manifest(output: Path) -> dict[str, Any]:
-    """The manifest of an earlier build; empty where there is none or it is damaged."""
-    try:
-        manifest = json.loads((output / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return manifest if isinstance(manifest, dict) else {}
 
 
 def _check_role(spec: TorchDeployment, role: Role) -> CheckpointInfo:
@@ -137,55 +123,15 @@ def _manifest(
     checkpoints = dict(known) if isinstance(known, dict) and len(infos) < len(ALL_ROLES) else {}
     for role, info in infos.items():
         previous = known.get(role.value) if isinstance(known, dict) else None
-        checkpoints[role.value] = {"directory": str(info.directory), "files": _digests(info.files, previous)}
+        checkpoints[role.value] = {"directory": str(info.directory), "files": digests(info.files, previous)}
     hashes = {role: [entry["sha256"] for entry in value["files"].values()] for role, value in checkpoints.items()}
     material = json.dumps([dict(files), hashes, lr_backend.__version__], sort_keys=True)
     return {
         "spec": spec.name,
-        "spec_sha256": _sha256_text(spec.path.read_text(encoding="utf-8")),
+        "spec_sha256": sha256_text(spec.path.read_text(encoding="utf-8")),
         "runtime": spec.runtime,
-        "versions": {"lr_backend": lr_backend.__version__, "python": platform.python_version(), **_versions(_PACKAGES)},
+        "versions": {"lr_backend": lr_backend.__version__, "python": platform.python_version(), **installed_versions(_PACKAGES)},
         "checkpoints": checkpoints,
-        "fingerprint": _sha256_text(material),
+        "fingerprint": sha256_text(material),
         "command": command,
     }
-
-
-def _digests(paths: Iterable[Path], previous: Any) -> dict[str, dict[str, Any]]:
-    """Size, time and hash by file name; a file whose size and time did not change is not read again."""
-    earlier = previous.get("files", {}) if isinstance(previous, dict) else {}
-    digests = {}
-    for path in paths:
-        status = path.stat()
-        seen: dict[str, Any] = {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
-        before = earlier.get(path.name, {})
-        same = all(before.get(key) == value for key, value in seen.items()) and "sha256" in before
-        digests[path.name] = seen | {"sha256": before["sha256"] if same else _sha256_file(path)}
-    return digests
-
-
-def _intact(output: Path, files: Mapping[str, str]) -> bool:
-    return all(_text_or_none(output / name) == text for name, text in files.items())
-
-
-def _text_or_none(path: Path) -> str | None:
-    return path.read_text(encoding="utf-8") if path.is_file() else None
-
-
-def _sha256_text(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _sha256_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _versions(packages: Iterable[str], of: Callable[[str], str] = version) -> dict[str, str]:
-    found = {}
-    for package in packages:
-        try:
-            found[package] = of(package)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -60,16 +60,10 @@ def test_a_spec_outside_of_engines_is_its_own_root(tmp_path: Path) -> None:
     assert DeploymentSpec.load(path).root == tmp_path
 
 
-@pytest.mark.parametrize("runtime", ["tensorrtllm", "llmapi"])
-def test_planned_runtimes_say_that_they_are_not_built_yet(spec_path: Path, runtime: str) -> None:
-    with pytest.raises(ConfigError, match="not built yet in this version"):
-        DeploymentSpec.load(edited(spec_path, '"torch"', f'"{runtime}"'))
-
-
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ('"torch"', '"tortch"', "runtime 'tortch' is not one of torch"),
+        ('"torch"', '"tortch"', "runtime 'tortch' is not one of llmapi, tensorrtllm, torch"),
         ("num_threads = 1", "num_thread = 1", "target.num_thread"),
         ("num_threads = 1", "num_threads = 0", "target.num_threads"),
         ("[server]", "[serve]", "serve"),
@@ -131,3 +125,12 @@ def test_an_embedding_model_is_found_from_the_project_root_and_a_default_that_ne
     assert isinstance(spec, TorchDeployment)
     assert spec.loop_config().embedding_dir == spec.root / "models" / "minilm"
     assert spec.loop_config().accepts_all_drafts
+
+
+def test_a_target_may_take_no_token_drafts_at_all(spec_path: Path) -> None:
+    text = spec_path.read_text().replace("max_draft_len = 16", "max_draft_len = 0")
+    spec_path.write_text(text)
+    spec = DeploymentSpec.load(spec_path)
+    assert spec.loop_config().limits.max_draft_len == 0
+    assert not spec.loop_config().accepts_all_drafts
+    assert spec.placements == ()

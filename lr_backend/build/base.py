@@ -1,0 +1,257 @@
+"""What the specs of all runtimes have in common: how a file is found and read, and the rules between engines and step loop.
+
+Take :class:`DeploymentSpec` from :mod:`lr_backend.build.spec`, where every runtime's class is registered.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
+
+from lr_backend.build.placement import Placement
+from lr_backend.config import CANCEL_RESERVE, LoopConfig
+from lr_backend.engine import Role
+from lr_backend.errors import ConfigError, InvalidRequest
+from lr_backend.request import LookaheadRequest
+
+PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+"""The source checkout: specs are looked up by name and templates are found here."""
+
+_FILLED_BY_BUILD = ("tokenizer_dir", "judge_tokenizer_dir", "vocab_size", "tokens_per_block", "accepts_all_drafts")
+
+
+class Section(BaseModel):
+    """A table of a spec: frozen, and without keys that are not known."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ServerSpec(Section):
+    """How tritonserver is run. Times in seconds.
+
+    Attributes:
+        thread_pool_size: BLS calls that the Python backend has in flight at a time.
+        exit_timeout_s: how long a stopping server waits for requests in flight.
+        load_timeout_s: how long loading all models may take.
+    """
+
+    thread_pool_size: int = Field(default=128, ge=CANCEL_RESERVE + 1)
+    exit_timeout_s: int = Field(default=30, ge=0, le=3600)
+    load_timeout_s: int = Field(default=120, ge=1, le=86400)
+
+
+class EngineSpec(Section):
+    """What every runtime's engine says of itself. Sizes are in tokens.
+
+    Attributes:
+        checkpoint: Hugging Face folder, relative to the project root or absolute.
+        max_seq_len: prompt and output of one request together.
+        tokens_per_block: granularity of the KV cache, hence of prefix reuse.
+        max_queue_size: requests that may wait; None: no limit of the engine's own.
+    """
+
+    checkpoint: Path
+    max_seq_len: int = Field(ge=2)
+    tokens_per_block: int = Field(default=32, ge=1)
+    max_queue_size: int | None = Field(default=None, ge=1)
+
+    @property
+    def num_drafts(self) -> int:
+        """Most token drafts of one verification; 0 where the engine takes none."""
+        return 0
+
+    @property
+    def triton_max_batch_size(self) -> int:
+        """Requests that Triton may hand over in one ``execute``; how many run at a time is the engine's own affair."""
+        return 64
+
+    def parameters(self, model_dir: Path) -> dict[str, str]:
+        """``parameters`` of the model's ``config.pbtxt``. ``model_dir`` holds what the engine loads."""
+        raise NotImplementedError
+
+
+class DeploymentSpec(Section):
+    """What every runtime's spec holds; :meth:`load` gives the class of the file's ``runtime``.
+
+    A subclass adds the sections ``target``, ``draft`` and ``judge``. ``lookahead`` holds the fields of
+    :class:`~lr_backend.config.LoopConfig` that the build does not fill in itself.
+    """
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")
+    runtime: str
+    lookahead: dict[str, Any]
+    server: ServerSpec = ServerSpec()
+
+    _path: Path = PrivateAttr(default=Path())
+    _runtimes: ClassVar[dict[str, type[DeploymentSpec]]] = {}
+
+    @classmethod
+    def register(cls, *runtimes: str) -> None:
+        """Read specs of these runtimes as this class."""
+        DeploymentSpec._runtimes.update(dict.fromkeys(runtimes, cls))
+
+    @property
+    def path(self) -> Path:
+        """The file that the spec was read from."""
+        return self._path
+
+    @property
+    def root(self) -> Path:
+        """The project root: what paths in the spec are relative to."""
+        folder = self._path.parent
+        return folder.parent if folder.name == "engines" else folder
+
+    @property
+    def built_dir(self) -> Path:
+        """Where this spec's repository is rendered unless a caller says otherwise."""
+        return self.root / "engines" / "built" / self.name
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """Which engines have GPUs to themselves; none on the torch engine."""
+        return ()
+
+    @classmethod
+    def load(cls, name_or_path: str | Path) -> DeploymentSpec:
+        """Read a spec by path (it ends in ``.toml``) or by name from ``engines/`` of the working folder or the checkout.
+
+        Raises:
+            ConfigError: no such file, no TOML, an unknown key, a value out of range, an unknown runtime.
+        """
+        path = _find(name_or_path)
+        try:
+            raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"{path.name} cannot be read: {error}") from error
+        try:
+            spec = cls._class_of(raw, path.name).model_validate(raw)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            # A role's section is one of several classes; pydantic puts the name of the one that it tried into the place.
+            where = ".".join(str(part) for part in first["loc"] if part not in cls._runtimes)
+            raise ConfigError(f"{path.name}: {where + ': ' if where else ''}{first['msg']}") from error
+        spec._path = path
+        return spec
+
+    @classmethod
+    def _class_of(cls, raw: Mapping[str, Any], file_name: str) -> type[DeploymentSpec]:
+        runtime = raw.get("runtime")
+        if not isinstance(runtime, str) or runtime not in cls._runtimes:
+            raise ConfigError(f"{file_name}: runtime {runtime!r} is not one of {', '.join(sorted(cls._runtimes))}")
+        return cls._runtimes[runtime]
+
+    def engine(self, role: Role) -> EngineSpec:
+        """The section of one role."""
+        engine: EngineSpec = getattr(self, role.value)
+        return engine
+
+    def template(self, role: Role) -> str:
+        """Folder of ``model_repository/`` that one role's engine is rendered from."""
+        return self.runtime
+
+    def checkpoint_dir(self, role: Role) -> Path:
+        """Absolute folder of one role's checkpoint."""
+        return (self.root / self.engine(role).checkpoint).resolve()
+
+    def loop_config(self, vocab_size: int = 1) -> LoopConfig:
+        """What is rendered into ``lookahead.json``; ``vocab_size`` is the target's logits width."""
+        return LoopConfig.model_validate(
+            {
+                **self.runtime_loop_settings(),
+                **self.lookahead,
+                "tokenizer_dir": self.checkpoint_dir(Role.TARGET),
+                "judge_tokenizer_dir": self.checkpoint_dir(Role.JUDGE),
+                "vocab_size": vocab_size,
+                "tokens_per_block": self.engine(Role.TARGET).tokens_per_block,
+                "accepts_all_drafts": self.accepts_all_drafts,
+                **self._embedding_dir(),
+            }
+        )
+
+    @property
+    def accepts_all_drafts(self) -> bool:
+        """Whether the target can be made to take token drafts as they are and to say how likely they were."""
+        return False
+
+    def runtime_loop_settings(self) -> dict[str, Any]:
+        """The runtime's own defaults for ``[lookahead]``."""
+        return {}
+
+    def _embedding_dir(self) -> dict[str, Path]:
+        """``embedding_dir`` as the spec has it, made absolute."""
+        given = self.lookahead.get("embedding_dir")
+        return {"embedding_dir": (self.root / given).resolve()} if isinstance(given, str) else {}
+
+    @field_validator("lookahead")
+    @classmethod
+    def _leave_to_build(cls, lookahead: dict[str, Any]) -> dict[str, Any]:
+        for key in _FILLED_BY_BUILD:
+            if key in lookahead:
+                raise ValueError(f"{key} comes from the engines and checkpoints; leave it out")
+        return lookahead
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Self:
+        limits = _checked_loop_config(self).limits
+        longest = limits.max_prompt_tokens + limits.max_tokens
+        for role in (Role.TARGET, Role.DRAFT):
+            if self.engine(role).max_seq_len < longest:
+                raise ValueError(f"{role}.max_seq_len must hold limits.max_prompt_tokens + limits.max_tokens = {longest}")
+        target, judge = self.engine(Role.TARGET), self.engine(Role.JUDGE)
+        if judge.max_seq_len <= 2 * limits.max_step_tokens:
+            raise ValueError("judge.max_seq_len must hold two steps of limits.max_step_tokens and the prompt around them")
+        if limits.max_draft_len != target.num_drafts:
+            raise ValueError(f"lookahead.limits.max_draft_len must equal target.max_draft_len = {target.num_drafts}")
+        most = self.server.thread_pool_size - CANCEL_RESERVE
+        if limits.max_in_flight_calls > most:
+            raise ValueError(
+                f"lookahead.limits.max_in_flight_calls must leave {CANCEL_RESERVE} of server.thread_pool_size: at most {most}"
+            )
+        return self
+
+
+def _find(name_or_path: str | Path) -> Path:
+    text = str(name_or_path)
+    if text.endswith(".toml") or "/" in text:
+        path = Path(text).resolve()
+        if not path.is_file():
+            raise ConfigError(f"no deployment spec at {text}")
+        return path
+    roots = dict.fromkeys((Path.cwd(), PACKAGE_ROOT))
+    for root in roots:
+        path = root / "engines" / f"{text}.toml"
+        if path.is_file():
+            return path.resolve()
+    known = sorted({path.stem for root in roots for path in (root / "engines").glob("*.toml")})
+    raise ConfigError(f"no deployment spec named {text!r}; known: {', '.join(known) or 'none'}")
+
+
+def _checked_loop_config(spec: DeploymentSpec) -> LoopConfig:
+    """The loop's settings, with the defaults held against the rules and limits of a request."""
+    try:
+        config = spec.loop_config()
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ValueError(f"lookahead.{'.'.join(str(part) for part in first['loc'])}: {first['msg']}") from error
+    try:
+        request = LookaheadRequest.parse({**config.defaults, "text_input": "any"})
+    except InvalidRequest as error:
+        raise ValueError(f"lookahead.defaults.{error.message}") from error
+    if (missing := config.lacks(request.verifier)) is not None:
+        raise ValueError(f"lookahead.defaults.verifier={request.verifier.value}: {missing}")
+    limits = config.limits
+    bounds = {
+        "max_tokens": limits.max_tokens,
+        "max_depth": limits.max_depth,
+        "width": limits.max_width,
+        "num_draft_tokens": limits.max_draft_len,
+        "deadline_s": config.timeouts.request_s,
+    }
+    for name, bound in bounds.items():
+        if name in config.defaults and getattr(request, name) > bound:
+            raise ValueError(f"lookahead.defaults.{name}={getattr(request, name)} is beyond the limit {bound}")
+    return config

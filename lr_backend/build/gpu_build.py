@@ -1,0 +1,295 @@
+"""Builds a deployment on GPUs: check what can be checked, plan the commands, run them, render the repository, write manifests.
+
+With ``dry_run`` nothing is run, and neither checkpoints nor a GPU are needed: what is not there is said in the report.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+import lr_backend
+from lr_backend.build.checkpoints import CheckpointInfo, check_checkpoint, check_same_vocabulary
+from lr_backend.build.digests import digests, installed_versions, sha256_text
+from lr_backend.build.engine_check import check_engine
+from lr_backend.build.gpu_spec import GpuDeployment, TrtllmEngineSpec
+from lr_backend.build.manifest import TENSORRT_LLM, Platform, probe_platform, read_engine_manifest, require_servable
+from lr_backend.build.memory import GpuMemory, estimate, padded_vocab, require_fit
+from lr_backend.build.render import engine_files, intact, lookahead_files, read_manifest, require_replaceable, write_repository
+from lr_backend.build.report import BuildReport
+from lr_backend.build.runner import run_steps
+from lr_backend.build.shapes import Source, find_source
+from lr_backend.build.trtllm_commands import NGC_TOOLS, EngineDirs, Step, Toolchain, engine_steps
+from lr_backend.engine import Role
+from lr_backend.errors import CheckpointError, ConfigError
+
+_PACKAGES = ("transformers", "numpy", "tensorrt-llm", "tensorrt")
+
+
+@dataclass(frozen=True, slots=True)
+class GpuPlan:
+    """All that a build will do, decided before anything is touched.
+
+    Attributes:
+        roles: those to build.
+        sources: of all roles, because they share GPUs.
+        infos: of the checkpoints that are there whole.
+        steps: of the roles that are compiled.
+        files: of the repository, path to text.
+        waiting: what could not be checked, and why.
+    """
+
+    spec: GpuDeployment
+    output: Path
+    roles: tuple[Role, ...]
+    sources: Mapping[Role, Source]
+    infos: Mapping[Role, CheckpointInfo]
+    memory: tuple[GpuMemory, ...]
+    steps: Mapping[Role, tuple[Step, ...]]
+    files: Mapping[str, str]
+    waiting: tuple[str, ...]
+
+    def dirs(self, role: Role) -> EngineDirs:
+        return EngineDirs.of(self.output, role)
+
+    def report(self, written: bool) -> BuildReport:
+        return BuildReport(
+            spec=self.spec,
+            output=self.output,
+            checked=tuple(_line(role, info) for role, info in self.infos.items()),
+            files=tuple(self.files),
+            written=written,
+            steps=tuple(step for steps in self.steps.values() for step in steps),
+            memory=self.memory,
+            origins={role: source.origin for role, source in self.sources.items()},
+            waiting=self.waiting,
+        )
+
+
+def build_gpu_deployment(
+    spec: GpuDeployment,
+    output: Path | None = None,
+    *,
+    role: Role | None = None,
+    dry_run: bool = False,
+    resume: bool = False,
+    compile_engines: bool = True,
+    only_if_stale: bool = False,
+    command: str = "",
+    console: Console | None = None,
+    announce: Callable[[BuildReport], None] = lambda planned: None,
+    tools: Toolchain = NGC_TOOLS,
+    platform: Callable[[], Platform] = probe_platform,
+) -> BuildReport:
+    """Build a deployment's engines and its repository.
+
+    Args:
+        output: the repository; engines lie beside it. By default the spec's ``built_dir``.
+        role: build this engine alone and keep the other models of an earlier build.
+        dry_run: plan only. The repository is rendered if ``output`` is given, and marked as one without engines.
+        resume: leave out steps that were done already with the same command and inputs.
+        compile_engines: False is for a server: render over engines that are there, and refuse those that are missing, were built
+            from another spec, or by versions or on GPUs that are not this machine's.
+        only_if_stale: leave a repository that is already what this build would write.
+        announce: is told the plan before anything is run: compiling takes hours.
+
+    Raises:
+        ConfigError: the spec does not fit its GPUs, its checkpoints or this machine; or ``output`` cannot be written.
+        CheckpointError: a checkpoint is missing, incomplete, corrupt or unsupported.
+        BuildError: a command failed.
+    """
+    rendered = output is not None or not dry_run
+    plan = plan_gpu_build(spec, (output or spec.built_dir).absolute(), role, tools, need_checkpoints=not dry_run)
+    announce(plan.report(written=False))
+    if not dry_run:
+        if compile_engines:
+            _compile(plan, resume, console or Console(stderr=True), platform)
+        else:
+            for each in plan.steps:
+                _require_current(plan, each)
+    manifest = _manifest(plan, command, dry_run)
+    if not (dry_run or compile_engines):
+        require_servable(manifest, platform())
+    if (
+        only_if_stale
+        and read_manifest(plan.output).get("fingerprint") == manifest["fingerprint"]
+        and intact(plan.output, plan.files)
+    ):
+        return plan.report(written=False)
+    if rendered:
+        keep = plan.output if role is not None and plan.output.is_dir() and any(plan.output.iterdir()) else None
+        write_repository(plan.output, plan.files, manifest, keep)
+    return plan.report(written=rendered)
+
+
+def plan_gpu_build(
+    spec: GpuDeployment, output: Path, role: Role | None, tools: Toolchain, *, need_checkpoints: bool = True
+) -> GpuPlan:
+    """Check everything that can be checked without running anything. Reads files, writes none."""
+    require_replaceable(output)
+    if not need_checkpoints and read_manifest(output).get("dry_run") is False:
+        raise ConfigError(f"{output} holds a repository with engines; a dry run renders into another --output")
+    roles = tuple(Role) if role is None else (role,)
+    sources = {each: _source(spec, each) for each in Role}
+    memory = estimate(spec, sources)
+    require_fit(spec, memory)
+    infos: dict[Role, CheckpointInfo] = {}
+    waiting: list[str] = []
+    for each in roles:
+        directory = spec.checkpoint_dir(each)
+        if need_checkpoints or (directory.is_dir() and sources[each].exact):
+            infos[each] = _checked(each, directory)
+        else:
+            waiting.append(f"{each}: files and hashes, for the checkpoint at {directory}")
+    if Role.TARGET in infos and Role.DRAFT in infos:
+        check_same_vocabulary(infos[Role.TARGET], infos[Role.DRAFT])
+    elif role is None:
+        waiting.append("that target and draft share a vocabulary, for both tokenizers")
+    steps: dict[Role, tuple[Step, ...]] = {}
+    files: dict[str, str] = {}
+    for each in roles:
+        engine, dirs = spec.engine(each), EngineDirs.of(output, each)
+        model_dir = spec.checkpoint_dir(each)
+        if isinstance(engine, TrtllmEngineSpec):
+            steps[each] = engine_steps(each, engine, model_dir, sources[each].shape.architecture, dirs, tools)
+            model_dir = dirs.engine
+        files |= engine_files(spec, each, model_dir)
+    if role is None:
+        # One-hot rows are copied into the engine's own buffers, which have the padded width.
+        files |= lookahead_files(spec, padded_vocab(sources[Role.TARGET].shape.vocab_size, spec.target.tp_size))
+        if Role.TARGET not in infos:
+            waiting.append(
+                "lookahead/1/lookahead.json: names a tokenizer that is not there; its stop lists are made at start from it"
+            )
+    return GpuPlan(spec, output, roles, sources, infos, memory, steps, files, tuple(waiting))
+
+
+def _source(spec: GpuDeployment, role: Role) -> Source:
+    engine = spec.engine(role)
+    try:
+        source = find_source(spec.checkpoint_dir(role), engine.hub)
+    except CheckpointError as error:
+        raise CheckpointError(f"{role}: {error.message}") from error
+    if engine.max_seq_len > source.shape.max_positions:
+        raise ConfigError(
+            f"{role}.max_seq_len={engine.max_seq_len} is beyond the checkpoint's {source.shape.max_positions} positions"
+        )
+    return source
+
+
+def _checked(role: Role, directory: Path) -> CheckpointInfo:
+    try:
+        return check_checkpoint(directory)
+    except CheckpointError as error:
+        raise CheckpointError(f"{role}: {error.message}") from error
+
+
+def _compile(plan: GpuPlan, resume: bool, console: Console, platform: Callable[[], Platform]) -> None:
+    if not plan.steps:
+        return
+    here = platform()
+    _require_platform(plan.spec, here)
+    for role, steps in plan.steps.items():
+        dirs, engine = plan.dirs(role), plan.spec.engine(role)
+        assert isinstance(engine, TrtllmEngineSpec)
+        inputs = _hash_inputs(plan.infos[role], dirs)
+        dirs.manifest.unlink(missing_ok=True)
+        records = run_steps(steps, dirs, {name: entry["sha256"] for name, entry in inputs.items()}, console, resume=resume)
+        check_engine(role, engine, dirs.engine)
+        manifest = {
+            "engine_dir": str(dirs.engine),
+            "files": list(steps[-1].products),
+            "gpu_device_ids": list(engine.gpu_device_ids),
+            "built_with": here.as_json(),
+            "checkpoint": {"directory": str(plan.infos[role].directory), "hub": engine.hub, "files": inputs},
+            "steps": [
+                {"name": record.name, "argv": list(step.command.argv), "command": record.command, "duration_s": record.duration_s}
+                for step, record in zip(steps, records, strict=True)
+            ],
+        }
+        _write_json(dirs.manifest, manifest)
+
+
+def _require_platform(spec: GpuDeployment, here: Platform) -> None:
+    """Refuse before an hour of compiling what could not be served after it."""
+    if here.tensorrt_llm is None:
+        raise ConfigError(
+            f"TensorRT-LLM {TENSORRT_LLM} is not installed here; build inside its NGC image, or plan with --dry-run"
+        )
+    if here.tensorrt_llm != TENSORRT_LLM:
+        raise ConfigError(f"TensorRT-LLM {here.tensorrt_llm} is installed here, the pinned version is {TENSORRT_LLM}")
+    wanted = spec.hardware.compute_capability
+    others = [gpu for gpu in here.gpus if gpu.compute_capability != wanted]
+    if len(here.gpus) < spec.hardware.num_gpus:
+        raise ConfigError(f"{spec.name} wants {spec.hardware.num_gpus} GPUs, here are {len(here.gpus)}")
+    if others:
+        first = others[0]
+        raise ConfigError(
+            f"{spec.name} is for compute capability {wanted}; GPU {first.index} ({first.name}) has {first.compute_capability}"
+        )
+
+
+def _hash_inputs(info: CheckpointInfo, dirs: EngineDirs) -> dict[str, dict[str, Any]]:
+    """Hashes of a checkpoint's files, kept beside the engine so that gigabytes are read once."""
+    path = dirs.root / "inputs.json"
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        known = {}
+    found = digests(info.files, {"files": known if isinstance(known, dict) else {}})
+    _write_json(path, found)
+    return found
+
+
+def _require_current(plan: GpuPlan, role: Role) -> None:
+    """Refuse an engine that is not there, or that was compiled by other commands than the spec gives now."""
+    dirs = plan.dirs(role)
+    manifest = read_engine_manifest(dirs.manifest)
+    built = [_flags_of(step.get("argv", ())) for step in manifest.get("steps", ())]
+    if built != [_flags_of(step.command.argv) for step in plan.steps[role]]:
+        raise ConfigError(f"{role}: {plan.spec.path.name} has changed since its engine was built; run build_engines.py again")
+
+
+def _flags_of(argv: Any) -> list[str]:
+    """The arguments without the program, which may lie elsewhere."""
+    first = next((at for at, part in enumerate(argv) if str(part).startswith("--")), len(argv))
+    return [str(part) for part in argv[first:]]
+
+
+def _manifest(plan: GpuPlan, command: str, dry_run: bool) -> dict[str, Any]:
+    compiled = [role for role in Role if isinstance(plan.spec.engine(role), TrtllmEngineSpec)]
+    paths = {role: plan.dirs(role).manifest for role in compiled}
+    engines = {} if dry_run else {role.value: read_engine_manifest(path) for role, path in paths.items() if path.is_file()}
+    material = json.dumps([dict(plan.files), engines, lr_backend.__version__], sort_keys=True)
+    return {
+        "spec": plan.spec.name,
+        "spec_sha256": sha256_text(plan.spec.path.read_text(encoding="utf-8")),
+        "runtime": plan.spec.runtime,
+        "dry_run": dry_run,
+        "versions": {"lr_backend": lr_backend.__version__, **installed_versions(_PACKAGES)},
+        "engines": engines,
+        "commands": {role.value: [step.command.shell() for step in steps] for role, steps in plan.steps.items()},
+        "memory_bytes": {f"gpu{gpu.gpu}": gpu.total for gpu in plan.memory},
+        "sources": {role.value: source.origin for role, source in plan.sources.items()},
+        "fingerprint": sha256_text(material),
+        "command": command,
+    }
+
+
+def _line(role: Role, info: CheckpointInfo) -> str:
+    billions = info.num_parameters / 1e9
+    return (
+        f"{role}: {info.architecture}, {billions:.2f} B parameters, vocabulary {info.vocab_size}, {info.max_positions} positions"
+    )
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staging = path.with_suffix(".new")
+    staging.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    staging.replace(path)

@@ -1,0 +1,289 @@
+"""Specs of the runtimes ``tensorrtllm`` and ``llmapi``: three models on NVIDIA GPUs, each where its section puts it.
+
+``runtime`` at the top is every role's; a role's section may name another.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from lr_backend.build.base import DeploymentSpec, EngineSpec, Section
+from lr_backend.build.placement import Placement
+from lr_backend.engine import Role
+
+Runtime = Literal["tensorrtllm", "llmapi"]
+EXECUTOR_WORKER = "/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker"
+"""Where the NGC image has the process that orchestrator mode starts for each rank."""
+
+FP8_CAPABILITY = 8.9
+"""Ada and newer have FP8 units."""
+LEAST_CAPABILITY = 8.0
+"""External draft tokens need Ampere or newer (TensorRT-LLM's draft-target example)."""
+
+
+class HardwareSpec(Section):
+    """What the engines are built for; an engine runs on the architecture that it was built on and on no other.
+
+    Attributes:
+        gpu: the card, for people; the build compares the capability.
+        gpu_memory_gib: of one card, as CUDA reports it: less than what is printed on it.
+        compute_capability: as ``nvidia-smi --query-gpu=compute_cap`` prints it.
+        reserve_gib: of each card, left to the driver and to fragments.
+    """
+
+    gpu: str
+    num_gpus: int = Field(ge=1, le=64)
+    gpu_memory_gib: float = Field(gt=0)
+    compute_capability: str = Field(pattern=r"^\d{1,2}\.\d$")
+    reserve_gib: float = Field(default=1.0, ge=0)
+
+
+class GpuEngineSpec(EngineSpec):
+    """What both runtimes say of a model on GPUs. Sizes are in tokens, except ``max_batch_size`` (sequences).
+
+    Attributes:
+        hub: where the checkpoint comes from; nothing is downloaded. While the checkpoint is not there, its shape is taken from
+            the models known by this name.
+        tp_size: GPUs over which each weight is split.
+        gpu_device_ids: those GPUs.
+        max_num_tokens: of one iteration.
+        max_tokens_in_paged_kv_cache: absolute KV budget, or else
+        kv_cache_free_gpu_mem_fraction: its share of what is free once this engine is loaded, which depends on who loaded before.
+        enable_chunked_context: prompts longer than an iteration are computed in pieces instead of refused.
+    """
+
+    hub: str = ""
+    dtype: Literal["bfloat16", "float16"] = "bfloat16"
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    tp_size: int = Field(default=1, ge=1, le=64)
+    gpu_device_ids: tuple[int, ...]
+    max_batch_size: int = Field(ge=1, le=2048)
+    max_num_tokens: int = Field(ge=1)
+    max_tokens_in_paged_kv_cache: int | None = Field(default=None, ge=32)
+    kv_cache_free_gpu_mem_fraction: float | None = Field(default=None, gt=0, lt=1)
+    enable_chunked_context: bool = True
+    enable_kv_cache_reuse: bool = True
+
+    @field_validator("tokens_per_block")
+    @classmethod
+    def _power_of_two(cls, size: int) -> int:
+        if size & (size - 1):
+            raise ValueError("must be a power of two")
+        return size
+
+    @model_validator(mode="after")
+    def _holds_a_sequence(self) -> Self:
+        ids, budget = self.gpu_device_ids, self.max_tokens_in_paged_kv_cache
+        if len(ids) != self.tp_size or len(set(ids)) != len(ids) or any(number < 0 for number in ids):
+            raise ValueError(f"gpu_device_ids={list(ids)} must name tp_size = {self.tp_size} different GPUs")
+        if (budget is None) == (self.kv_cache_free_gpu_mem_fraction is None):
+            raise ValueError("give one of max_tokens_in_paged_kv_cache and kv_cache_free_gpu_mem_fraction")
+        if budget is not None and budget < self.max_seq_len:
+            raise ValueError(f"max_tokens_in_paged_kv_cache must hold one sequence of max_seq_len = {self.max_seq_len}")
+        if not self.enable_chunked_context and self.max_num_tokens < self.max_seq_len:
+            raise ValueError(
+                "without enable_chunked_context a prompt must fit max_num_tokens, so that must be max_seq_len or more"
+            )
+        least = self.max_batch_size * (self.num_drafts + 1)
+        if self.max_num_tokens < least:
+            raise ValueError(f"max_num_tokens must be at least max_batch_size x (max_draft_len + 1) = {least}")
+        return self
+
+    def common_parameters(self) -> dict[str, str]:
+        """What both runtimes render, under upstream's keys."""
+        budget, fraction = self.max_tokens_in_paged_kv_cache, self.kv_cache_free_gpu_mem_fraction
+        return {
+            "gpu_device_ids": ",".join(map(str, self.gpu_device_ids)),
+            "enable_chunked_context": _flag(self.enable_chunked_context),
+            "enable_kv_cache_reuse": _flag(self.enable_kv_cache_reuse),
+            "exclude_input_in_output": "true",
+            **({} if budget is None else {"max_tokens_in_paged_kv_cache": str(budget)}),
+            **({} if fraction is None else {"kv_cache_free_gpu_mem_fraction": str(fraction)}),
+        }
+
+
+class TrtllmEngineSpec(GpuEngineSpec):
+    """One role as a compiled engine behind Triton's ``tensorrtllm`` backend.
+
+    Attributes:
+        quantization: ``fp8`` weights and activations, calibrated by upstream's ``quantize.py``.
+        calib_dataset: texts for it: a name on the hub or a local folder; by default upstream's own.
+        calib_size: how many of them.
+        max_draft_len: most token drafts of one verification; above 0 on the target alone.
+        multiple_profiles: let TensorRT choose kernels by batch; faster, and results then vary with the batch.
+        cancellation_check_period_ms: how long a cancelled request may go on.
+        recv_poll_period_ms: how often an orchestrator looks for messages; 0 looks all the time and takes a core for it.
+        max_queue_size: requests that may wait in the executor, which learns of it from Triton's dynamic batcher alone; without
+            it the batcher is left out (see the template).
+    """
+
+    runtime: Literal["tensorrtllm"] = "tensorrtllm"
+    quantization: Literal["none", "fp8"] = "none"
+    calib_dataset: str | None = None
+    calib_size: int = Field(default=512, ge=1)
+    max_draft_len: int = Field(default=0, ge=0, le=128)
+    multiple_profiles: bool = False
+    batch_scheduler_policy: Literal["guaranteed_no_evict", "max_utilization"] = "guaranteed_no_evict"
+    cancellation_check_period_ms: int = Field(default=10, ge=1, le=1000)
+    recv_poll_period_ms: int = Field(default=1, ge=0, le=100)
+
+    @property
+    def num_drafts(self) -> int:
+        return self.max_draft_len
+
+    @property
+    def triton_max_batch_size(self) -> int:
+        # The backend refuses a request with more than one row in a model that is not decoupled; so Triton says it first.
+        return 1
+
+    @model_validator(mode="after")
+    def _can_be_built(self) -> Self:
+        if self.kv_cache_dtype == "fp8" and self.quantization != "fp8":
+            raise ValueError("kv_cache_dtype fp8 needs its scales, which only quantization fp8 makes")
+        if self.max_num_tokens > self.max_batch_size * self.max_seq_len:
+            raise ValueError("max_num_tokens beyond max_batch_size x max_seq_len is never used, and trtllm-build lowers it")
+        if self.max_draft_len and not self.enable_kv_cache_reuse:
+            raise ValueError("every verification sends the whole prefix again, so max_draft_len needs enable_kv_cache_reuse")
+        return self
+
+    def parameters(self, model_dir: Path) -> dict[str, str]:
+        """Keys that only other kinds of models use are left out, so that their defaults hold."""
+        return {
+            **self.common_parameters(),
+            "FORCE_CPU_ONLY_INPUT_TENSORS": "no",
+            "gpt_model_type": "inflight_fused_batching",
+            "gpt_model_path": str(model_dir),
+            "max_beam_width": "1",
+            "batch_scheduler_policy": self.batch_scheduler_policy,
+            "kv_cache_host_memory_bytes": "0",
+            "cancellation_check_period_ms": str(self.cancellation_check_period_ms),
+            "recv_poll_period_ms": str(self.recv_poll_period_ms),
+            "stats_check_period_ms": "100",
+            "normalize_log_probs": "true",
+            "speculative_decoding_fast_logits": "false",
+            "executor_worker_path": EXECUTOR_WORKER,
+            # The backend reads these three without asking whether they are there. Empty switches guided decoding off.
+            "tokenizer_dir": "",
+            "guided_decoding_backend": "",
+            "xgrammar_tokenizer_info_path": "",
+        }
+
+
+class LlmapiEngineSpec(GpuEngineSpec):
+    """One role on TensorRT-LLM's LLM API (the PyTorch flow), behind a Python model of ours. It takes no token drafts.
+
+    Attributes:
+        max_queue_size: the request that finds as many waiting is refused at once.
+        use_cuda_graphs: replay decode iterations as CUDA graphs.
+        sampler: upstream's ``sampler_type``; up to 1.2 only ``TRTLLMSampler`` heeds a request's seed.
+        max_engine_stop_ids: single stop tokens that upstream compares with every token; more are looked for by the model.
+        cancellation_grace_ms: how long a cancelled request is waited for.
+    """
+
+    runtime: Literal["llmapi"] = "llmapi"
+    max_queue_size: int = Field(default=256, ge=1)
+    use_cuda_graphs: bool = True
+    sampler: Literal["auto", "TorchSampler", "TRTLLMSampler"] = "auto"
+    max_engine_stop_ids: int = Field(default=32, ge=0)
+    cancellation_grace_ms: int = Field(default=1000, ge=0)
+
+    def parameters(self, model_dir: Path) -> dict[str, str]:
+        """With upstream's keys where upstream has one."""
+        sizes = ("tp_size", "tokens_per_block", "max_batch_size", "max_num_tokens", "max_seq_len", "max_queue_size")
+        others = ("dtype", "kv_cache_dtype", "sampler", "max_engine_stop_ids", "cancellation_grace_ms")
+        return {
+            **self.common_parameters(),
+            "gpt_model_path": str(model_dir),
+            "use_cuda_graphs": _flag(self.use_cuda_graphs),
+            **{name: str(getattr(self, name)) for name in (*sizes, *others)},
+        }
+
+
+GpuRole = Annotated[TrtllmEngineSpec | LlmapiEngineSpec, Field(discriminator="runtime")]
+
+
+class GpuDeployment(DeploymentSpec):
+    """Three models on NVIDIA GPUs."""
+
+    runtime: Runtime
+    hardware: HardwareSpec
+    target: GpuRole
+    draft: GpuRole
+    judge: GpuRole
+
+    def engine(self, role: Role) -> TrtllmEngineSpec | LlmapiEngineSpec:
+        engine: TrtllmEngineSpec | LlmapiEngineSpec = getattr(self, role.value)
+        return engine
+
+    def template(self, role: Role) -> str:
+        return self.engine(role).runtime
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """Where each role runs: target, draft, judge."""
+        engines = {role: self.engine(role) for role in Role}
+        return tuple(Placement(role, one.runtime, one.tp_size, one.gpu_device_ids) for role, one in engines.items())
+
+    def roles_on(self, gpu: int) -> tuple[Role, ...]:
+        """Who has a part of one GPU."""
+        return tuple(role for role in Role if gpu in self.engine(role).gpu_device_ids)
+
+    def runtime_loop_settings(self) -> dict[str, Any]:
+        # Upstream draws again where a token-only draft differs, which at temperature > 0 is not the target's distribution.
+        return {"draft_logits": "one_hot"}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _inherit_runtime(cls, raw: Any) -> Any:
+        """Each role's section gets the top's runtime where it names none."""
+        if not isinstance(raw, dict):
+            return raw
+        sections = {role.value: raw.get(role.value) for role in Role}
+        filled = {name: {"runtime": raw.get("runtime"), **it} for name, it in sections.items() if isinstance(it, dict)}
+        return {**raw, **filled}
+
+    @model_validator(mode="after")
+    def _engines_fit(self) -> Self:
+        capability = float(self.hardware.compute_capability)
+        shared = Counter(number for role in Role for number in self.engine(role).gpu_device_ids)
+        for role in Role:
+            engine = self.engine(role)
+            if max(engine.gpu_device_ids) >= self.hardware.num_gpus:
+                raise ValueError(f"{role}.gpu_device_ids={list(engine.gpu_device_ids)}: there are {self.hardware.num_gpus} GPUs")
+            if engine.max_tokens_in_paged_kv_cache is None and any(shared[number] > 1 for number in engine.gpu_device_ids):
+                raise ValueError(
+                    f"{role} shares a GPU, where a kv_cache_free_gpu_mem_fraction depends on who loads first: "
+                    "give max_tokens_in_paged_kv_cache"
+                )
+            fp8 = engine.kv_cache_dtype == "fp8" or (engine.runtime == "tensorrtllm" and engine.quantization == "fp8")
+            least = FP8_CAPABILITY if fp8 else LEAST_CAPABILITY
+            if capability < least:
+                raise ValueError(f"{role}{' with fp8' if fp8 else ''} needs compute capability {least}, not {capability}")
+            if role is not Role.TARGET and engine.num_drafts:
+                raise ValueError(f"{role}.max_draft_len must be 0: only the target verifies token drafts")
+        self._drafts_fit()
+        return self
+
+    def _drafts_fit(self) -> None:
+        config = self.loop_config()
+        drafts = self.target.num_drafts
+        if drafts and config.draft_logits == "none":
+            raise ValueError(
+                'lookahead.draft_logits="none" would sample with a bias, as TensorRT-LLM draws again where a token-only draft'
+                ' differs; use "one_hot" or "off"'
+            )
+        # A verification that does not fit max_seq_len is cut short silently.
+        longest = config.limits.max_prompt_tokens + config.limits.max_tokens + drafts
+        if self.target.max_seq_len < longest:
+            raise ValueError(f"target.max_seq_len must hold the longest answer and its last drafts: {longest}")
+
+
+def _flag(value: bool) -> str:
+    return "true" if value else "false"
+
+
+GpuDeployment.register("tensorrtllm", "llmapi")

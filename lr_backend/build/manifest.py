@@ -1,0 +1,155 @@
+"""What an engine was built with, and whether the machine at hand may serve it.
+
+A compiled engine runs with the TensorRT-LLM and TensorRT that built it, on the GPU architecture that it was built on, and with
+nothing else; the error of the backend would say so late and in other words.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from lr_backend.errors import ConfigError
+
+TENSORRT_LLM = "1.2.1"
+"""The pinned release: the last one with compiled engines and ``draft_tokens_external``."""
+
+_QUERY = ("nvidia-smi", "--query-gpu=index,name,compute_cap,memory.total", "--format=csv,noheader,nounits")
+_PROBE_LIMIT_S = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One card as the driver sees it."""
+
+    index: int
+    name: str
+    compute_capability: str
+    memory_mib: int
+
+
+@dataclass(frozen=True, slots=True)
+class Platform:
+    """What engines are tied to. A version is None where the package is not installed."""
+
+    tensorrt_llm: str | None
+    tensorrt: str | None
+    gpus: tuple[Gpu, ...]
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Platform:
+        return cls(value["tensorrt_llm"], value["tensorrt"], tuple(Gpu(**gpu) for gpu in value["gpus"]))
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def probe_platform() -> Platform:
+    """This machine. Without a driver there are no GPUs."""
+    return Platform(_version("tensorrt-llm", "tensorrt_llm"), _version("tensorrt"), parse_gpus(_nvidia_smi()))
+
+
+def parse_gpus(text: str) -> tuple[Gpu, ...]:
+    """The lines of ``nvidia-smi --query-gpu=index,name,compute_cap,memory.total --format=csv,noheader,nounits``."""
+    gpus = []
+    for line in text.splitlines():
+        fields = [field.strip() for field in line.split(",")]
+        if len(fields) == 4 and fields[0].isdigit() and fields[3].isdigit():
+            gpus.append(Gpu(int(fields[0]), fields[1], fields[2], int(fields[3])))
+    return tuple(gpus)
+
+
+def mismatches(manifest: Mapping[str, Any], running: Platform) -> tuple[str, ...]:
+    """Why the engines of a repository's manifest cannot be served here, one sentence each; empty where they can.
+
+    Args:
+        manifest: ``manifest.json`` of a repository of compiled engines.
+    """
+    engines = manifest.get("engines")
+    if manifest.get("dry_run"):
+        return ("the repository comes from a dry run: its engines were not built",)
+    if not isinstance(engines, Mapping):
+        return ("the manifest names no engines",)
+    found: list[str] = []
+    for role, entry in engines.items():
+        try:
+            built, ids, directory = Platform.from_json(entry["built_with"]), entry["gpu_device_ids"], Path(entry["engine_dir"])
+            products = [str(name) for name in entry["files"]]
+        except (KeyError, TypeError, ValueError) as error:
+            found.append(f"{role}: the manifest's entry is damaged: {error!r}")
+            continue
+        found += [f"{role}: {reason}" for reason in _differences(built, running, ids)]
+        missing = [name for name in products if not (directory / name).is_file()]
+        if missing:
+            found.append(f"{role}: {directory} lacks {', '.join(missing)}")
+    return tuple(found)
+
+
+def require_servable(manifest: Mapping[str, Any], running: Platform) -> None:
+    """Refuse engines that this machine cannot run.
+
+    Raises:
+        ConfigError: with every reason.
+    """
+    if reasons := mismatches(manifest, running):
+        raise ConfigError(
+            f"the engines cannot be served here: {'; '.join(reasons)}. Build them on this machine (build_engines.py)"
+        )
+
+
+def read_engine_manifest(path: Path) -> dict[str, Any]:
+    """One role's own manifest.
+
+    Raises:
+        ConfigError: there is none, so the engine was not built, or it cannot be read.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"no engine at {path.parent}: build it first (build_engines.py)") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} is not a JSON object")
+    return value
+
+
+def _differences(built: Platform, running: Platform, gpu_device_ids: list[int]) -> list[str]:
+    found = []
+    for name in ("tensorrt_llm", "tensorrt"):
+        then, now = getattr(built, name), getattr(running, name)
+        if then != now:
+            found.append(f"built with {name} {then or 'unknown'}, here is {now or 'none'}")
+    here = {gpu.index: gpu for gpu in running.gpus}
+    capabilities = {gpu.index: gpu.compute_capability for gpu in built.gpus}
+    for number in gpu_device_ids:
+        then, gpu = capabilities.get(number), here.get(number)
+        if gpu is None:
+            found.append(f"GPU {number} is not here")
+        elif gpu.compute_capability != then:
+            found.append(
+                f"built for compute capability {then or 'unknown'}, GPU {number} ({gpu.name}) has {gpu.compute_capability}"
+            )
+    return found
+
+
+def _version(*names: str, of: Callable[[str], str] = version) -> str | None:
+    for name in names:
+        try:
+            return of(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def _nvidia_smi() -> str:
+    try:
+        result = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_PROBE_LIMIT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return result.stdout if result.returncode == 0 else ""

@@ -1,0 +1,159 @@
+"""How much memory each GPU of a deployment needs, before anything is built. Pure arithmetic; every allowance is named here.
+
+Of one engine on one of its GPUs, in bytes:
+
+- *weights*: matrices split over ``tp_size`` ranks, the input table and the norms whole on each. FP8 halves the matrices of
+  attention and MLP; tables stay in ``dtype``.
+- *KV*: tokens x layers x 2 x KV heads of the rank x head size x bytes of ``kv_cache_dtype``.
+- *speculation*: TensorRT-LLM's decoder holds draft and target probabilities for every slot, [max_batch_size, max_draft_len + 1,
+  padded vocabulary] each (``DecoderState::reshapeSpeculativeDecodingBuffers``), in the type of the logits.
+- *draft logits*: one such tensor more, where the one-hot rows of a verification arrive; pinned host memory holds it again.
+- *logits*: what the engine puts out for every row of an iteration, and the samplers' workspace.
+- *workspace*: activations of ``max_num_tokens`` tokens, and a fixed allowance for the CUDA context, cuBLAS, NCCL and TensorRT.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lr_backend.build.gpu_spec import GpuDeployment, LlmapiEngineSpec, TrtllmEngineSpec
+from lr_backend.build.shapes import Source
+from lr_backend.engine import Role
+from lr_backend.errors import ConfigError
+
+GIB = 1024**3
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "fp8": 1}
+LOGITS_BYTES = 4
+"""Logits are float32 throughout (``lr_backend.contract.LOGITS_DTYPE``)."""
+FIXED_BYTES = GIB
+"""Of each engine on each of its GPUs: CUDA context, libraries, NCCL's buffers, TensorRT's own."""
+SAMPLER_COPIES = 3
+"""Float32 rows of the vocabulary that the samplers keep for each slot: probabilities, sorted, and scratch."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """One engine on one of its GPUs, in bytes. ``kv_tokens`` is the budget that ``kv_cache`` holds."""
+
+    role: Role
+    weights: int
+    kv_cache: int
+    kv_tokens: int
+    speculation: int
+    draft_logits: int
+    logits: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv_cache + self.speculation + self.draft_logits + self.logits + self.workspace
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """All that one GPU must hold. ``capacity`` and ``reserve`` in bytes."""
+
+    gpu: int
+    capacity: int
+    reserve: int
+    engines: tuple[EngineMemory, ...]
+
+    @property
+    def total(self) -> int:
+        return self.reserve + sum(engine.total for engine in self.engines)
+
+    @property
+    def fits(self) -> bool:
+        return self.total <= self.capacity
+
+    def sum_in_words(self) -> str:
+        parts = " + ".join(f"{engine.role} {gib(engine.total)}" for engine in self.engines)
+        return f"GPU {self.gpu}: {parts} + reserve {gib(self.reserve)} = {gib(self.total)} of {gib(self.capacity)}"
+
+
+def gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB"
+
+
+def padded_vocab(vocab_size: int, tp_size: int) -> int:
+    """Width of an engine's logits: the vocabulary, filled up to a multiple of its ranks."""
+    return -(-vocab_size // tp_size) * tp_size
+
+
+def estimate(spec: GpuDeployment, sources: Mapping[Role, Source]) -> tuple[GpuMemory, ...]:
+    """What each GPU must hold, for the roles in ``sources``."""
+    hardware = spec.hardware
+    capacity, reserve = int(hardware.gpu_memory_gib * GIB), int(hardware.reserve_gib * GIB)
+    gpus = []
+    for number in range(hardware.num_gpus):
+        roles = [role for role in spec.roles_on(number) if role in sources]
+        engines = tuple(engine_memory(role, spec.engine(role), sources[role], capacity - reserve) for role in roles)
+        gpus.append(GpuMemory(number, capacity, reserve, engines))
+    return tuple(gpus)
+
+
+def engine_memory(role: Role, engine: TrtllmEngineSpec | LlmapiEngineSpec, source: Source, available: int) -> EngineMemory:
+    """One engine on each of its GPUs. ``available`` bytes are its own where its KV budget is a fraction of what is left."""
+    tp, drafts = engine.tp_size, engine.num_drafts
+    row = padded_vocab(source.shape.vocab_size, tp) * LOGITS_BYTES
+    slots = engine.max_batch_size * (drafts + 1)
+    without_kv = EngineMemory(
+        role=role,
+        weights=_weights(engine, source),
+        kv_cache=0,
+        kv_tokens=0,
+        speculation=2 * slots * row if drafts else 0,
+        draft_logits=slots * row if drafts else 0,
+        logits=(slots + SAMPLER_COPIES * engine.max_batch_size) * row,
+        workspace=FIXED_BYTES + _activations(engine, source),
+    )
+    per_token = _kv_bytes_per_token(engine, source)
+    tokens = engine.max_tokens_in_paged_kv_cache
+    if tokens is None:
+        assert engine.kv_cache_free_gpu_mem_fraction is not None
+        free = max(0, available - without_kv.total)
+        tokens = int(free * engine.kv_cache_free_gpu_mem_fraction) // per_token
+    kept = {name: getattr(without_kv, name) for name in ("weights", "speculation", "draft_logits", "logits", "workspace")}
+    return EngineMemory(role=role, kv_cache=tokens * per_token, kv_tokens=tokens, **kept)
+
+
+def require_fit(spec: GpuDeployment, gpus: tuple[GpuMemory, ...]) -> None:
+    """Refuse what cannot fit.
+
+    Raises:
+        ConfigError: a GPU must hold more than it has, or a KV budget cannot hold one sequence; the sum is shown.
+    """
+    full = [gpu for gpu in gpus if not gpu.fits]
+    if full:
+        raise ConfigError(f"{spec.name} does not fit. " + "; ".join(gpu.sum_in_words() for gpu in full))
+    for gpu in gpus:
+        for engine in gpu.engines:
+            wanted = spec.engine(engine.role).max_seq_len
+            if engine.kv_tokens < wanted:
+                raise ConfigError(
+                    f"{spec.name} does not fit. {engine.role} has memory for {engine.kv_tokens} tokens of KV, less than one"
+                    f" sequence of max_seq_len = {wanted}. {gpu.sum_in_words()}"
+                )
+
+
+def _weights(engine: TrtllmEngineSpec | LlmapiEngineSpec, source: Source) -> int:
+    counts, plain = source.weights, DTYPE_BYTES[engine.dtype]
+    quantized = isinstance(engine, TrtllmEngineSpec) and engine.quantization == "fp8"
+    matrices = counts.linear * (DTYPE_BYTES["fp8"] if quantized else plain)
+    split = matrices + counts.head * plain
+    return -(-split // engine.tp_size) + (counts.embedding + counts.replicated) * plain
+
+
+def _kv_bytes_per_token(engine: TrtllmEngineSpec | LlmapiEngineSpec, source: Source) -> int:
+    shape = source.shape
+    heads = max(1, -(-shape.num_kv_heads // engine.tp_size))  # fewer heads than ranks are copied
+    size = DTYPE_BYTES[engine.dtype if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype]
+    return shape.num_layers * 2 * heads * shape.head_dim * size
+
+
+def _activations(engine: TrtllmEngineSpec | LlmapiEngineSpec, source: Source) -> int:
+    """The widest moment of a layer: residual, its norm, attention's rows, or the MLP's two halves and their product."""
+    shape, tp = source.shape, engine.tp_size
+    width = 4 * shape.hidden_size + -(-(shape.qkv_width + 3 * shape.intermediate_size) // tp)
+    return engine.max_num_tokens * width * DTYPE_BYTES[engine.dtype]

@@ -1,0 +1,59 @@
+"""What a build did, as a value that the command line prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.table import Table
+
+from lr_backend.build.base import DeploymentSpec
+from lr_backend.build.memory import EngineMemory, GpuMemory, gib
+from lr_backend.build.trtllm_commands import Step
+from lr_backend.engine import Role
+
+
+@dataclass(frozen=True, slots=True)
+class BuildReport:
+    """What a build did.
+
+    Attributes:
+        checked: what passed, one line each.
+        files: paths within ``output``; none were written in a dry run or where the repository was already up to date.
+        written: whether ``output`` was replaced.
+        steps: the commands that make the engines; empty for engines that are not compiled.
+        memory: what each GPU must hold; empty where there is none.
+        origins: where each model's sizes were learned.
+        waiting: what could not be checked or filled in yet, and for what it waits.
+    """
+
+    spec: DeploymentSpec
+    output: Path
+    checked: tuple[str, ...]
+    files: tuple[str, ...]
+    written: bool
+    steps: tuple[Step, ...] = ()
+    memory: tuple[GpuMemory, ...] = ()
+    origins: Mapping[Role, str] = field(default_factory=dict)
+    waiting: tuple[str, ...] = ()
+
+
+def memory_table(gpus: tuple[GpuMemory, ...]) -> Table:
+    """One row an engine and GPU, and one with the sum of each GPU."""
+    columns = ("", "weights", "KV", "KV tokens", "speculation", "draft logits", "logits", "workspace", "total")
+    table = Table(title="memory of each GPU", title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="left" if not name else "right", no_wrap=True)
+    for gpu in gpus:
+        for engine in gpu.engines:
+            table.add_row(f"GPU {gpu.gpu} {engine.role}", *_cells(engine))
+        blank = ("",) * 6
+        table.add_row(f"GPU {gpu.gpu} sum", *blank, f"reserve {gib(gpu.reserve)}", f"{gib(gpu.total)} of {gib(gpu.capacity)}")
+        table.add_section()
+    return table
+
+
+def _cells(engine: EngineMemory) -> tuple[str, ...]:
+    sizes = (engine.speculation, engine.draft_logits, engine.logits, engine.workspace, engine.total)
+    return gib(engine.weights), gib(engine.kv_cache), f"{engine.kv_tokens}", *map(gib, sizes)

@@ -1,0 +1,158 @@
+"""The sizes of a model that its memory follows from: from a checkpoint's ``config.json``, or for known models without one."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from lr_backend.build.checkpoints import ARCHITECTURES, read_header, weight_files
+from lr_backend.errors import CheckpointError
+
+KNOWN_MODELS = Path(__file__).with_name("known_models.toml")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Sizes of a dense decoder.
+
+    Attributes:
+        tied_embeddings: one table reads tokens in and out.
+        max_positions: longest sequence that the model was made for, in tokens.
+    """
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    tied_embeddings: bool
+    max_positions: int
+
+    @property
+    def qkv_width(self) -> int:
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class WeightCounts:
+    """Elements of a model's weights, by how tensor parallelism treats them.
+
+    Attributes:
+        linear: matrices of attention and MLP, with their biases: split over the ranks, and what FP8 quantizes.
+        embedding: the input table: on every rank.
+        head: the output matrix: split over the ranks. TensorRT-LLM keeps one of its own also where the checkpoint ties it.
+        replicated: norms: on every rank.
+    """
+
+    linear: int
+    embedding: int
+    head: int
+    replicated: int
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A model's shape and weights, and where they were learned.
+
+    Attributes:
+        origin: in words, for the table.
+        exact: the weights were counted in the checkpoint's files.
+    """
+
+    shape: ModelShape
+    weights: WeightCounts
+    origin: str
+    exact: bool
+
+
+def count_weights(shape: ModelShape) -> WeightCounts:
+    """What a checkpoint of this shape holds."""
+    hidden, queries = shape.hidden_size, shape.num_heads * shape.head_dim
+    layer = hidden * shape.qkv_width + queries * hidden + 3 * hidden * shape.intermediate_size
+    if shape.architecture == "Qwen2ForCausalLM":
+        layer += shape.qkv_width  # biases
+    norms = 2 * hidden + (2 * shape.head_dim if shape.architecture == "Qwen3ForCausalLM" else 0)
+    table = shape.vocab_size * hidden
+    return WeightCounts(shape.num_layers * layer, table, table, shape.num_layers * norms + hidden)
+
+
+def count_stored_weights(directory: Path) -> WeightCounts:
+    """What a checkpoint's files hold, from their headers.
+
+    Raises:
+        CheckpointError: a file is missing, no safetensors, or cut short.
+    """
+    sizes: dict[str, int] = {}
+    for path in weight_files(directory):
+        sizes |= {name: tensor.size for name, tensor in read_header(path).items()}
+    embedding = sizes.pop("model.embed_tokens.weight", 0)
+    head = sizes.pop("lm_head.weight", embedding)
+    replicated = sum(size for name, size in sizes.items() if "norm" in name)
+    return WeightCounts(sum(sizes.values()) - replicated, embedding, head, replicated)
+
+
+def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
+    """Read ``config.json``. ``name`` leads an error.
+
+    Raises:
+        CheckpointError: an architecture that cannot be built, or a size is missing.
+    """
+    names = config.get("architectures")
+    architecture = names[0] if isinstance(names, list) and names else None
+    if architecture not in ARCHITECTURES:
+        raise CheckpointError(f"{name}: architecture {architecture} is not one of {', '.join(ARCHITECTURES)}")
+    try:
+        heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
+        return ModelShape(
+            architecture=str(architecture),
+            num_layers=int(config["num_hidden_layers"]),
+            hidden_size=hidden,
+            num_heads=heads,
+            num_kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=int(config.get("head_dim") or hidden // heads),
+            intermediate_size=int(config["intermediate_size"]),
+            vocab_size=int(config["vocab_size"]),
+            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+            max_positions=int(config["max_position_embeddings"]),
+        )
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise CheckpointError(f"{name}: config.json: {error!r}") from error
+
+
+@cache
+def known_models() -> Mapping[str, ModelShape]:
+    """Shapes by name on the hub."""
+    tables = tomllib.loads(KNOWN_MODELS.read_text(encoding="utf-8"))
+    return {name: ModelShape(**table) for name, table in tables.items()}
+
+
+def find_source(checkpoint: Path, hub: str) -> Source:
+    """The best that is known of a model: the checkpoint's files, else its ``config.json``, else the known model ``hub``.
+
+    Raises:
+        CheckpointError: none of these is there, or what is there cannot be read.
+    """
+    path = checkpoint / "config.json"
+    if not path.is_file():
+        if hub not in known_models():
+            raise CheckpointError(f"{checkpoint} has no config.json, and {hub or 'no hub name'} is not a known model")
+        shape = known_models()[hub]
+        return Source(shape, count_weights(shape), f"known shape of {hub}", exact=False)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    shape = shape_from_config(config, str(checkpoint))
+    if any(checkpoint.glob("*.safetensors")):
+        return Source(shape, count_stored_weights(checkpoint), f"files of {checkpoint}", exact=True)
+    return Source(shape, count_weights(shape), f"config.json of {checkpoint}", exact=False)

@@ -1,0 +1,99 @@
+"""Specs of the runtime ``torch``: three checkpoints on the embedded engine, which needs no GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from lr_backend.build.base import DeploymentSpec, EngineSpec
+from lr_backend.engine import Role
+
+
+class TorchEngineSpec(EngineSpec):
+    """One role on the torch engine. Sizes are in tokens, except ``max_batch_size`` (sequences) and ``max_queue_size`` (requests).
+
+    Attributes:
+        weight_dtype: ``same`` as ``dtype``, ``float16``, ``int8`` or ``auto``: the fastest.
+        kernels: ``native``, the decoder in C; ``torch``; or ``auto``: the former where it can.
+        num_threads: threads that compute in this engine's process.
+        max_tokens_in_paged_kv_cache: KV budget of all sequences together.
+        kv_cache_free_mem_fraction: holds that budget within a share of the memory that is free once the model is loaded.
+        max_num_tokens: most tokens of one iteration; longer prompts are prefilled in chunks.
+        max_draft_len: most token drafts of one verification; 0 refuses drafts.
+        overlap_prefill: compute longer chunks of prompts on a second thread, while others decode. Native kernels only.
+        use_cuda_graphs: replay iterations that only decode as CUDA graphs; on a CPU it means nothing.
+    """
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: Literal["cpu", "cuda"] = "cpu"
+    weight_dtype: Literal["auto", "same", "float16", "int8"] = "same"
+    kernels: Literal["auto", "native", "torch"] = "auto"
+    num_threads: int = Field(ge=1, le=256)
+    max_tokens_in_paged_kv_cache: int = Field(ge=32)
+    kv_cache_free_mem_fraction: float | None = Field(default=None, gt=0, le=1)
+    max_batch_size: int = Field(ge=1, le=1024)
+    max_num_tokens: int = Field(ge=1)
+    max_queue_size: int = Field(ge=1)
+    max_draft_len: int = Field(default=0, ge=0)
+    enable_kv_cache_reuse: bool = True
+    overlap_prefill: bool = True
+    use_cuda_graphs: bool = True
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        least = self.max_batch_size + self.max_draft_len
+        if self.max_num_tokens < least:
+            raise ValueError(f"max_num_tokens must be at least max_batch_size + max_draft_len = {least}")
+        if self.max_tokens_in_paged_kv_cache < self.max_seq_len:
+            raise ValueError(f"max_tokens_in_paged_kv_cache must hold one sequence of max_seq_len = {self.max_seq_len}")
+        return self
+
+    @property
+    def num_drafts(self) -> int:
+        return self.max_draft_len
+
+    def parameters(self, model_dir: Path) -> dict[str, str]:
+        """With upstream's keys where upstream has one."""
+        fraction = self.kv_cache_free_mem_fraction
+        numbers = ("num_threads", "tokens_per_block", "max_batch_size", "max_num_tokens", "max_queue_size")
+        return {
+            "gpt_model_type": "inflight_fused_batching",
+            "gpt_model_path": str(model_dir),
+            "max_tokens_in_paged_kv_cache": str(self.max_tokens_in_paged_kv_cache),
+            "batch_scheduler_policy": "max_utilization",
+            "enable_kv_cache_reuse": str(self.enable_kv_cache_reuse).lower(),
+            "overlap_prefill": str(self.overlap_prefill).lower(),
+            "use_cuda_graphs": str(self.use_cuda_graphs).lower(),
+            "enable_chunked_context": "true",
+            "exclude_input_in_output": "true",
+            "max_beam_width": "1",
+            "FORCE_CPU_ONLY_INPUT_TENSORS": "yes",
+            "dtype": self.dtype,
+            "device": self.device,
+            "weight_dtype": self.weight_dtype,
+            "kernels": self.kernels,
+            **({} if fraction is None else {"kv_cache_free_gpu_mem_fraction": str(fraction)}),
+            **{name: str(getattr(self, name)) for name in (*numbers, "max_seq_len", "max_draft_len")},
+        }
+
+
+class TorchDeployment(DeploymentSpec):
+    """Three checkpoints on the torch engine."""
+
+    runtime: Literal["torch"]
+    target: TorchEngineSpec
+    draft: TorchEngineSpec
+    judge: TorchEngineSpec
+
+    def engine(self, role: Role) -> TorchEngineSpec:
+        engine: TorchEngineSpec = getattr(self, role.value)
+        return engine
+
+    @property
+    def accepts_all_drafts(self) -> bool:
+        return self.target.max_draft_len > 0
+
+
+TorchDeployment.register("torch")

@@ -1,0 +1,389 @@
+"""Building engines with upstream's tools faked: what is run, what is kept, where a failed build goes on, what is refused."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+import shutil
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from lr_backend.build import render
+from lr_backend.build.gpu_build import build_gpu_deployment
+from lr_backend.build.manifest import Platform, mismatches
+from lr_backend.build.report import BuildReport
+from lr_backend.build.repository import build_repository
+from lr_backend.build.runner import run_steps
+from lr_backend.build.spec import DeploymentSpec, GpuDeployment
+from lr_backend.build.trtllm_commands import Command, EngineDirs, Step
+from lr_backend.cli import app
+from lr_backend.config import LoopConfig
+from lr_backend.engine import Role
+from lr_backend.errors import BuildError, CheckpointError, ConfigError
+from tests.support.fake_trtllm import FakeTools, hopper, make_tools, write_gpu_spec
+
+EVERY_STEP = [(role, tool) for role in ("target", "draft", "judge") for tool in ("convert", "build")]
+
+
+@pytest.fixture
+def tools(tmp_path: Path) -> FakeTools:
+    return make_tools(tmp_path / "tools")
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> GpuDeployment:
+    return load(write_gpu_spec(tmp_path / "project"))
+
+
+def load(path: Path) -> GpuDeployment:
+    spec = DeploymentSpec.load(path)
+    assert isinstance(spec, GpuDeployment)
+    return spec
+
+
+def edited(spec: GpuDeployment, old: str, new: str) -> GpuDeployment:
+    text = spec.path.read_text()
+    assert old in text
+    spec.path.write_text(text.replace(old, new, 1))
+    return load(spec.path)
+
+
+def build(spec: GpuDeployment, tools: FakeTools, platform: Platform | None = None, **options: Any) -> BuildReport:
+    console = options.pop("console", Console(file=io.StringIO()))
+    here = platform or hopper()
+    return build_gpu_deployment(spec, tools=tools.chain, platform=lambda: here, console=console, **options)
+
+
+def ran(tools: FakeTools) -> list[tuple[str, str]]:
+    """(role, tool) of every call, read from the folder that it wrote to."""
+    return [(Path(flags["output_dir"]).parent.name, tool) for tool, flags, _, _ in tools.calls()]
+
+
+def manifest_of(report: BuildReport) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((report.output / "manifest.json").read_text())
+    return content
+
+
+def test_engines_are_built_role_by_role_and_the_repository_names_them(spec: GpuDeployment, tools: FakeTools) -> None:
+    said = io.StringIO()
+    report = build(spec, tools, command="as typed", console=Console(file=said, width=200))
+    assert ran(tools) == EVERY_STEP
+    assert report.written and report.output == spec.built_dir
+    assert sorted(path.name for path in spec.built_dir.parent.iterdir()) == ["small", "small.engines"]
+    assert {path.name for path in report.output.iterdir()} == {"target", "draft", "judge", "lookahead", "manifest.json"}
+    engine = spec.built_dir.with_name("small.engines") / "target" / "engine"
+    assert sorted(path.name for path in engine.iterdir()) == ["config.json", "rank0.engine", "rank1.engine"]
+    assert str(engine) in (report.output / "target" / "config.pbtxt").read_text()
+    assert "done target: convert" in said.getvalue() and "done judge: compile" in said.getvalue()
+    config = LoopConfig.load(report.output / "lookahead" / "1" / "lookahead.json")
+    assert (config.vocab_size, config.draft_logits) == (262, "one_hot"), "261 tokens, filled up for two ranks"
+
+
+def test_commands_run_on_the_roles_gpus_and_away_from_any_checkout(spec: GpuDeployment, tools: FakeTools) -> None:
+    build(spec, tools)
+    engines = spec.built_dir.with_name("small.engines")
+    seen = {Path(flags["output_dir"]).parent.name: (visible, folder) for _, flags, visible, folder in tools.calls()}
+    assert seen == {
+        "target": ("0,1", str(engines / "target")),
+        "draft": ("1", str(engines / "draft")),
+        "judge": ("1", str(engines / "judge")),
+    }
+
+
+def test_the_manifest_says_what_everything_came_from(spec: GpuDeployment, tools: FakeTools) -> None:
+    manifest = manifest_of(build(spec, tools, command="as typed"))
+    assert (manifest["spec"], manifest["command"], manifest["dry_run"]) == ("small", "as typed", False)
+    target = manifest["engines"]["target"]
+    assert target["built_with"]["tensorrt_llm"] == "1.2.1"
+    assert target["built_with"]["gpus"][0]["compute_capability"] == "9.0"
+    assert len(target["checkpoint"]["files"]["model.safetensors"]["sha256"]) == 64
+    assert [step["name"] for step in target["steps"]] == ["convert", "compile"]
+    assert "--speculative_decoding_mode draft_tokens_external --max_draft_len 8" in target["steps"][1]["command"]
+    assert all(step["duration_s"] >= 0 for step in target["steps"])
+    assert mismatches(manifest, hopper()) == ()
+
+
+def test_a_failed_step_names_its_log_and_a_resumed_build_goes_on_there(spec: GpuDeployment, tools: FakeTools) -> None:
+    tools.fail("build", status=7)
+    with pytest.raises(BuildError, match=r"target: compile ended with status 7 (?s:.*)CUDA out of memory") as caught:
+        build(spec, tools)
+    log = spec.built_dir.with_name("small.engines") / "target" / "logs" / "compile.log"
+    assert str(log) in caught.value.message and "--resume goes on here" in caught.value.message
+    assert log.read_text().startswith("CUDA_VISIBLE_DEVICES=0,1 ")
+    assert not spec.built_dir.exists(), "no repository over engines that are not there"
+
+    tools.mend("build")
+    build(spec, tools, resume=True)
+    assert ran(tools) == [("target", "convert"), ("target", "build"), ("target", "build"), *EVERY_STEP[2:]]
+    build(spec, tools, resume=True)
+    assert len(tools.calls()) == 7, "nothing was left to do"
+    build(spec, tools)
+    assert len(tools.calls()) == 13, "without --resume all is done anew"
+
+
+def test_a_changed_command_runs_again_with_all_that_follows(spec: GpuDeployment, tools: FakeTools) -> None:
+    build(spec, tools)
+    before = len(tools.calls())
+    changed = edited(spec, "max_batch_size = 4", "max_batch_size = 3")
+    build(changed, tools, resume=True)
+    assert ran(tools)[before:] == [("target", "build")], "the conversion does not depend on the batch"
+    changed = edited(changed, "[target]\n", '[target]\ndtype = "float16"\n')
+    build(changed, tools, resume=True)
+    assert ran(tools)[before + 1 :] == [("target", "convert"), ("target", "build")]
+
+
+def test_changed_weights_run_everything_of_their_role_again(spec: GpuDeployment, tools: FakeTools) -> None:
+    build(spec, tools)
+    before = len(tools.calls())
+    path = spec.checkpoint_dir(Role.DRAFT) / "generation_config.json"
+    path.write_text(path.read_text() + " ")
+    build(spec, tools, resume=True)
+    assert ran(tools)[before:] == [("draft", "convert"), ("draft", "build")]
+
+
+def test_a_lost_product_is_made_again(spec: GpuDeployment, tools: FakeTools) -> None:
+    build(spec, tools)
+    before = len(tools.calls())
+    engines = spec.built_dir.with_name("small.engines")
+    (engines / "judge" / "checkpoint" / "rank0.safetensors").unlink()
+    (engines / "target" / "state.json").write_text("{damaged")
+    build(spec, tools, resume=True)
+    assert ran(tools)[before:] == [("target", "convert"), ("target", "build"), ("judge", "convert"), ("judge", "build")]
+
+
+def test_a_command_that_leaves_out_a_file_has_failed(spec: GpuDeployment, tools: FakeTools) -> None:
+    tools.tell("short-build")
+    with pytest.raises(BuildError, match=r"target: compile wrote no rank1\.engine"):
+        build(spec, tools)
+
+
+def test_an_engine_that_is_not_what_was_asked_for_is_refused(spec: GpuDeployment, tools: FakeTools) -> None:
+    tools.tell("other-blocks")
+    with pytest.raises(BuildError, match=r"not what was asked for: build_config\.plugin_config\.tokens_per_block is 64, not 32"):
+        build(spec, tools)
+
+
+def test_a_tool_that_is_not_there_is_named(spec: GpuDeployment, tools: FakeTools) -> None:
+    Path(tools.chain.trtllm_build).unlink()
+    with pytest.raises(BuildError, match=r"target: compile cannot be started: .*trtllm-build: No such file"):
+        build(spec, tools)
+
+
+def test_fp8_goes_through_calibration(spec: GpuDeployment, tools: FakeTools) -> None:
+    changed = edited(spec, "[judge]\n", '[judge]\nquantization = "fp8"\nkv_cache_dtype = "fp8"\ncalib_size = 16\n')
+    build(changed, tools, role=Role.JUDGE)
+    assert [tool for tool, *_ in tools.calls()] == ["quantize", "build"]
+    assert tools.calls()[0][1]["qformat"] == "fp8" and tools.calls()[0][1]["calib_size"] == "16"
+
+
+def test_one_role_is_built_alone_and_the_others_stay(spec: GpuDeployment, tools: FakeTools) -> None:
+    build(spec, tools)
+    before = {path: path.read_text() for path in spec.built_dir.rglob("*") if path.is_file()}
+    shutil.rmtree(spec.checkpoint_dir(Role.TARGET))
+    changed = edited(spec, "[judge]\n", '[judge]\nhub = "Qwen/Qwen3-0.6B"\nbatch_scheduler_policy = "max_utilization"\n')
+    changed = edited(changed, "[target]\n", '[target]\nhub = "Qwen/Qwen3-0.6B"\n')
+    report = build(changed, tools, role=Role.JUDGE, resume=True)
+    assert report.files == ("judge/1/README", "judge/config.pbtxt")
+    after = {path: path.read_text() for path in spec.built_dir.rglob("*") if path.is_file()}
+    assert {path.parent.name for path in before if before[path] != after[path]} == {"judge", "small"}
+    assert set(manifest_of(report)["engines"]) == {"target", "draft", "judge"}
+
+
+@pytest.mark.parametrize(
+    ("platform", "said"),
+    [
+        (hopper(tensorrt_llm=None), "TensorRT-LLM 1.2.1 is not installed here"),
+        (hopper(tensorrt_llm="1.1.0"), "TensorRT-LLM 1.1.0 is installed here, the pinned version is 1.2.1"),
+        (hopper(1), "small wants 2 GPUs, here are 1"),
+        (hopper(capability="8.0"), "is for compute capability 9.0; GPU 0 .* has 8.0"),
+    ],
+)
+def test_a_machine_that_could_not_serve_the_engines_does_not_build_them(
+    spec: GpuDeployment, tools: FakeTools, platform: Platform, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        build(spec, tools, platform)
+    assert tools.calls() == []
+
+
+def serve_from(spec: GpuDeployment, tools: FakeTools, platform: Platform | None = None, **options: Any) -> BuildReport:
+    """What a server does before it starts."""
+    return build(spec, tools, platform, compile_engines=False, only_if_stale=True, **options)
+
+
+def test_a_server_renders_over_engines_that_are_there_and_only_then(spec: GpuDeployment, tools: FakeTools) -> None:
+    with pytest.raises(ConfigError, match=r"no engine at .*small\.engines/target: build it first"):
+        serve_from(spec, tools)
+    build(spec, tools)
+    shutil.rmtree(spec.built_dir)
+    assert serve_from(spec, tools).written
+    assert not serve_from(spec, tools).written
+    assert len(tools.calls()) == 6, "it compiles nothing"
+    changed = edited(spec, "max_num_tokens = 256", "max_num_tokens = 512")
+    with pytest.raises(ConfigError, match=r"target: small\.toml has changed since its engine was built"):
+        serve_from(changed, tools)
+
+
+@pytest.mark.parametrize(
+    ("platform", "said"),
+    [
+        (hopper(tensorrt_llm="1.2.0"), "target: built with tensorrt_llm 1.2.1, here is 1.2.0"),
+        (hopper(1), "target: GPU 1 is not here"),
+        (hopper(capability="10.0"), "target: built for compute capability 9.0"),
+    ],
+)
+def test_a_server_refuses_engines_of_another_machine(
+    spec: GpuDeployment, tools: FakeTools, platform: Platform, said: str
+) -> None:
+    build(spec, tools)
+    with pytest.raises(ConfigError, match=f"the engines cannot be served here: {said}"):
+        serve_from(spec, tools, platform)
+
+
+def test_the_serve_command_asks_this_machine(spec: GpuDeployment, tools: FakeTools, monkeypatch: pytest.MonkeyPatch) -> None:
+    build(spec, tools)
+    monkeypatch.setenv("PATH", "")  # no driver to ask
+    with pytest.raises(ConfigError, match=r"the engines cannot be served here: .*GPU 1 is not here"):
+        build_repository(spec, only_if_stale=True)
+
+
+def test_other_runtime_settings_need_no_new_engine(spec: GpuDeployment, tools: FakeTools) -> None:
+    build(spec, tools)
+    changed = edited(spec, "[target]\n", "[target]\ncancellation_check_period_ms = 5\n")
+    report = serve_from(changed, tools)
+    assert report.written
+    text = (report.output / "target" / "config.pbtxt").read_text()
+    assert 'key: "cancellation_check_period_ms" value: { string_value: "5" }' in text
+
+
+def test_a_dry_run_needs_nothing_and_says_what_it_waits_for(tmp_path: Path, tools: FakeTools) -> None:
+    spec = load(write_gpu_spec(tmp_path / "bare", checkpoints=False))
+    for role, hub in (("target", "Qwen/Qwen3-8B"), ("draft", "Qwen/Qwen3-0.6B"), ("judge", "Qwen/Qwen3-0.6B")):
+        spec = edited(spec, f"[{role}]\n", f'[{role}]\nhub = "{hub}"\n')
+    planned = build(spec, tools, dry_run=True)
+    assert not planned.written and not spec.built_dir.parent.exists()
+    assert planned.origins[Role.TARGET] == "known shape of Qwen/Qwen3-8B"
+    assert any("lookahead.json: names a tokenizer that is not there" in line for line in planned.waiting)
+
+    rendered = build(spec, tools, dry_run=True, output=tmp_path / "out")
+    assert rendered.written and tools.calls() == []
+    assert {path.name for path in tmp_path.joinpath("out").iterdir()} == {
+        "target",
+        "draft",
+        "judge",
+        "lookahead",
+        "manifest.json",
+    }
+    assert not (tmp_path / "out.engines").exists()
+    assert mismatches(manifest_of(rendered), hopper()) == ("the repository comes from a dry run: its engines were not built",)
+
+
+def test_a_dry_run_never_overwrites_a_real_repository(spec: GpuDeployment, tools: FakeTools) -> None:
+    report = build(spec, tools)
+    with pytest.raises(ConfigError, match="a dry run renders into another --output"):
+        build(spec, tools, dry_run=True, output=report.output)
+    assert mismatches(manifest_of(report), hopper()) == ()
+
+
+def test_a_checkpoint_that_is_there_is_checked_even_in_a_dry_run(spec: GpuDeployment, tools: FakeTools) -> None:
+    assert len(build(spec, tools, dry_run=True).checked) == 3
+    path = spec.checkpoint_dir(Role.DRAFT) / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["added_tokens"][-1]["content"] = "<other>"
+    path.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="target and draft must share a vocabulary"):
+        build(spec, tools, dry_run=True)
+
+
+def test_a_build_needs_its_checkpoints(tmp_path: Path, tools: FakeTools) -> None:
+    spec = load(write_gpu_spec(tmp_path / "bare", checkpoints=False))
+    with pytest.raises(CheckpointError, match=r"target: .* no config\.json"):
+        build(spec, tools, dry_run=True)
+    for role in Role:
+        spec = edited(spec, f"[{role}]\n", f'[{role}]\nhub = "Qwen/Qwen3-0.6B"\n')
+    with pytest.raises(CheckpointError, match=r"target: .*ck/target is not a folder"):
+        build(spec, tools)
+
+
+def test_a_role_on_the_llm_api_is_rendered_and_not_compiled(
+    spec: GpuDeployment, tools: FakeTools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    templates = tmp_path / "templates"
+    shutil.copytree(render.TEMPLATES, templates)
+    shutil.rmtree(templates / "llmapi", ignore_errors=True)
+    shutil.copytree(templates / "torch", templates / "llmapi")
+    monkeypatch.setattr(render, "TEMPLATES", templates)
+    changed = edited(spec, "[judge]\n", '[judge]\nruntime = "llmapi"\n')
+    report = build(changed, tools)
+    assert ran(tools) == EVERY_STEP[:4]
+    text = (report.output / "judge" / "config.pbtxt").read_text()
+    assert f'key: "gpt_model_path" value: {{ string_value: "{spec.checkpoint_dir(Role.JUDGE)}" }}' in text
+    assert 'backend: "python"' in text and 'key: "tp_size"' in text
+    assert set(manifest_of(report)["engines"]) == {"target", "draft"}
+
+
+def test_nothing_of_an_interrupted_build_goes_on(tmp_path: Path, tools: FakeTools) -> None:
+    """A step is ended with its whole process group when the build is."""
+    tools.tell("hang-convert")
+    dirs = EngineDirs(tmp_path / "target")
+    script = tools.chain.examples / "models/core/qwen/convert_checkpoint.py"
+    command = Command((tools.chain.python, str(script), "--output_dir", str(dirs.checkpoint), "--tp_size", "1"))
+    step = Step(Role.TARGET, "convert", command, dirs.checkpoint, ("config.json",))
+
+    def interrupt() -> None:
+        while not (tools.control / "pid").exists() or not (tools.control / "pid").read_text():
+            pass
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        run_steps((step,), dirs, {}, Console(file=io.StringIO()))
+    thread.join()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tools.control / "pid").read_text()), 0)
+
+
+def test_two_builds_never_work_in_one_folder(spec: GpuDeployment, tools: FakeTools) -> None:
+    folder = spec.built_dir.with_name("small.engines") / "target"
+    folder.mkdir(parents=True)
+    with (folder / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(BuildError, match=r"another build is at work in .*small\.engines/target"):
+            build(spec, tools)
+    assert tools.calls() == []
+    assert build(spec, tools).written
+
+
+def test_the_command_line_shows_memory_commands_and_what_waits(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["build", "--spec", "qwen3-32b", "--dry-run", "--output", str(tmp_path / "out")])
+    assert done.exit_code == 0, done.output
+    assert "weights" in done.output and "GPU 3 judge" in done.output
+    assert "trtllm-build --checkpoint_dir" in done.output
+    assert "--speculative_decoding_mode draft_tokens_external --max_draft_len 10" in done.output
+    assert "waits target: files and hashes" in done.output
+    assert (tmp_path / "out" / "target" / "config.pbtxt").is_file()
+
+
+def test_the_command_line_fails_with_the_end_of_the_log(
+    tmp_path: Path, tools: FakeTools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = load(write_gpu_spec(tmp_path / "project"))
+    tools.fail("convert")
+    monkeypatch.setenv("PATH", f"{Path(tools.chain.trtllm_build).parent}:{os.environ['PATH']}")
+    monkeypatch.setattr(
+        "lr_backend.cli.build_gpu_deployment", lambda *given, **named: build_gpu_deployment(*given, **named, platform=hopper)
+    )
+    failed = CliRunner().invoke(app, ["build", "--spec", str(spec.path), "--examples", str(tools.chain.examples)])
+    assert failed.exit_code == 1
+    assert failed.output.index("GPU 1 judge") < failed.output.index("error: "), "the plan is shown before anything is run"
+    assert "error: target: convert ended with status 3" in failed.output
+    assert "CUDA out of memory" in failed.output

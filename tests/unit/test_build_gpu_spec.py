@@ -1,0 +1,127 @@
+"""Deployments on GPUs: what is read, where engines are placed, and what is refused with a reason."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lr_backend.build.placement import Placement
+from lr_backend.build.spec import PACKAGE_ROOT, DeploymentSpec, GpuDeployment, LlmapiEngineSpec, TrtllmEngineSpec
+from lr_backend.engine import Role
+from lr_backend.errors import ConfigError
+from tests.support.fake_trtllm import write_gpu_spec
+
+
+@pytest.fixture
+def spec_path(tmp_path: Path) -> Path:
+    return write_gpu_spec(tmp_path, checkpoints=False)
+
+
+def load(path: Path, *edits: tuple[str, str]) -> GpuDeployment:
+    text = path.read_text()
+    for old, new in edits:
+        assert old in text
+        text = text.replace(old, new, 1)
+    path.write_text(text)
+    spec = DeploymentSpec.load(path)
+    assert isinstance(spec, GpuDeployment)
+    return spec
+
+
+def test_every_role_says_where_it_runs(spec_path: Path) -> None:
+    assert load(spec_path).placements == (
+        Placement(Role.TARGET, "tensorrtllm", 2, (0, 1)),
+        Placement(Role.DRAFT, "tensorrtllm", 1, (1,)),
+        Placement(Role.JUDGE, "tensorrtllm", 1, (1,)),
+    )
+
+
+def test_a_role_may_have_another_runtime(spec_path: Path) -> None:
+    spec = load(spec_path, ("[judge]\n", '[judge]\nruntime = "llmapi"\nuse_cuda_graphs = false\n'))
+    assert isinstance(spec.target, TrtllmEngineSpec)
+    assert isinstance(spec.judge, LlmapiEngineSpec)
+    assert [spec.template(role) for role in Role] == ["tensorrtllm", "tensorrtllm", "llmapi"]
+    assert spec.placements[2].runtime == "llmapi"
+    parameters = spec.judge.parameters(Path("/ck/judge"))
+    assert (parameters["gpt_model_path"], parameters["use_cuda_graphs"], parameters["tp_size"]) == ("/ck/judge", "false", "1")
+
+
+def test_a_deployment_of_the_llm_api_takes_no_token_drafts(spec_path: Path) -> None:
+    edits = (
+        ('runtime = "tensorrtllm"', 'runtime = "llmapi"'),
+        ("max_draft_len = 8\n\n[draft]", "\n[draft]"),
+        ("max_draft_len = 8", "max_draft_len = 0"),
+    )
+    spec = load(spec_path, *edits)
+    assert spec.loop_config().limits.max_draft_len == 0
+    assert {placement.runtime for placement in spec.placements} == {"llmapi"}
+
+
+def test_token_drafts_go_one_hot_unless_the_spec_says_off(spec_path: Path) -> None:
+    assert load(spec_path).loop_config().draft_logits == "one_hot"
+    spec = load(spec_path, ("[lookahead.limits]", '[lookahead]\ndraft_logits = "off"\n[lookahead.limits]'))
+    assert spec.loop_config().draft_logits == "off"
+    assert not spec.loop_config().accepts_all_drafts
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("[target]\n", "[target]\nnum_threads = 1\n", "target.num_threads: Extra inputs are not permitted"),
+        ("[target]\n", '[target]\nruntime = "torch"\n', "target: Input tag 'torch'"),
+        ("[judge]\n", '[judge]\nruntime = "llmapi"\nquantization = "fp8"\n', "judge.quantization: Extra inputs"),
+        ("[hardware]\n", "[hardware]\ncolour = 1\n", "hardware.colour"),
+        ('compute_capability = "9.0"', 'compute_capability = "sm_90"', "hardware.compute_capability"),
+        ('compute_capability = "9.0"', 'compute_capability = "7.5"', "needs compute capability 8.0, not 7.5"),
+        ("gpu_device_ids = [0, 1]", "gpu_device_ids = [0]", "must name tp_size = 2 different GPUs"),
+        ("gpu_device_ids = [0, 1]", "gpu_device_ids = [1, 1]", "must name tp_size = 2 different GPUs"),
+        ("gpu_device_ids = [0, 1]", "gpu_device_ids = [1, 2]", "target.gpu_device_ids=[1, 2]: there are 2 GPUs"),
+        ("tokens_per_block = 32", "tokens_per_block = 48", "power of two"),
+        ("max_tokens_in_paged_kv_cache = 4096", "", "give one of max_tokens_in_paged_kv_cache and"),
+        (
+            "max_tokens_in_paged_kv_cache = 4096",
+            "max_tokens_in_paged_kv_cache = 4096\nkv_cache_free_gpu_mem_fraction = 0.9",
+            "give one of max_tokens_in_paged_kv_cache and",
+        ),
+        (
+            "max_tokens_in_paged_kv_cache = 4096",
+            "kv_cache_free_gpu_mem_fraction = 0.9",
+            "target shares a GPU, where a kv_cache_free_gpu_mem_fraction depends on who loads first",
+        ),
+        ("max_tokens_in_paged_kv_cache = 4096", "max_tokens_in_paged_kv_cache = 1023", "must hold one sequence"),
+        ("max_num_tokens = 256", "max_num_tokens = 35", "at least max_batch_size x (max_draft_len + 1) = 36"),
+        ("max_num_tokens = 256", "max_num_tokens = 4097", "beyond max_batch_size x max_seq_len is never used"),
+        ("max_num_tokens = 256", "max_num_tokens = 256\nenable_chunked_context = false", "a prompt must fit max_num_tokens"),
+        ("max_draft_len = 8", "max_draft_len = 8\nenable_kv_cache_reuse = false", "needs enable_kv_cache_reuse"),
+        ("max_draft_len = 8", 'max_draft_len = 8\nkv_cache_dtype = "fp8"', "kv_cache_dtype fp8 needs its scales"),
+        ("[draft]\n", "[draft]\nmax_draft_len = 4\n", "draft.max_draft_len must be 0"),
+        ("max_seq_len = 1024", "max_seq_len = 519", "must hold the longest answer and its last drafts: 520"),
+        ("max_seq_len = 1024", "max_seq_len = 511", "limits.max_prompt_tokens + limits.max_tokens = 512"),
+        ("[lookahead.limits]", '[lookahead]\ndraft_logits = "none"\n[lookahead.limits]', "would sample with a bias"),
+        ("[lookahead.limits]", '[lookahead.defaults]\nverifier = "likelihood"\n[lookahead.limits]', "tensorrtllm cannot"),
+        ("max_draft_len = 8\n\n[draft]", "max_draft_len = 7\n\n[draft]", "must equal target.max_draft_len = 7"),
+    ],
+)
+def test_mistakes_are_named(spec_path: Path, old: str, new: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)) as caught:
+        load(spec_path, (old, new))
+    assert "\n" not in caught.value.message
+
+
+def test_fp8_needs_a_card_that_has_it(spec_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"target with fp8 needs compute capability 8\.9, not 8\.0"):
+        load(
+            spec_path,
+            ('compute_capability = "9.0"', 'compute_capability = "8.0"'),
+            ("[target]\n", '[target]\nquantization = "fp8"\n'),
+        )
+
+
+@pytest.mark.parametrize("name", ["qwen3-32b", "qwen3-32b-1gpu", "r1-distill-32b", "qwen3-8b-24gb"])
+def test_every_key_of_a_deployment_says_why(name: str) -> None:
+    lines = (PACKAGE_ROOT / "engines" / f"{name}.toml").read_text().splitlines()
+    keys = [line for line in lines if re.match(r"\w+ = ", line)]
+    assert {line for line in keys if "#" not in line and not line.startswith("checkpoint = ")} == set()
+    assert all(len(line) <= 130 for line in lines)
