@@ -3,8 +3,8 @@
     python -m bench.budget
 
 For every budget M three ways to spend it run on the demo models through a real Triton: all on tokens (``sd``), all on steps
-(``lr``), and the best of those between by the formulas (:mod:`lr_backend.plan.budget`), with rates measured here. Token drafts are
-the draft model's, so that the formula's acceptance and cost are a model's and not a text's. All answer the same problems as
+(``lr``), and the best of those between by the formulas (:mod:`lr_backend.plan.budget`), with rates measured here. Token drafts
+are the draft model's, so that the formula's acceptance and cost are a model's and not a text's. All answer the same problems as
 ``ar``, in turns.
 """
 
