@@ -46,8 +46,8 @@ class Limits(BaseModel):
     max_width: int = Field(default=4, ge=1, le=8)
     max_step_tokens: int = Field(default=128, ge=4)
     """A step is cut here: the bound for text without a delimiter."""
-    max_draft_len: int = Field(default=16, ge=1)
-    """Most token drafts in one verification: the target engine's ``max_draft_len``."""
+    max_draft_len: int = Field(default=16, ge=0)
+    """Most token drafts in one verification: the target engine's ``max_draft_len``. 0: none are sent, in whatever mode."""
     max_in_flight_requests: int = Field(default=64, ge=1)
     """Admission limit; the next request is refused at once."""
     max_in_flight_calls: int = Field(default=120, ge=1)
