@@ -1,11 +1,15 @@
 """Runs one server process and leaves nothing of it behind, whatever dies first.
 
-Started by the launcher as ``python -I -S guard.py LIFELINE_FD DRAIN_S SHM_PREFIX -- COMMAND...``; standard library only. It
-prints the server's process id, which is also its process group, and then waits for one of:
+Started by the launcher as ``python -I -S guard.py LIFELINE_FD DRAIN_S SHM_PREFIX DRAINED -- COMMAND...``; standard library only. It
+prints the command's process id, which is also its process group, and then waits for one of:
 
 - the server ended, by itself or killed: what it left running is killed (Python backend stubs outlive their server);
 - SIGTERM or SIGINT, or the lifeline closed because the launcher's process died: the server gets SIGTERM and ``DRAIN_S``
   seconds, then SIGKILL with all it started. SIGQUIT does that at once.
+
+DRAINED is the name of the program that is asked to end, where the command is not it but starts it: ``mpirun``, asked itself, would kill
+its job a second later, and gives each of its processes a group of its own. Empty: the command itself. What is killed is everything
+that came from the command, wherever it went: as subreaper this process inherits what its parents leave behind.
 
 Last it removes the shared memory whose name starts with the prefix, and exits as the server did. A lifeline instead of
 a death signal from the launcher, because that signal fires when the launching *thread* ends; only this process, which
@@ -74,6 +78,36 @@ def _kill_orphans() -> None:
             return
 
 
+def _descendants(pid: int) -> list[int]:
+    """Every process below ``pid``, oldest generation first."""
+    found, generation = [], [pid]
+    while generation:
+        files = [path for each in generation for path in Path(f"/proc/{each}/task").glob("*/children")]
+        generation = [int(child) for path in files for child in _text(path).split()]
+        found += generation
+    return found
+
+
+def _text(path: Path) -> str:
+    """Content of a file of /proc; empty where its process has just ended."""
+    try:
+        return path.read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _runs(pid: int, name: str) -> bool:
+    """Whether a process is this program, or a script of this name."""
+    return name in {part.rsplit("/", 1)[-1] for part in _text(Path(f"/proc/{pid}/cmdline")).split("\0")[:2]}
+
+
+def _ask_to_end(server: subprocess.Popen[bytes], drained: str) -> None:
+    """SIGTERM to the first of the drained program's processes, which tells its own others; where there is none, to the command."""
+    programs = [pid for pid in _descendants(os.getpid()) if drained and _runs(pid, drained)]
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(min(programs, default=server.pid), signal.SIGTERM)
+
+
 def _drain(server_fd: int, signals: int, seconds: float) -> bool:
     """Wait for the server to end. False: it did not in time, or SIGQUIT asked to stop waiting."""
     deadline = time.monotonic() + seconds
@@ -86,7 +120,8 @@ def _drain(server_fd: int, signals: int, seconds: float) -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    lifeline, drain_s, prefix, command = int(arguments[0]), float(arguments[1]), arguments[2], arguments[4:]
+    lifeline, drain_s, command = int(arguments[0]), float(arguments[1]), arguments[5:]
+    prefix, drained = arguments[2:4]
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     signals, wakeup = os.pipe()
     os.set_blocking(wakeup, False)
@@ -104,7 +139,7 @@ def main(arguments: list[str]) -> int:
     killed = False
     ready, _, _ = select.select([server_fd, lifeline, signals], [], [])
     if server_fd not in ready:
-        server.send_signal(signal.SIGTERM)
+        _ask_to_end(server, drained)
         killed = not _drain(server_fd, signals, drain_s)
     kill_group(server.pid)
     code = server.wait()
