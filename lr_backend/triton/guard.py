@@ -3,7 +3,8 @@
 Started by the launcher as ``python -I -S guard.py LIFELINE_FD DRAIN_S SHM_PREFIX DRAINED -- COMMAND...``; standard library only. It
 prints the command's process id, which is also its process group, and then waits for one of:
 
-- the server ended, by itself or killed: what it left running is killed (Python backend stubs outlive their server);
+- the server ended, by itself or killed: what it left running is killed (Python backend stubs outlive their server, and ``mpirun``
+  waits for them);
 - SIGTERM or SIGINT, or the lifeline closed because the launcher's process died: the server gets SIGTERM and ``DRAIN_S``
   seconds, then SIGKILL with all it started. SIGQUIT does that at once.
 
@@ -30,6 +31,9 @@ from pathlib import Path
 
 SHM_DIR = Path("/dev/shm")
 KILLED_BY_GUARD = 137
+LOOK_S = 0.2
+LAUNCHER_GRACE_S = 3.0
+"""For what started the server to end once the server has; then it is killed with what it waits for."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -101,19 +105,42 @@ def _runs(pid: int, name: str) -> bool:
     return name in {part.rsplit("/", 1)[-1] for part in _text(Path(f"/proc/{pid}/cmdline")).split("\0")[:2]}
 
 
-def _ask_to_end(server: subprocess.Popen[bytes], drained: str) -> None:
-    """SIGTERM to the first of the drained program's processes, which tells its own others; where there is none, to the command."""
-    programs = [pid for pid in _descendants(os.getpid()) if drained and _runs(pid, drained)]
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(min(programs, default=server.pid), signal.SIGTERM)
+class _Program:
+    """The process that is asked to end and whose end is the end: the command itself, or the program behind it once it runs."""
+
+    def __init__(self, command: subprocess.Popen[bytes], name: str) -> None:
+        self._name = name
+        self.pid, self.fd = command.pid, os.pidfd_open(command.pid)
+        self.found = not name
+
+    def look(self) -> None:
+        """Find the program, the first of its name: it tells its own others."""
+        pids = [] if self.found else [pid for pid in _descendants(os.getpid()) if _runs(pid, self._name)]
+        with contextlib.suppress(ProcessLookupError):
+            if pids:
+                self.fd = os.pidfd_open(min(pids))
+                self.pid, self.found = min(pids), True
+
+    def ask_to_end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGTERM)
 
 
-def _drain(server_fd: int, signals: int, seconds: float) -> bool:
-    """Wait for the server to end. False: it did not in time, or SIGQUIT asked to stop waiting."""
+def _wait(program: _Program, command_fd: int, others: list[int]) -> list[int]:
+    """Wait for the program or the command to end, or for one of the others; what of these is ready."""
+    while True:
+        program.look()
+        ready, _, _ = select.select([program.fd, command_fd, *others], [], [], None if program.found else LOOK_S)
+        if ready:
+            return ready
+
+
+def _drain(asked: int, signals: int, seconds: float) -> bool:
+    """Wait for the process that was asked to end. False: it did not in time, or SIGQUIT asked to stop waiting."""
     deadline = time.monotonic() + seconds
     while True:
-        ready, _, _ = select.select([server_fd, signals], [], [], max(0.0, deadline - time.monotonic()))
-        if server_fd in ready:
+        ready, _, _ = select.select([asked, signals], [], [], max(0.0, deadline - time.monotonic()))
+        if asked in ready:
             return True
         if not ready or signal.SIGQUIT in os.read(signals, 64):
             return False
@@ -135,18 +162,22 @@ def main(arguments: list[str]) -> int:
         return 126
     sys.stdout.write(f"{server.pid}\n")
     sys.stdout.close()
-    server_fd = os.pidfd_open(server.pid)
-    killed = False
-    ready, _, _ = select.select([server_fd, lifeline, signals], [], [])
-    if server_fd not in ready:
-        _ask_to_end(server, drained)
-        killed = not _drain(server_fd, signals, drain_s)
+    program, command_fd = _Program(server, drained), os.pidfd_open(server.pid)
+    ready = _wait(program, command_fd, [lifeline, signals])
+    asked = program.fd not in ready and command_fd not in ready
+    ended = True
+    if asked:
+        program.look()
+        program.ask_to_end()
+        ended = _drain(program.fd, signals, drain_s)
+    # mpirun waits for as long as anything holds its pipes, be it a stub that the server has left behind.
+    in_time = ended and bool(select.select([command_fd], [], [], LAUNCHER_GRACE_S)[0])
     kill_group(server.pid)
     code = server.wait()
     _kill_orphans()
     remove_shared_memory(prefix)
-    if killed:
-        return KILLED_BY_GUARD
+    if not in_time:
+        return 0 if asked and ended else KILLED_BY_GUARD
     return code if code >= 0 else 128 - code
 
 
