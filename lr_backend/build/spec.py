@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
 
+from lr_backend.build.placement import Placement
 from lr_backend.config import CANCEL_RESERVE, LoopConfig
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError, InvalidRequest
@@ -139,6 +140,11 @@ class DeploymentSpec(_Section):
     def built_dir(self) -> Path:
         """Where this spec's repository is rendered unless a caller says otherwise."""
         return self.root / "engines" / "built" / self.name
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """Which engines have GPUs to themselves; none on the torch engine."""
+        return ()
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> DeploymentSpec:
