@@ -40,8 +40,8 @@ class LlmApiConfig:
         enable_chunked_context: prefill longer prompts in pieces of ``max_num_tokens``.
         use_cuda_graphs: replay iterations that only decode.
         sampler: upstream's ``sampler_type``. Up to 1.2 only ``TRTLLMSampler`` heeds a request's seed.
-        max_engine_stop_ids: single stop tokens that are handed to the engine. It compares each with every token that it writes, one
-            by one, on the thread that drives the GPU; more of them are found on the stream here instead, at a token or two of
+        max_engine_stop_ids: single stop tokens that are handed to the engine. It compares each with every token that it writes,
+            one by one, on the thread that drives the GPU; more of them are found on the stream here instead, at a token or two of
             waste a call.
         cancellation_grace_ms: how long a cancelled request is waited for; then it is answered with what is there.
         exclude_input_in_output: what holds for requests that do not say.
@@ -114,8 +114,8 @@ class LlmApiConfig:
         found = checkpoint_quantization(self.checkpoint_dir)
         if self.quantization != CHECKPOINT and self.quantization.lower() != found.lower():
             raise ConfigError(
-                f"quantization={self.quantization!r}: the checkpoint is {found!r}, and the LLM API quantizes nothing by itself; give it "
-                "a checkpoint that is (for example by NVIDIA's Model Optimizer)"
+                f"quantization={self.quantization!r}: the checkpoint is {found!r}, and the LLM API quantizes nothing by itself; "
+                "give it a checkpoint that is (for example by NVIDIA's Model Optimizer)"
             )
 
 

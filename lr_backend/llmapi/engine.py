@@ -1,8 +1,8 @@
 """The LLM API as an engine: requests in from any thread, each answered exactly once.
 
-An event loop on a thread of its own drives every request as a stream of upstream's, cuts it where the contract ends it, and aborts what
-the engine would still write. One object of upstream's, one loop: ``generate_async`` ties a request's queue to the loop
-that it is called in.
+An event loop on a thread of its own drives every request as a stream of upstream's, cuts it where the contract ends it, and
+aborts what the engine would still write. One object of upstream's, one loop: ``generate_async`` ties a request's queue to the
+loop that it is called in.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Environment of the process that holds one LLM API engine. To be set before ``tensorrt_llm`` is imported.
 
 CUDA opens its devices at the import of torch and hands them down to spawned ranks, so which GPUs an engine has is decided by
-``CUDA_VISIBLE_DEVICES`` before that. And a server under ``mpirun`` leaves its own MPI job in the environment: an engine that starts
-ranks of its own would take them for part of it. (Both from upstream's ``triton_backend/all_models/llmapi``.)
+``CUDA_VISIBLE_DEVICES`` before that. And a server under ``mpirun`` leaves its own MPI job in the environment: an engine that
+starts ranks of its own would take them for part of it. (Both from upstream's ``triton_backend/all_models/llmapi``.)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What upstream's ``CompletionOutput`` says beyond token ids. Field names as of 1.2; what a version leaves out is absent, not guessed."""
+"""What upstream's ``CompletionOutput`` says beyond token ids. Field names as of 1.2; what a version leaves out is not guessed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def log_probs_of(completion: Any, tokens: Sequence[int]) -> tuple[float, ...]:
     """
     found = []
     for token, entry in zip(tokens, completion.logprobs or (), strict=False):
-        value = entry.get(token) if isinstance(entry, dict) else entry
+        value: Any = entry.get(token) if isinstance(entry, dict) else entry
         if value is None:
             break
         # Rounding can lift the logarithm of a sure thing above 0.

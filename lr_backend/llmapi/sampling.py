@@ -4,12 +4,12 @@ What upstream was found to do (``sampling_params.py``, ``llmapi/llm.py``, ``exec
 as of 1.2 and of main in August 2026):
 
 - **Token drafts** cannot come with a request. ``generate_async`` and ``SamplingParams`` have no field for them (the early
-  ``external_draft_tokens_config`` is gone); the ``draft_tokens`` of ``DisaggregatedParams`` belong to a context server's KV cache.
-  ``UserProvidedDecodingConfig(drafter=...)`` takes one object per engine: its ``prepare_draft_tokens`` runs in the executor's
-  process, sees upstream's own ``LlmRequest`` objects in their generation phase, and nothing that a caller could have laid beside
-  one. So ``draft_input_ids`` is refused by name and a deployment says ``max_draft_len = 0``.
-- **Stop words** are token ids one by one (``stop_token_ids``) or strings that the tokenizer turns into ids of its own choice. Words of
-  several ids have no public way in, and ``min_tokens`` only holds back the end id, not them. So every word is matched
+  ``external_draft_tokens_config`` is gone); the ``draft_tokens`` of ``DisaggregatedParams`` belong to a context server's KV
+  cache. ``UserProvidedDecodingConfig(drafter=...)`` takes one object per engine: its ``prepare_draft_tokens`` runs in the
+  executor's process, sees upstream's own ``LlmRequest`` objects in their generation phase, and nothing that a caller could have
+  laid beside one. So ``draft_input_ids`` is refused by name and a deployment says ``max_draft_len = 0``.
+- **Stop words** are token ids one by one (``stop_token_ids``) or strings that the tokenizer turns into ids of its own choice.
+  Words of several ids have no public way in, and ``min_tokens`` only holds back the end id, not them. So every word is matched
   on the stream, by :func:`lr_backend.torch_engine.limits.cut_at_end` as in the torch engine; the engine gets the single ids
   as well where that is exact, so that it stops by itself.
 - **The end id** is emitted by the PyTorch flow. It is asked to ignore it (``ignore_eos``) and gets it as a stop id.
@@ -85,7 +85,7 @@ def engine_stop_ids(request: EngineRequest, config: LlmApiConfig) -> list[int]:
 
 
 def num_log_probs(request: EngineRequest) -> int:
-    """How many candidates to ask for, so that the drawn token is one of them; more than :data:`MAX_LOG_PROBS` where none suffices."""
+    """Candidates to ask for, so that the drawn token is one of them; more than :data:`MAX_LOG_PROBS` where no number suffices."""
     if request.sampling.greedy:
         return 1
     return request.sampling.top_k or MAX_LOG_PROBS + 1

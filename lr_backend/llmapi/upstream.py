@@ -52,7 +52,9 @@ def llm_arguments(config: LlmApiConfig, upstream: Upstream) -> dict[str, Any]:
     }
     if config.max_tokens_in_paged_kv_cache is not None:
         kv_cache["max_tokens"] = config.max_tokens_in_paged_kv_cache
-    graphs = upstream.CudaGraphConfig(max_batch_size=config.max_batch_size, enable_padding=True) if config.use_cuda_graphs else None
+    graphs = (
+        upstream.CudaGraphConfig(max_batch_size=config.max_batch_size, enable_padding=True) if config.use_cuda_graphs else None
+    )
     return {
         "model": str(config.checkpoint_dir),
         "skip_tokenizer_init": True,

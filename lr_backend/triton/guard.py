@@ -1,16 +1,16 @@
 """Runs one server process and leaves nothing of it behind, whatever dies first.
 
-Started by the launcher as ``python -I -S guard.py LIFELINE_FD DRAIN_S SHM_PREFIX DRAINED -- COMMAND...``; standard library only. It
-prints the command's process id, which is also its process group, and then waits for one of:
+Started by the launcher as ``python -I -S guard.py LIFELINE_FD DRAIN_S SHM_PREFIX DRAINED -- COMMAND...``; standard library only.
+It prints the command's process id, which is also its process group, and then waits for one of:
 
 - the server ended, by itself or killed: what it left running is killed (Python backend stubs outlive their server, and ``mpirun``
   waits for them);
 - SIGTERM or SIGINT, or the lifeline closed because the launcher's process died: the server gets SIGTERM and ``DRAIN_S``
   seconds, then SIGKILL with all it started. SIGQUIT does that at once.
 
-DRAINED is the name of the program that is asked to end, where the command is not it but starts it: ``mpirun``, asked itself, would kill
-its job a second later, and gives each of its processes a group of its own. Empty: the command itself. What is killed is everything
-that came from the command, wherever it went: as subreaper this process inherits what its parents leave behind.
+DRAINED is the name of the program that is asked to end, where the command is not it but starts it: ``mpirun``, asked itself,
+would kill its job a second later, and gives each of its processes a group of its own. Empty: the command itself. What is killed
+is everything that came from the command, wherever it went: as subreaper this process inherits what its parents leave behind.
 
 Last it removes the shared memory whose name starts with the prefix, and exits as the server did. A lifeline instead of
 a death signal from the launcher, because that signal fires when the launching *thread* ends; only this process, which

@@ -2,17 +2,17 @@
 
 Compiled engines talk MPI, and one server may hold them in two ways:
 
-- **leader**: ``mpirun`` starts one tritonserver a rank; rank 0 serves, the others load only the engine and wait inside it. Every rank
-  belongs to the same engine, so this is for *one* compiled engine, of whatever TP size. No extra hop; upstream recommends it there
-  (NVIDIA/TensorRT-LLM issue 1608).
-- **orchestrator**: one tritonserver, in which each engine's leader and ranks are processes of their own, started by MPI_Comm_spawn
-  (``trtllmExecutorWorker``). The way upstream documents for *several* engines, TP or not; one node only. A deployment of target,
-  draft and judge is this. Spawned ranks share GPUs with a server that must not touch them first: hence no pinned pool, no peer access,
-  no CUDA pools in it (``triton_backend/scripts/launch_triton_server.py --multi-model``).
+- **leader**: ``mpirun`` starts one tritonserver a rank; rank 0 serves, the others load only the engine and wait inside it. Every
+  rank belongs to the same engine, so this is for *one* compiled engine, of whatever TP size. No extra hop; upstream recommends
+  it there (NVIDIA/TensorRT-LLM issue 1608).
+- **orchestrator**: one tritonserver, in which each engine's leader and ranks are processes of their own, started by
+  MPI_Comm_spawn (``trtllmExecutorWorker``). The way upstream documents for *several* engines, TP or not; one node only. A
+  deployment of target, draft and judge is this. Spawned ranks share GPUs with a server that must not touch them first: hence no
+  pinned pool, no peer access, no CUDA pools in it (``triton_backend/scripts/launch_triton_server.py --multi-model``).
 
-``mpirun -n 1`` stands before the server in both, as in upstream's script. MPI could start as a singleton, but then each spawn starts
-a daemon of its own, and upstream tests the other way. Its default would bind a job of one or two processes, all threads, to one core
-each (``mpirun(1)``), with the step loop on the same one: ``--bind-to none``.
+``mpirun -n 1`` stands before the server in both, as in upstream's script. MPI could start as a singleton, but then each spawn
+starts a daemon of its own, and upstream tests the other way. Its default would bind a job of one or two processes, all threads,
+to one core each (``mpirun(1)``), with the step loop on the same one: ``--bind-to none``.
 
 Engines of the LLM API start their own ranks from their own process and need neither mode, and no ``mpirun``.
 """
@@ -73,8 +73,9 @@ def launch_plan(placements: Sequence[Placement], *, num_gpus: int | None = None,
     """
     compiled = [each for each in placements if each.runtime == COMPILED]
     on_gpus = [each for each in placements if each.runtime in (COMPILED, LLM_API)]
-    # Off by default since 26.04; said anyway, since the default has changed once. 24.10, which the torch engine runs on, has no such option.
-    arguments = ("--allow-client-shm=false",) if on_gpus else ()
+    # Off by default since 26.04; said anyway, since the default has changed once. 24.10, which the torch engine runs on, has no
+    # such option.
+    arguments: tuple[str, ...] = ("--allow-client-shm=false",) if on_gpus else ()
     if not compiled:
         return LaunchPlan(arguments=arguments)
     launcher = tuple(mpirun)

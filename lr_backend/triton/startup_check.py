@@ -1,8 +1,8 @@
 """Whether this machine can serve a deployment on GPUs: everything that is missing at once, each with what to do.
 
-:func:`check` is pure: facts and needs in, findings out. :func:`probe` is the rim that collects the facts, by ``nvidia-smi`` rather than
-a binding: the container toolkit mounts it wherever it mounts the driver, upstream's own launcher counts GPUs with it, and it needs no
-context on a GPU.
+:func:`check` is pure: facts and needs in, findings out. :func:`probe` is the rim that collects the facts, by ``nvidia-smi``
+rather than a binding: the container toolkit mounts it wherever it mounts the driver, upstream's own launcher counts GPUs with
+it, and it needs no context on a GPU.
 """
 
 from __future__ import annotations
@@ -104,7 +104,9 @@ def check(machine: Machine, placements: Sequence[Placement]) -> tuple[Finding, .
         return tuple(findings)
     findings += [
         _pinned("Triton release", machine.triton_release, TRITON_RELEASE, f"run inside {IMAGE}"),
-        _pinned("TensorRT-LLM", machine.tensorrt_llm, TENSORRT_LLM, f"run inside {IMAGE}, or install tensorrt-llm=={TENSORRT_LLM}"),
+        _pinned(
+            "TensorRT-LLM", machine.tensorrt_llm, TENSORRT_LLM, f"run inside {IMAGE}, or install tensorrt-llm=={TENSORRT_LLM}"
+        ),
     ]
     if compiled:
         findings += [
@@ -153,7 +155,9 @@ def probe(tritonserver: Path | None = None, environment: Mapping[str, str] = os.
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
     """The lines of ``nvidia-smi --query-gpu=index,name,compute_cap,memory.total --format=csv,noheader,nounits``."""
     rows = ([field.strip() for field in line.split(",")] for line in text.splitlines())
-    return tuple(Gpu(int(row[0]), row[1], row[2], int(row[3])) for row in rows if len(row) == 4 and row[0].isdigit() and row[3].isdigit())
+    return tuple(
+        Gpu(int(row[0]), row[1], row[2], int(row[3])) for row in rows if len(row) == 4 and row[0].isdigit() and row[3].isdigit()
+    )
 
 
 def _present(what: str, found: object, remedy: str) -> Finding:
@@ -192,7 +196,9 @@ def _gpus(machine: Machine, placements: Sequence[Placement]) -> list[Finding]:
         if device in roles:
             text = f"{gpu.name}, {gpu.memory_mib / 1024:.0f} GiB, compute capability {gpu.compute_capability}"
             new_enough = _capability(gpu.compute_capability) >= LEAST_CAPABILITY
-            remedy = "" if new_enough else f"compute capability {'.'.join(map(str, LEAST_CAPABILITY))} (Ampere) or newer is needed"
+            remedy = (
+                "" if new_enough else f"compute capability {'.'.join(map(str, LEAST_CAPABILITY))} (Ampere) or newer is needed"
+            )
             level = Level.OK if new_enough else Level.MISSING
             findings.append(Finding(f"GPU {device} ({', '.join(roles[device])})", text, level, remedy))
     return findings

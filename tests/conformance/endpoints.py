@@ -32,8 +32,8 @@ Body = Callable[[Engine], Awaitable[None]]
 class Endpoint:
     """How to open one engine and run a test body on it.
 
-    ``samples`` is False where answers are the same without end, ``seeded`` where a seed does not reproduce one, ``drafts`` where token
-    drafts are refused.
+    ``samples`` is False where answers are the same without end, ``seeded`` where a seed does not reproduce one, ``drafts`` where
+    token drafts are refused.
     """
 
     open: Callable[[], Engine]

@@ -2,15 +2,16 @@
 
 What it keeps to (file in NVIDIA/TensorRT-LLM: what):
 
-- ``llmapi/llm.py``: unknown arguments of ``LLM`` are a ValueError; ``generate_async`` raises RuntimeError once shut down, ValueError for
-  a prompt over ``max_num_tokens`` without chunked prefill, ValueError without both ``end_id`` and tokenizer; returns at once.
+- ``llmapi/llm.py``: unknown arguments of ``LLM`` are a ValueError; ``generate_async`` raises RuntimeError once shut down,
+  ValueError for a prompt over ``max_num_tokens`` without chunked prefill, ValueError without both ``end_id`` and tokenizer;
+  returns at once.
 - ``sampling_params.py``: keyword arguments only; ``pad_id`` falls back to ``end_id``; ranges of top_p, top_k, temperature; greedy
   for top_k 1, top_p 0, temperature 0 or nothing given; ``_get_stop_words`` is the ``stop_token_ids``, each a word.
-- ``executor/result.py``: an object is awaited or iterated, each step takes one response; ``outputs[0].token_ids`` grows in place; with
-  ``include_stop_str_in_output`` false the stop word is cut off at the end; ``abort`` marks and returns; responses come through a queue
-  of the loop in which ``generate_async`` was called.
-- ``_torch/pyexecutor/sampler.py``: end id first, then length, then stop words; all of these stay in ``token_ids``; log-probabilities are
-  the k likeliest tokens of each position; **one generator for all requests**, whatever their seeds.
+- ``executor/result.py``: an object is awaited or iterated, each step takes one response; ``outputs[0].token_ids`` grows in
+  place; with ``include_stop_str_in_output`` false the stop word is cut off at the end; ``abort`` marks and returns; responses
+  come through a queue of the loop in which ``generate_async`` was called.
+- ``_torch/pyexecutor/sampler.py``: end id first, then length, then stop words; all of these stay in ``token_ids``;
+  log-probabilities are the k likeliest tokens of each position; **one generator for all requests**, whatever their seeds.
 - ``pyexecutor``: an iteration gives each running request a token; at most ``max_batch_size`` run; a cancelled one gets a last
   response without tokens.
 """
@@ -29,11 +30,19 @@ from lr_backend.llmapi.upstream import Upstream
 
 LLM_ARGUMENTS = {
     "model", "tokenizer", "skip_tokenizer_init", "tensor_parallel_size", "dtype", "gpus_per_node", "kv_cache_config",
-    "enable_chunked_prefill", "max_batch_size", "max_seq_len", "max_beam_width", "max_num_tokens", "cuda_graph_config", "sampler_type",
-    "stream_interval", "return_perf_metrics", "disable_overlap_scheduler", "scheduler_config", "speculative_config",
+    "enable_chunked_prefill", "max_batch_size", "max_seq_len", "max_beam_width", "max_num_tokens", "cuda_graph_config",
+    "sampler_type", "stream_interval", "return_perf_metrics", "disable_overlap_scheduler", "scheduler_config",
+    "speculative_config",
 }  # fmt: skip
 """Fields of ``TorchLlmArgs`` (``llmapi/llm_args.py``): those that could be of use here."""
-KV_CACHE_ARGUMENTS = {"enable_block_reuse", "max_tokens", "free_gpu_memory_fraction", "tokens_per_block", "dtype", "host_cache_size"}
+KV_CACHE_ARGUMENTS = {
+    "enable_block_reuse",
+    "max_tokens",
+    "free_gpu_memory_fraction",
+    "tokens_per_block",
+    "dtype",
+    "host_cache_size",
+}
 
 
 @dataclass(kw_only=True)
@@ -204,7 +213,9 @@ class FakeLLM:
             raise TypeError(f"The inputs must be type str or list of int, but got {type(inputs)}")
         limit = self.arguments.get("max_num_tokens", 8192)
         if not self.arguments.get("enable_chunked_prefill") and len(inputs) > limit:
-            raise ValueError(f"The sum of prompt length ({len(inputs)}), query length (0) should not exceed max_num_tokens ({limit})")
+            raise ValueError(
+                f"The sum of prompt length ({len(inputs)}), query length (0) should not exceed max_num_tokens ({limit})"
+            )
         assert streaming, "this stand-in only streams"
         self.seen.append(params)
         with self._condition:

@@ -1,5 +1,8 @@
-"""A program that behaves like Open MPI's mpirun towards one rank (seen with release 5.0.11): the rank gets a process group of its own,
-asked to end mpirun kills it almost at once, and it waits for as long as anything holds the rank's output. ``-n 1 COMMAND...`` comes last."""
+"""A program that behaves like Open MPI's mpirun towards one rank, as seen with release 5.0.11.
+
+The rank gets a process group of its own; asked to end, mpirun kills it almost at once; and it waits for as long as anything holds
+the rank's output. ``-n 1 COMMAND...`` comes last.
+"""
 
 from __future__ import annotations
 

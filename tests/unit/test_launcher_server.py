@@ -225,7 +225,9 @@ def test_an_early_death_behind_mpirun_shows_the_reason(start: type[Started], mpi
     assert caught.value.log_tail == "target: Internal: no\nsuch file"
 
 
-def test_the_admin_key_reaches_the_server_and_its_variable_does_not(start: type[Started], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_admin_key_reaches_the_server_and_its_variable_does_not(
+    start: type[Started], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LOOKAHEAD_ADMIN_KEY", "0123456789abcdef")
     started = start("ok", admin_key="0123456789abcdef")
     started.server.start()

@@ -31,12 +31,13 @@ def checkpoint(folder: Path, quantization: dict[str, Any] | None = None, config:
 def test_all_parameters_of_a_config_file_are_read() -> None:
     config = LlmApiConfig.from_parameters(
         {
-            "gpt_model_path": "/models/target", "tp_size": "2", "gpu_device_ids": "2,3", "dtype": "bfloat16", "quantization": "FP8",
-            "kv_cache_dtype": "fp8", "max_batch_size": "32", "max_num_tokens": "4096", "max_queue_size": "7", "max_seq_len": "16384",
-            "max_tokens_in_paged_kv_cache": "65536", "kv_cache_free_gpu_mem_fraction": "0.4", "tokens_per_block": "64",
-            "enable_kv_cache_reuse": "false", "enable_chunked_context": "0", "use_cuda_graphs": "False", "sampler": "TRTLLMSampler",
-            "max_engine_stop_ids": "8", "cancellation_grace_ms": "250", "exclude_input_in_output": "true",
-            "max_beam_width": "1", "gpt_model_type": "inflight_fused_batching", "max_draft_len": "0",
+            "gpt_model_path": "/models/target", "tp_size": "2", "gpu_device_ids": "2,3", "dtype": "bfloat16", "quantization":
+            "FP8", "kv_cache_dtype": "fp8", "max_batch_size": "32", "max_num_tokens": "4096", "max_queue_size": "7",
+            "max_seq_len": "16384", "max_tokens_in_paged_kv_cache": "65536", "kv_cache_free_gpu_mem_fraction": "0.4",
+            "tokens_per_block": "64", "enable_kv_cache_reuse": "false", "enable_chunked_context": "0", "use_cuda_graphs":
+            "False", "sampler": "TRTLLMSampler", "max_engine_stop_ids": "8", "cancellation_grace_ms": "250",
+            "exclude_input_in_output": "true", "max_beam_width": "1", "gpt_model_type": "inflight_fused_batching",
+            "max_draft_len": "0",
         },
         max_batch_size=1,
     )  # fmt: skip
@@ -80,7 +81,7 @@ def test_a_missing_package_says_what_to_install() -> None:
 
     with pytest.raises(ConfigError, match=r"26\.07-trtllm.*tensorrt-llm==1\.2\.1"):
         load_upstream(find)
-    with pytest.raises(ConfigError, match="no LLM API as of 1.2"):
+    with pytest.raises(ConfigError, match=r"no LLM API as of 1\.2"):
         load_upstream(lambda name: ModuleType(name))
 
 
@@ -105,7 +106,7 @@ def test_an_llm_that_cannot_be_made_is_a_config_error(tmp_path: Path) -> None:
 
     upstream = fake_upstream(CHOOSE)
     broken = type(upstream)(fail, upstream.SamplingParams, upstream.KvCacheConfig, upstream.CudaGraphConfig)
-    with pytest.raises(ConfigError, match="cannot serve .*out of memory"):
+    with pytest.raises(ConfigError, match=r"cannot serve .*out of memory"):
         make_llm(LlmApiConfig(checkpoint(tmp_path)), broken)
 
 
@@ -118,7 +119,13 @@ def test_gpus_are_chosen_among_those_that_are_visible() -> None:
 
 def test_an_engine_forgets_the_mpi_job_of_its_server_and_keeps_the_settings() -> None:
     kept = {"PATH": "/bin", "OMPI_MCA_btl": "self", "PMIX_MCA_gds": "hash"}
-    job = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_MCA_orte_ess_num_procs": "1", "PMIX_RANK": "0", "PMIX_NAMESPACE": "x", "PMI_SIZE": "1"}
+    job = {
+        "OMPI_COMM_WORLD_RANK": "0",
+        "OMPI_MCA_orte_ess_num_procs": "1",
+        "PMIX_RANK": "0",
+        "PMIX_NAMESPACE": "x",
+        "PMI_SIZE": "1",
+    }
     environment = {**kept, **job, "CUDA_VISIBLE_DEVICES": "4,5,6,7"}
     wanted = engine_environment(environment, (1, 3))
     assert wanted == {**kept, "CUDA_VISIBLE_DEVICES": "5,7", "TRTLLM_VISIBLE_DEVICES": "5,7"}

@@ -184,7 +184,9 @@ def test_upstreams_measurements_are_passed_on(make: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("raised", "kind"), [(RequestError("too long"), EngineRejected), (RuntimeError("cuda"), EngineError)], ids=["request", "engine"]
+    ("raised", "kind"),
+    [(RequestError("too long"), EngineRejected), (RuntimeError("cuda"), EngineError)],
+    ids=["request", "engine"],
 )
 def test_what_upstream_raises_is_answered(make: Make, raised: Exception, kind: type[LookaheadError]) -> None:
     engine = make()

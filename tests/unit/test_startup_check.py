@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,8 @@ def test_a_machine_that_has_all_is_ready(placements: list[Placement]) -> None:
 def test_a_bare_machine_hears_of_everything_at_once_with_what_to_do() -> None:
     findings = check(Machine(stack_bytes=8 << 20, memlock_bytes=8 << 20), COMPILED)
     assert [each.what for each in missing(findings)] == [
-        "tritonserver", "Triton release", "TensorRT-LLM", "tensorrtllm backend", "trtllmExecutorWorker", "mpirun", "GPUs", "/dev/shm",
+        "tritonserver", "Triton release", "TensorRT-LLM", "tensorrtllm backend", "trtllmExecutorWorker", "mpirun", "GPUs",
+        "/dev/shm",
     ]  # fmt: skip
     assert [each.what for each in findings if each.level is Level.WARNING] == ["ulimit memlock", "ulimit stack"]
     assert all(each.remedy for each in findings if each.level is not Level.OK)
@@ -72,7 +72,11 @@ def test_the_llm_api_needs_neither_backend_nor_mpirun_and_the_torch_engine_nothi
         ({"gpus": GOOD.gpus[:2]}, "GPUs", "2 visible, 4 needed"),
         ({"shm_bytes": 64 << 20}, "/dev/shm", "64 MiB; 2048 MiB is needed"),
         ({"shm_bytes": None}, "/dev/shm", "0 MiB; 2048 MiB is needed"),
-        ({"gpus": (*GOOD.gpus[:3], Gpu(3, "Tesla T4", "7.5", 15360))}, "GPU 3 (judge)", "Tesla T4, 15 GiB, compute capability 7.5"),
+        (
+            {"gpus": (*GOOD.gpus[:3], Gpu(3, "Tesla T4", "7.5", 15360))},
+            "GPU 3 (judge)",
+            "Tesla T4, 15 GiB, compute capability 7.5",
+        ),
     ],
 )
 def test_each_shortfall_is_named_with_what_was_found(change: dict[str, Any], what: str, says: str) -> None:
@@ -106,7 +110,10 @@ def test_the_probe_finds_what_an_image_has(tmp_path: Path, monkeypatch: pytest.M
     for name in ("libtriton_tensorrtllm.so", "trtllmExecutorWorker"):
         executable(tmp_path / "tritonserver" / "backends" / "tensorrtllm" / name)
     executable(tmp_path / "bin" / "mpirun")
-    executable(tmp_path / "bin" / "nvidia-smi", '#!/bin/sh\n[ "$1" = --query-gpu=index,name,compute_cap,memory.total ] && echo 0, A, 9.0, 7\n')
+    executable(
+        tmp_path / "bin" / "nvidia-smi",
+        '#!/bin/sh\n[ "$1" = --query-gpu=index,name,compute_cap,memory.total ] && echo 0, A, 9.0, 7\n',
+    )
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
     monkeypatch.setattr(startup_check, "version", {"tensorrt_llm": "1.2.1"}.__getitem__)
     environment = {"PATH": str(tmp_path / "bin"), "NVIDIA_TRITON_SERVER_VERSION": "26.07", "CUDA_VISIBLE_DEVICES": "0"}
@@ -126,10 +133,9 @@ def test_the_probe_of_a_plain_machine_is_no_error(tmp_path: Path, monkeypatch: p
 
 
 @pytest.fixture
-def four_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo's spec, placed on GPUs."""
     monkeypatch.setattr(DeploymentSpec, "placements", property(lambda self: tuple(COMPILED)))
-    yield
 
 
 def test_doctor_prints_a_table_and_fails_where_something_is_missing(four_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +163,9 @@ def test_serve_starts_the_server_by_the_plan(four_gpus: None, monkeypatch: pytes
     monkeypatch.setattr("lr_backend.cli.probe", lambda binary: replace(GOOD, gpus=(*GOOD.gpus, replace(H200, index=4))))
     seen: list[Any] = []
     monkeypatch.setattr("lr_backend.cli._run", lambda console, server, deployment: seen.append(server) or 0)
-    result = CliRunner().invoke(app, ["serve", "--repository", str(tmp_path / "out")], env={"LOOKAHEAD_ADMIN_KEY": "0123456789abcdef"})
+    result = CliRunner().invoke(
+        app, ["serve", "--repository", str(tmp_path / "out")], env={"LOOKAHEAD_ADMIN_KEY": "0123456789abcdef"}
+    )
     assert result.exit_code == 0, result.output
     options = seen[0].options
     assert options.plan.mode == "orchestrator"

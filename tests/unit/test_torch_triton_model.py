@@ -16,6 +16,7 @@ from lr_backend.engine import EngineCall, Generation, cancel_tensors
 from tests.support.fake_pb_utils import StubError, StubException, StubFamily, StubRequest, stub_module
 from tests.support.torch_engines import Gate, prompt, tiny_checkpoint
 
+
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """``lr_backend.triton.engine_model``, imported over the stand-in."""
