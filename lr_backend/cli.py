@@ -191,7 +191,7 @@ def serve(
 
 
 def _ready_machine(deployment: DeploymentSpec, tritonserver: Path | None) -> Machine:
-    """This machine, if it can serve the deployment; engines that were built for another are found here as well.
+    """This machine, if it can serve the deployment. Nothing is asked of it for the torch engine.
 
     Raises:
         ConfigError: all that is missing.

@@ -12,6 +12,8 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from lr_backend.errors import ConfigError
 
 _JOB_PREFIXES = ("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "OMPI_MCA_orte_", "OMPI_FIRST_RANKS", "OMPI_APP_CTX_", "ORTE_", "PMI_")
+_SERVER_PREFIX = "TRTLLM_ORCHESTRATOR"
+"""How the server's compiled engines are started; nothing to an engine of the LLM API."""
 _PMIX_SETTINGS = "PMIX_MCA_"
 
 
@@ -36,7 +38,8 @@ def visible_devices(gpu_device_ids: Sequence[int], already: str | None) -> str:
 
 def engine_environment(environment: Mapping[str, str], gpu_device_ids: Sequence[int]) -> dict[str, str]:
     """A copy of ``environment`` for an engine on these GPUs."""
-    kept = {name: value for name, value in environment.items() if not belongs_to_job(name)}
+    dropped = {name for name in environment if belongs_to_job(name) or name.startswith(_SERVER_PREFIX)}
+    kept = {name: value for name, value in environment.items() if name not in dropped}
     if gpu_device_ids:
         devices = visible_devices(gpu_device_ids, environment.get("CUDA_VISIBLE_DEVICES"))
         kept |= {"CUDA_VISIBLE_DEVICES": devices, "TRTLLM_VISIBLE_DEVICES": devices}

@@ -126,6 +126,7 @@ def test_an_engine_forgets_the_mpi_job_of_its_server_and_keeps_the_settings() ->
         "PMIX_NAMESPACE": "x",
         "PMI_SIZE": "1",
     }
+    job["TRTLLM_ORCHESTRATOR"] = "1"
     environment = {**kept, **job, "CUDA_VISIBLE_DEVICES": "4,5,6,7"}
     wanted = engine_environment(environment, (1, 3))
     assert wanted == {**kept, "CUDA_VISIBLE_DEVICES": "5,7", "TRTLLM_VISIBLE_DEVICES": "5,7"}
