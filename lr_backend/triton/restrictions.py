@@ -1,8 +1,8 @@
 """Parts of Triton's protocols that only an administrator may use, and the key that opens them.
 
 Triton takes the key on its command line and nowhere else: no option of 24.10 to 26.07 reads it from a file or from the
-environment (``src/command_line_parser.cc``; the variables that it reads belong to cloud front ends and to tracing). So whoever may
-read the server's ``/proc/PID/cmdline`` can read it. Where no key is given, each start makes one that is told to nobody: the
+environment (``src/command_line_parser.cc``; the variables that it reads belong to cloud front ends and to tracing). So whoever
+may read the server's ``/proc/PID/cmdline`` can read it. Where no key is given, each start makes one that is told to nobody: the
 restricted parts are then closed to all who have no rights on the machine itself.
 """
 
