@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shlex
 import signal
@@ -15,6 +16,7 @@ from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
@@ -36,7 +38,10 @@ from lr_backend.trace.html import page
 from lr_backend.trace.report import report
 from lr_backend.trace.schema import Trace
 from lr_backend.triton.backend_dir import find_tritonserver
+from lr_backend.triton.launch import launch_plan
+from lr_backend.triton.restrictions import admin_key
 from lr_backend.triton.server import ServerError, ServerOptions, TritonServer, useful_lines
+from lr_backend.triton.startup_check import Finding, Level, Machine, check, missing, probe, require_ready
 from lr_backend.triton.warmup import QUESTION, WarmupAnswer, warm_up
 
 app = typer.Typer(
@@ -199,6 +204,7 @@ def serve(
     console = Console()
     try:
         deployment = DeploymentSpec.load(spec)
+        machine = _ready_machine(deployment, tritonserver)
         report = build_repository(deployment, repository, only_if_stale=True, command="lookahead serve")
         _say_built(console, report)
         options = ServerOptions(
@@ -210,11 +216,51 @@ def serve(
             exit_timeout_s=deployment.server.exit_timeout_s,
             tritonserver=tritonserver,
             log_file=log_file or report.output.with_name(f"{report.output.name}.log"),
+            plan=launch_plan(deployment.placements, num_gpus=len(machine.visible_gpus) or None),
+            admin_key=admin_key(os.environ),
         )
         status = _run(console, TritonServer(report.output, options), deployment)
     except LookaheadError as error:
         _fail(error)
     raise typer.Exit(status)
+
+
+def _ready_machine(deployment: DeploymentSpec, tritonserver: Path | None) -> Machine:
+    """This machine, if it can serve the deployment. Nothing is asked of it for the torch engine.
+
+    Raises:
+        ConfigError: all that is missing.
+    """
+    if not deployment.placements:
+        return Machine()
+    machine = probe(tritonserver)
+    require_ready(check(machine, deployment.placements))
+    return machine
+
+
+@app.command()
+def doctor(
+    spec: SpecOption = "demo",
+    tritonserver: Annotated[Path | None, typer.Option(help="By default the one on PATH, then the wheel's.")] = None,
+) -> None:
+    """Check whether this machine has what a deployment needs, and say what to do where it has not."""
+    try:
+        deployment = DeploymentSpec.load(spec)
+    except LookaheadError as error:
+        _fail(error)
+    findings = check(probe(tritonserver), deployment.placements)
+    Console().print(_findings_table(deployment.name, findings))
+    raise typer.Exit(1 if missing(findings) else 0)
+
+
+_COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.MISSING: "red"}
+
+
+def _findings_table(name: str, findings: tuple[Finding, ...]) -> Table:
+    table = Table("", "needed", "found", "what to do", title=f"this machine for {name}")
+    for each in findings:
+        table.add_row(f"[{_COLOURS[each.level]}]{each.level}[/]", escape(each.what), escape(each.found), escape(each.remedy))
+    return table
 
 
 @app.command()

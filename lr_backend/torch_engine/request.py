@@ -230,7 +230,7 @@ class _Reader:
         for name in self._tensors:
             spec = _SPECS.get(name)
             if spec is None or not spec.torch:
-                raise EngineRejected(f"{name}: the torch engine does not support this input")
+                raise EngineRejected(f"{name}: this engine does not support this input")
         if self.boolean("streaming"):
             raise _rejected("streaming", True, "one response a request; streaming is not supported")
         if self.integer("beam_width", default=1, least=1) > 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -10,7 +10,6 @@ from lr_backend.torch_engine.stats import EngineStats
 from lr_backend.triton.refresher import Refresher
 
 GAUGES = ("num_waiting", "num_running", "num_blocks_used", "num_blocks_cached", "num_blocks_free")
-COUNTERS = tuple(field.name for field in fields(EngineStats) if field.name not in GAUGES)
 HELP = {
     "busy_s": "Seconds spent in iterations",
     "num_batch_rows": "Sequences of all iterations together",
@@ -21,38 +20,53 @@ HELP = {
 }
 
 
-def metric_name(name: str) -> str:
+def counters_of(stats: type[Any], gauges: Sequence[str]) -> tuple[str, ...]:
+    """Fields of a class of statistics that only grow."""
+    return tuple(field.name for field in fields(stats) if field.name not in gauges)
+
+
+COUNTERS = counters_of(EngineStats, GAUGES)
+
+
+def metric_name(name: str, gauges: Sequence[str] = GAUGES) -> str:
     """``num_draft_tokens`` -> ``lr_engine_draft_tokens_total`` (counters) or ``lr_engine_waiting`` (gauges)."""
     stem = "busy_seconds" if name == "busy_s" else name.removeprefix("num_")
-    return f"lr_engine_{stem}" if name in GAUGES else f"lr_engine_{stem}_total"
+    return f"lr_engine_{stem}" if name in gauges else f"lr_engine_{stem}_total"
 
 
 class EngineMetrics(Refresher):
     """Keeps ``lr_engine_*`` up to date."""
 
-    def __init__(self, family: Any, role: str, stats: Callable[[], EngineStats]) -> None:
-        """``family`` is ``pb_utils.MetricFamily``; ``role`` becomes the label."""
-        self._stats = stats
-        self._shown: dict[str, float] = dict.fromkeys(COUNTERS, 0.0)
+    def __init__(
+        self,
+        family: Any,
+        role: str,
+        stats: Callable[[], Any],
+        counters: Sequence[str] = COUNTERS,
+        gauges: Sequence[str] = GAUGES,
+    ) -> None:
+        """``family`` is ``pb_utils.MetricFamily``; ``role`` becomes the label; ``stats`` has a field for each of the names."""
+        self._stats, self._counters, self._gauges = stats, counters, gauges
+        self._shown: dict[str, float] = dict.fromkeys(counters, 0.0)
         self._families = {
             name: family(
-                name=metric_name(name),
+                name=metric_name(name, gauges),
                 description=HELP.get(name, name.removeprefix("num_").replace("_", " ").capitalize()),
-                kind=family.GAUGE if name in GAUGES else family.COUNTER,
+                kind=family.GAUGE if name in gauges else family.COUNTER,
             )
-            for name in COUNTERS + GAUGES
+            for name in (*counters, *gauges)
         }
         self._metrics = {name: one.Metric(labels={"role": role}) for name, one in self._families.items()}
         super().__init__("engine-metrics", self._send_changes)
 
     def _send_changes(self) -> None:
         stats = self._stats()
-        for name in COUNTERS:
+        for name in self._counters:
             value = float(getattr(stats, name))
             if value > self._shown[name]:
                 self._metrics[name].increment(value - self._shown[name])
                 self._shown[name] = value
-        for name in GAUGES:
+        for name in self._gauges:
             value = float(getattr(stats, name))
             if self._shown.get(name) != value:
                 self._metrics[name].set(value)

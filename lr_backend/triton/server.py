@@ -31,6 +31,8 @@ from typing import IO, Self
 from lr_backend.errors import LookaheadError
 from lr_backend.triton import guard
 from lr_backend.triton.backend_dir import PACKAGE, find_tritonserver, prepare_backend_dir, server_environment
+from lr_backend.triton.launch import ONE_RANK, PLAIN, LaunchPlan
+from lr_backend.triton.restrictions import admin_key, restriction_arguments, without_key
 
 POLL_S = 0.1
 """Between two readiness probes; a server that dies ends the wait at once."""
@@ -78,8 +80,10 @@ class ServerOptions:
         tritonserver: the binary; None looks on PATH, then in the wheel.
         log_file: None keeps the log in the temporary folder, until the server is stopped.
         packages: importable in the models, beside the environment's own.
-        environment: set for the server, over the launcher's own variables.
+        environment: set for the server, over the launcher's own variables and the plan's.
         arguments: further ones for tritonserver.
+        plan: what a deployment's engines need of the server; by default nothing.
+        admin_key: opens what :mod:`~lr_backend.triton.restrictions` closes; empty: each start makes one that nobody is told.
     """
 
     host: str = "127.0.0.1"
@@ -93,6 +97,8 @@ class ServerOptions:
     packages: tuple[Path, ...] = (PACKAGE,)
     environment: Mapping[str, str] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
+    plan: LaunchPlan = PLAIN
+    admin_key: str = field(default="", repr=False)
 
 
 def free_ports(options: ServerOptions) -> Ports:
@@ -197,18 +203,33 @@ class TritonServer:
             self.shm_prefix = f"lookahead_{uuid.uuid4().hex[:12]}_"
             self.ports = free_ports(self.options)
             backends = prepare_backend_dir(install, self._work_dir, self.options.packages)
-            self._spawn(self.command(install.binary, backends))
+            secrets = restriction_arguments(self.options.admin_key or admin_key({}))
+            self._spawn(self._command(install.binary, backends, secrets), install.binary.name)
         except BaseException:
             self._clean_up()
             raise
 
     def command(self, binary: Path, backends: Path | None) -> list[str]:
-        """The command line; no secret is ever part of it."""
-        options = self.options
+        """The whole command line, the restrictions' key left out: :meth:`start` adds it, and nothing logs that."""
+        return self._command(binary, backends, ())
+
+    def _command(self, binary: Path, backends: Path | None, secrets: tuple[str, ...]) -> list[str]:
+        plan = self.options.plan
+        ranks = [[str(binary), *self._arguments(backends, rank), *secrets] for rank in range(plan.num_ranks)]
+        if not plan.launcher:
+            return ranks[0]
+        parts = [[*ONE_RANK, *rank] for rank in ranks]
+        return [*plan.launcher, *parts[0], *(word for part in parts[1:] for word in (":", *part))]
+
+    def _arguments(self, backends: Path | None, rank: int) -> list[str]:
+        """Options of one rank's tritonserver. Ranks other than 0 load the engine alone and never come to listening."""
+        options, suffix = self.options, f"rank{rank}_" if rank else ""
         own_backends = [f"--backend-directory={backends}"] if backends else []
+        control = ["--model-control-mode=none"]
+        if rank:
+            control = ["--model-control-mode=explicit", *(f"--load-model={name}" for name in options.plan.worker_models)]
         return [
-            str(binary),
-            f"--id={self.shm_prefix.strip('_')}",
+            f"--id={(self.shm_prefix + suffix).strip('_')}",
             f"--model-repository={self.repository}",
             *own_backends,
             f"--http-address={options.host}",
@@ -218,12 +239,13 @@ class TritonServer:
             f"--metrics-address={options.host}",
             f"--metrics-port={self.ports.metrics}",
             f"--backend-config=python,thread-pool-size={options.thread_pool_size}",
-            f"--backend-config=python,shm-region-prefix-name={self.shm_prefix}",
-            "--model-control-mode=none",
+            f"--backend-config=python,shm-region-prefix-name={self.shm_prefix}{suffix}",
+            *control,
             "--disable-auto-complete-config",
             "--exit-on-error=true",
             "--strict-readiness=true",
             f"--exit-timeout-secs={options.exit_timeout_s}",
+            *options.plan.arguments,
             *options.arguments,
         ]
 
@@ -275,11 +297,14 @@ class TritonServer:
     def _drain_limit(self) -> float:
         return self.options.exit_timeout_s + CLEANUP_MARGIN_S / 2
 
-    def _spawn(self, command: list[str]) -> None:
+    def _spawn(self, command: list[str], server_name: str) -> None:
         path = self.log_file
         assert path is not None
         reader, self._lifeline = os.pipe()
-        arguments = [str(reader), str(self._drain_limit()), self.shm_prefix, "--", *command]
+        plan = self.options.plan
+        # A launcher that is asked to end kills its job within a second, so the guard asks the server behind it.
+        drained = server_name if plan.launcher else ""
+        arguments = [str(reader), str(self._drain_limit()), self.shm_prefix, drained, "--", *command]
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("wb") as log:
@@ -288,7 +313,7 @@ class TritonServer:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=log,
-                    env=server_environment(os.environ, self.options.environment),
+                    env=server_environment(without_key(os.environ), {**plan.environment, **self.options.environment}),
                     pass_fds=(reader,),
                     start_new_session=True,
                 )

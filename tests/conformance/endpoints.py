@@ -17,6 +17,7 @@ from typing import Any
 from lr_backend.engine import Engine
 from lr_backend.testing import ScriptedEngine, run_virtual
 from lr_backend.torch_engine.inprocess import InProcessEngine
+from tests.support.llmapi_engines import by_torch, in_process, llmapi_engine
 from tests.support.remote_engine import RemoteEngine
 from tests.support.torch_engines import VOCAB, tiny_engine
 
@@ -29,12 +30,18 @@ Body = Callable[[Engine], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Endpoint:
-    """How to open one engine and run a test body on it. ``samples`` is False where answers do not depend on the seed."""
+    """How to open one engine and run a test body on it.
+
+    ``samples`` is False where answers are the same without end, ``seeded`` where a seed does not reproduce one, ``drafts`` where
+    token drafts are refused.
+    """
 
     open: Callable[[], Engine]
     run_loop: Callable[[Coroutine[Any, Any, None]], None] = asyncio.run
     samples: bool = True
     limits_length: bool = True
+    seeded: bool = True
+    drafts: bool = True
 
     def run(self, body: Body) -> None:
         async def main() -> None:
@@ -63,6 +70,12 @@ def scripted() -> Endpoint:
 def torch_engine(checkpoint: Path, device: str, kernels: str) -> Endpoint:
     settings: dict[str, Any] = {"device": device, "kernels": kernels, "max_seq_len": MAX_SEQ_LEN, "max_draft_len": 16}
     return Endpoint(lambda: InProcessEngine(tiny_engine(checkpoint, **settings)))
+
+
+def llmapi(checkpoint: Path) -> Endpoint:
+    """The LLM API engine over a stand-in for TensorRT-LLM, whose tokens a tiny model chooses."""
+    choose = by_torch(checkpoint)
+    return Endpoint(lambda: in_process(llmapi_engine(checkpoint, choose, max_seq_len=MAX_SEQ_LEN)), seeded=False, drafts=False)
 
 
 def remote(address: str) -> Endpoint:

@@ -16,7 +16,7 @@ from demo.run import demo_spec, serving
 from lr_backend.contract import encode_stop_words
 from lr_backend.engine import Engine, EngineCall, Generation, Sampling
 from lr_backend.errors import EngineRejected
-from tests.conformance.endpoints import ADDRESS, Endpoint, remote, scripted, torch_engine
+from tests.conformance.endpoints import ADDRESS, Endpoint, llmapi, remote, scripted, torch_engine
 from tests.support.torch_engines import NEEDS_LIBRARY, tiny_checkpoint
 
 SAMPLED = Sampling(temperature=1.0)
@@ -28,7 +28,7 @@ TRITON = pytest.param("torch-triton", marks=pytest.mark.integration)
 GIVEN = pytest.param("given", marks=pytest.mark.skipif(not ADDRESS, reason="LOOKAHEAD_ENGINE names no engine"))
 
 
-@pytest.fixture(scope="module", params=["scripted", "torch-cpu", NATIVE, CUDA, TRITON, GIVEN])
+@pytest.fixture(scope="module", params=["scripted", "torch-cpu", NATIVE, CUDA, "llmapi", TRITON, GIVEN])
 def endpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
     folder: Path = tmp_path_factory.mktemp("engine")
     match request.param:
@@ -40,6 +40,8 @@ def endpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
             yield torch_engine(tiny_checkpoint(folder, head_dim=16), "cpu", "native")
         case "torch-cuda":
             yield torch_engine(tiny_checkpoint(folder), "cuda", "torch")
+        case "llmapi":
+            yield llmapi(tiny_checkpoint(folder))
         case "torch-triton":
             with serving(demo_spec(), folder / "repository", only=("target",)) as server:
                 yield remote(f"{server.grpc_url}/target")
@@ -80,7 +82,26 @@ def test_a_stop_word_ends_the_run_and_is_kept(endpoint: Endpoint) -> None:
     endpoint.run(body)
 
 
+def needs_drafts(endpoint: Endpoint) -> None:
+    if not endpoint.drafts:
+        pytest.skip("this engine takes no token drafts")
+
+
+def test_drafts_that_are_not_taken_are_refused_by_name(endpoint: Endpoint) -> None:
+    if endpoint.drafts:
+        pytest.skip("this engine takes token drafts")
+
+    async def body(engine: Engine) -> None:
+        with pytest.raises(EngineRejected, match="draft_input_ids"):
+            await engine.generate(call("a", drafts=(1, 2)))
+        assert len(await plain(engine, 4)) == 4
+
+    endpoint.run(body)
+
+
 def test_right_drafts_bring_themselves_and_one_token_more(endpoint: Endpoint) -> None:
+    needs_drafts(endpoint)
+
     async def body(engine: Engine) -> None:
         full = await plain(engine, 8)
         verified = await engine.generate(call("a", drafts=full[:7], return_perf_metrics=True))
@@ -92,6 +113,8 @@ def test_right_drafts_bring_themselves_and_one_token_more(endpoint: Endpoint) ->
 
 @pytest.mark.parametrize("wrong_at", [0, 3, 6])
 def test_a_wrong_draft_ends_a_verification_with_the_models_own_token(endpoint: Endpoint, wrong_at: int) -> None:
+    needs_drafts(endpoint)
+
     async def body(engine: Engine) -> None:
         full = await plain(engine, 8)
         drafts = list(full[:7])
@@ -104,6 +127,8 @@ def test_a_wrong_draft_ends_a_verification_with_the_models_own_token(endpoint: E
 
 
 def test_a_stop_word_among_drafts_ends_the_verification(endpoint: Endpoint) -> None:
+    needs_drafts(endpoint)
+
     async def body(engine: Engine) -> None:
         full = await plain(engine, 8)
         place = full.index(full[4])
@@ -144,6 +169,9 @@ def test_a_cancelled_call_leaves_the_engine_and_its_id_free(endpoint: Endpoint) 
 
 
 def test_a_seed_reproduces_its_sample(endpoint: Endpoint) -> None:
+    if not endpoint.seeded:
+        pytest.skip("one generator draws for all requests of this engine")
+
     async def body(engine: Engine) -> None:
         async def sample(seed: int) -> Generation:
             return await engine.generate(call(f"{seed}", 12, sampling=SAMPLED, seed=seed))

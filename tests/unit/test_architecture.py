@@ -10,6 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LEAVES = {"errors", "contract", "step", "engine", "request", "config"}
+LEAF_MODULES = {"lr_backend.build.placement"}
+"""Values that every part may know of."""
 
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
@@ -23,8 +25,9 @@ ALLOWED: dict[str, set[str]] = {
     "trace": {"engine", "errors", "request"},
     "loop": {"verify", "propose", "trace", *LEAVES},
     "torch_engine": LEAVES,
+    "llmapi": {"torch_engine", *LEAVES},
     "build": LEAVES,
-    "triton": {"loop", "verify", "propose", "trace", "torch_engine", *LEAVES},
+    "triton": {"loop", "verify", "propose", "trace", "torch_engine", "llmapi", *LEAVES},
     "testing": {"contract", "engine", "errors"},
     "plan": {"loop", "verify", "trace", "testing", *LEAVES},
     "cli": {"build", "plan", "trace", "triton", *LEAVES},
@@ -57,7 +60,7 @@ def test_imports_point_one_way(path: Path) -> None:
     part = part_of(path)
     if part == "__init__":
         return
-    others = {name.split(".")[1] for name in imported(path) if name.startswith("lr_backend.")} - {part}
+    others = {name.split(".")[1] for name in imported(path) - LEAF_MODULES if name.startswith("lr_backend.")} - {part}
 
     assert others <= ALLOWED[part], f"{path.relative_to(ROOT)} may not import {sorted(others - ALLOWED[part])}"
 
@@ -87,7 +90,19 @@ def test_the_server_loads_no_torch_for_verifiers_that_need_none() -> None:
 def test_tritons_backend_module_is_imported_at_the_rim_alone() -> None:
     users = {path.name for path in python_files("lr_backend") if "triton_python_backend_utils" in imported(path)}
 
-    assert users == {"bls_model.py", "engine_model.py"}
+    assert users == {"bls_model.py", "engine_model.py", "llmapi_model.py"}
+
+
+def test_tensorrt_llm_is_imported_by_name_at_one_place_and_only_when_it_is_needed() -> None:
+    assert not any(n.split(".")[0] == "tensorrt_llm" for path in python_files("lr_backend") for n in imported(path))
+    users = {path.name for path in python_files("lr_backend") if '"tensorrt_llm.llmapi"' in path.read_text(encoding="utf-8")}
+    assert users == {"upstream.py"}
+
+
+def test_the_llm_api_engine_loads_no_torch_of_its_own() -> None:
+    roots = {name for path in python_files("lr_backend/llmapi") for name in imported(path) if "torch_engine" in name}
+
+    assert roots <= {"lr_backend.torch_engine.request", "lr_backend.torch_engine.limits"}
 
 
 def test_the_loop_knows_no_framework() -> None:

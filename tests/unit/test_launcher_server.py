@@ -12,14 +12,16 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lr_backend.errors import ConfigError
 from lr_backend.triton import server as launcher
 from lr_backend.triton.guard import remove_shared_memory
+from lr_backend.triton.launch import LaunchPlan
 from lr_backend.triton.server import Ports, ServerError, ServerOptions, TritonServer, free_ports, useful_lines
-from tests.support import fake_triton
+from tests.support import fake_mpirun, fake_triton
 
 BOUND_S = 30.0
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,7 +46,7 @@ def fake(tmp_path: Path) -> Path:
 class Started:
     """A server over the stand-in, and the processes it is made of."""
 
-    def __init__(self, repository: Path, fake: Path, mode: str, **options: int) -> None:
+    def __init__(self, repository: Path, fake: Path, mode: str, **options: Any) -> None:
         self.pid_file = repository.parent / "pids"
         environment = {
             "FAKE_MODE": mode, "FAKE_PIDS": str(self.pid_file), "FAKE_MARKER": str(repository.parent / "marker"),
@@ -82,7 +84,7 @@ def all_ended(process_fds: list[int]) -> bool:
 def start(repository: Path, fake: Path) -> Iterator[type[Started]]:
     made: list[Started] = []
 
-    def make(mode: str = "ok", **options: int) -> Started:
+    def make(mode: str = "ok", **options: Any) -> Started:
         made.append(Started(repository, fake, mode, **options))
         return made[-1]
 
@@ -171,6 +173,69 @@ def test_no_server_outlives_its_launcher(repository: Path, fake: Path, tmp_path:
         select.select([], [], [], 0.01)
     assert prefix
     assert not any(prefix in name for name in os.listdir("/dev/shm"))
+
+
+@pytest.fixture
+def mpi(tmp_path: Path) -> LaunchPlan:
+    script = tmp_path / "mpirun"
+    script.write_text(f"#!{sys.executable}\n" + Path(fake_mpirun.__file__).read_text())
+    script.chmod(0o755)
+    return LaunchPlan(launcher=(str(script), "--bind-to", "none"), environment={"FROM_PLAN": "1"})
+
+
+def test_behind_mpirun_the_server_is_asked_to_drain_not_mpirun(start: type[Started], mpi: LaunchPlan) -> None:
+    started = start("ok", plan=mpi)
+    started.server.start()
+    started.server.wait_ready(BOUND_S)
+    pids = [int(pid) for pid in until_written(started.pid_file).split()]
+    processes = started.processes()
+    assert os.getpgid(pids[0]) == pids[0] != started.server.pid, "the server is in a group of its own"
+    assert "FROM_PLAN=1" in Path(f"/proc/{pids[0]}/environ").read_text().split("\0")
+    assert started.server.stop() == 0
+    assert all_ended(processes), "with the children that hold mpirun's pipes"
+    assert "Signal (15) received." in started.server.log_text(), "it was asked, not killed"
+    assert not started.shared_memory
+
+
+def test_a_server_that_dies_behind_mpirun_is_seen_although_mpirun_lives_on(start: type[Started], mpi: LaunchPlan) -> None:
+    started = start("ok", plan=mpi)
+    started.server.start()
+    started.server.wait_ready(BOUND_S)
+    processes = started.processes()
+    os.kill(int(until_written(started.pid_file).split()[0]), signal.SIGKILL)
+    assert started.server.wait(BOUND_S) == 128 + signal.SIGKILL
+    assert all_ended(processes)
+    assert not started.shared_memory
+
+
+def test_a_stubborn_server_behind_mpirun_is_killed_with_mpirun(start: type[Started], mpi: LaunchPlan) -> None:
+    started = start("stubborn", plan=mpi)
+    started.server.start()
+    started.server.wait_ready(BOUND_S)
+    processes = started.processes()
+    assert started.server.stop(drain_s=0.0) == 137
+    assert all_ended(processes)
+
+
+def test_an_early_death_behind_mpirun_shows_the_reason(start: type[Started], mpi: LaunchPlan) -> None:
+    started = start("dies", plan=mpi)
+    started.server.start()
+    with pytest.raises(ServerError, match="status 1 before it was ready") as caught:
+        started.server.wait_ready(BOUND_S)
+    assert caught.value.log_tail == "target: Internal: no\nsuch file"
+
+
+def test_the_admin_key_reaches_the_server_and_its_variable_does_not(
+    start: type[Started], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOOKAHEAD_ADMIN_KEY", "0123456789abcdef")
+    started = start("ok", admin_key="0123456789abcdef")
+    started.server.start()
+    started.server.wait_ready(BOUND_S)
+    pid = until_written(started.pid_file).split()[0]
+    words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    assert sum(word.endswith(":lookahead-admin-key=0123456789abcdef") for word in words) == 2
+    assert "LOOKAHEAD_ADMIN_KEY" not in Path(f"/proc/{pid}/environ").read_text()
 
 
 def test_an_early_death_shows_why_the_model_did_not_load(start: type[Started]) -> None:

@@ -107,7 +107,7 @@ def test_no_end_id_is_minus_one_or_none_given() -> None:
 def test_unsupported_inputs_are_rejected_by_name(name: str) -> None:
     spec = BY_NAME[name]
     array = np.zeros([1, *(abs(dim) for dim in spec.dims)], dtype=spec.numpy_dtype)
-    with pytest.raises(EngineRejected, match=f"{name}: the torch engine does not support"):
+    with pytest.raises(EngineRejected, match=f"{name}: this engine does not support"):
         EngineRequest.from_tensors("id", tensors() | {name: array})
 
 

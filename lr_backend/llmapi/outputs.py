@@ -1,0 +1,43 @@
+"""What upstream's ``CompletionOutput`` says beyond token ids. Field names as of 1.2; what a version leaves out is not guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+
+def log_probs_of(completion: Any, tokens: Sequence[int]) -> tuple[float, ...]:
+    """Log-probabilities of ``tokens``, the first ones that ``completion`` holds: as many as are known without a gap.
+
+    Upstream has one entry a token: a map from candidate to its log-probability, or (up to about 1.0) the number itself.
+    """
+    found = []
+    for token, entry in zip(tokens, completion.logprobs or (), strict=False):
+        value: Any = entry.get(token) if isinstance(entry, dict) else entry
+        if value is None:
+            break
+        # Rounding can lift the logarithm of a sure thing above 0.
+        found.append(min(0.0, float(getattr(value, "logprob", value))))
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Perf:
+    """Upstream's ``request_perf_metrics`` of one request; zeros where it says nothing."""
+
+    num_reused_blocks: int = 0
+    num_allocated_blocks: int = 0
+    queue_ns: int = 0
+
+
+def perf_of(completion: Any) -> Perf:
+    """Upstream sends them with the last response only, hence not for runs that were cut short here."""
+    metrics = getattr(completion, "request_perf_metrics", None)
+    if metrics is None:
+        return Perf()
+    cache, times = metrics.kv_cache_metrics, metrics.timing_metrics
+    waited = times.first_scheduled_time - times.arrival_time
+    queue_ns = waited // timedelta(microseconds=1) * 1000 if isinstance(waited, timedelta) else int(waited * 1e9)
+    return Perf(cache.num_reused_blocks, cache.num_new_allocated_blocks, max(0, queue_ns))

@@ -1,0 +1,91 @@
+"""An engine request as upstream's ``SamplingParams``, and what of the contract the LLM API cannot do.
+
+What upstream was found to do (``sampling_params.py``, ``llmapi/llm.py``, ``executor/result.py``, ``_torch/pyexecutor/sampler.py``
+as of 1.2 and of main in August 2026):
+
+- **Token drafts** cannot come with a request. ``generate_async`` and ``SamplingParams`` have no field for them (the early
+  ``external_draft_tokens_config`` is gone); the ``draft_tokens`` of ``DisaggregatedParams`` belong to a context server's KV
+  cache. ``UserProvidedDecodingConfig(drafter=...)`` takes one object per engine: its ``prepare_draft_tokens`` runs in the
+  executor's process, sees upstream's own ``LlmRequest`` objects in their generation phase, and nothing that a caller could have
+  laid beside one. So ``draft_input_ids`` is refused by name and a deployment says ``max_draft_len = 0``.
+- **Stop words** are token ids one by one (``stop_token_ids``) or strings that the tokenizer turns into ids of its own choice.
+  Words of several ids have no public way in, and ``min_tokens`` only holds back the end id, not them. So every word is matched
+  on the stream, by :func:`lr_backend.torch_engine.limits.cut_at_end` as in the torch engine; the engine gets the single ids
+  as well where that is exact, so that it stops by itself.
+- **The end id** is emitted by the PyTorch flow. It is asked to ignore it (``ignore_eos``) and gets it as a stop id.
+- **Seeds**: 1.2's default sampler draws from one generator for all requests; a request's seed is passed on and counts only where
+  ``sampler`` is ``TRTLLMSampler``.
+- **Log-probabilities** are those of the k likeliest tokens. The drawn one is among them if k >= ``top_k``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lr_backend.errors import EngineRejected
+from lr_backend.llmapi.config import LlmApiConfig
+from lr_backend.torch_engine.request import EngineRequest
+
+NO_END_ID, PAD_ID = -1, 0
+MAX_LOG_PROBS = 64
+"""Beyond this many candidates a token the whole list would cross processes for one number of it."""
+
+
+def check_request(request: EngineRequest, config: LlmApiConfig) -> int:
+    """Check a request against the engine; the number of tokens that it may write.
+
+    Raises:
+        EngineRejected: the same request will always be refused; names the field.
+    """
+    if request.draft_ids or request.draft_logits is not None:
+        raise EngineRejected("draft_input_ids: the LLM API takes no token drafts with a request (max_draft_len is 0)")
+    num_prompt = len(request.input_ids)
+    if num_prompt >= config.max_seq_len:
+        raise EngineRejected(f"input_ids: length {num_prompt} leaves no room for output in max_seq_len {config.max_seq_len}")
+    if num_prompt > config.max_num_tokens and not config.enable_chunked_context:
+        raise EngineRejected(
+            f"input_ids: length {num_prompt} exceeds max_num_tokens {config.max_num_tokens}, and enable_chunked_context is off"
+        )
+    if min(request.input_ids) < 0:
+        raise EngineRejected("input_ids: token ids must be at least 0")
+    if request.return_log_probs and num_log_probs(request) > MAX_LOG_PROBS:
+        raise EngineRejected(f"return_log_probs: with sampling it needs runtime_top_k from 1 to {MAX_LOG_PROBS} here")
+    return min(request.max_new_tokens, config.max_seq_len - num_prompt)
+
+
+def sampling_arguments(request: EngineRequest, config: LlmApiConfig, max_new_tokens: int) -> dict[str, Any]:
+    """Keyword arguments of ``SamplingParams``. Nothing is left to the checkpoint's ``generation_config.json``."""
+    sampling = request.sampling
+    chosen: dict[str, Any] = {"temperature": 1.0, "top_k": 1, "top_p": 1.0}
+    if not sampling.greedy:
+        chosen = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+    return {
+        **chosen,
+        "end_id": NO_END_ID,
+        "pad_id": PAD_ID,
+        "ignore_eos": True,
+        "max_tokens": max_new_tokens,
+        "seed": request.seed,
+        "stop_token_ids": engine_stop_ids(request, config) or None,
+        "include_stop_str_in_output": True,
+        "logprobs": num_log_probs(request) if request.return_log_probs else None,
+        "return_perf_metrics": request.return_perf_metrics,
+        "detokenize": False,
+        "add_special_tokens": False,
+    }
+
+
+def engine_stop_ids(request: EngineRequest, config: LlmApiConfig) -> list[int]:
+    """Single tokens at which the engine itself may stop without ever stopping too early; the stream finds the rest."""
+    if request.min_tokens > 1:
+        return [] if request.end_id is None else [request.end_id]
+    ids = {word[0] for word in request.stop_words.words if len(word) == 1}
+    ids |= set() if request.end_id is None else {request.end_id}
+    return sorted(ids) if len(ids) <= config.max_engine_stop_ids else []
+
+
+def num_log_probs(request: EngineRequest) -> int:
+    """Candidates to ask for, so that the drawn token is one of them; more than :data:`MAX_LOG_PROBS` where no number suffices."""
+    if request.sampling.greedy:
+        return 1
+    return request.sampling.top_k or MAX_LOG_PROBS + 1

@@ -1,0 +1,116 @@
+"""What every engine behind the ``tensorrt_llm`` contract does as a Triton Python model: take requests, answer each once.
+
+``execute`` only hands requests over; the engine's thread answers each later through its response sender. So requests of one model
+instance are batched in flight although the model is not decoupled. Triton's module comes in as ``pb``, imported at the rim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from lr_backend.errors import Cancelled, EngineRejected, EngineUnavailable, InvalidRequest, LookaheadError, Overloaded
+from lr_backend.torch_engine.request import EngineRequest, EngineResponse
+
+REQUIRED_OUTPUTS = ("output_ids", "sequence_length")
+
+
+class Submits(Protocol):
+    """An engine: see :class:`~lr_backend.torch_engine.engine.TorchEngine`."""
+
+    def submit(self, request: EngineRequest, on_done: Callable[[EngineResponse | LookaheadError], None]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Metrics(Protocol):
+    def touch(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class ContractModel:
+    """Triton's entry points but ``initialize``, which sets ``pb``, ``_engine``, ``_metrics`` and ``_exclude_input``."""
+
+    pb: Any
+    _engine: Submits
+    _metrics: Metrics
+    _exclude_input: bool
+
+    def execute(self, requests: Sequence[Any]) -> None:
+        """Queue requests; returns at once."""
+        for request in requests:
+            self._enqueue(request)
+        self._metrics.touch()
+
+    def finalize(self) -> None:
+        """Fail what is in flight, and wait for the threads."""
+        self._engine.close()
+        self._metrics.close()
+
+    def _enqueue(self, request: Any) -> None:
+        sender = request.get_response_sender()
+        wanted = frozenset(request.requested_output_names())
+
+        def on_done(result: EngineResponse | LookaheadError) -> None:
+            sender.send(_response(self.pb, result, wanted), flags=self.pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            self._metrics.touch()
+
+        try:
+            parsed = self._parse(request)
+            if not parsed.stop:
+                _check_wanted(wanted)
+            self._engine.submit(parsed, on_done)
+        except LookaheadError as error:
+            on_done(error)
+        except Exception as error:
+            on_done(LookaheadError(f"{type(error).__name__}: {error}"))
+
+    def _parse(self, request: Any) -> EngineRequest:
+        tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+        return EngineRequest.from_tensors(request.request_id(), tensors, exclude_input=self._exclude_input)
+
+
+def model_parameters(model_config: Mapping[str, Any], model_dir: Path) -> dict[str, str]:
+    """The ``parameters`` of a parsed ``config.pbtxt``; a relative ``gpt_model_path`` is taken from the model's folder."""
+    parameters = {key: value["string_value"] for key, value in model_config.get("parameters", {}).items()}
+    path = parameters.get("gpt_model_path", "")
+    if path and not path.startswith("${"):
+        parameters["gpt_model_path"] = str(model_dir / path)
+    return parameters
+
+
+def batch_size_default(model_config: Mapping[str, Any]) -> dict[str, Any]:
+    """``max_batch_size`` of the file, which holds where no parameter says otherwise."""
+    size = int(model_config.get("max_batch_size", 0))
+    return {"max_batch_size": size} if size > 0 else {}
+
+
+def require_one_response(model_config: Mapping[str, Any]) -> None:
+    """Raises: InvalidRequest: the file promises a stream."""
+    if (model_config.get("model_transaction_policy") or {}).get("decoupled"):
+        raise InvalidRequest("decoupled", True, "the engine sends one response a request: decoupled must be false")
+
+
+def _check_wanted(wanted: frozenset[str]) -> None:
+    """Upstream refuses a list of outputs without these two."""
+    missing = [name for name in REQUIRED_OUTPUTS if wanted and name not in wanted]
+    if missing:
+        raise EngineRejected(f"{missing[0]}: must be among the requested outputs")
+
+
+def _response(pb: Any, result: EngineResponse | LookaheadError, wanted: frozenset[str]) -> Any:
+    if isinstance(result, LookaheadError):
+        return pb.InferenceResponse(error=pb.TritonError(result.public(), _status(pb.TritonError, result)))
+    tensors = [pb.Tensor(name, array) for name, array in result.tensors().items() if not wanted or name in wanted]
+    return pb.InferenceResponse(output_tensors=tensors)
+
+
+def _status(codes: Any, error: LookaheadError) -> Any:
+    """Triton's error code: the caller's fault, not now, or ours."""
+    if isinstance(error, EngineRejected | InvalidRequest):
+        return codes.INVALID_ARG
+    if isinstance(error, EngineUnavailable | Overloaded):
+        return codes.UNAVAILABLE
+    return codes.CANCELLED if isinstance(error, Cancelled) else codes.INTERNAL

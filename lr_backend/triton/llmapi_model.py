@@ -1,0 +1,55 @@
+"""The LLM API engine as a Triton Python model behind the ``tensorrt_llm`` tensor contract.
+
+One instance, one process: which GPUs it sees is decided by its environment before TensorRT-LLM is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from lr_backend.errors import LookaheadError
+from lr_backend.llmapi.config import LlmApiConfig
+from lr_backend.llmapi.engine import LlmApiEngine
+from lr_backend.llmapi.environment import apply, engine_environment
+from lr_backend.llmapi.stats import GAUGES, LlmApiStats
+from lr_backend.llmapi.upstream import load_upstream, make_llm
+from lr_backend.triton.contract_model import ContractModel, batch_size_default, model_parameters, require_one_response
+from lr_backend.triton.engine_metrics import EngineMetrics, counters_of
+
+
+def llmapi_config(model_config: Mapping[str, Any], model_dir: Path) -> LlmApiConfig:
+    """Engine settings from a parsed ``config.pbtxt``: its parameters and ``max_batch_size``.
+
+    Raises:
+        ConfigError: naming what is wrong.
+    """
+    return LlmApiConfig.from_parameters(model_parameters(model_config, model_dir), **batch_size_default(model_config))
+
+
+class TritonPythonModel(ContractModel):
+    """One engine; Triton loads one instance of it."""
+
+    pb = pb_utils
+    _engine: LlmApiEngine
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Load the checkpoint and start the engine. A failure here keeps the model from becoming ready."""
+        model_config = json.loads(args["model_config"])
+        try:
+            require_one_response(model_config)
+            self._config = llmapi_config(model_config, Path(args.get("model_repository", ".")))
+            self._config.check_checkpoint()
+            apply(os.environ, engine_environment(os.environ, self._config.gpu_device_ids))
+            upstream = load_upstream()
+            self._engine = LlmApiEngine(self._config, make_llm(self._config, upstream), upstream.SamplingParams)
+        except LookaheadError as error:
+            raise pb_utils.TritonModelException(error.public()) from error
+        self._exclude_input = self._config.exclude_input_in_output
+        counters = counters_of(LlmApiStats, GAUGES)
+        self._metrics = EngineMetrics(pb_utils.MetricFamily, args["model_name"], self._engine.stats, counters, GAUGES)

@@ -1,0 +1,5 @@
+"""The {{ role }} engine. Triton loads this file; the code is the package's."""
+
+from lr_backend.triton.llmapi_model import TritonPythonModel
+
+__all__ = ["TritonPythonModel"]

@@ -1,0 +1,96 @@
+"""Which mode a deployment is launched in, and the key of what only an administrator may use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lr_backend.build.placement import Placement
+from lr_backend.engine import Role
+from lr_backend.errors import ConfigError
+from lr_backend.triton.launch import PLAIN, LaunchMode, launch_plan
+from lr_backend.triton.restrictions import FILE_VARIABLE, KEY_VARIABLE, admin_key, without_key
+from lr_backend.triton.server import ServerOptions, TritonServer
+
+
+def on(role: Role, runtime: str, *gpus: int) -> Placement:
+    return Placement(role, runtime, max(1, len(gpus)), gpus)
+
+
+TARGET, DRAFT, JUDGE = Role.TARGET, Role.DRAFT, Role.JUDGE
+
+
+def test_the_torch_engine_needs_nothing() -> None:
+    assert launch_plan(()) == launch_plan([on(role, "torch") for role in Role]) == PLAIN
+
+
+@pytest.mark.parametrize("gpus", [((0,), (0,), (0,)), ((0,), (1,), (2,)), ((0, 1), (2,), (3,))])
+def test_several_compiled_engines_need_the_orchestrator(gpus: tuple[tuple[int, ...], ...]) -> None:
+    plan = launch_plan([on(role, "tensorrtllm", *ids) for role, ids in zip(Role, gpus, strict=True)])
+    assert plan.mode is LaunchMode.ORCHESTRATOR
+    assert plan.environment == {"TRTLLM_ORCHESTRATOR": "1", "TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES": "1"}
+    assert plan.num_ranks == 1
+    assert plan.launcher[0] == "mpirun"
+
+
+def test_the_server_keeps_off_every_gpu_that_it_sees_when_it_spawns() -> None:
+    engines = [on(TARGET, "tensorrtllm", 0), on(DRAFT, "tensorrtllm", 2)]
+
+    def pools(num_gpus: int | None) -> list[str]:
+        return [word.split("=")[1] for word in launch_plan(engines, num_gpus=num_gpus).arguments if "cuda-memory" in word]
+
+    assert pools(None) == ["0:0", "1:0", "2:0"]
+    assert pools(8) == [f"{device}:0" for device in range(8)]
+
+
+def test_one_compiled_engine_is_led_by_its_own_ranks() -> None:
+    mixed = launch_plan([on(TARGET, "tensorrtllm", 0, 1), on(DRAFT, "llmapi", 2), on(JUDGE, "llmapi", 3)])
+    assert (mixed.mode, mixed.num_ranks, mixed.worker_models) == (LaunchMode.LEADER, 2, ("target",))
+    assert not mixed.environment
+    single = launch_plan([on(TARGET, "tensorrtllm", 0)])
+    assert (single.mode, single.num_ranks, single.worker_models) == (LaunchMode.LEADER, 1, ())
+    assert not any("pool" in word for word in mixed.arguments)
+
+
+def test_llm_api_engines_start_their_own_ranks() -> None:
+    plan = launch_plan([on(TARGET, "llmapi", 0, 1), on(DRAFT, "llmapi", 2), on(JUDGE, "llmapi", 3)])
+    assert (plan.mode, plan.launcher, plan.environment) == (LaunchMode.PLAIN, (), {})
+
+
+def test_mpirun_can_be_left_out_or_replaced() -> None:
+    engines = [on(TARGET, "tensorrtllm", 0), on(DRAFT, "tensorrtllm", 1)]
+    assert launch_plan(engines, mpirun=()).launcher == ()
+    assert launch_plan(engines, mpirun=("srun",)).launcher == ("srun",)
+    assert launch_plan(engines[:1], mpirun=()).launcher, "leader mode is mpirun"
+
+
+def test_the_key_comes_from_a_variable_or_a_file_or_is_new_each_time(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_text("0123456789abcdef-from-file\n")
+    assert admin_key({KEY_VARIABLE: "0123456789abcdef"}) == "0123456789abcdef"
+    assert admin_key({FILE_VARIABLE: str(path)}) == "0123456789abcdef-from-file"
+    made = {admin_key({}) for _ in range(8)}
+    assert len(made) == 8
+    assert all(admin_key({KEY_VARIABLE: key}) == key for key in made)
+
+
+@pytest.mark.parametrize("text", ["short", "0123456789abcdef with space", "0123456789abcdef\nX: y", "0123456789abcdef,logging:x"])
+def test_a_key_that_no_header_can_hold_is_refused_without_being_shown(text: str) -> None:
+    with pytest.raises(ConfigError, match=KEY_VARIABLE) as caught:
+        admin_key({KEY_VARIABLE: text})
+    assert text not in caught.value.message
+
+
+def test_two_keys_or_a_file_that_is_not_there_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="both"):
+        admin_key({KEY_VARIABLE: "0123456789abcdef", FILE_VARIABLE: str(tmp_path)})
+    with pytest.raises(ConfigError, match="cannot be read"):
+        admin_key({FILE_VARIABLE: str(tmp_path / "none")})
+
+
+def test_the_key_is_in_no_log_and_no_models_environment(tmp_path: Path) -> None:
+    options = ServerOptions(admin_key="0123456789abcdef")
+    assert "0123456789abcdef" not in repr(options)
+    assert not any("0123456789abcdef" in word for word in TritonServer(tmp_path, options).command(Path("/t"), None))
+    assert without_key({KEY_VARIABLE: "x", FILE_VARIABLE: "y", "PATH": "z"}) == {"PATH": "z"}

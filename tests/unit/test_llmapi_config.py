@@ -1,0 +1,186 @@
+"""Settings, environment, and arguments of the LLM API engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lr_backend.engine import Sampling
+from lr_backend.errors import ConfigError, EngineRejected
+from lr_backend.llmapi.config import LlmApiConfig, checkpoint_quantization
+from lr_backend.llmapi.environment import apply, engine_environment, visible_devices
+from lr_backend.llmapi.sampling import MAX_LOG_PROBS, check_request, engine_stop_ids, sampling_arguments
+from lr_backend.llmapi.upstream import llm_arguments, load_upstream, make_llm
+from tests.support.fake_llmapi import FakeSamplingParams, fake_upstream, scripted
+from tests.support.torch_engines import request
+
+CHOOSE = scripted(lambda context, draw: 0)
+
+
+def checkpoint(folder: Path, quantization: dict[str, Any] | None = None, config: dict[str, Any] | None = None) -> Path:
+    (folder / "config.json").write_text(json.dumps(config or {}))
+    if quantization is not None:
+        (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
+    return folder
+
+
+def test_all_parameters_of_a_config_file_are_read() -> None:
+    config = LlmApiConfig.from_parameters(
+        {
+            "gpt_model_path": "/models/target", "tp_size": "2", "gpu_device_ids": "2,3", "dtype": "bfloat16", "quantization":
+            "FP8", "kv_cache_dtype": "fp8", "max_batch_size": "32", "max_num_tokens": "4096", "max_queue_size": "7",
+            "max_seq_len": "16384", "max_tokens_in_paged_kv_cache": "65536", "kv_cache_free_gpu_mem_fraction": "0.4",
+            "tokens_per_block": "64", "enable_kv_cache_reuse": "false", "enable_chunked_context": "0", "use_cuda_graphs":
+            "False", "sampler": "TRTLLMSampler", "max_engine_stop_ids": "8", "cancellation_grace_ms": "250",
+            "exclude_input_in_output": "true", "max_beam_width": "1", "gpt_model_type": "inflight_fused_batching",
+            "max_draft_len": "0",
+        },
+        max_batch_size=1,
+    )  # fmt: skip
+    assert config == LlmApiConfig(
+        Path("/models/target"), 2, (2, 3), "bfloat16", "FP8", "fp8", 32, 4096, 7, 16384, 65536, 0.4, 64, False, False, False,
+        "TRTLLMSampler", 8, 250, True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("no_such_key", "1"), ("max_draft_len", "8"), ("max_beam_width", "2"), ("tp_size", "two"), ("tp_size", "0"),
+        ("gpu_device_ids", "0,1"), ("dtype", "int8"), ("kv_cache_free_gpu_mem_fraction", "1.0"), ("enable_kv_cache_reuse", "yes"),
+        ("gpt_model_path", "${engine_dir}"), ("sampler", "greedy"), ("max_tokens_in_paged_kv_cache", "100"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_by_name(key: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        LlmApiConfig.from_parameters({"gpt_model_path": "/models/target", key: text})
+
+
+def test_a_checkpoint_must_be_quantized_as_said(tmp_path: Path) -> None:
+    assert checkpoint_quantization(checkpoint(tmp_path)) == "none"
+    assert checkpoint_quantization(checkpoint(tmp_path, config={"quantization_config": {"quant_method": "fp8"}})) == "fp8"
+    assert checkpoint_quantization(checkpoint(tmp_path, {"quant_algo": "FP8"})) == "FP8"
+    LlmApiConfig(tmp_path, quantization="fp8").check_checkpoint()
+    LlmApiConfig(tmp_path).check_checkpoint()
+    with pytest.raises(ConfigError, match="quantizes nothing"):
+        LlmApiConfig(tmp_path, quantization="none").check_checkpoint()
+    with pytest.raises(ConfigError, match="not a Hugging Face checkpoint"):
+        LlmApiConfig(tmp_path / "none").check_checkpoint()
+    (tmp_path / "hf_quant_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        LlmApiConfig(tmp_path).check_checkpoint()
+
+
+def test_a_missing_package_says_what_to_install() -> None:
+    def find(name: str) -> ModuleType:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    with pytest.raises(ConfigError, match=r"26\.07-trtllm.*tensorrt-llm==1\.2\.1"):
+        load_upstream(find)
+    with pytest.raises(ConfigError, match=r"no LLM API as of 1\.2"):
+        load_upstream(lambda name: ModuleType(name))
+
+
+def test_the_llm_is_made_from_the_settings(tmp_path: Path) -> None:
+    config = LlmApiConfig(
+        checkpoint(tmp_path), 2, (4, 5), max_tokens_in_paged_kv_cache=9999, kv_cache_free_gpu_mem_fraction=0.3, max_batch_size=12
+    )
+    arguments = llm_arguments(config, fake_upstream(CHOOSE))
+    assert arguments["tensor_parallel_size"] == arguments["gpus_per_node"] == 2
+    assert arguments["kv_cache_config"] == SimpleNamespace(
+        enable_block_reuse=True, free_gpu_memory_fraction=0.3, tokens_per_block=32, dtype="auto", max_tokens=9999
+    )
+    assert arguments["cuda_graph_config"].max_batch_size == 12
+    llm = make_llm(config, fake_upstream(CHOOSE))
+    assert llm.arguments == arguments
+    llm.shutdown()
+
+
+def test_an_llm_that_cannot_be_made_is_a_config_error(tmp_path: Path) -> None:
+    def fail(**arguments: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    upstream = fake_upstream(CHOOSE)
+    broken = type(upstream)(fail, upstream.SamplingParams, upstream.KvCacheConfig, upstream.CudaGraphConfig)
+    with pytest.raises(ConfigError, match=r"cannot serve .*out of memory"):
+        make_llm(LlmApiConfig(checkpoint(tmp_path)), broken)
+
+
+def test_gpus_are_chosen_among_those_that_are_visible() -> None:
+    assert visible_devices((2, 0), None) == "2,0"
+    assert visible_devices((2, 0), "GPU-a, GPU-b,GPU-c") == "GPU-c,GPU-a"
+    with pytest.raises(ConfigError, match="shows 2 GPUs"):
+        visible_devices((2,), "0,1")
+
+
+def test_an_engine_forgets_the_mpi_job_of_its_server_and_keeps_the_settings() -> None:
+    kept = {"PATH": "/bin", "OMPI_MCA_btl": "self", "PMIX_MCA_gds": "hash"}
+    job = {
+        "OMPI_COMM_WORLD_RANK": "0",
+        "OMPI_MCA_orte_ess_num_procs": "1",
+        "PMIX_RANK": "0",
+        "PMIX_NAMESPACE": "x",
+        "PMI_SIZE": "1",
+    }
+    job["TRTLLM_ORCHESTRATOR"] = "1"
+    environment = {**kept, **job, "CUDA_VISIBLE_DEVICES": "4,5,6,7"}
+    wanted = engine_environment(environment, (1, 3))
+    assert wanted == {**kept, "CUDA_VISIBLE_DEVICES": "5,7", "TRTLLM_VISIBLE_DEVICES": "5,7"}
+    apply(environment, wanted)
+    assert environment == wanted
+    assert engine_environment({**kept, **job}, ()) == kept
+
+
+CONFIG = LlmApiConfig(Path("/models"), max_seq_len=100, max_engine_stop_ids=3)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.0, 5, 0.5), Sampling(0.7, 1)])
+def test_greedy_is_greedy_whatever_else_is_said(sampling: Sampling) -> None:
+    params = FakeSamplingParams(**sampling_arguments(request((1, 2), sampling=sampling), CONFIG, 8))
+    assert params.greedy
+
+
+def test_sampling_reaches_upstream_as_it_is() -> None:
+    asked = request((1, 2), sampling=Sampling(0.6, 20, 0.95), seed=2**64 - 1, return_perf_metrics=True)
+    params = FakeSamplingParams(**sampling_arguments(asked, CONFIG, 8))
+    assert (params.temperature, params.top_k, params.top_p, params.seed, params.max_tokens) == (0.6, 20, 0.95, 2**64 - 1, 8)
+    assert not params.greedy
+    assert params.ignore_eos and params.include_stop_str_in_output and params.return_perf_metrics
+    assert not params.detokenize and params.end_id is not None
+
+
+def test_the_engine_gets_only_stops_that_cannot_come_too_early() -> None:
+    words = [(5,), (7,), (8, 9)]
+    assert engine_stop_ids(request((1,), 8, words), CONFIG) == [5, 7]
+    assert engine_stop_ids(request((1,), 8, words, end_id=2), CONFIG) == [2, 5, 7]
+    assert engine_stop_ids(request((1,), 8, [*words, (3,)], end_id=2), CONFIG) == [], "too many to compare each token with"
+    assert engine_stop_ids(request((1,), 8, words, min_tokens=2), CONFIG) == []
+    assert engine_stop_ids(request((1,), 8, words, min_tokens=2, end_id=2), CONFIG) == [2], "an end token ends a run at any time"
+
+
+def test_a_drawn_token_is_among_the_candidates_or_the_request_is_refused() -> None:
+    def asked(**sampling: Any) -> Any:
+        return request((1,), return_log_probs=True, sampling=Sampling(**sampling))
+
+    assert sampling_arguments(asked(), CONFIG, 8)["logprobs"] == 1
+    assert sampling_arguments(asked(temperature=0.6, top_k=20), CONFIG, 8)["logprobs"] == 20
+    for top_k in (0, MAX_LOG_PROBS + 1):
+        with pytest.raises(EngineRejected, match="return_log_probs"):
+            check_request(asked(temperature=0.6, top_k=top_k), CONFIG)
+
+
+def test_limits() -> None:
+    assert check_request(request((1,) * 95, 50), CONFIG) == 5
+    with pytest.raises(EngineRejected, match="max_seq_len 100"):
+        check_request(request((1,) * 100), CONFIG)
+    short = LlmApiConfig(Path("/models"), max_num_tokens=10, enable_chunked_context=False)
+    with pytest.raises(EngineRejected, match="max_num_tokens 10"):
+        check_request(request((1,) * 11), short)
+    with pytest.raises(EngineRejected, match="input_ids"):
+        check_request(request((1, -1)), CONFIG)
+    with pytest.raises(EngineRejected, match="draft_input_ids"):
+        check_request(request((1,), draft_ids=(1,)), CONFIG)

@@ -1,0 +1,228 @@
+"""The LLM API engine over a stand-in for TensorRT-LLM: cut exactly, answered once, nothing left running."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lr_backend.engine import Sampling
+from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, LookaheadError, Overloaded
+from lr_backend.llmapi.engine import LlmApiEngine
+from lr_backend.llmapi.outputs import log_probs_of
+from lr_backend.torch_engine.request import EngineRequest, EngineResponse
+from tests.support.fake_llmapi import Choose, Completion, FakeLLM, Logprob, RequestError, scripted
+from tests.support.llmapi_engines import llmapi_engine
+from tests.support.torch_engines import Pending, request
+
+PROMPT = (50, 60)
+COUNTING = scripted(lambda context, draw: len(context) - len(PROMPT))
+"""After ``PROMPT`` the tokens are 0, 1, 2, 3 ..."""
+
+Make = Callable[..., LlmApiEngine]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    made: list[LlmApiEngine] = []
+
+    def new(choose: Choose = COUNTING, **settings: Any) -> LlmApiEngine:
+        made.append(llmapi_engine(tmp_path / "checkpoint", choose, **settings))
+        return made[-1]
+
+    yield new
+    for engine in made:
+        engine.close()
+        assert not engine._thread.is_alive()
+        assert (engine.stats().num_running, engine.stats().num_waiting) == (0, 0)
+
+
+def start(engine: LlmApiEngine, asked: EngineRequest) -> Pending:
+    pending = Pending()
+    engine.submit(asked, pending)
+    return pending
+
+
+def ask(engine: LlmApiEngine, *words: tuple[int, ...], count: int = 20, **fields: Any) -> EngineResponse:
+    return start(engine, request(PROMPT, count, words, **fields)).result()
+
+
+def fake(engine: LlmApiEngine) -> FakeLLM:
+    llm: FakeLLM = engine._llm
+    return llm
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.001)
+
+
+def test_a_run_ends_at_its_length(make: Make) -> None:
+    answer = ask(make(), count=5)
+    assert answer.token_ids == (0, 1, 2, 3, 4)
+    assert 0 < answer.arrival_ns <= answer.first_scheduled_ns
+    assert answer.arrival_ns < answer.first_token_ns <= answer.last_token_ns
+
+
+def test_a_single_stop_token_ends_the_run_at_the_engine_and_is_kept(make: Make) -> None:
+    engine = make()
+    assert ask(engine, (3,), (9,)).token_ids == (0, 1, 2, 3)
+    assert fake(engine).seen[-1].stop_token_ids == [3, 9]
+    assert not fake(engine).aborted, "it stopped by itself"
+
+
+def test_a_stop_word_of_several_tokens_is_found_on_the_stream(make: Make) -> None:
+    engine = make()
+    assert ask(engine, (3, 4, 5), (12,)).token_ids == (0, 1, 2, 3, 4, 5)
+    until(lambda: bool(fake(engine).aborted))
+
+
+def test_many_stop_tokens_are_matched_here(make: Make) -> None:
+    engine = make(max_engine_stop_ids=4)
+    assert ask(engine, *((token,) for token in range(6, 300))).token_ids == (0, 1, 2, 3, 4, 5, 6)
+    assert fake(engine).seen[-1].stop_token_ids is None
+
+
+def test_a_token_that_came_together_with_a_stop_is_dropped(make: Make) -> None:
+    """Responses can pile up before the loop looks: nothing past the stop gets out."""
+    engine = make(scripted(lambda context, draw: 7))
+    hold = threading.Event()
+    engine._loop.call_soon_threadsafe(hold.wait, 30)
+    pending = start(engine, request(PROMPT, 20, [(7, 7)]))
+    hold.set()
+    assert pending.result().token_ids == (7, 7)
+
+
+def test_the_end_token_is_swallowed_and_ends_the_run(make: Make) -> None:
+    engine = make()
+    assert ask(engine, end_id=4).token_ids == (0, 1, 2, 3)
+    assert fake(engine).seen[-1].stop_token_ids == [4]
+
+
+def test_no_stop_word_counts_before_min_tokens(make: Make) -> None:
+    engine = make(scripted(lambda context, draw: 7))
+    assert ask(engine, (7,), min_tokens=4).token_ids == (7,) * 4
+    assert ask(engine, (7,), min_tokens=4, count=3).token_ids == (7,) * 3
+
+
+def test_a_cancel_of_the_same_id_ends_the_run_with_what_it_has(make: Make) -> None:
+    engine = make()
+    running = start(engine, request(PROMPT, 240, request_id="x"))
+    until(lambda: fake(engine).num_draws > 5)
+    cancel = start(engine, request((), 0, request_id="x", stop=True))
+    unknown = start(engine, request((), 0, request_id="unknown", stop=True))
+    assert cancel.result().token_ids == unknown.result().token_ids == ()
+    tokens = running.result().token_ids
+    assert tokens == tuple(range(len(tokens)))
+    assert len(tokens) < 240
+    assert engine.stats().num_cancelled == 1
+    assert ask(engine, count=2, request_id="x").token_ids == (0, 1), "the id is free again"
+
+
+def test_a_cancel_that_upstream_does_not_hear_is_answered_after_the_grace(make: Make) -> None:
+    engine = make(cancellation_grace_ms=20)
+    fake(engine).deaf = True
+    fake(engine).gate.clear()
+    running = start(engine, request(PROMPT, 240, request_id="x"))
+    engine.cancel("x")
+    assert running.result().token_ids == ()
+    fake(engine).gate.set()
+
+
+def test_requests_in_flight_share_iterations_and_ids_are_unique(make: Make) -> None:
+    engine = make(max_batch_size=3, max_queue_size=2)
+    fake(engine).gate.clear()
+    pending = [start(engine, request(PROMPT, 4, request_id=str(number))) for number in range(5)]
+    until(lambda: len(fake(engine)._new) + fake(engine)._num_requests >= 5)
+    assert (engine.stats().num_running, engine.stats().num_waiting) == (3, 2)
+    with pytest.raises(Overloaded):
+        engine.submit(request(PROMPT, request_id="more"), Pending())
+    fake(engine).gate.set()
+    assert all(one.result().token_ids == (0, 1, 2, 3) for one in pending)
+    assert max(fake(engine).batch_sizes) == 3
+    fake(engine).gate.clear()
+    running = start(engine, request(PROMPT, 4, request_id="twin"))
+    with pytest.raises(EngineRejected, match="'twin' is in flight"):
+        engine.submit(request(PROMPT, request_id="twin"), Pending())
+    fake(engine).gate.set()
+    assert running.result().token_ids
+
+
+def test_log_probabilities_stand_beside_the_tokens(make: Make) -> None:
+    answer = ask(make(), (3, 4), return_log_probs=True)
+    assert answer.log_probs == (-0.25,) * 5
+    assert answer.tensors()["cum_log_probs"].tolist() == [[-1.25]]
+
+
+def test_a_log_probability_that_is_not_there_is_an_error_and_no_guess(make: Make) -> None:
+    engine = make(lambda asks: [(1, {2: -0.1, 3: -2.0}) for _ in asks])
+    with pytest.raises(EngineError, match="return_log_probs"):
+        ask(engine, return_log_probs=True, sampling=Sampling(0.5, 2))
+
+
+def test_log_probabilities_are_read_from_each_shape_that_upstream_has() -> None:
+    by_token = Completion(logprobs=[{4: Logprob(-1.0), 5: Logprob(-2.0)}, {7: Logprob(1e-9)}, {8: Logprob(-3.0)}])
+    assert log_probs_of(by_token, (5, 7, 9)) == (-2.0, 0.0)
+    assert log_probs_of(Completion(logprobs=[-1.0, -2.0]), (5, 7)) == (-1.0, -2.0)  # type: ignore[list-item]
+    assert log_probs_of(Completion(logprobs=[]), (5, 7)) == ()
+
+
+def test_upstreams_measurements_are_passed_on(make: Make) -> None:
+    answer = ask(make(tokens_per_block=4), count=3, return_perf_metrics=True)
+    tensors = answer.tensors()
+    assert tensors["kv_cache_reused_blocks"].tolist() == [[3]]
+    assert tensors["kv_cache_alloc_new_blocks"].tolist() == [[2]]
+    assert answer.num_reused_tokens == 12
+    assert answer.first_scheduled_ns - answer.arrival_ns == 2_000_000
+    assert tensors["total_draft_tokens"].tolist() == [[0]]
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind"),
+    [(RequestError("too long"), EngineRejected), (RuntimeError("cuda"), EngineError)],
+    ids=["request", "engine"],
+)
+def test_what_upstream_raises_is_answered(make: Make, raised: Exception, kind: type[LookaheadError]) -> None:
+    engine = make()
+    fake(engine).fails = raised
+    with pytest.raises(kind, match=str(raised)) as caught:
+        ask(engine)
+    assert type(caught.value) is kind
+    fake(engine).fails = None
+    assert ask(engine, count=2).token_ids == (0, 1)
+    assert engine.stats().num_failed == 1
+
+
+def test_an_llm_that_shut_down_is_unavailable(make: Make) -> None:
+    engine = make()
+    fake(engine).shutdown()
+    with pytest.raises(EngineUnavailable, match="shutting down"):
+        ask(engine)
+
+
+def test_close_answers_what_is_in_flight_and_refuses_the_rest(make: Make) -> None:
+    engine = make()
+    fake(engine).gate.clear()
+    pending = [start(engine, request(PROMPT, 240, request_id=str(number))) for number in range(3)]
+    engine.close()
+    for one in pending:
+        with pytest.raises(EngineUnavailable):
+            one.result()
+    with pytest.raises(EngineUnavailable):
+        engine.submit(request(PROMPT), Pending())
+    assert start(engine, request((), 0, request_id="1", stop=True)).result().token_ids == ()
+    engine.close()
+
+
+def test_counters_add_up(make: Make) -> None:
+    engine = make()
+    for count in (2, 3):
+        ask(engine, count=count)
+    stats = engine.stats()
+    assert (stats.num_requests, stats.num_tokens_decoded, stats.num_failed, stats.num_cancelled) == (2, 5, 0, 0)
