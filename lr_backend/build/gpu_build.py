@@ -18,8 +18,9 @@ from lr_backend.build.checkpoints import CheckpointInfo, check_checkpoint, check
 from lr_backend.build.digests import digests, installed_versions, sha256_text
 from lr_backend.build.engine_check import check_engine
 from lr_backend.build.gpu_spec import GpuDeployment, TrtllmEngineSpec
-from lr_backend.build.manifest import TENSORRT_LLM, Platform, probe_platform, read_engine_manifest, require_servable
+from lr_backend.build.manifest import Platform, probe_platform, read_engine_manifest, require_servable
 from lr_backend.build.memory import GpuMemory, estimate, padded_vocab, require_fit
+from lr_backend.build.nvidia import TENSORRT_LLM
 from lr_backend.build.render import engine_files, intact, lookahead_files, read_manifest, require_replaceable, write_repository
 from lr_backend.build.report import BuildReport
 from lr_backend.build.runner import run_steps

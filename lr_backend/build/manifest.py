@@ -7,30 +7,13 @@ nothing else; the error of the backend would say so late and in other words.
 from __future__ import annotations
 
 import json
-import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from lr_backend.build.nvidia import Gpu, installed, probe_gpus
 from lr_backend.errors import ConfigError
-
-TENSORRT_LLM = "1.2.1"
-"""The pinned release: the last one with compiled engines and ``draft_tokens_external``."""
-
-_QUERY = ("nvidia-smi", "--query-gpu=index,name,compute_cap,memory.total", "--format=csv,noheader,nounits")
-_PROBE_LIMIT_S = 30
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """One card as the driver sees it."""
-
-    index: int
-    name: str
-    compute_capability: str
-    memory_mib: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +34,7 @@ class Platform:
 
 def probe_platform() -> Platform:
     """This machine. Without a driver there are no GPUs."""
-    return Platform(_version("tensorrt-llm", "tensorrt_llm"), _version("tensorrt"), parse_gpus(_nvidia_smi()))
-
-
-def parse_gpus(text: str) -> tuple[Gpu, ...]:
-    """The lines of ``nvidia-smi --query-gpu=index,name,compute_cap,memory.total --format=csv,noheader,nounits``."""
-    gpus = []
-    for line in text.splitlines():
-        fields = [field.strip() for field in line.split(",")]
-        if len(fields) == 4 and fields[0].isdigit() and fields[3].isdigit():
-            gpus.append(Gpu(int(fields[0]), fields[1], fields[2], int(fields[3])))
-    return tuple(gpus)
+    return Platform(installed("tensorrt-llm"), installed("tensorrt"), probe_gpus())
 
 
 def mismatches(manifest: Mapping[str, Any], running: Platform) -> tuple[str, ...]:
@@ -136,20 +109,3 @@ def _differences(built: Platform, running: Platform, gpu_device_ids: list[int]) 
                 f"built for compute capability {then or 'unknown'}, GPU {number} ({gpu.name}) has {gpu.compute_capability}"
             )
     return found
-
-
-def _version(*names: str, of: Callable[[str], str] = version) -> str | None:
-    for name in names:
-        try:
-            return of(name)
-        except PackageNotFoundError:
-            continue
-    return None
-
-
-def _nvidia_smi() -> str:
-    try:
-        result = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_PROBE_LIMIT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return result.stdout if result.returncode == 0 else ""

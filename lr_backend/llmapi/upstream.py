@@ -8,13 +8,11 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from lr_backend.build.nvidia import IMAGE, TENSORRT_LLM
 from lr_backend.errors import ConfigError
 from lr_backend.llmapi.config import LlmApiConfig
 
-INSTALL = (
-    "run inside nvcr.io/nvidia/tritonserver:26.07-trtllm-python-py3, which holds it, or install it with "
-    "pip install --extra-index-url https://pypi.nvidia.com tensorrt-llm==1.2.1 on a machine with an NVIDIA GPU"
-)
+INSTALL = f"run inside {IMAGE}, which holds it, or install tensorrt-llm=={TENSORRT_LLM} from NVIDIA's package index"
 
 
 @dataclass(frozen=True, slots=True)

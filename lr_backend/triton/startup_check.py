@@ -1,8 +1,6 @@
 """Whether this machine can serve a deployment on GPUs: everything that is missing at once, each with what to do.
 
-:func:`check` is pure: facts and needs in, findings out. :func:`probe` is the rim that collects the facts, by ``nvidia-smi``
-rather than a binding: the container toolkit mounts it wherever it mounts the driver, upstream's own launcher counts GPUs with
-it, and it needs no context on a GPU.
+:func:`check` is pure: facts and needs in, findings out. :func:`probe` is the rim that collects the facts.
 """
 
 from __future__ import annotations
@@ -10,37 +8,22 @@ from __future__ import annotations
 import os
 import resource
 import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from lr_backend.build.nvidia import IMAGE, TENSORRT_LLM, TRITON_RELEASE, Gpu, installed, probe_gpus
 from lr_backend.build.placement import Placement
 from lr_backend.errors import ConfigError
 from lr_backend.triton.backend_dir import find_tritonserver
 from lr_backend.triton.launch import COMPILED, LLM_API
 
-IMAGE = "nvcr.io/nvidia/tritonserver:26.07-trtllm-python-py3"
-TRITON_RELEASE, TENSORRT_LLM = "26.07", "1.2.1"
 LEAST_CAPABILITY = (8, 0)
 """Of ``draft_tokens_external`` and of bfloat16."""
 SHM_BYTES = 2 << 30
 """Tensors of up to 120 calls at a time between server and Python models; Docker gives 64 MB unless told otherwise."""
 STACK_BYTES = 64 << 20
-_QUERY = ("nvidia-smi", "--query-gpu=index,name,compute_cap,memory.total", "--format=csv,noheader,nounits")
-_PROBE_LIMIT_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """One card as the driver sees it; memory in MiB."""
-
-    index: int
-    name: str
-    compute_capability: str
-    memory_mib: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,23 +123,15 @@ def probe(tritonserver: Path | None = None, environment: Mapping[str, str] = os.
     return Machine(
         tritonserver=binary,
         triton_release=environment.get("NVIDIA_TRITON_SERVER_VERSION"),
-        tensorrt_llm=_version("tensorrt_llm"),
+        tensorrt_llm=installed("tensorrt-llm"),
         backend_library=(backend / "libtriton_tensorrtllm.so").exists(),
         executor_worker=os.access(backend / "trtllmExecutorWorker", os.X_OK),
         mpirun=shutil.which("mpirun", path=environment.get("PATH")),
-        gpus=parse_gpus(_nvidia_smi()),
+        gpus=probe_gpus(),
         cuda_visible_devices=environment.get("CUDA_VISIBLE_DEVICES"),
         shm_bytes=_size_of(Path("/dev/shm")),
         memlock_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         stack_bytes=resource.getrlimit(resource.RLIMIT_STACK)[0],
-    )
-
-
-def parse_gpus(text: str) -> tuple[Gpu, ...]:
-    """The lines of ``nvidia-smi --query-gpu=index,name,compute_cap,memory.total --format=csv,noheader,nounits``."""
-    rows = ([field.strip() for field in line.split(",")] for line in text.splitlines())
-    return tuple(
-        Gpu(int(row[0]), row[1], row[2], int(row[3])) for row in rows if len(row) == 4 and row[0].isdigit() and row[3].isdigit()
     )
 
 
@@ -231,20 +206,6 @@ def _limit(what: str, found: int, least: int, level: Level, remedy: str) -> Find
 
 def _mib(size: int) -> str:
     return f"{size / (1 << 20):.0f} MiB"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _nvidia_smi() -> str:
-    try:
-        return subprocess.run(_QUERY, capture_output=True, text=True, timeout=_PROBE_LIMIT_S, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
 
 
 def _size_of(directory: Path) -> int | None:

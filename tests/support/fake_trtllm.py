@@ -7,7 +7,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from lr_backend.build.manifest import TENSORRT_LLM, Gpu, Platform
+from lr_backend.build.manifest import Platform
+from lr_backend.build.nvidia import TENSORRT_LLM, Gpu
 from lr_backend.build.trtllm_commands import CONVERTERS, QUANTIZER, Toolchain
 from tests.support.tiny_models import Shape, make_checkpoint
 

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LEAVES = {"errors", "contract", "step", "engine", "request", "config"}
-LEAF_MODULES = {"lr_backend.build.placement"}
+LEAF_MODULES = {"lr_backend.build.nvidia", "lr_backend.build.placement"}
 """Values that every part may know of."""
 
 ALLOWED: dict[str, set[str]] = {

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from lr_backend.build.nvidia import Gpu, parse_gpus
 from lr_backend.build.placement import Placement
 from lr_backend.build.spec import DeploymentSpec
 from lr_backend.cli import app
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError
 from lr_backend.triton import startup_check
-from lr_backend.triton.startup_check import Gpu, Level, Machine, check, missing, parse_gpus, probe, require_ready
+from lr_backend.triton.startup_check import Level, Machine, check, missing, probe, require_ready
 
 H200 = Gpu(0, "NVIDIA H200", "9.0", 143771)
 GOOD = Machine(
@@ -115,7 +116,7 @@ def test_the_probe_finds_what_an_image_has(tmp_path: Path, monkeypatch: pytest.M
         '#!/bin/sh\n[ "$1" = --query-gpu=index,name,compute_cap,memory.total ] && echo 0, A, 9.0, 7\n',
     )
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
-    monkeypatch.setattr(startup_check, "version", {"tensorrt_llm": "1.2.1"}.__getitem__)
+    monkeypatch.setattr(startup_check, "installed", {"tensorrt-llm": "1.2.1"}.get)
     environment = {"PATH": str(tmp_path / "bin"), "NVIDIA_TRITON_SERVER_VERSION": "26.07", "CUDA_VISIBLE_DEVICES": "0"}
     machine = probe(binary, environment)
     assert (machine.tritonserver, machine.triton_release, machine.tensorrt_llm) == (binary, "26.07", "1.2.1")
