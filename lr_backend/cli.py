@@ -54,6 +54,8 @@ app = typer.Typer(
 
 SpecOption = Annotated[str, typer.Option("--spec", help="Name of a spec in engines/, or a path to a TOML file.")]
 
+PIPED_WIDTH = 120
+"""Columns of a table that goes to no terminal, which would say how wide it is."""
 _WAKE_S = 0.5
 """A blocking wait is cut into pieces this long, so that a signal is acted upon promptly."""
 
@@ -249,7 +251,10 @@ def doctor(
     except LookaheadError as error:
         _fail(error)
     findings = check(probe(tritonserver), deployment.placements)
-    Console().print(_findings_table(deployment.name, findings))
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=PIPED_WIDTH)
+    console.print(_findings_table(deployment.name, findings))
     raise typer.Exit(1 if missing(findings) else 0)
 
 
@@ -257,7 +262,9 @@ _COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.MISSING: "red"}
 
 
 def _findings_table(name: str, findings: tuple[Finding, ...]) -> Table:
-    table = Table("", "needed", "found", "what to do", title=f"this machine for {name}")
+    table = Table("", title=f"this machine for {name}")
+    for heading in ("needed", "found", "what to do"):
+        table.add_column(heading, overflow="fold")
     for each in findings:
         table.add_row(f"[{_COLOURS[each.level]}]{each.level}[/]", escape(each.what), escape(each.found), escape(each.remedy))
     return table
