@@ -213,7 +213,8 @@ def test_what_the_dockerfile_copies_is_in_the_build_context() -> None:
 def compose() -> dict[str, Any]:
     """The file with every variable at its default."""
     text = (PROJECT / "deploy" / "compose.yaml").read_text(encoding="utf-8")
-    assert "${" not in (plain := re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)), "a variable without a default"
+    plain = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
+    assert "${" not in plain, "a variable without a default"
     loaded: dict[str, Any] = yaml.safe_load(plain)
     return loaded
 
@@ -277,13 +278,13 @@ def test_ports_are_published_on_loopback(name: str) -> None:
     assert SERVICES[name]["ports"] == [f"127.0.0.1:{port}:{port}" for port in (8000, 8001, 8002)]
 
 
-@pytest.mark.parametrize("name", SERVING)
-def test_a_server_is_given_the_time_that_it_takes_to_drain(name: str) -> None:
-    default = "demo" if name == "cpu" else SERVICES[name]["command"][1]
-    if not (PROJECT / "engines" / f"{default}.toml").is_file():
-        pytest.skip(f"no spec {default} in this checkout")
-    drain_s = DeploymentSpec.load(PROJECT / "engines" / f"{default}.toml").server.exit_timeout_s
-    assert int(SERVICES[name]["stop_grace_period"].removesuffix("s")) >= drain_s + 2 * CLEANUP_MARGIN_S
+@pytest.mark.parametrize("path", sorted((PROJECT / "engines").glob("*.toml")), ids=lambda path: path.stem)
+def test_a_server_is_given_the_time_that_it_takes_to_drain(path: Path) -> None:
+    spec = DeploymentSpec.load(path)
+    service = SERVICES["cpu" if spec.runtime == "torch" else "gpu"]
+    assert int(service["stop_grace_period"].removesuffix("s")) >= spec.server.exit_timeout_s + 2 * CLEANUP_MARGIN_S
+    start_s = int(service["healthcheck"]["start_period"].removesuffix("s"))
+    assert start_s >= spec.server.load_timeout_s
 
 
 @pytest.mark.parametrize("name", ["gpu", "build"])
@@ -299,3 +300,41 @@ def test_engines_are_written_by_the_build_alone() -> None:
     writable = [volume["target"] for volume in SERVICES["build"]["volumes"] if not volume.get("read_only")]
     assert writable == [f"{INSTALLED_AT}/engines/built"]
     assert SERVICES["build"]["network_mode"] == "none"
+
+
+# ----------------------------------------------------------------------------------------------------------- docs/production.md
+
+PAGE = (PROJECT / "docs" / "production.md").read_text(encoding="utf-8")
+
+
+def test_the_page_names_the_images_that_are_built() -> None:
+    base = next(value.partition("=")[2] for name, value in STAGES[""] if value.startswith("BASE="))
+    assert base in PAGE
+    tags = set(re.findall(r"lookahead:([a-z]+-[0-9.]+)", PAGE))
+    assert tags <= {service["image"].partition(":")[2] for service in SERVICES.values()}
+
+
+def test_the_page_and_the_compose_file_name_the_same_variables() -> None:
+    text = (PROJECT / "deploy" / "compose.yaml").read_text(encoding="utf-8")
+    of_compose = set(re.findall(r"\$\{(LOOKAHEAD_\w+):-", text))
+    listed = set(re.findall(r"LOOKAHEAD_\w+", text.partition("name: lookahead")[0]))
+    assert of_compose == listed, "the comment at the top lists the variables"
+    assert {"LOOKAHEAD_BIND", "LOOKAHEAD_VERSION", "LOOKAHEAD_ENGINES"} <= of_compose & set(re.findall(r"LOOKAHEAD_\w+", PAGE))
+
+
+@pytest.mark.parametrize(
+    "name", sorted(set(re.findall(r"`((?:deploy|tests|docs|engines)/[\w./-]+|Dockerfile|[\w.-]+\.txt)`", PAGE)))
+)
+def test_the_page_names_files_that_exist(name: str) -> None:
+    assert (PROJECT / name).exists() or name.startswith("engines/built")
+
+
+def test_the_page_runs_containers_as_the_compose_file_does() -> None:
+    gpu = SERVICES["gpu"]
+    by_hand = PAGE[PAGE.index("docker run --detach") :].partition("\n\n")[0]
+    assert f"--shm-size {gpu['shm_size'].removesuffix('b')}" in by_hand and f"--tmpfs {gpu['tmpfs'][0]}" in by_hand
+    assert f"--stop-timeout {gpu['stop_grace_period'].removesuffix('s')}" in by_hand
+    for limit, value in (("memlock", -1), ("stack", 67108864)):
+        assert gpu["ulimits"][limit] == value and f"--ulimit {limit}={value}" in by_hand
+    assert all(f":{volume['target']}:ro" in by_hand for volume in gpu["volumes"])
+    assert all(option in by_hand for option in ("--init", "--read-only", "--cap-drop ALL", "--security-opt no-new-privileges"))
