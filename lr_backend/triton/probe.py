@@ -37,7 +37,7 @@ def why_not_ready(url: str = DEFAULT_URL, timeout_s: float = TIMEOUT_S) -> str |
 
 
 def main(arguments: list[str]) -> int:
-    reason = why_not_ready(*arguments[:1])
+    reason = why_not_ready(arguments[0] if arguments else DEFAULT_URL)
     if reason is not None:
         sys.stdout.write(f"{reason}\n")
     return 0 if reason is None else 1
