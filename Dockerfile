@@ -88,7 +88,7 @@ USER 1000:1000
 EXPOSE 8000 8001 8002
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=6s --start-period=180s --retries=3 \
-    CMD ["python3", "-I", "-S", "/opt/lookahead/lr_backend/triton/probe.py"]
+    CMD ["python3", "-I", "-S", "/opt/lookahead/lr_backend/triton/health.py"]
 # Triton's log goes where a container's log belongs; a later option wins over the same one here.
 ENTRYPOINT ["lookahead", "serve", "--host", "0.0.0.0", "--log-file", "/dev/stderr"]
 CMD ["--spec", "demo"]
@@ -149,6 +149,6 @@ USER 1000:1000
 EXPOSE 8000 8001 8002
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=6s --start-period=900s --retries=3 \
-    CMD ["python3", "-I", "-S", "/opt/lookahead/lr_backend/triton/probe.py"]
+    CMD ["python3", "-I", "-S", "/opt/lookahead/lr_backend/triton/health.py"]
 ENTRYPOINT ["lookahead", "serve", "--host", "0.0.0.0", "--log-file", "/dev/stderr"]
 CMD ["--spec", "qwen3-32b"]

@@ -33,7 +33,7 @@ from lr_backend.trace.html import page
 from lr_backend.trace.report import report
 from lr_backend.trace.schema import Trace
 from lr_backend.triton.backend_dir import find_tritonserver
-from lr_backend.triton.probe import DEFAULT_URL, why_not_ready
+from lr_backend.triton.health import DEFAULT_URL, why_not_ready
 from lr_backend.triton.server import ServerError, ServerOptions, TritonServer, useful_lines
 from lr_backend.triton.warmup import QUESTION, WarmupAnswer, warm_up
 

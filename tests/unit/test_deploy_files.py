@@ -18,7 +18,7 @@ from dockerfile_parse import DockerfileParser
 import lr_backend
 from lr_backend import cli
 from lr_backend.build.spec import DeploymentSpec
-from lr_backend.triton import probe
+from lr_backend.triton import health
 from lr_backend.triton.server import CLEANUP_MARGIN_S
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -88,16 +88,16 @@ def test_the_ports_are_the_servers_defaults(target: str) -> None:
     defaults = inspect.signature(cli.serve).parameters
     ports = [defaults[f"{name}_port"].default for name in ("http", "grpc", "metrics")]
     assert [int(port) for port in value_of(target, "EXPOSE").split()] == ports
-    assert f":{ports[0]}" in probe.DEFAULT_URL
+    assert f":{ports[0]}" in health.DEFAULT_URL
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_health_check_is_the_probe(target: str) -> None:
     command = json.loads(value_of(target, "HEALTHCHECK").partition("CMD ")[2])
     assert command[:3] == ["python3", "-I", "-S"]
-    assert PROJECT / Path(command[3]).relative_to(INSTALLED_AT) == Path(probe.__file__)
+    assert PROJECT / Path(command[3]).relative_to(INSTALLED_AT) == Path(health.__file__)
     timeout_s = re.search(r"--timeout=(\d+)s", value_of(target, "HEALTHCHECK"))
-    assert timeout_s and int(timeout_s[1]) > probe.TIMEOUT_S
+    assert timeout_s and int(timeout_s[1]) > health.TIMEOUT_S
 
 
 @pytest.mark.parametrize("target", TARGETS)

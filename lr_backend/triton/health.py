@@ -1,6 +1,6 @@
 """Whether a server says that it is ready. Standard library only: a container's health check runs it every few seconds.
 
-``python -I -S probe.py [URL]`` prints nothing and exits with 0 if so; else it prints the reason and exits with 1.
+``python -I -S health.py [URL]`` prints nothing and exits with 0 if so; else it prints the reason and exits with 1.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from lr_backend.cli import app
-from lr_backend.triton import probe
-from lr_backend.triton.probe import why_not_ready
+from lr_backend.triton import health
+from lr_backend.triton.health import why_not_ready
 
 
 class _Triton(HTTPServer):
@@ -73,7 +73,7 @@ def test_an_address_that_is_none(url: str) -> None:
 @pytest.mark.parametrize(("status", "code"), [(200, 0), (400, 1)])
 def test_as_a_health_check_runs_it(triton: _Triton, status: int, code: int) -> None:
     triton.status = status
-    done = subprocess.run([sys.executable, "-I", "-S", probe.__file__, triton.url], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-I", "-S", health.__file__, triton.url], capture_output=True, text=True, check=False)
     assert done.returncode == code and bool(done.stdout) == bool(code) and not done.stderr
 
 
