@@ -33,9 +33,11 @@ RUN python3 -m venv /opt/pip \
     && echo /opt/lookahead > "$(/opt/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/lookahead.pth"
 COPY constraints.txt ./
 RUN /opt/pip/bin/pip --python /opt/venv/bin/python install --no-deps ${TORCH_INDEX_URL:+--index-url "${TORCH_INDEX_URL}"} torch
-# The dependencies without the package: an empty one asks for them, so that this layer changes only with the pins.
-COPY pyproject.toml setup.py README.md ./
-RUN /opt/pip/bin/pip --python /opt/venv/bin/python install '.[cpu]' \
+# The dependencies without the package: an empty one asks for them, so that this layer changes only with the pins. The README is in
+# the package's description alone, so an empty one stands in.
+COPY pyproject.toml setup.py ./
+RUN touch README.md \
+    && /opt/pip/bin/pip --python /opt/venv/bin/python install '.[cpu]' \
     && /opt/pip/bin/pip --python /opt/venv/bin/python uninstall --yes lookahead-server \
     && packages="$(/opt/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
     && rm -rf "${packages}"/torch/include "${packages}"/torch/test "${packages}"/torch/share \
@@ -112,10 +114,11 @@ WORKDIR /src
 # What the image lacks, beside its packages and behind them on the path: where it has one of its own, that one is used.
 COPY deploy/requirements-trtllm.txt deploy/
 RUN python3 -m pip install --no-deps --target /opt/lookahead/lib --requirement deploy/requirements-trtllm.txt
-COPY constraints.txt pyproject.toml setup.py README.md ./
+COPY constraints.txt pyproject.toml setup.py ./
 COPY lr_backend lr_backend
 COPY demo demo
-RUN PIP_CONSTRAINT=/src/constraints.txt python3 -m pip install --no-deps --target /opt/lookahead .
+RUN touch README.md \
+    && PIP_CONSTRAINT=/src/constraints.txt python3 -m pip install --no-deps --target /opt/lookahead .
 COPY model_repository /opt/lookahead/model_repository
 COPY engines /opt/lookahead/engines
 COPY build_engines.py /opt/lookahead/
