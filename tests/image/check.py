@@ -27,7 +27,7 @@ from rich.table import Table
 
 from lr_backend.errors import LookaheadError
 from lr_backend.triton.server import ServerOptions, free_ports
-from lr_backend.triton.warmup import QUESTION, post_json
+from lr_backend.triton.warmup import post_json
 from tests.image.sandbox import Container, ImageConfig, Sandbox
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -60,7 +60,8 @@ KEPT_IN_CONTEXT = {
     *("lr_backend", "demo", "engines", "model_repository", "deploy"),
 }
 MAX_CPU_IMAGE_MB = 1600
-ANSWER = "16"  # to the warm-up's question: 12 + 7 - 3
+QUESTION = "Mia has 12 apples. Tom has 3 times as many apples as Mia. How many apples does Tom have now?"
+ANSWER = r"\boxed{36}"
 ANSWER_TIMEOUT_S = 120.0
 READY_TIMEOUT_S = 900.0
 STOP_TIMEOUT_S = 120.0
@@ -282,7 +283,6 @@ def check_run(checks: Checks, sandbox: Sandbox, work: Path) -> None:
     options = [f"--http-port={ports.http}", f"--grpc-port={ports.grpc}", f"--metrics-port={ports.metrics}"]
     url = f"127.0.0.1:{ports.http}"
     health = (*sandbox.config.health, f"http://{url}")
-    before = set(Path("/dev/shm").iterdir())
     container = Container(sandbox, work / "cpu.log", *sandbox.config.command, *options)
     try:
         early = sandbox.run(*health)
@@ -297,13 +297,11 @@ def check_run(checks: Checks, sandbox: Sandbox, work: Path) -> None:
         _ask(checks, url)
         _look_inside(checks, container)
         _stop(checks, container, url)
-        shared = {path.name for path in set(Path("/dev/shm").iterdir()) - before if "lookahead" in path.name}
         checks.add(
             "cpu: log goes to the container's output",
             "Started HTTPService" in container.log,
             f"{len(container.log.splitlines())} lines",
         )
-        checks.add("cpu: leaves no shared memory", not shared, ", ".join(shared) or "none")
     finally:
         container.kill()
 
