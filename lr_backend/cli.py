@@ -38,6 +38,7 @@ from lr_backend.trace.html import page
 from lr_backend.trace.report import report
 from lr_backend.trace.schema import Trace
 from lr_backend.triton.backend_dir import find_tritonserver
+from lr_backend.triton.health import DEFAULT_URL, why_not_ready
 from lr_backend.triton.launch import launch_plan
 from lr_backend.triton.restrictions import admin_key
 from lr_backend.triton.server import ServerError, ServerOptions, TritonServer, useful_lines
@@ -279,6 +280,15 @@ def version() -> None:
         console.print(f"tritonserver {find_tritonserver().binary}", highlight=False, soft_wrap=True)
     except LookaheadError as error:
         console.print(error.message, highlight=False)
+
+
+@app.command()
+def health(url: Annotated[str, typer.Option(help="HTTP address of the server.")] = DEFAULT_URL) -> None:
+    """Say whether a server has every model ready; exit status 0 if so, else 1."""
+    reason = why_not_ready(url)
+    if reason is not None:
+        _fail(LookaheadError(reason))
+    Console().print(f"{url} is ready", highlight=False, markup=False)
 
 
 @app.command()

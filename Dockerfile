@@ -1,0 +1,157 @@
+# Two images of one server. docs/production.md builds and runs them; `make image-check` does so without a daemon.
+#
+#   docker build --target trtllm -t lookahead:trtllm .    # TensorRT-LLM engines, on NVIDIA's Triton image
+#   docker build --target cpu -t lookahead:cpu .          # the demo models, on a CPU
+#
+# In both /opt/lookahead is laid out as a checkout is: the package, engines/, model_repository/, demo/. One .pth file makes it
+# importable, for Triton's Python stubs too, which read no PYTHONPATH. Nothing outside /tmp and /dev/shm is written while serving.
+# HEALTHCHECK needs the Docker image format (buildah and podman: --format docker).
+
+# Both may be given by digest. The tag of the first fixes TensorRT-LLM at 1.2.1, the last release that serves compiled engines.
+ARG BASE=nvcr.io/nvidia/tritonserver:26.07-trtllm-python-py3
+ARG PYTHON_IMAGE=docker.io/library/python:3.11-slim-bookworm
+
+
+# ---------------------------------------------------------------------------------------------------------------- cpu: packages
+FROM ${PYTHON_IMAGE} AS cpu-packages
+# pip's own settings, where packages come from elsewhere: an index, a certificate, a folder of wheels.
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+ARG PIP_FIND_LINKS
+ARG PIP_CERT
+# PyPI's torch for Linux is the CUDA build, gigabytes larger. Empty: take torch from where all else comes from.
+ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
+ENV PIP_NO_CACHE_DIR=1 \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PIP_ROOT_USER_ACTION=ignore \
+    PIP_CONSTRAINT=/src/constraints.txt \
+    PIP_BUILD_CONSTRAINT=/src/constraints.txt
+WORKDIR /src
+# pip stays in an environment of its own, so that the one that is shipped never has it.
+RUN python3 -m venv /opt/pip \
+    && python3 -m venv --without-pip /opt/venv \
+    && echo /opt/lookahead > "$(/opt/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/lookahead.pth"
+COPY constraints.txt ./
+RUN /opt/pip/bin/pip --python /opt/venv/bin/python install --no-deps ${TORCH_INDEX_URL:+--index-url "${TORCH_INDEX_URL}"} torch
+# The dependencies without the package: an empty one asks for them, so that this layer changes only with the pins. The README is in
+# the package's description alone, so an empty one stands in.
+COPY pyproject.toml setup.py ./
+RUN touch README.md \
+    && /opt/pip/bin/pip --python /opt/venv/bin/python install '.[cpu]' \
+    && /opt/pip/bin/pip --python /opt/venv/bin/python uninstall --yes lookahead-server \
+    && packages="$(/opt/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
+    && rm -rf "${packages}"/torch/include "${packages}"/torch/test "${packages}"/torch/share \
+    && find "${packages}/torch/bin" -type f ! -name torch_shm_manager -delete \
+    && find "${packages}" -name '*.a' -delete
+
+
+# ----------------------------------------------------------------------------------------------------------------- cpu: our own
+FROM cpu-packages AS cpu-app
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+COPY lr_backend lr_backend
+COPY demo demo
+RUN /opt/pip/bin/pip --python /opt/venv/bin/python install --no-deps --target /opt/lookahead . \
+    && ls /opt/lookahead/lr_backend/torch_engine/_native*.so
+COPY model_repository /opt/lookahead/model_repository
+COPY engines /opt/lookahead/engines
+COPY demo/checkpoints /opt/lookahead/demo/checkpoints
+COPY build_engines.py /opt/lookahead/
+# Rendered here, so that a server on a read-only file system finds it fresh and writes nothing.
+WORKDIR /opt/lookahead
+RUN bin/lookahead build --spec demo
+
+
+# ------------------------------------------------------------------------------------------------------------------- cpu: image
+FROM ${PYTHON_IMAGE} AS cpu
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+ARG PYTHON_IMAGE
+LABEL org.opencontainers.image.title="lookahead-cpu" \
+      org.opencontainers.image.description="Lookahead Reasoning behind Triton: the demo models on a CPU" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.base.name="${PYTHON_IMAGE}"
+# libgomp1: the decoder in C; the others: tritonserver and its stubs.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends libexpat1 libgomp1 libstdc++6 zlib1g \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --uid 1000 --user-group --no-create-home --home-dir /tmp --shell /usr/sbin/nologin lookahead
+COPY --from=cpu-packages /opt/venv /opt/venv
+COPY --from=cpu-app /opt/lookahead /opt/lookahead
+ENV PATH=/opt/venv/bin:/opt/lookahead/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
+    HOME=/tmp \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1
+WORKDIR /opt/lookahead
+USER 1000:1000
+EXPOSE 8000 8001 8002
+STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=10s --timeout=6s --start-period=180s --retries=3 \
+    CMD ["python3", "-I", "-S", "/opt/lookahead/lr_backend/triton/health.py"]
+# Triton's log goes where a container's log belongs; a later option wins over the same one here.
+ENTRYPOINT ["lookahead", "serve", "--host", "0.0.0.0", "--log-file", "/dev/stderr"]
+CMD ["--spec", "demo"]
+
+
+# -------------------------------------------------------------------------------------------------------------- trtllm: our own
+FROM ${BASE} AS trtllm-app
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+ARG PIP_FIND_LINKS
+ARG PIP_CERT
+# constraints.txt pins the build's setuptools alone here: nothing of it is installed. With no compiler the decoder in C is left
+# out; engines here are TensorRT-LLM's.
+ENV PIP_NO_CACHE_DIR=1 \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PIP_ROOT_USER_ACTION=ignore \
+    PIP_CONSTRAINT= \
+    PIP_BUILD_CONSTRAINT=/src/constraints.txt \
+    CC=false
+WORKDIR /src
+# What the image lacks, beside its packages and behind them on the path: where it has one of its own, that one is used.
+COPY deploy/requirements-trtllm.txt deploy/
+RUN python3 -m pip install --no-deps --target /opt/lookahead/lib --requirement deploy/requirements-trtllm.txt
+COPY constraints.txt pyproject.toml setup.py ./
+COPY lr_backend lr_backend
+COPY demo demo
+RUN touch README.md \
+    && PIP_CONSTRAINT=/src/constraints.txt python3 -m pip install --no-deps --target /opt/lookahead .
+COPY model_repository /opt/lookahead/model_repository
+COPY engines /opt/lookahead/engines
+COPY build_engines.py /opt/lookahead/
+# Volumes: compiled engines and rendered repositories, written by a build, read by a server; and the source checkpoints.
+RUN mkdir -p /opt/lookahead/engines/built /opt/lookahead/checkpoints && chown 1000:1000 /opt/lookahead/engines/built
+
+
+# ---------------------------------------------------------------------------------------------------------------- trtllm: image
+FROM ${BASE} AS trtllm
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+ARG BASE
+LABEL org.opencontainers.image.title="lookahead-trtllm" \
+      org.opencontainers.image.description="Lookahead Reasoning behind Triton: TensorRT-LLM engines" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.base.name="${BASE}"
+COPY --from=trtllm-app /opt/lookahead /opt/lookahead
+ENV PATH=${PATH}:/opt/lookahead/bin \
+    HOME=/tmp \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1
+WORKDIR /opt/lookahead
+# `lookahead version` imports all that the command needs: a package that is missing ends the build here.
+RUN printf '%s\n' /opt/lookahead /opt/lookahead/lib \
+      > "$(python3 -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/lookahead.pth" \
+    && lookahead version
+# The Triton image's own user, triton-server.
+USER 1000:1000
+EXPOSE 8000 8001 8002
+STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=10s --timeout=6s --start-period=900s --retries=3 \
+    CMD ["python3", "-I", "-S", "/opt/lookahead/lr_backend/triton/health.py"]
+ENTRYPOINT ["lookahead", "serve", "--host", "0.0.0.0", "--log-file", "/dev/stderr"]
+CMD ["--spec", "qwen3-32b"]

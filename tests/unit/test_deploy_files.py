@@ -1,0 +1,340 @@
+"""Dockerfile, .dockerignore, deploy/compose.yaml and docs/production.md: they say what the code and the pins say."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pathspec
+import pytest
+import yaml
+from compose_spec import PyCompose
+from dockerfile_parse import DockerfileParser
+
+import lr_backend
+from lr_backend import cli
+from lr_backend.build.spec import DeploymentSpec
+from lr_backend.triton import health
+from lr_backend.triton.server import CLEANUP_MARGIN_S
+
+PROJECT = Path(__file__).resolve().parents[2]
+TARGETS = ("cpu", "trtllm")
+INSTALLED_AT = "/opt/lookahead"
+
+
+def dockerfile_stages() -> dict[str, list[tuple[str, str]]]:
+    """Instructions of each stage, by the stage's name: (instruction, value)."""
+    parser = DockerfileParser(str(PROJECT / "Dockerfile"))
+    stages: dict[str, list[tuple[str, str]]] = {"": []}
+    name = ""
+    for line in parser.structure:
+        if line["instruction"] == "FROM":
+            name = line["value"].split()[-1]
+            stages[name] = []
+        if line["instruction"] != "COMMENT":
+            stages[name].append((line["instruction"], line["value"]))
+    return stages
+
+
+STAGES = dockerfile_stages()
+
+
+def value_of(stage: str, instruction: str) -> str:
+    values = [value for name, value in STAGES[stage] if name == instruction]
+    assert len(values) == 1, f"{stage}: {instruction} stands there {len(values)} times"
+    return values[0]
+
+
+def pins(path: str) -> dict[str, str]:
+    lines = (PROJECT / path).read_text(encoding="utf-8").splitlines()
+    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def pyproject() -> dict[str, Any]:
+    return tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+# ----------------------------------------------------------------------------------------------------------------- Dockerfile
+
+
+def test_the_targets_start_from_the_pinned_images() -> None:
+    assert ("ARG", "BASE=nvcr.io/nvidia/tritonserver:26.07-trtllm-python-py3") in STAGES[""]
+    assert pyproject()["project"]["optional-dependencies"]["trtllm"] == ["tensorrt-llm==1.2.1"]  # what that image has
+    assert value_of("trtllm", "FROM") == "${BASE} AS trtllm"
+    assert value_of("cpu", "FROM") == "${PYTHON_IMAGE} AS cpu"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_target_is_run_without_root_and_by_the_command_itself(target: str) -> None:
+    assert value_of(target, "USER") == "1000:1000"
+    entrypoint = json.loads(value_of(target, "ENTRYPOINT"))  # JSON: the exec form, no shell between runtime and command
+    assert entrypoint[:2] == ["lookahead", "serve"]
+    assert value_of(target, "STOPSIGNAL") == "SIGTERM"
+    options = [part for part in entrypoint[2:] + json.loads(value_of(target, "CMD")) if part.startswith("--")]
+    known = {name.replace("_", "-") for name in inspect.signature(cli.serve).parameters}
+    assert {option.removeprefix("--") for option in options} <= known
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_ports_are_the_servers_defaults(target: str) -> None:
+    defaults = inspect.signature(cli.serve).parameters
+    ports = [defaults[f"{name}_port"].default for name in ("http", "grpc", "metrics")]
+    assert [int(port) for port in value_of(target, "EXPOSE").split()] == ports
+    assert f":{ports[0]}" in health.DEFAULT_URL
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_health_check_is_the_probe(target: str) -> None:
+    command = json.loads(value_of(target, "HEALTHCHECK").partition("CMD ")[2])
+    assert command[:3] == ["python3", "-I", "-S"]
+    assert PROJECT / Path(command[3]).relative_to(INSTALLED_AT) == Path(health.__file__)
+    timeout_s = re.search(r"--timeout=(\d+)s", value_of(target, "HEALTHCHECK"))
+    assert timeout_s and int(timeout_s[1]) > health.TIMEOUT_S
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_label_says_the_packages_version(target: str) -> None:
+    assert ("ARG", f"VERSION={lr_backend.__version__}") in STAGES[target]
+    assert pyproject()["project"]["version"] == lr_backend.__version__
+
+
+@pytest.mark.parametrize("stage", ["cpu-packages", "trtllm-app"])
+def test_every_install_is_pinned(stage: str) -> None:
+    """A constraint file is in force, or the file of requirements is itself made of pins."""
+    pinned = any(re.search(r"PIP_CONSTRAINT=\S*constraints\.txt", value) for _, value in STAGES[stage])
+    assert pinned
+    for instruction, value in STAGES[stage]:
+        if instruction == "RUN" and "pip" in value and " install " in value and stage == "trtllm-app":
+            assert "--no-deps" in value and "--target" in value
+
+
+def test_no_cpu_pin_reaches_the_ngc_image() -> None:
+    """Only pure packages, at the versions of constraints.txt, and none that decides how engines and their loaders behave."""
+    ours, theirs = (
+        {canonical(name): version for name, version in pins("constraints.txt").items()},
+        pins("deploy/requirements-trtllm.txt"),
+    )
+    assert {canonical(name): version for name, version in theirs.items()}.items() <= ours.items()
+    untouched = {
+        "numpy",
+        "torch",
+        "transformers",
+        "tokenizers",
+        "safetensors",
+        "huggingface-hub",
+        "pydantic",
+        "pydantic-core",
+        "psutil",
+    }
+    assert not untouched & {canonical(name) for name in theirs}
+    assert not any("nvidia-pytriton" in value or "[cpu]" in value for _, value in STAGES["trtllm-app"] + STAGES["trtllm"])
+
+
+def test_the_ngc_image_lacks_no_dependency_of_the_command() -> None:
+    """Each dependency of the package is the image's, among the pinned pure ones, or imported by clients alone."""
+    of_the_image = {"numpy", "torch", "transformers", "safetensors", "pydantic", "psutil", "jinja2"}
+    of_clients = {"tritonclient", "grpcio"}
+    declared = {canonical(re.split(r"[\[<>=]", line)[0]) for line in pyproject()["project"]["dependencies"]}
+    added = {canonical(name) for name in pins("deploy/requirements-trtllm.txt")}
+    assert declared - of_the_image - of_clients <= added
+    sources = [path.read_text(encoding="utf-8") for path in (PROJECT / "lr_backend").rglob("*.py")]
+    assert not any(re.search(r"^\s*(import|from) (tritonclient|grpc)\b", text, re.MULTILINE) for text in sources)
+
+
+# -------------------------------------------------------------------------------------------------------------- .dockerignore
+
+
+def ignored(path: str) -> bool:
+    """Whether .dockerignore keeps a file out: the last pattern that matches it or a folder above it decides.
+
+    Its patterns are anchored at the root, except those that begin with ``**``; here they are read as a .gitignore's.
+    """
+    lines = [
+        line for line in (PROJECT / ".dockerignore").read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")
+    ]
+    anchored = [re.sub(r"^(!?)(?!\*)", r"\1/", line) for line in lines]
+    return pathspec.PathSpec.from_lines("gitignore", anchored).match_file(path)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(
+            ".git/config",
+            ".venv/bin/python",
+            ".env",
+            "deploy/.env",
+            "deploy/compose.yaml",
+            "out/image-check/storage/x",
+            ".ci/run",
+        ),
+        *("tests/unit/test_deploy_files.py", "docs/api.md", "client/src/lr_client/__init__.py", "bench/engine.py", "shared/x"),
+        *("engines/built/demo/manifest.json", "checkpoints/Qwen3-32B/model.safetensors", "demo/runs/x.json"),
+        *("lr_backend/torch_engine/_native.cpython-311-x86_64-linux-gnu.so", "lr_backend/__pycache__/cli.cpython-311.pyc"),
+        *("demo/server.log", "id_rsa", "Dockerfile"),
+    ],
+)
+def test_stays_out_of_the_build_context(path: str) -> None:
+    assert ignored(path)
+
+
+def test_what_the_dockerfile_copies_is_in_the_build_context() -> None:
+    copied = {
+        word
+        for instructions in STAGES.values()
+        for instruction, value in instructions
+        if instruction == "COPY" and not value.startswith("--from")
+        for word in value.split()[:-1]
+    }
+    assert {"lr_backend", "engines", "model_repository", "constraints.txt"} <= copied
+    for name in copied:
+        files = [
+            path
+            for path in [PROJECT / name, *(PROJECT / name).rglob("*.toml"), *(PROJECT / name).rglob("*.py")]
+            if path.is_file()
+        ]
+        assert files or (PROJECT / name).is_dir()
+        for path in files:
+            if "__pycache__" not in path.parts and "built" not in path.parts:
+                assert not ignored(str(path.relative_to(PROJECT))), path
+
+
+# ---------------------------------------------------------------------------------------------------------------- compose.yaml
+
+
+def compose() -> dict[str, Any]:
+    """The file with every variable at its default."""
+    text = (PROJECT / "deploy" / "compose.yaml").read_text(encoding="utf-8")
+    plain = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
+    assert "${" not in plain, "a variable without a default"
+    loaded: dict[str, Any] = yaml.safe_load(plain)
+    return loaded
+
+
+SERVICES: dict[str, Any] = compose()["services"]
+SERVING = ("cpu", "gpu")
+
+
+def test_the_compose_file_is_valid() -> None:
+    parsed = PyCompose.from_json(json.dumps(compose()))
+    parsed.validate()
+    assert parsed.service_names() == ["cpu", "gpu", "build"]
+
+
+@pytest.mark.parametrize("mistake", [{"shm_siez": "1gb"}, {"restart": "sometimes"}, {"stop_grace_period": "60"}])
+def test_the_validation_sees_mistakes(mistake: dict[str, Any]) -> None:
+    spec = compose()
+    spec["services"]["gpu"].update(mistake)
+    with pytest.raises(ValueError):
+        PyCompose.from_json(json.dumps(spec))
+
+
+def test_each_service_is_started_by_its_profile_alone() -> None:
+    assert {name: service["profiles"] for name, service in SERVICES.items()} == {
+        "cpu": ["cpu"],
+        "gpu": ["gpu"],
+        "build": ["build"],
+    }
+    assert [SERVICES[name]["build"]["target"] for name in SERVICES] == ["cpu", "trtllm", "trtllm"]
+    assert all((PROJECT / "deploy" / service["build"]["context"] / "Dockerfile").is_file() for service in SERVICES.values())
+    assert all(service["image"].endswith(f"-{lr_backend.__version__}") for service in SERVICES.values())
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_no_service_has_powers(name: str) -> None:
+    service = SERVICES[name]
+    assert service["user"] == "1000:1000" and service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert "privileged" not in service and "cap_add" not in service
+
+
+@pytest.mark.parametrize("name", SERVING)
+def test_a_server_writes_nowhere_but_in_memory(name: str) -> None:
+    service = SERVICES[name]
+    assert service["read_only"] is True
+    assert [mount.partition(":")[0] for mount in service["tmpfs"]] == ["/tmp"]
+    assert all(volume["read_only"] for volume in service.get("volumes", ()))
+    assert service["shm_size"] and service["restart"] == "unless-stopped" and service["init"] is True
+
+
+@pytest.mark.parametrize(("name", "target"), [("cpu", "cpu"), ("gpu", "trtllm")])
+def test_a_servers_health_check_is_its_images(name: str, target: str) -> None:
+    health, image = SERVICES[name]["healthcheck"], value_of(target, "HEALTHCHECK")
+    assert health["test"] == ["CMD", *json.loads(image.partition("CMD ")[2])]
+    options = {key.replace("_", "-"): str(value) for key, value in health.items() if key != "test"}
+    assert options == dict(re.findall(r"--([a-z-]+)=(\S+)", image))
+
+
+@pytest.mark.parametrize("name", SERVING)
+def test_ports_are_published_on_loopback(name: str) -> None:
+    assert SERVICES[name]["ports"] == [f"127.0.0.1:{port}:{port}" for port in (8000, 8001, 8002)]
+
+
+@pytest.mark.parametrize("path", sorted((PROJECT / "engines").glob("*.toml")), ids=lambda path: path.stem)
+def test_a_server_is_given_the_time_that_it_takes_to_drain(path: Path) -> None:
+    spec = DeploymentSpec.load(path)
+    service = SERVICES["cpu" if spec.runtime == "torch" else "gpu"]
+    assert int(service["stop_grace_period"].removesuffix("s")) >= spec.server.exit_timeout_s + 2 * CLEANUP_MARGIN_S
+    start_s = int(service["healthcheck"]["start_period"].removesuffix("s"))
+    assert start_s >= spec.server.load_timeout_s
+
+
+@pytest.mark.parametrize("name", ["gpu", "build"])
+def test_gpus_and_limits(name: str) -> None:
+    service = SERVICES[name]
+    device = service["deploy"]["resources"]["reservations"]["devices"][0]
+    assert device == {"driver": "nvidia", "count": 4, "capabilities": ["gpu"]}
+    assert service["ulimits"]["memlock"] == -1 and service["ulimits"]["stack"] == 67108864
+    assert {volume["target"] for volume in service["volumes"]} == {f"{INSTALLED_AT}/engines/built", f"{INSTALLED_AT}/checkpoints"}
+
+
+def test_engines_are_written_by_the_build_alone() -> None:
+    writable = [volume["target"] for volume in SERVICES["build"]["volumes"] if not volume.get("read_only")]
+    assert writable == [f"{INSTALLED_AT}/engines/built"]
+    assert SERVICES["build"]["network_mode"] == "none"
+
+
+# ----------------------------------------------------------------------------------------------------------- docs/production.md
+
+PAGE = (PROJECT / "docs" / "production.md").read_text(encoding="utf-8")
+
+
+def test_the_page_names_the_images_that_are_built() -> None:
+    base = next(value.partition("=")[2] for name, value in STAGES[""] if value.startswith("BASE="))
+    assert base in PAGE
+    tags = set(re.findall(r"lookahead:([a-z]+-[0-9.]+)", PAGE))
+    assert tags <= {service["image"].partition(":")[2] for service in SERVICES.values()}
+
+
+def test_the_page_and_the_compose_file_name_the_same_variables() -> None:
+    text = (PROJECT / "deploy" / "compose.yaml").read_text(encoding="utf-8")
+    of_compose = set(re.findall(r"\$\{(LOOKAHEAD_\w+):-", text))
+    listed = set(re.findall(r"LOOKAHEAD_\w+", text.partition("name: lookahead")[0]))
+    assert of_compose == listed, "the comment at the top lists the variables"
+    assert {"LOOKAHEAD_BIND", "LOOKAHEAD_VERSION", "LOOKAHEAD_ENGINES"} <= of_compose & set(re.findall(r"LOOKAHEAD_\w+", PAGE))
+
+
+@pytest.mark.parametrize(
+    "name", sorted(set(re.findall(r"`((?:deploy|tests|docs|engines)/[\w./-]+|Dockerfile|[\w.-]+\.txt)`", PAGE)))
+)
+def test_the_page_names_files_that_exist(name: str) -> None:
+    assert (PROJECT / name).exists() or name.startswith("engines/built")
+
+
+def test_the_page_runs_containers_as_the_compose_file_does() -> None:
+    gpu = SERVICES["gpu"]
+    by_hand = PAGE[PAGE.index("docker run --detach") :].partition("\n\n")[0]
+    assert f"--shm-size {gpu['shm_size'].removesuffix('b')}" in by_hand and f"--tmpfs {gpu['tmpfs'][0]}" in by_hand
+    assert f"--stop-timeout {gpu['stop_grace_period'].removesuffix('s')}" in by_hand
+    for limit, value in (("memlock", -1), ("stack", 67108864)):
+        assert gpu["ulimits"][limit] == value and f"--ulimit {limit}={value}" in by_hand
+    assert all(f":{volume['target']}:ro" in by_hand for volume in gpu["volumes"])
+    assert all(option in by_hand for option in ("--init", "--read-only", "--cap-drop ALL", "--security-opt no-new-privileges"))
