@@ -160,8 +160,8 @@ def meaning(step_text: str) -> Meaning | None:
     text = step_text.strip()
     for family, pattern in patterns():
         if match := pattern.fullmatch(text):
-            fields: dict[str, Any] = match.groupdict()
-            return Meaning(family, **{name: found if name in "smt" else int(found) for name, found in fields.items()})
+            fields: dict[str, Any] = {name: found if name in "smt" else int(found) for name, found in match.groupdict().items()}
+            return Meaning(family, **fields)
     return None
 
 

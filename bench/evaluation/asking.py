@@ -45,10 +45,11 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How many requests a call has asked, and how many of them failed for good."""
+    """How many requests a call has asked, how many of them failed for good, and whether its time was up before the end."""
 
     num_answered: int
     num_failed: int
+    time_is_up: bool = False
 
 
 def ask(client: Client, plan: Plan, key: Key, pause: Callable[[float], None] = time.sleep) -> AnswerRecord:
@@ -105,8 +106,11 @@ def ask_all(
     concurrency: int = 1,
     progress: Callable[[Key], None] = lambda key: None,
     pause: Callable[[float], None] = time.sleep,
+    time_is_up: Callable[[], bool] = lambda: False,
 ) -> Outcome:
     """Ask for what ``directory`` lacks. ``progress`` is told of every answer that is there, be it old or new.
+
+    Once ``time_is_up`` nothing more is asked.
 
     Raises:
         EndpointLost: too many requests failed in a row. Answers are kept.
@@ -129,6 +133,8 @@ def ask_all(
 
         for group in plan.rounds:
             missing = [key for key in group if key not in done]
+            if missing and time_is_up():
+                return Outcome(num_answered, num_failed, True)
             for key, found in zip(missing, pool.map(attempt, missing), strict=True):
                 if isinstance(found, AnswerRecord):
                     answers.add(found)

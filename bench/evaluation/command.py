@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
@@ -68,6 +69,9 @@ def evaluate(
     trace: Annotated[bool, typer.Option(help="Keep each answer's trace. It costs a little time, in every turn.")] = True,
     stream: Annotated[bool, typer.Option(help="Ask for streams, and note when the first text came.")] = False,
     timeout_s: Annotated[float, typer.Option(help="Seconds that a request may take.")] = 600.0,
+    time_limit_s: Annotated[
+        float | None, typer.Option(help="Ask no more after so many seconds; score and keep what is there.")
+    ] = None,
     instruction: Annotated[str | None, typer.Option(help="Follows each question, instead of the data set's own.")] = None,
     data_dir: Annotated[
         Path | None, typer.Option(envvar=DATA_DIR_VARIABLE, help="Where data sets lie that do not come with the package.")
@@ -92,9 +96,10 @@ def evaluate(
         ),
         out or Path("out") / f"eval-{dataset if dataset in NAMES else Path(dataset).name.split('.')[0]}",
         url=url,
-        spec=spec,
+        deployment=None if url else _deployment(spec),
         scorers=scorers,
         scorer_timeout_s=scorer_timeout_s,
+        time_limit_s=time_limit_s,
         rescore=rescore,
         console=console_of_any_width(),
     )
@@ -172,11 +177,12 @@ def run_evaluation(
     out: Path,
     *,
     url: str | None,
-    spec: str,
-    scorers: int,
-    scorer_timeout_s: float,
-    rescore: bool,
+    deployment: TorchDeployment | None,
     console: Console,
+    scorers: int = 2,
+    scorer_timeout_s: float = workers.DEFAULT_TIMEOUT_S,
+    time_limit_s: float | None = None,
+    rescore: bool = False,
 ) -> RunDirectory:
     """Answer and score what ``out`` lacks.
 
@@ -184,11 +190,10 @@ def run_evaluation(
         EvaluationError: other settings, no server, or requests that failed. What was measured is kept, and scored if it can be.
     """
     directory = RunDirectory(out)
-    deployment = None if url else _deployment(spec)
     defaults = deployment.loop_config().defaults if deployment is not None else None
     plan = settings.plan()
     with directory.alone():
-        resumed = directory.begin(settings.record(url or f"own server, spec {spec}", defaults))
+        resumed = directory.begin(settings.record(url or f"own server, spec {deployment.name if deployment else ''}", defaults))
         num_wanted = sum(map(len, plan.rounds))
         num_there = len({answer.key for answer in directory.answers()})
         if resumed:
@@ -196,7 +201,7 @@ def run_evaluation(
         lost: EvaluationError | None = None
         if num_there < num_wanted:
             try:
-                lost = _ask(settings, plan, directory, url, deployment, console, num_wanted)
+                lost = _ask(settings, plan, directory, url, deployment, console, num_wanted, time_limit_s)
             except EndpointLost as error:
                 lost = error
         _score(directory, settings, scorers, scorer_timeout_s, rescore, console)
@@ -221,7 +226,9 @@ def _ask(
     deployment: TorchDeployment | None,
     console: Console,
     num_wanted: int,
+    time_limit_s: float | None,
 ) -> EvaluationError | None:
+    started = time.monotonic()
     with ExitStack() as stack:
         if url is None:
             assert deployment is not None
@@ -243,7 +250,16 @@ def _ask(
             def advance(key: Key) -> None:
                 progress.advance(bar)
 
-            outcome = ask_all(client, plan, directory, concurrency=settings.concurrency, progress=advance)
+            outcome = ask_all(
+                client,
+                plan,
+                directory,
+                concurrency=settings.concurrency,
+                progress=advance,
+                time_is_up=lambda: time_limit_s is not None and time.monotonic() - started > time_limit_s,
+            )
+    if outcome.time_is_up:
+        console.print(f"[yellow]stopped after {time_limit_s:g} s; the same command goes on from here[/]", highlight=False)
     if outcome.num_failed:
         return EvaluationError(
             f"{outcome.num_failed} requests failed ({directory.path / 'failures.jsonl'} says why); "
