@@ -69,7 +69,7 @@ STEPS: Mapping[str, tuple[str, ...]] = {
         "Next, the gap of {a} from {t} up to {s} grows by {b}, and {a} + {b} = {r}.",
         "Now {s} is {a} beyond {t} and goes {b} up, so {s} is {a} + {b} = {r} ahead of {t}.",
         "As {s} leads {t} by {a} and {b} come on top, the lead is {a} + {b} = {r}.",
-        "Before that {s} leads {t} by {a}, and after gaining {b} it is {a} + {b} = {r}.",
+        "Before that {s} leads {t} by {a}, and after getting {b} it is {a} + {b} = {r}.",
         "Okay, with {b} more on the {a} that {s} is ahead of {t}, we have {a} + {b} = {r}.",
     ),
     "lose": (

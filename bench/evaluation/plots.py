@@ -20,11 +20,11 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from bench.evaluation.summary import Row, Summary
 from lr_backend.loop.audit import wilson
-from lr_backend.request import Mode
+from lr_backend.request import Mode, VerifierName
 
 MODE_COLOURS: Mapping[str, str] = {Mode.AR: "ar", Mode.SD: "sd", Mode.LR: "lr", Mode.LR_SD: "lr-sd"}
 INK, SOFT, GRID = "#010101", "#010102", "#010103"
-_SERIES = ("ar", "sd", "lr", "lr-sd")
+_SERIES = ("ar", "sd", "lr", "lr-sd", *(f"by-{name}" for name in VerifierName))
 _STAND_INS = {name: f"#0102{number:02x}" for number, name in enumerate(_SERIES, start=1)}
 _VARIABLES = {INK: "--ink", SOFT: "--soft", GRID: "--grid", **{colour: f"--{name}" for name, colour in _STAND_INS.items()}}
 MARKERS = "os^DvP*Xhd<>p8"
@@ -51,9 +51,15 @@ STYLE: dict[Any, Any] = {
 }
 
 
+def series(row: Row) -> str:
+    """What shares a colour: a mode, or in runs that name verifiers the verifier."""
+    verifier = row.name.partition(" ")[2].partition("@")[0]
+    return f"by-{verifier}" if verifier in tuple(VerifierName) else MODE_COLOURS.get(row.mode, "ar")
+
+
 def colour(row: Row) -> str:
-    """A mode's stand-in colour."""
-    return _STAND_INS[MODE_COLOURS.get(row.mode, "ar")]
+    """A stand-in."""
+    return _STAND_INS[series(row)]
 
 
 def svg(name: str, width: float, height: float, draw: Callable[[Axes], None]) -> str:
@@ -72,8 +78,8 @@ def svg(name: str, width: float, height: float, draw: Callable[[Axes], None]) ->
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     for stand_in, variable in _VARIABLES.items():
         text = text.replace(stand_in, f"var({variable})")
-    # Ids of matplotlib such as "figure_1" repeat in every plot.
-    return re.sub(r'(?<=\bid=")(?=[a-z]+[0-9_])|(?<=href="#)(?=[a-z]+[0-9_])|(?<=url\(#)(?=[a-z]+[0-9_])', f"{name}-", text)
+    # Ids such as "figure_1" repeat in every plot.
+    return re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
 
 
 def plane(summary: Summary) -> str | None:
@@ -110,8 +116,8 @@ def latency(summary: Summary) -> str:
     def draw(axes: Axes) -> None:
         seen: dict[str, int] = {}
         for row in rows:
-            line = LINES[seen.setdefault(row.mode, 0) % len(LINES)]
-            seen[row.mode] += 1
+            line = LINES[seen.setdefault(series(row), 0) % len(LINES)]
+            seen[series(row)] += 1
             values = np.sort(np.asarray(row.latencies_s))
             axes.step(
                 [*values, widest], [*(100.0 * np.arange(1, len(values) + 1) / len(values)), 100.0],
@@ -173,14 +179,18 @@ def trial(summary: Summary) -> str | None:
             one = base.accuracy.scaled(100.0)
             axes.axhspan(one.low, one.high, color=colour(base), alpha=0.12, linewidth=0)
             axes.axhline(one.value, color=colour(base), linewidth=1.2, linestyle="--", label=f"{base.name}, alone")
+        threads: dict[str, list[tuple[float, float]]] = {}
         for number, row in enumerate(rows):
             assert row.accuracy is not None and row.step_acceptance_rate is not None
+            threads.setdefault(series(row), []).append((100.0 * row.step_acceptance_rate, 100.0 * row.accuracy.value))
             y = row.accuracy.scaled(100.0)
             axes.errorbar(
                 [100.0 * row.step_acceptance_rate], [y.value],
                 yerr=[[max(0.0, y.value - y.low)], [max(0.0, y.high - y.value)]],
                 fmt=MARKERS[number % len(MARKERS)], color=colour(row), markersize=8, elinewidth=1.4, capsize=3, label=row.name,
             )  # fmt: skip
+        for name, places in threads.items():  # the thresholds of one verifier
+            axes.plot(*zip(*sorted(places), strict=True), color=_STAND_INS[name], linewidth=1.0, alpha=0.5)
         axes.set_xlim(-3.0, 103.0)
         axes.set_xlabel("drafted steps accepted, %")
         axes.set_ylabel("right answers, %")

@@ -131,7 +131,14 @@ def test_the_last_closed_box_counts(text: str, found: str | None) -> None:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("1,200", "1200"), ("\\$1,200.50", "1200.5"), ("12\\text{ apples}", "12"), ("-3", "-3"), ("70\\%", "70"), ("1{,}000", "1000")],
+    [
+        ("1,200", "1200"),
+        ("\\$1,200.50", "1200.5"),
+        ("12\\text{ apples}", "12"),
+        ("-3", "-3"),
+        ("70\\%", "70"),
+        ("1{,}000", "1000"),
+    ],
 )
 def test_one_number_is_read(text: str, value: str) -> None:
     assert number(text) == Decimal(value)
@@ -159,7 +166,14 @@ def test_gsm8k_answers(text: str, value: str | None) -> None:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("\\boxed{025}", 25), ("\\boxed{ 7 }", 7), ("\\boxed{$204$}", 204), ("\\boxed{1000}", None), ("204", None), ("\\boxed{3.5}", None)],
+    [
+        ("\\boxed{025}", 25),
+        ("\\boxed{ 7 }", 7),
+        ("\\boxed{$204$}", 204),
+        ("\\boxed{1000}", None),
+        ("204", None),
+        ("\\boxed{3.5}", None),
+    ],
 )
 def test_aime_answers(text: str, value: int | None) -> None:
     assert aime_answer(text) == value
@@ -225,10 +239,10 @@ def test_math_verify_compares_by_value() -> None:
         ("2", "<think> 3 </think> The answer is 2", Outcome.RIGHT),
         ("2", "", Outcome.NO_ANSWER),
     ]
-    found = workers.score_all([(number, gold, text) for number, (gold, text, _) in enumerate(cases)], timeout_s=120.0)
+    found = workers.score_all([(place, gold, text) for place, (gold, text, _) in enumerate(cases)], timeout_s=120.0)
 
-    for number, one in found:
-        assert one.outcome is cases[number][2], (cases[number], one)
+    for place, one in found:
+        assert one.outcome is cases[place][2], (cases[place], one)
 
 
 def test_math_verify_is_ended_where_it_would_compute_for_ever() -> None:
@@ -239,7 +253,7 @@ def test_math_verify_is_ended_where_it_would_compute_for_ever() -> None:
 
 # Programs ----------------------------------------------------------------------------------------------------------
 
-CODE = CodeTest("import math\n\n\ndef twice(x):\n    \"\"\"Twice x.\"\"\"\n", "twice", "def check(f):\n    assert f(2) == 4\n")
+CODE = CodeTest('import math\n\n\ndef twice(x):\n    """Twice x."""\n', "twice", "def check(f):\n    assert f(2) == 4\n")
 
 
 @pytest.mark.parametrize(
@@ -248,7 +262,8 @@ CODE = CodeTest("import math\n\n\ndef twice(x):\n    \"\"\"Twice x.\"\"\"\n", "t
         "```python\ndef twice(x):\n    return math.floor(2 * x)\n```",
         "<think>\n```python\ndef twice(x): return 0\n```\n</think>\nHere:\n```\n    return 2 * x\n```",
         "    return 2 * x\n",
-        "```python\ndef twice(x):\n    return x\n```\nNo, rather\n```python\ndef helper(x):\n    return 2 * x\n\ndef twice(x):\n    return helper(x)\n```",
+        "```python\ndef twice(x):\n    return x\n```\nNo:\n"
+        "```python\ndef helper(x):\n    return 2 * x\n\ndef twice(x):\n    return helper(x)\n```",
     ],
 )  # fmt: skip
 def test_a_program_is_the_last_block_or_the_body(text: str) -> None:
@@ -314,25 +329,26 @@ def test_a_sandbox_that_does_not_start_is_not_the_programs_fault(monkeypatch: py
     assert found == Score(Outcome.UNSCORED, note="the sandbox did not start")
 
 
-def canonical(step: int) -> list[tuple[str, str]]:
-    """(id, program with tests) of the canonical solutions, every ``step``-th one."""
+def canonical() -> list[tuple[str, str]]:
+    """(id, program with tests) of the canonical solutions."""
     data = load("humaneval")
     path = Path(data.source)
     with gzip.open(path, "rt") as file:
         golds = {row["task_id"]: row["canonical_solution"] for row in map(json.loads, file)}
     found = []
-    for task in data.tasks[::step]:
+    for task in data.tasks:
         assert task.code is not None
         found.append((task.id, with_tests(task.code, f"```python\n{task.code.prompt}{golds[task.id]}```")))
     return found
 
 
-def test_changed_solutions_fail() -> None:
-    for name, found in sandbox.score_all([(name, source.replace("return ", "return not ")) for name, source in canonical(8)]):
+def test_wrong_solutions_fail() -> None:
+    programs = [(task.id, with_tests(task.code, "    return 'wrong'\n")) for task in load("humaneval").tasks[::8] if task.code]
+    for name, found in sandbox.score_all(programs):
         assert found.outcome is Outcome.WRONG, (name, found)
 
 
 def test_all_canonical_solutions_pass() -> None:
-    failed = [(name, found) for name, found in sandbox.score_all(canonical(1)) if found.outcome is not Outcome.RIGHT]
+    failed = [(name, found) for name, found in sandbox.score_all(canonical()) if found.outcome is not Outcome.RIGHT]
 
     assert failed == []
