@@ -86,8 +86,8 @@ def _numbered(svg: str, number: int) -> str:
 def cards(summary: Summary) -> list[tuple[str, str]]:
     """(figure, what it is) for the top of the page: of the baseline, and of the fastest setting.
 
-    That is the fastest of those shown to be non-inferior; where none is, of those with most right answers that may be. Chance as a
-    verifier is none of them.
+    That is the fastest of those shown to be non-inferior; where none is, of those with most right answers that may be. Chance as
+    a verifier is none of them.
     """
     found: list[tuple[str, str]] = []
     others = [
