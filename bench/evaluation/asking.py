@@ -38,6 +38,8 @@ class Plan:
     stream: bool
     trace: bool
     timeout_s: float
+    endpoint: str = ""
+    """As the answers name it."""
 
     def options(self, key: Key) -> Options:
         return self.turns[key.turn].options(seed_of(self.seed, key), stream=self.stream, trace=self.trace)
@@ -80,7 +82,8 @@ def _ask_once(client: Client, plan: Plan, key: Key) -> AnswerRecord:
             collector.add(event)
     latency_s = time.perf_counter() - started
     assert options.seed is not None
-    return answer_record(key, options.seed, collector.result(), latency_s, first_text_s if plan.stream else None)
+    record = answer_record(key, options.seed, collector.result(), latency_s, first_text_s if plan.stream else None)
+    return record.model_copy(update={"endpoint": plan.endpoint})
 
 
 def warm_up(client: Client, plan: Plan, task: str) -> None:
@@ -108,7 +111,7 @@ def ask_all(
     pause: Callable[[float], None] = time.sleep,
     time_is_up: Callable[[], bool] = lambda: False,
 ) -> Outcome:
-    """Ask for what ``directory`` lacks. ``progress`` is told of every answer that is there, be it old or new.
+    """Ask for what ``directory`` lacks. ``progress`` is told of every new answer.
 
     Once ``time_is_up`` nothing more is asked.
 
@@ -116,8 +119,6 @@ def ask_all(
         EndpointLost: too many requests failed in a row. Answers are kept.
     """
     done = {answer.key for answer in directory.answers()}
-    for key in sorted(done):
-        progress(key)
     num_answered = num_failed = in_a_row = 0
     with (
         directory.appending(ANSWERS) as answers,

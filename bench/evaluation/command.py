@@ -130,7 +130,8 @@ class Settings:
         self.samples, self.start, self.seed = samples, start, seed
         self.concurrency, self.stream, self.trace, self.timeout_s = concurrency, stream, trace, timeout_s
 
-    def plan(self) -> Plan:
+    def plan(self, endpoint: str = "") -> Plan:
+        """What is asked of ``endpoint``."""
         ids = [task.id for task in self.data.tasks]
         return Plan(
             {task.id: task for task in self.data.tasks},
@@ -140,6 +141,7 @@ class Settings:
             self.stream,
             self.trace,
             self.timeout_s,
+            endpoint,
         )
 
     def record(self, endpoint: str, defaults: Mapping[str, Any] | None) -> RunRecord:
@@ -191,9 +193,10 @@ def run_evaluation(
     """
     directory = RunDirectory(out)
     defaults = deployment.loop_config().defaults if deployment is not None else None
-    plan = settings.plan()
+    endpoint = url or f"own server, spec {deployment.name if deployment else ''}"
+    plan = settings.plan(endpoint)
     with directory.alone():
-        resumed = directory.begin(settings.record(url or f"own server, spec {deployment.name if deployment else ''}", defaults))
+        resumed = directory.begin(settings.record(endpoint, defaults))
         num_wanted = sum(map(len, plan.rounds))
         num_there = len({answer.key for answer in directory.answers()})
         if resumed:
@@ -201,7 +204,7 @@ def run_evaluation(
         lost: EvaluationError | None = None
         if num_there < num_wanted:
             try:
-                lost = _ask(settings, plan, directory, url, deployment, console, num_wanted, time_limit_s)
+                lost = _ask(settings, plan, directory, url, deployment, console, num_wanted, num_there, time_limit_s)
             except EndpointLost as error:
                 lost = error
         _score(directory, settings, scorers, scorer_timeout_s, rescore, console)
@@ -226,6 +229,7 @@ def _ask(
     deployment: TorchDeployment | None,
     console: Console,
     num_wanted: int,
+    num_there: int,
     time_limit_s: float | None,
 ) -> EvaluationError | None:
     started = time.monotonic()
@@ -245,7 +249,7 @@ def _ask(
             TimeRemainingColumn(),
         )
         with Progress(*columns, console=console) as progress:
-            bar = progress.add_task(f"{settings.data.name}: asking", total=num_wanted)
+            bar = progress.add_task(f"{settings.data.name}: asking", total=num_wanted, completed=num_there)
 
             def advance(key: Key) -> None:
                 progress.advance(bar)

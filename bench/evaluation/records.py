@@ -92,7 +92,7 @@ class RunRecord(_Record):
             "trace",
         )
         turns = {turn.name: turn.fields for turn in self.turns}
-        return {**{name: getattr(self, name) for name in names}, "turns": turns, "endpoint": self.endpoint}
+        return {**{name: getattr(self, name) for name in names}, "turns": turns}
 
 
 class AnswerRecord(_Record):
@@ -100,6 +100,7 @@ class AnswerRecord(_Record):
 
     Attributes:
         first_text_s: until the first text came; None where the answer was not streamed.
+        endpoint: who was asked; a run may go on with another one.
         usage, steps, trace: as the server sent them.
     """
 
@@ -111,6 +112,7 @@ class AnswerRecord(_Record):
     finish_reason: str
     latency_s: float
     first_text_s: float | None = None
+    endpoint: str = ""
     usage: dict[str, Any]
     steps: tuple[dict[str, Any], ...] = ()
     trace: dict[str, Any] | None = None

@@ -298,8 +298,9 @@ def _notes(runs: Sequence[Run], base: str | None, wanted: str, rows: Sequence[Ro
         found.append(
             f"Not of the same run as {base}, so that their speedups compare two times of the machine: {', '.join(apart)}."
         )
-    if len({run.settings.endpoint for run in runs}) > 1:
-        found.append("The runs asked different endpoints.")
+    endpoints = {answer.endpoint or run.settings.endpoint for run in runs for answer in run.answers}
+    if len(endpoints) > 1:
+        found.append(f"Different endpoints were asked: {', '.join(sorted(endpoints))}.")
     if any(run.settings.concurrency > 1 for run in runs):
         found.append("Several requests were in flight at once: seconds are those of a busy server.")
     if unscored := sum(row.num_unscored for row in rows):
