@@ -74,7 +74,7 @@ def share(clusters: Sequence[Cluster], seed: int = 0) -> Estimate:
     as many trials as there are problems.
     """
     found = ratio_of_sums(clusters, seed)
-    if found.value in (0.0, 1.0):
+    if found.low == found.high:
         low, high = wilson(found.value, sum(1 for cluster in clusters if cluster.weight))
         return Estimate(found.value, low, high)
     return found

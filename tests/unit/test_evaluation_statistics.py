@@ -45,7 +45,7 @@ def test_samples_of_one_problem_are_no_further_evidence() -> None:
     assert (often.low, often.high) == pytest.approx((once.low, once.high))
 
 
-@pytest.mark.parametrize("right", [0.0, 1.0])
+@pytest.mark.parametrize("right", [0.0, 0.5, 1.0])
 def test_where_all_agree_the_interval_is_wilsons_by_problem(right: float) -> None:
     found = share([Cluster(16 * right, 16.0)] * 25)
 
