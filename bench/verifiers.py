@@ -4,7 +4,8 @@ Drafted and target steps are compared at every step prefix of the demo target's 
 accepts, how often it says what the demo world's checker says, which share of its acceptances the checker would not have given
 (Wilson's 95 % interval), and what a verdict takes, one at a time. Pairs that no verifier is asked about (equal tokens,
 one of the two ends the reasoning) are left out. What a changed name, number or word does is measured on the checker's own pairs
-(``--pairs``), where half are changed in one field.
+(``--pairs``), where half are changed in one field, and on the same kind of pairs of a domain that no demo model has learned
+(:mod:`demo.second_domain`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -25,6 +26,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from demo import second_domain
 from demo.check import CHECKPOINTS, Model, Share, compared_steps, solve
 from demo.judge_pairs import pairs
 from demo.problems import problems, same_meaning
@@ -113,13 +115,23 @@ def drafted_cases(target: Model, draft: Model, num_problems: int, seed: int) -> 
 
 
 def checker_cases(target: Model, num_pairs: int, seed: int) -> list[Case]:
-    """The judge's own kind of pairs: half in other words, half with one field changed. There is no prefix but a full stop."""
+    """The judge's own kind of pairs: half in other words, half with one field changed."""
+    found = islice(pairs(seed, "test", stray_rate=0.0), num_pairs)
+    return pair_cases(target, ((one.first, one.second, same_meaning(one.first, one.second)) for one in found), "checker")
+
+
+def second_cases(target: Model, num_pairs: int, seed: int) -> list[Case]:
+    """The same kind of pairs of a domain that no demo model has learned."""
+    return pair_cases(target, islice(second_domain.pairs(seed), num_pairs), "second")
+
+
+def pair_cases(target: Model, found: Iterable[tuple[str, str, bool]], name: str) -> list[Case]:
+    """Pairs (a step, another, whether they mean the same) as cases. There is no prefix but a full stop."""
     prefix = np.asarray(target.encode("."), dtype=np.int32)
     cases = []
-    for index, one in enumerate(islice(pairs(seed, "test", stray_rate=0.0), num_pairs)):
-        steps = [Step(tuple(target.encode(text)), StepEnd.DELIMITER) for text in (one.first, one.second)]
-        pair = StepPair(steps[0], steps[1], one.first, one.second, f"checker/{index}", prefix)
-        cases.append(Case(pair, same_meaning(one.first, one.second)))
+    for index, (first, second, same) in enumerate(found):
+        steps = [Step(tuple(target.encode(text)), StepEnd.DELIMITER) for text in (first, second)]
+        cases.append(Case(StepPair(steps[0], steps[1], first, second, f"{name}/{index}", prefix), same))
     return cases
 
 
@@ -184,7 +196,7 @@ def main(
     seed: Annotated[int, typer.Option()] = 1,
     threads: Annotated[int, typer.Option(help="torch threads")] = os.cpu_count() or 1,
 ) -> None:
-    """Print a table for drafted and one for changed steps, and one JSON line."""
+    """Print a table for drafted, one for changed steps and one for those of another domain, and one JSON line."""
     folders = {role: checkpoints / role for role in ("target", "draft", "judge")} | ({"judge": judge_dir} if judge_dir else {})
     models = {
         role: Model.load(folder, threads, max_draft_len=MAX_DRAFT_LEN if role == "target" else 0)
@@ -209,6 +221,7 @@ def main(
     sets = {
         "drafted": drafted_cases(target, models["draft"], num_problems, seed),
         "changed": checker_cases(target, num_pairs, seed),
+        "second domain": second_cases(target, num_pairs, seed),
     }
 
     async def all_rows() -> dict[str, dict[str, VerifierFigures]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import platform
@@ -269,6 +270,31 @@ def _findings_table(name: str, findings: tuple[Finding, ...]) -> Table:
     for each in findings:
         table.add_row(f"[{_COLOURS[each.level]}]{each.level}[/]", escape(each.what), escape(each.found), escape(each.remedy))
     return table
+
+
+_HANDED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+"""Of a command whose options are read elsewhere."""
+
+
+@app.command("eval", context_settings=_HANDED_ON, add_help_option=False)
+def evaluate(context: typer.Context) -> None:
+    """Ask a data set in several modes, keep every answer, and score them (needs the extra bench)."""
+    _bench("evaluate", "eval", context.args)
+
+
+@app.command("report", context_settings=_HANDED_ON, add_help_option=False)
+def report_runs(context: typer.Context) -> None:
+    """Join runs of eval: accuracy, speed and acceptance as tables and a page with plots (needs the extra bench)."""
+    _bench("report", "report", context.args)
+
+
+def _bench(function: str, name: str, arguments: list[str]) -> None:
+    """Run a command of the evaluation, whose libraries a server does without."""
+    try:
+        command = importlib.import_module("bench.evaluation.command")
+    except ModuleNotFoundError as error:
+        _refuse(f"{error.name} is not installed: pip install 'lookahead-server[bench]'")
+    command.run_command(getattr(command, function), arguments, f"lookahead {name}")
 
 
 @app.command()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -120,6 +122,31 @@ def test_the_tree_is_pure() -> None:
     }
 
     assert not roots & {"asyncio", "time", "random", "threading"}
+
+
+EVALUATION = {"matplotlib", "scipy", "math_verify", "pebble"}
+
+
+def test_the_server_does_without_the_libraries_of_the_evaluation() -> None:
+    """What ``bench`` needs is imported there alone, and ``bench`` by name, when its commands are called."""
+    roots = {name.split(".")[0] for path in python_files("lr_backend", "client/src") for name in imported(path)}
+    assert not roots & {"bench", *EVALUATION}
+
+    code = "import sys, lr_backend.cli; print(sorted({name.split('.')[0] for name in sys.modules}))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert not set(ast.literal_eval(loaded)) & {"bench", *EVALUATION}
+
+
+def test_what_is_worked_out_of_records_asks_nobody() -> None:
+    """Statistics, rules, tables and plots have no clock, network or process of their own."""
+    pure = {"statistics", "scoring", "summary", "tables", "plots", "turns"}
+    roots = {name.split(".")[0] for path in python_files("bench/evaluation") if path.stem in pure for name in imported(path)}
+
+    assert not roots & {"asyncio", "grpc", "subprocess", "multiprocessing", "socket", "threading", "time", "pebble"}
+
+
+def test_the_sandboxed_child_knows_nothing_of_the_project() -> None:
+    assert {name.split(".")[0] for name in imported(ROOT / "bench/evaluation/sandbox_child.py")} <= set(sys.stdlib_module_names)
 
 
 def test_the_client_stands_alone() -> None:

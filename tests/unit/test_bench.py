@@ -201,7 +201,7 @@ def test_the_comparison_of_verifiers_runs_on_the_demo_models() -> None:
     output = run(bench.verifiers.main, "--problems", "1", "--pairs", "4", "--threads", "1")
 
     figures = json.loads(output.strip().splitlines()[-1])
-    assert set(figures) == {"drafted", "changed"}
+    assert set(figures) == {"drafted", "changed", "second domain"}
     rows = figures["changed"]
     assert {"random 0.5", "exact", "numeric veto alone", "judge", "score 9", "cascade"} <= rows.keys()
     assert all(row["num_pairs"] == 4 for row in rows.values())

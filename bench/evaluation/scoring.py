@@ -1,0 +1,133 @@
+"""Whether an answer is right: by the data set's rule, on the answer's text. What no rule can decide is *unscored*, by name.
+
+The rules here are pure and quick. math-verify and programs need processes of their own: see :mod:`bench.evaluation.workers` and
+:mod:`bench.evaluation.sandbox`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from enum import StrEnum
+
+from bench.evaluation.tasks import CodeTest, Rule, Task
+
+END_THINK = "</think>"
+
+
+class Outcome(StrEnum):
+    """What became of an answer. ``UNSCORED``: its scorer failed or took too long; it counts neither way."""
+
+    RIGHT = "right"
+    WRONG = "wrong"
+    NO_ANSWER = "no_answer"
+    """Counts as wrong."""
+    UNSCORED = "unscored"
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """An outcome, what was read out of the answer, and why where that is not plain."""
+
+    outcome: Outcome
+    found: str | None = None
+    note: str = ""
+
+    @property
+    def correct(self) -> bool | None:
+        """None where it is unscored."""
+        return None if self.outcome is Outcome.UNSCORED else self.outcome is Outcome.RIGHT
+
+
+def final_part(text: str) -> str:
+    """What follows the reasoning; all of it where nothing marks its end."""
+    return text.rsplit(END_THINK, 1)[-1]
+
+
+def boxed(text: str) -> str | None:
+    """The content of the last ``\\boxed{}``, braces inside it included; None where there is none that is closed."""
+    for match in reversed(list(re.finditer(r"\\boxed\s*\{", text))):
+        depth = 1
+        for place in range(match.end(), len(text)):
+            depth += {"{": 1, "}": -1}.get(text[place], 0)
+            if depth == 0:
+                return text[match.end() : place].strip()
+    return None
+
+
+_NUMBER = r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|-?\.\d+"
+
+
+def number(text: str) -> Decimal | None:
+    """The one number in a short text such as ``\\$1,200.00`` or ``12\\text{ apples}``; None for none or several."""
+    plain = re.sub(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\\[,;! ]", " ", text).replace("{,}", ",")
+    found = re.findall(_NUMBER, plain.replace("\\$", "").replace("\\%", ""))
+    if len(found) != 1 or re.search(r"\\[a-zA-Z]|\^|/", plain):
+        return None
+    try:
+        return Decimal(found[0].replace(",", ""))
+    except InvalidOperation:
+        return None
+
+
+def gsm8k_answer(text: str) -> Decimal | None:
+    """The number that an answer names: boxed, else behind ``####``, else the last one in what follows the reasoning."""
+    last = final_part(text)
+    for part in (last, text):
+        if (content := boxed(part)) is not None:
+            return number(content)
+    if "####" in last:
+        behind = re.match(rf"\s*\$?({_NUMBER})", last.rsplit("####", 1)[-1])
+        return Decimal(behind[1].replace(",", "")) if behind else None
+    found = re.findall(_NUMBER, last)
+    return Decimal(found[-1].replace(",", "")) if found else None
+
+
+def aime_answer(text: str) -> int | None:
+    """The last boxed whole number from 0 to 999; leading zeros, spaces and dollar signs do not matter."""
+    content = boxed(text)
+    if content is None:
+        return None
+    digits = re.sub(r"[\s$]|\\[,;! ]", "", content)
+    return int(digits) if re.fullmatch(r"\d{1,4}", digits) and int(digits) <= 999 else None
+
+
+def program(code: CodeTest, text: str) -> str:
+    """The program to run: what the answer writes, after what the prompt brings, and before the tests.
+
+    The last fenced block of the answer counts, or all of it where there is none. It may be the whole function or its body.
+    """
+    last = final_part(text)
+    blocks = re.findall(r"```[a-zA-Z0-9]*[ \t]*\r?\n(.*?)```", last, re.DOTALL)
+    written = blocks[-1] if blocks else last
+    start = code.prompt.index(f"def {code.entry_point}(")
+    whole = re.search(rf"^\s*(?:async\s+)?def\s+{re.escape(code.entry_point)}\s*\(", written, re.MULTILINE)
+    head = code.prompt[:start] if whole else code.prompt
+    return f"{head}\n{written}\n" if whole else f"{head}{written}\n"
+
+
+def with_tests(code: CodeTest, text: str) -> str:
+    """:func:`program` and the data set's tests, which raise where it is wrong."""
+    return f"{program(code, text)}\n{code.test}\ncheck({code.entry_point})\n"
+
+
+def score(rule: Rule, task: Task, text: str) -> Score | None:
+    """By a rule that needs no process of its own; None for the others."""
+    match rule:
+        case Rule.BOXED:
+            content = boxed(text)
+            return _compared(content, content == task.answer)
+        case Rule.GSM8K:
+            value = gsm8k_answer(text)
+            return _compared(value, value is not None and value == Decimal(task.answer))
+        case Rule.AIME:
+            whole = aime_answer(text)
+            return _compared(whole, whole is not None and whole == int(task.answer))
+    return None
+
+
+def _compared(found: object, right: bool) -> Score:
+    if found is None:
+        return Score(Outcome.NO_ANSWER)
+    return Score(Outcome.RIGHT if right else Outcome.WRONG, str(found))

@@ -1,0 +1,190 @@
+"""Shares, differences and ratios with their intervals. Pure; every draw is seeded.
+
+Answers to one problem are alike, so problems are what is drawn again (a *cluster* bootstrap): a problem comes with all its
+samples or not at all. Intervals are two-sided 95 % ones, percentiles of :data:`NUM_RESAMPLES` draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from scipy.stats import permutation_test
+
+from lr_backend.loop.audit import wilson
+
+NUM_RESAMPLES = 10_000
+INTERVAL = (2.5, 97.5)
+_CHUNK = 2_000_000
+
+Floats = npt.NDArray[np.float64]
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A value and its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def scaled(self, factor: float) -> Estimate:
+        return Estimate(factor * self.value, factor * self.low, factor * self.high)
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """What the samples of one problem add up to: ``total`` out of ``weight``."""
+
+    total: float
+    weight: float
+
+
+class NonInferiority(StrEnum):
+    """What an interval of a difference says of a margin."""
+
+    SHOWN = "non-inferior"
+    """The whole interval lies above minus the margin."""
+    REFUTED = "inferior"
+    """The whole interval lies below minus the margin."""
+    OPEN = "undecided"
+
+
+def ratio_of_sums(clusters: Sequence[Cluster], seed: int = 0) -> Estimate:
+    """``sum(total) / sum(weight)`` with the interval of a cluster bootstrap.
+
+    Raises:
+        ValueError: no cluster, or none that weighs anything.
+    """
+    totals, weights = _columns(clusters)
+    if not weights.sum() > 0:
+        raise ValueError("nothing to average over")
+    return _estimate(totals, weights, seed)
+
+
+def share(clusters: Sequence[Cluster], seed: int = 0) -> Estimate:
+    """As :func:`ratio_of_sums`, of right answers among all.
+
+    Where all problems agree, no draw differs from another and the bootstrap knows no doubt. There it is Wilson's interval, with
+    as many trials as there are problems.
+    """
+    found = ratio_of_sums(clusters, seed)
+    if found.low == found.high:
+        low, high = wilson(found.value, sum(1 for cluster in clusters if cluster.weight))
+        return Estimate(found.value, low, high)
+    return found
+
+
+def ratio(over: Sequence[Cluster], under: Sequence[Cluster], seed: int = 0) -> Estimate:
+    """Two ratios of sums over each other, paired: ``over[i]`` and ``under[i]`` are of the same problem and are drawn together.
+
+    Raises:
+        ValueError: not as many on both sides, or nothing to divide by.
+    """
+    if len(over) != len(under):
+        raise ValueError(f"{len(over)} problems over {len(under)}")
+    first, second = _columns(over), _columns(under)
+    if not (first[1].sum() > 0 and second[0].sum() > 0 and second[1].sum() > 0):
+        raise ValueError("nothing to divide by")
+
+    def rate(picks: npt.NDArray[np.intp]) -> Floats:
+        one = first[0][picks].sum(axis=1) / first[1][picks].sum(axis=1)
+        two = second[0][picks].sum(axis=1) / second[1][picks].sum(axis=1)
+        return np.asarray(one / two, dtype=np.float64)
+
+    everything = rate(np.arange(len(over))[None, :])
+    low, high = np.percentile(_resampled(len(over), rate, seed), INTERVAL)
+    return Estimate(float(everything[0]), float(low), float(high))
+
+
+def paired_difference(ours: Sequence[float], theirs: Sequence[float], seed: int = 0) -> Estimate:
+    """Mean of ``ours[i] - theirs[i]``, shares of right answers in [0, 1] to the same problem.
+
+    The interval is a bootstrap over problems and two more, of which one says +1 and one -1 (as Bonett and Price add them for a
+    pair of shares): where few problems differ, the plain one is too sure of itself, and where none does, it knows no doubt at
+    all.
+
+    Raises:
+        ValueError: not as many on both sides, or none.
+    """
+    if len(ours) != len(theirs) or not len(ours):
+        raise ValueError(f"{len(ours)} problems beside {len(theirs)}")
+    found = np.asarray(ours, dtype=np.float64) - np.asarray(theirs, dtype=np.float64)
+    widened = np.concatenate([found, [1.0, -1.0]])
+    low, high = np.percentile(_resampled(len(widened), lambda picks: widened[picks].mean(axis=1), seed), INTERVAL)
+    value = float(found.mean())
+    return Estimate(value, min(value, float(low)), max(value, float(high)))
+
+
+def chance_of_difference(ours: Sequence[float], theirs: Sequence[float], seed: int = 0) -> float:
+    """Two-sided p of no difference: signs of the problems' differences flipped at random, all of them where they are few."""
+    found = np.asarray(ours, dtype=np.float64) - np.asarray(theirs, dtype=np.float64)
+    found = found[found != 0.0]
+    if len(found) == 0:
+        return 1.0
+    if len(found) == 1:
+        return 1.0  # the one sign is as likely either way
+    tested = permutation_test(
+        (found,),
+        lambda values, axis: np.mean(values, axis=axis),
+        permutation_type="samples",
+        vectorized=True,
+        n_resamples=NUM_RESAMPLES - 1,
+        rng=np.random.default_rng(seed),
+    )
+    return float(tested.pvalue)
+
+
+def non_inferiority(difference: Estimate, margin: float) -> NonInferiority:
+    """Whether what is lost is less than ``margin`` (in the difference's unit) beyond doubt."""
+    if difference.low > -margin:
+        return NonInferiority.SHOWN
+    return NonInferiority.REFUTED if difference.high < -margin else NonInferiority.OPEN
+
+
+def percentiles(values: Sequence[float], wanted: Sequence[float] = (50.0, 90.0, 99.0)) -> dict[str, float]:
+    """``{"p50": ...}``, linear between neighbours; empty where there are no values."""
+    if not len(values):
+        return {}
+    found = np.percentile(np.asarray(values, dtype=np.float64), wanted)
+    return {f"p{name:g}": float(value) for name, value in zip(wanted, found, strict=True)}
+
+
+def common(first: Mapping[Key, Cluster], second: Mapping[Key, Cluster]) -> tuple[list[Cluster], list[Cluster]]:
+    """The clusters that both have, in the first one's order."""
+    keys = [key for key in first if key in second]
+    return [first[key] for key in keys], [second[key] for key in keys]
+
+
+def _columns(clusters: Sequence[Cluster]) -> tuple[Floats, Floats]:
+    return (
+        np.asarray([cluster.total for cluster in clusters], dtype=np.float64),
+        np.asarray([cluster.weight for cluster in clusters], dtype=np.float64),
+    )
+
+
+def _estimate(totals: Floats, weights: Floats, seed: int) -> Estimate:
+    def rate(picks: npt.NDArray[np.intp]) -> Floats:
+        drawn = weights[picks].sum(axis=1)
+        return np.asarray(totals[picks].sum(axis=1) / np.where(drawn > 0, drawn, np.nan), dtype=np.float64)
+
+    low, high = np.nanpercentile(_resampled(len(totals), rate, seed), INTERVAL)
+    return Estimate(float(totals.sum() / weights.sum()), float(low), float(high))
+
+
+def _resampled(num: int, statistic, seed: int) -> Floats:  # type: ignore[no-untyped-def]
+    """``statistic`` of each draw; draws come as index arrays of shape [draws, num], some at a time to bound the memory."""
+    rng = np.random.default_rng(seed)
+    size = max(1, min(NUM_RESAMPLES, _CHUNK // max(1, num)))
+    parts = []
+    done = 0
+    while done < NUM_RESAMPLES:
+        now = min(size, NUM_RESAMPLES - done)
+        parts.append(np.asarray(statistic(rng.integers(0, num, (now, num))), dtype=np.float64))
+        done += now
+    return np.concatenate(parts)
