@@ -200,7 +200,7 @@ def _compile(plan: GpuPlan, resume: bool, console: Console, platform: Callable[[
         assert isinstance(engine, TrtllmEngineSpec)
         inputs = _hash_inputs(plan.infos[role], dirs)
         dirs.manifest.unlink(missing_ok=True)
-        records = run_steps(steps, dirs, {name: entry["sha256"] for name, entry in inputs.items()}, console, resume=resume)
+        records = run_steps(steps, dirs, _ingredients(inputs, here, engine.gpu_device_ids), console, resume=resume)
         check_engine(role, engine, dirs.engine)
         manifest = {
             "engine_dir": str(dirs.engine),
@@ -214,6 +214,13 @@ def _compile(plan: GpuPlan, resume: bool, console: Console, platform: Callable[[
             ],
         }
         _write_json(dirs.manifest, manifest)
+
+
+def _ingredients(inputs: Mapping[str, Mapping[str, Any]], here: Platform, gpu_device_ids: tuple[int, ...]) -> dict[str, str]:
+    """What an engine is made of besides its commands: files by hash, versions, and the architecture of its GPUs."""
+    capabilities = sorted({gpu.compute_capability for gpu in here.gpus if gpu.index in gpu_device_ids})
+    tools = {"tensorrt_llm": f"{here.tensorrt_llm}", "tensorrt": f"{here.tensorrt}", "compute capability": " ".join(capabilities)}
+    return {**{name: entry["sha256"] for name, entry in inputs.items()}, **tools}
 
 
 def _require_platform(spec: GpuDeployment, here: Platform) -> None:

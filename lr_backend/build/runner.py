@@ -44,7 +44,7 @@ class StepRecord:
 
 
 def step_keys(steps: Iterable[Step], inputs: Mapping[str, str]) -> tuple[str, ...]:
-    """A key for each step. ``inputs``: hash by name of the files that the first step reads."""
+    """A key for each step. ``inputs``: what goes in besides the commands, by name: hashes of files, versions."""
     keys: list[str] = []
     for step in steps:
         material = [list(step.command.argv), list(step.command.environment), sorted(inputs.items()), keys]
@@ -58,7 +58,7 @@ def run_steps(
     """Run one role's steps in order.
 
     Args:
-        inputs: hash by name of the files that the first step reads.
+        inputs: what goes in besides the commands, by name: hashes of files, versions.
         resume: leave out what was done already with the same command and inputs.
 
     Raises:

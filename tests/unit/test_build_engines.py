@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,17 @@ def test_changed_weights_run_everything_of_their_role_again(spec: GpuDeployment,
     path.write_text(path.read_text() + " ")
     build(spec, tools, resume=True)
     assert ran(tools)[before:] == [("draft", "convert"), ("draft", "build")]
+
+
+def test_another_tensorrt_makes_everything_again(spec: GpuDeployment, tools: FakeTools) -> None:
+    """The TensorRT-LLM pin fixes it, but an image may be rebuilt around it; an old engine would be recorded as the new one's."""
+    build(spec, tools)
+    other = replace(hopper(), tensorrt="10.99")
+
+    report = build(spec, tools, other, resume=True)
+
+    assert ran(tools) == EVERY_STEP * 2
+    assert {entry["built_with"]["tensorrt"] for entry in manifest_of(report)["engines"].values()} == {"10.99"}
 
 
 def test_a_lost_product_is_made_again(spec: GpuDeployment, tools: FakeTools) -> None:
