@@ -196,41 +196,51 @@ class LookaheadLoop:
 
     async def _answer(self) -> None:
         # Lookahead belongs to the reasoning; the answer after it is the target's alone, token for token.
-        if self._request.mode.speculates_steps and self._reasoning:
-            await self._reason()
+        if self._request.mode.speculates_steps:
+            with self._pace.trial.request() if self._chooses_depth else nullcontext():
+                while self._finish is None and self._reasoning:
+                    depth = self._next_depth()
+                    await (self._reason(depth) if depth or self._watched else self._pause())
         while self._finish is None:
-            await self._write_alone()
+            await self._write_alone(self._end - len(self._prefix))
 
-    async def _write_alone(self) -> None:
-        """A stretch by the target alone: a step, or all the rest where nobody waits for its parts."""
-        whole = not self._request.stream and not self._request.stop
-        budget = self._end - len(self._prefix) if whole else self._budget(self._prefix)
+    async def _write_alone(self, most: int) -> int:
+        """A stretch of at most ``most`` tokens by the target alone, or no more than a step where somebody waits for it."""
+        budget = self._budget(self._prefix) if self._watched else most
         with self._pace.target() as work:
-            step = await self._target_writer.write(self._prefix, budget, answer=whole)
+            step = await self._target_writer.write(self._prefix, budget, answer=not self._watched)
             work.num_tokens = len(step.ids)
         self._commit(step, Origin.TARGET, Reason.NONE)
+        return len(step.ids)
+
+    async def _pause(self) -> None:
+        """No lookahead for as many steps as it is known not to pay, or ever again, in one call."""
+        left = self._end - len(self._prefix)
+        if not self._chooses_depth or "draft" in self.ledger.degraded:
+            await self._write_alone(left)
+            return
+        self._depth.went_alone(await self._write_alone(min(left, self._depth.tokens_alone())))
 
     # The algorithm -------------------------------------------------------------------------------------------------
 
-    async def _reason(self) -> None:
-        """Lookahead reasoning, until the reasoning or the answer ends."""
+    async def _reason(self, depth: int) -> None:
+        """Lookahead reasoning, until the reasoning or the answer ends, or looking ahead does not pay for a while."""
         request, limits = self._request, self._config.limits
         tree = Tree(
             self._prefix,
             end=self._end,
-            max_depth=self._depth.depth(self._audit.decides) if self._chooses_depth else self._depth.max_depth,
+            max_depth=depth,
             # Greedy siblings would be the same step over again.
             width=1 if request.sampling.greedy else min(request.width, limits.max_width),
             min_chance=self._min_chance,
             wait_for_drafts=request.deterministic,
         )
         try:
-            with self._pace.trial.request() if self._chooses_depth else nullcontext():
-                while self._finish is None and self._reasoning:
-                    self._expand(tree)
-                    await self._absorb()
-                    self._verify(tree)
-                    self._advance(tree)
+            while self._finish is None and self._reasoning and not self._has_come_to_rest(tree):
+                self._expand(tree)
+                await self._absorb()
+                self._verify(tree)
+                self._advance(tree)
         finally:
             await self._cancel_all()
 
@@ -274,7 +284,7 @@ class LookaheadLoop:
             self._evidence.decided(accepted, drafted.log_prob if drafted is not None else None)
         if self._chooses_depth and "draft" not in self.ledger.degraded:
             self._pace.trial.committed(len(decision.step.ids))
-            tree.max_depth = self._depth.depth(self._audit.decides)
+            tree.max_depth = self._next_depth()
 
     @property
     def _evidence(self) -> Evidence:
@@ -440,6 +450,21 @@ class LookaheadLoop:
         return step.ids.index(close) + 1 if close in step.ids else len(step.ids)
 
     # Small questions -----------------------------------------------------------------------------------------------
+
+    @property
+    def _watched(self) -> bool:
+        """Somebody waits for single steps: for their text, or for a stop string in it."""
+        return self._request.stream or bool(self._request.stop)
+
+    def _next_depth(self) -> int:
+        """How far to look ahead from here; 0: the target alone."""
+        if "draft" in self.ledger.degraded:
+            return 0
+        return self._depth.depth(self._audit.decides) if self._chooses_depth else self._depth.max_depth
+
+    def _has_come_to_rest(self, tree: Tree) -> bool:
+        """Nothing is in flight and nothing would be but the target's next step, which then need not end where a step does."""
+        return tree.max_depth == 0 and not self._window and not self._watched
 
     def _budget(self, prefix: IntArray) -> int:
         """Tokens that a step after ``prefix`` may have."""

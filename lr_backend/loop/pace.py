@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from math import ceil
 
 from lr_backend.loop.confidence import Confidence
 from lr_backend.loop.depth import speedup, useful_depth
@@ -31,6 +32,8 @@ STEPS_UNTIL_RETRY = 24
 PRIOR_STEPS = 6
 """The verifier's acceptance rate weighs as much as this many steps of the request's own."""
 MAX_ALPHA = 0.98
+USUAL_STEP_TOKENS = 24
+"""Length of a step before one was seen."""
 SPAN_STEPS = 8
 """Steps of each request in one span of a trial: a window fills within a few."""
 SPANS_A_TRY = 12
@@ -153,9 +156,14 @@ class Trial:
         finally:
             self._presence.change(-1)
 
-    def committed(self, num_tokens: int) -> None:
-        """A step was committed; after enough of them the next span begins."""
-        self._num_steps += 1
+    @property
+    def steps_left(self) -> int:
+        """Steps of one request until the next span, at least one."""
+        return max(1, SPAN_STEPS - self._num_steps // max(1, self._presence.count))
+
+    def committed(self, num_tokens: int, num_steps: int = 1) -> None:
+        """Steps were committed; after enough of them the next span begins."""
+        self._num_steps += num_steps
         self._num_tokens += num_tokens
         if self._num_steps < SPAN_STEPS * max(1, self._presence.count) or not self._num_tokens:
             return
@@ -318,6 +326,21 @@ class DepthChooser:
             return best
         self._num_alone += 1
         return min(1, self.max_depth) if self._num_alone > STEPS_UNTIL_RETRY else 0
+
+    def tokens_alone(self) -> int:
+        """How much to write by the target alone, after :meth:`depth` was 0: as many steps as nothing else would be tried."""
+        num_steps = min(self.pace.trial.steps_left, max(1, STEPS_UNTIL_RETRY - self._num_alone))
+        return ceil(num_steps * self._step_tokens)
+
+    def went_alone(self, num_tokens: int) -> None:
+        """So many tokens were written by the target alone."""
+        num_steps = max(1, round(num_tokens / self._step_tokens))
+        self._num_alone += num_steps - 1  # one was counted with the depth
+        self.pace.trial.committed(num_tokens, num_steps)
+
+    @property
+    def _step_tokens(self) -> float:
+        return self.pace.step_tokens.value or USUAL_STEP_TOKENS
 
     def acceptance_rate(self, seen: Evidence) -> float:
         """The request's own, leaning on what the server has seen while it is young."""

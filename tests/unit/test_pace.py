@@ -10,6 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lr_backend.engine import EngineCall
+from lr_backend.errors import EngineError
 from lr_backend.loop.pace import (
     SPAN_STEPS,
     SPANS_A_TRY,
@@ -276,6 +277,30 @@ def test_it_is_as_fast_as_the_depth_that_is_best() -> None:
     fields = {"mode": "lr", "max_tokens": 200, "num_clients": 1}
     fixed = [latency_s(crowded_world(7, 0.05, 0.9), max_depth=depth, **fields) for depth in range(1, 7)]
     assert latency_s(crowded_world(7, 0.05, 0.9), depth="auto", max_depth=6, **fields) <= min(fixed) * 1.05
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_while_it_does_not_pay_the_target_is_not_interrupted_at_every_step(stream: bool) -> None:
+    """Each call has a price. A client that waits for single steps gets them."""
+    world = crowded_world(7, 1.0, 0.5)
+    fields = {"mode": "lr", "depth": "auto", "max_depth": 6, "max_tokens": 400, "stream": stream}
+    latency_s(world, 1, **fields)
+    num_steps = run_virtual(world.fresh().answer(mode="lr", max_depth=0, stream=True)).usage.num_steps
+
+    calls = [recorded for recorded in world.target.calls if recorded.call.request_id.startswith("0/")]
+
+    assert (len(calls) < num_steps / 2) is not stream
+    assert max(recorded.call.max_new_tokens for recorded in calls) > 2 * world.config.limits.max_step_tokens or stream
+
+
+def test_without_a_draft_the_rest_is_one_call() -> None:
+    world = crowded_world(7, 0.05, 0.9)
+    world.draft.fail = lambda call: EngineError("down")
+    outcome = run_virtual(world.answer(mode="lr", max_depth=4, max_tokens=400, stream=False))
+    alone = run_virtual(world.fresh().answer(mode="ar", max_tokens=400, stream=False))
+
+    assert outcome.completion_ids == alone.completion_ids
+    assert outcome.usage.num_target_calls <= 3
 
 
 def test_waiting_for_the_draft_is_tried_both_ways_and_then_done_where_it_is_faster() -> None:
