@@ -17,7 +17,7 @@ from typing import Any
 from lr_backend.engine import Engine
 from lr_backend.testing import ScriptedEngine, run_virtual
 from lr_backend.torch_engine.inprocess import InProcessEngine
-from tests.support.remote_engine import RemoteEngine
+from bench.remote_engine import RemoteEngine
 from tests.support.torch_engines import VOCAB, tiny_engine
 
 ADDRESS = os.environ.get("LOOKAHEAD_ENGINE", "")
