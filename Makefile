@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint test-gpu bench-engine bench-gpu bench-ablation check-models clean
+.PHONY: help venv demo test lint test-gpu bench-engine bench-gpu bench-ablation bench-systems bench-peers load check-models clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -39,6 +39,15 @@ bench-gpu: venv ## decoding on a CUDA device, beside what its memory allows
 
 bench-ablation: venv ## what depth, width, verifiers and token drafts are each worth (about 17 minutes)
 	$(BIN)/python -m bench.ablation
+
+bench-systems: venv ## random models of real shapes with scripted acceptance, against the paper's formulas
+	$(BIN)/lookahead bench-systems
+
+bench-peers: venv ## transformers, the target alone and the paper's synchronous procedure beside the four modes
+	$(BIN)/python -m bench.peers
+
+load: venv ## each mode under rising load, by NVIDIA's perf_analyzer (downloaded once; about 15 minutes)
+	$(BIN)/python -m bench.load
 
 check-models: venv ## the demo models against their figures (500 problems, 2,000 pairs)
 	$(BIN)/python -m demo.check

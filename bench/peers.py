@@ -1,9 +1,9 @@
-"""``make bench-peers`` (``python -m bench.peers``): what a user could run instead, on the same checkpoints and machine, in one run.
+"""``make bench-peers`` (``python -m bench.peers``): what one could run instead, on the same checkpoints and machine, in one run.
 
 Every contender answers the same problems, in turns whose order rotates: transformers' ``generate`` plain, with our draft as its
 assistant, and with prompt lookup; the target's engine asked directly through Triton, without the ``lookahead`` model; the paper's
-synchronous procedure (:mod:`bench.synchronous`) over the same three engines; and the four modes. ``ar`` is the baseline, at its best
-thread setting; transformers computes with the number of threads that is best for it. Each draws with seeds of its own.
+synchronous procedure (:mod:`bench.synchronous`) over the same three engines; and the four modes. ``ar`` is the baseline, at its
+best thread setting; transformers computes with the number of threads that is best for it. Each draws with seeds of its own.
 """
 
 from __future__ import annotations
@@ -263,6 +263,7 @@ def main(
     if not console.is_terminal:
         console = Console(width=PIPED_WIDTH)
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     spec = demo_spec()
     defaults = {**spec.lookahead["defaults"], "max_depth": max_depth}
     spec = spec.model_copy(update={"lookahead": {**spec.lookahead, "defaults": defaults}})

@@ -1,12 +1,12 @@
 """The paper's synchronous procedure (arXiv 2506.19830, section 3 and theorem 1), as a baseline for the asynchronous loop.
 
-A cycle has three phases, each of which waits for the whole of the one before: the draft writes k - 1 steps, one after another; the
-target writes its own step after each of the k prefixes, in one batch; the judge compares each pair. The drafted steps up to the
-first rejection are committed, and the target's own step after them: 1 to k steps a cycle, in the time of one target step and
+A cycle has three phases, each of which waits for the whole of the one before: the draft writes k - 1 steps, one after another;
+the target writes its own step after each of the k prefixes, in one batch; the judge compares each pair. The drafted steps up to
+the first rejection are committed, and the target's own step after them: 1 to k steps a cycle, in the time of one target step and
 k - 1 drafted ones, and a verdict.
 
-What is compared follows the authors' public code: steps end at blank lines or a cap; equal texts, white space and case aside, need
-no judge; a step that begins in the middle of another is always the target's, the first of an answer among them; the answer
+What is compared follows the authors' public code: steps end at blank lines or a cap; equal texts, white space and case aside,
+need no judge; a step that begins in the middle of another is always the target's, the first of an answer among them; the answer
 after the reasoning is treated like the reasoning. Of what goes wrong there nothing is kept: seeds differ for every call, sampled
 token ids are never re-tokenised, nothing is drafted or committed below an end token, a pair of which only one ends the answer is
 rejected, and a judge that fails rejects.

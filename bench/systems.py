@@ -1,13 +1,13 @@
-"""``lookahead bench-systems`` (``make bench-systems``): what the server makes of a given acceptance, at sizes nobody has trained here.
+"""``lookahead bench-systems`` (``make bench-systems``): what the server makes of a given acceptance, at real sizes.
 
-Target, draft and judge have random weights of real shapes, which cost what trained ones cost. Steps are as long as their cap: the
-tokens that could end one are never drawn. The ``random`` verifier waits for the judge's word, disregards it, and accepts a drafted
-step with a given probability. So everything is real but the texts and the verdicts: the engines, their batches, the loop, Triton.
+Target, draft and judge have random weights of real shapes, which cost what trained ones cost. Steps are as long as their cap:
+the tokens that could end one are never drawn. The ``random`` verifier waits for the judge's word, disregards it, and accepts a
+drafted step with a given probability. So everything is real but the texts and the verdicts: engines, batches, the loop, Triton.
 
-Speedups are ratios of seconds a token over ``ar`` as one uninterrupted request, paired by question; all settings take turns on every
-question. Beside each stand the paper's ceiling (S1 or S2, where parallel steps and verdicts are free) for the acceptance that was
-seen and the measured c, and what the real loop gains on a virtual clock over engines as fast as these were measured to be
-(:mod:`bench.ablation`), where hand-overs, prompts and verdicts are free. What is missing to the second one is the server's.
+Speedups are ratios of seconds a token over ``ar`` as one uninterrupted request, paired by question; all settings take turns on
+every question. Beside each stand the paper's ceiling (S1 or S2, where parallel steps and verdicts are free) for the acceptance
+that was seen and the measured c, and what the real loop gains on a virtual clock over engines as fast as these were measured to
+be (:mod:`bench.ablation`), where hand-overs, prompts and verdicts are free. What is missing to the second one is the server's.
 """
 
 from __future__ import annotations
@@ -169,8 +169,8 @@ def figures(measured: Mapping[Setting, Measured], hardware: Hardware) -> list[Fi
 def random_deployment(folder: Path, shapes: Mapping[Role, str], *, device: str, judged: bool) -> TorchDeployment:
     """The demo's deployment with random models of these shapes; the prompt opens the reasoning, and steps end at their cap.
 
-    On a CPU checkpoints are written, since the decoder in C reads files. On CUDA the engines draw their weights: 32 billion of them
-    need no disk.
+    On a CPU checkpoints are written, since the decoder in C reads files. On CUDA the engines draw their weights: 32 billion of
+    them would need 64 GB of disk.
     """
     spec = demo_spec()
     changed: dict[str, Any] = {}
@@ -209,7 +209,7 @@ def ending_ids(tokenizer: Any) -> frozenset[int]:
 
 
 def silence(checkpoint: Path, token_ids: Collection[int]) -> None:
-    """Give these tokens a logit of 0, so that ``top_k`` leaves them out: of a thousand normal logits the best 20 are far above."""
+    """Give these tokens a logit of 0, so that ``top_k`` leaves them out: the best 20 of a thousand are far above."""
     path = checkpoint / "model.safetensors"
     tensors = load_file(path)
     head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])

@@ -213,6 +213,20 @@ def trace(
             console.print(f"wrote {path}", highlight=False, markup=False, soft_wrap=True)
 
 
+@app.command(
+    "bench-systems",
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def bench_systems(context: typer.Context) -> None:
+    """Random models of real shapes with scripted acceptance: what the server makes of them (see --help)."""
+    from bench import systems  # torch and the demo, which no other command waits for
+
+    command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    command.command()(systems.main)
+    command(context.args, prog_name="lookahead bench-systems")
+
+
 def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")

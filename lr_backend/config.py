@@ -162,7 +162,7 @@ class LoopConfig(BaseModel):
             probability.
         vocab_size: logits width of the target, for ``one_hot``.
         embedding_dir: a sentence-transformers checkpoint for the ``embedding`` verifier and the cascade; None: there is none.
-        random_asks_judge: the verifier ``random`` waits for the judge and disregards its word, so that chance decides in the time of a
+        random_asks_judge: the verifier ``random`` waits for the judge and disregards its word: chance decides in the time of a
             verdict. For benchmarks of sizes whose judge has no trained weights.
         accepts_all_drafts: the target's engine can be made to take token drafts as they are and to say how likely they were
             (``draft_acceptance_threshold`` 0 of one call, ``return_log_probs``); the ``likelihood`` verifier needs it. Triton's

@@ -72,7 +72,8 @@ class Quantiles:
         found = [float(value) for value in values]
         if not found:
             return cls(None, None, None, None)
-        return cls(*(float(np.percentile(found, quantile)) for quantile in QUANTILES), float(np.mean(found)))
+        p50, p90, p99 = (float(value) for value in np.percentile(found, QUANTILES))
+        return cls(p50, p90, p99, float(np.mean(found)))
 
 
 @dataclass(frozen=True, slots=True)
