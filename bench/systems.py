@@ -73,7 +73,7 @@ SIZES: Mapping[str, tuple[str, str, str]] = {
 }
 """Target, draft and judge by device, unless said otherwise."""
 NO_JUDGE = "none"
-ALPHAS = (0.3, 0.5, 0.7, 0.9)
+ALPHAS = (0.4, 0.6, 0.8)
 DEPTHS = (2, 4, 8)
 QUESTION_SEED = 5
 KV_TOKENS = {"cpu": 4096, "cuda": 16384}

@@ -13,9 +13,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from bench.load.errors import LoadError
 
@@ -31,6 +33,7 @@ LINKER = f"{LIBRARIES}/ld-linux-x86-64.so.2"
 BINARY = "perf_analyzer/bin/perf_analyzer"
 DOWNLOAD_TIMEOUT_S = 600.0
 STARTING_TIMEOUT_S = 30.0
+WATCH_S = 5.0
 
 SOURCES = f"""Types: deb
 URIs: http://deb.debian.org/debian
@@ -71,26 +74,42 @@ class PerfAnalyzer:
         """
         return self.run(["--version"], timeout_s=STARTING_TIMEOUT_S).strip()
 
-    def run(self, arguments: Sequence[str], *, timeout_s: float, log: Path | None = None) -> str:
+    def run(
+        self,
+        arguments: Sequence[str],
+        *,
+        timeout_s: float,
+        log: Path | None = None,
+        server_lives: Callable[[], bool] = lambda: True,
+    ) -> str:
         """Run it to its end; returns what it printed.
 
         Args:
             log: keeps what it printed, whatever became of it.
+            server_lives: asked now and then. When its server dies perf_analyzer goes on waiting for the answers.
 
         Raises:
-            PerfAnalyzerError: it did not start, failed (its own last words are the message), or took longer than ``timeout_s``.
+            PerfAnalyzerError: it did not start, failed (its own last words are the message), took longer than ``timeout_s``, or
+                its server died.
         """
-        try:
-            done = subprocess.run([*self.command, *arguments], capture_output=True, text=True, timeout=timeout_s, check=False)
-        except OSError as error:
-            raise PerfAnalyzerError(f"{self.command[0]} cannot be run: {error.strerror}") from error
-        except subprocess.TimeoutExpired as error:
-            _keep(log, _text(error.stdout), _text(error.stderr))
-            raise PerfAnalyzerError(f"perf_analyzer was stopped after {timeout_s:.0f} s") from error
-        _keep(log, done.stdout, done.stderr)
-        if done.returncode:
-            raise PerfAnalyzerError(f"perf_analyzer: {last_words(done.stderr, done.returncode)}", done.returncode)
-        return done.stdout + done.stderr
+        with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+            try:
+                process = subprocess.Popen([*self.command, *arguments], stdout=stdout, stderr=stderr)
+            except OSError as error:
+                raise PerfAnalyzerError(f"{self.command[0]} cannot be run: {error.strerror}") from error
+            try:
+                stopped = _why_stopped(process, timeout_s, server_lives)
+            finally:
+                process.kill()
+                exit_code = process.wait()
+                printed = [_whole(file) for file in (stdout, stderr)]
+                if log is not None:
+                    log.write_text("\n--- standard error\n".join(printed), encoding="utf-8")
+        if stopped is not None:
+            raise PerfAnalyzerError(stopped)
+        if exit_code:
+            raise PerfAnalyzerError(f"perf_analyzer: {last_words(printed[1], exit_code)}", exit_code)
+        return "".join(printed)
 
 
 def last_words(stderr: str, exit_code: int) -> str:
@@ -206,10 +225,20 @@ def _do(command: Sequence[str], failed: str, *, environment: dict[str, str] | No
         raise PerfAnalyzerError(f"{failed}: {lines[-1].strip() if lines else f'exit status {done.returncode}'}")
 
 
-def _keep(log: Path | None, stdout: str, stderr: str) -> None:
-    if log is not None:
-        log.write_text(f"{stdout}\n--- standard error\n{stderr}", encoding="utf-8")
+def _why_stopped(process: subprocess.Popen[bytes], timeout_s: float, server_lives: Callable[[], bool]) -> str | None:
+    """Wait for the end; a reason to stop it earlier, or None."""
+    until_s = time.monotonic() + timeout_s
+    while (left_s := until_s - time.monotonic()) > 0:
+        try:
+            process.wait(min(left_s, WATCH_S))
+        except subprocess.TimeoutExpired:
+            if not server_lives():
+                return "perf_analyzer was stopped, as the server no longer answers"
+        else:
+            return None
+    return f"perf_analyzer was stopped after {timeout_s:.0f} s"
 
 
-def _text(output: str | bytes | None) -> str:
-    return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
+def _whole(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read()

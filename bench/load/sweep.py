@@ -114,7 +114,14 @@ def rates_from(capacity_rps: float, shares: Iterable[float]) -> list[float]:
 class Runner(Protocol):
     """Runs perf_analyzer; see :class:`~bench.load.perf_analyzer.PerfAnalyzer`."""
 
-    def run(self, arguments: Sequence[str], *, timeout_s: float, log: Path | None = None) -> str: ...
+    def run(
+        self,
+        arguments: Sequence[str],
+        *,
+        timeout_s: float,
+        log: Path | None = None,
+        server_lives: Callable[[], bool] = ...,
+    ) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -228,7 +235,8 @@ class Sweep:
                 (folder / INPUT).write_text(json.dumps(document), encoding="utf-8")
                 try:
                     arguments = point.arguments(self.url, folder)
-                    self.runner.run(arguments, timeout_s=self.point_timeout_s, log=folder / LOG)
+                    log, lives = folder / LOG, self.is_ready
+                    self.runner.run(arguments, timeout_s=self.point_timeout_s, log=log, server_lives=lives)
                     read_export(folder / EXPORT)  # what cannot be read later is no result
                 except PerfAnalyzerError as error:
                     if error.unreachable and attempt < CONNECT_ATTEMPTS and self.is_ready():

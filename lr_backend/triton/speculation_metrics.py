@@ -1,8 +1,8 @@
 """Token speculation as Triton metrics of the ``lookahead`` model, under vLLM's names.
 
-Tools that measure speculative decoding read vLLM's counters by name (AIPerf's acceptance report, for one), prefix included, so these
-carry it too: drafts verified, their tokens, those accepted, and those accepted by position in the draft. Mean accepted length is
-then 1 + accepted tokens / drafts, as everywhere. Counted when a request ends.
+Tools that measure speculative decoding read vLLM's counters by name (AIPerf's acceptance report, for one), prefix included, so
+these carry it too: drafts verified, their tokens, those accepted, and those accepted by position in the draft. Mean accepted
+length is then 1 + accepted tokens / drafts, as everywhere. Counted when an answer is complete.
 """
 
 from __future__ import annotations

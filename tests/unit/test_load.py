@@ -207,7 +207,14 @@ class ScriptedAnalyzer:
         self.failures = failures or {}
         self.asked: list[str] = []
 
-    def run(self, arguments: Sequence[str], *, timeout_s: float, log: Path | None = None) -> str:
+    def run(
+        self,
+        arguments: Sequence[str],
+        *,
+        timeout_s: float,
+        log: Path | None = None,
+        server_lives: Callable[[], bool] = lambda: True,
+    ) -> str:
         given = dict(pairwise(arguments))
         rows = json.loads(Path(given["--input-data"]).read_text())["data"]
         load = given.get("--concurrency-range") or "r" + given["--request-rate-range"]
@@ -393,6 +400,14 @@ def test_a_run_that_hangs_is_stopped_and_what_it_said_is_kept(tmp_path: Path) ->
     with pytest.raises(PerfAnalyzerError, match="stopped after"):
         analyzer.run([], timeout_s=1.0, log=tmp_path / "log.txt")
     assert "began" in (tmp_path / "log.txt").read_text()
+
+
+def test_a_run_whose_server_has_died_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(perf_analyzer, "WATCH_S", 0.05)
+    alive = iter([True, True, False])
+    analyzer = script(tmp_path / "pa", "time.sleep(600)")
+    with pytest.raises(PerfAnalyzerError, match="stopped, as the server no longer answers"):
+        analyzer.run([], timeout_s=600.0, server_lives=lambda: next(alive))
 
 
 def test_a_binary_that_is_not_there_is_named(tmp_path: Path) -> None:
