@@ -108,7 +108,7 @@ def main(
             "temperature": temperature,
             "min_requests": min_requests,
             "rate_requests": rate_requests,
-            "device": machine() if url is None else f"client: {os.uname().nodename}",
+            "device": machine() if url is None else f"a client with {os.cpu_count()} cores",
         }
         results.begin(settings, fresh=fresh)
         with ExitStack() as stack:

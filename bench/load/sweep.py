@@ -171,14 +171,18 @@ class Results:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(target, ignore_errors=True)
         measured.rename(target)
+        self._failure_log(point).unlink(missing_ok=True)
 
     def keep_failure(self, point: Point, measured: Path) -> None:
         """What perf_analyzer said at a point without a result."""
         log = measured / LOG
         if log.is_file():
-            target = self.folder / f"{point.name}.failed.txt"
+            target = self._failure_log(point)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(log, target)
+
+    def _failure_log(self, point: Point) -> Path:
+        return self.folder / f"{point.name}.failed.txt"
 
 
 @dataclass(frozen=True)

@@ -280,6 +280,9 @@ def test_a_server_that_dies_ends_the_sweep_and_loses_nothing(tmp_path: Path) -> 
     assert (tmp_path / "load" / "lr" / "c1.failed.txt").read_text() == "what it printed"
     assert not (tmp_path / "load" / "lr" / "c1").exists()
 
+    sweep_of(tmp_path, ScriptedAnalyzer()).run(POINTS, ignore)
+    assert {path.name for path in (tmp_path / "load" / "lr").iterdir()} == {"c1", "r1"}
+
 
 def test_a_point_that_fails_while_the_server_is_well_is_left_out(tmp_path: Path) -> None:
     analyzer = ScriptedAnalyzer({"lr 1": [PerfAnalyzerError("perf_analyzer: LR_OVERLOADED", 99)]})

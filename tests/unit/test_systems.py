@@ -12,10 +12,12 @@ from lr_client import Usage
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+import bench.peers
 from bench.ablation import Hardware
 from bench.peers import rate_ratio
 from bench.systems import SHAPES, SIZES, Measured, Setting, ending_ids, figures, random_deployment, settings
 from demo.measure import Sample
+from demo.problems import problems
 from demo.run import demo_spec
 from demo.tokenizer import load_tokenizer
 from lr_backend.build.checkpoints import check_checkpoint
@@ -164,3 +166,17 @@ def test_ratios_of_tokens_a_second_are_paired_by_problem() -> None:
 
     assert rate_ratio(samples, "peer") == pytest.approx((4.0, 4.0, 4.0))
     assert rate_ratio(samples, "ar") == pytest.approx((1.0, 1.0, 1.0))
+
+
+def test_transformers_greedy_answer_is_the_same_with_an_assistant_and_with_prompt_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.peers, "MAX_TOKENS", 40)
+    spec = demo_spec()
+    tokenizer = load_any_tokenizer(spec.checkpoint_dir(Role.TARGET))
+    peer = bench.peers.TransformersPeer(spec, tokenizer, temperature=0.0)
+    problem = next(problems(1, "test"))
+
+    plain = peer.ask(problem, 0)
+
+    assert plain.num_tokens == 40 and "think" in plain.text
+    assert peer.ask(problem, 1, assistant_model=peer.draft) == plain
+    assert peer.ask(problem, 2, prompt_lookup_num_tokens=8) == plain
