@@ -74,11 +74,12 @@ class Point:
 
     def arguments(self, url: str, folder: Path) -> list[str]:
         """perf_analyzer's; the profile export may not exist yet."""
+        only = f"{self.load:g}:{self.load:g}:1"  # without an end, a rate below 1 would be a range up to 1
         if self.concurrency is not None:
-            load = ["--concurrency-range", str(self.concurrency)]
+            load = ["--concurrency-range", only]
         else:
             poisson = ["--request-distribution", "poisson", "--max-threads", str(RATE_THREADS)]
-            load = ["--request-rate-range", f"{self.rate:g}", *poisson]
+            load = ["--request-rate-range", only, *poisson]
         return [
             *("-m", MODEL, "-i", "grpc", "-u", url, "--async", "--streaming"),
             *("--input-data", str(folder / INPUT)),

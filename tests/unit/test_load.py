@@ -189,11 +189,11 @@ def test_rates_are_shares_of_a_capacity() -> None:
 def test_arguments_are_perf_analyzers(tmp_path: Path) -> None:
     closed = Point(LR, concurrency=4, num_requests=16).arguments("127.0.0.1:8001", tmp_path)
     assert closed[:8] == ["-m", "lookahead", "-i", "grpc", "-u", "127.0.0.1:8001", "--async", "--streaming"]
-    assert closed[closed.index("--concurrency-range") + 1] == "4"
+    assert closed[closed.index("--concurrency-range") + 1] == "4:4:1"
     assert "--request-distribution" not in closed
 
-    poisson = Point(LR, rate=2.5, num_requests=16).arguments("127.0.0.1:8001", tmp_path)
-    assert poisson[poisson.index("--request-rate-range") + 1] == "2.5"
+    poisson = Point(LR, rate=0.55, num_requests=16).arguments("127.0.0.1:8001", tmp_path)
+    assert poisson[poisson.index("--request-rate-range") + 1] == "0.55:0.55:1"
     assert poisson[poisson.index("--request-distribution") + 1] == "poisson"
 
 
@@ -217,7 +217,7 @@ class ScriptedAnalyzer:
     ) -> str:
         given = dict(pairwise(arguments))
         rows = json.loads(Path(given["--input-data"]).read_text())["data"]
-        load = given.get("--concurrency-range") or "r" + given["--request-rate-range"]
+        load = (given.get("--concurrency-range") or "r" + given["--request-rate-range"]).split(":")[0]
         name = f"{rows[0]['mode'][0]}{'' if rows[0]['stream'][0] else '!'} {load}"
         self.asked.append(name)
         assert log is not None
