@@ -31,7 +31,8 @@ def test_systems_run_from_random_weights_to_the_json_line(tmp_path: Path) -> Non
     assert all(0 < row["low"] <= row["speedup"] <= row["high"] for row in line["rows"])
 
 
-def test_peers_answer_the_same_problem(tmp_path: Path) -> None:
+def test_peers_answer_the_same_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.peers, "MAX_TOKENS", 32)
     runnable = typer.Typer()
     runnable.command()(bench.peers.main)
 
