@@ -76,7 +76,9 @@ def _lines(
     lines = []
     for series, points in at_loads(found, closed=closed).items():
         if (series.whole or not whole) and (series.stream or not streamed):
-            lines.append((series, [point.load for point in points], [found[point] for point in points]))
+            # Of a few arrivals the rate may be far from the one that they were drawn for.
+            loads = [point.load if closed else found[point].arrivals_per_s or point.load for point in points]
+            lines.append((series, loads, [found[point] for point in points]))
     return lines
 
 
@@ -101,7 +103,7 @@ def _line(
 def _finish(axes: Axes, title: str, unit: str, *, closed: bool, from_zero: bool = True) -> None:
     axes.set_title(title, fontsize=10)
     axes.set_ylabel(unit)
-    axes.set_xlabel("requests in flight" if closed else "arrivals/s offered (Poisson)")
+    axes.set_xlabel("requests in flight" if closed else "arrivals/s as they came (Poisson)")
     if not axes.lines or not axes.get_legend_handles_labels()[0]:
         axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center")
         return

@@ -57,7 +57,7 @@ def rows(found: Found) -> list[tuple[str, ...]]:
         for series, points in at_loads(found, closed=closed).items():
             for point in points:
                 one = found[point]
-                load = f"{point.concurrency} in flight" if closed else f"{point.load:g}/s"
+                load = f"{point.concurrency} in flight" if closed else f"{point.load:g}/s ({one.arrivals_per_s or 0:.2g} came)"
                 result.append(
                     (
                         series.name,
