@@ -6,7 +6,8 @@ N ?= 200
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test contract lint test-gpu bench-engine bench-gpu bench-ablation eval-demo check-models image-check clean
+.PHONY: help venv demo test contract lint test-gpu bench-engine bench-gpu bench-ablation bench-systems bench-peers load eval-demo check-models \
+	image-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -51,6 +52,15 @@ image-check: venv ## builds both images without docker, runs the CPU one and ask
 eval-demo: venv ## speed and quality of the four modes over N problems (200), as a page under out/
 	$(BIN)/lookahead eval --dataset demo --end $(N) --time-limit-s 1800 --out out/eval-demo-$(N)
 	$(BIN)/lookahead report out/eval-demo-$(N)
+
+bench-systems: venv ## random models of real shapes with scripted acceptance, against the paper's formulas
+	$(BIN)/lookahead bench-systems
+
+bench-peers: venv ## transformers, the target alone and the paper's synchronous procedure beside the four modes
+	$(BIN)/python -m bench.peers
+
+load: venv ## each mode under rising load, by NVIDIA's perf_analyzer (downloaded once; about 15 minutes)
+	$(BIN)/python -m bench.load
 
 check-models: venv ## the demo models against their figures (500 problems, 2,000 pairs)
 	$(BIN)/python -m demo.check

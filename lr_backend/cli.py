@@ -279,22 +279,33 @@ _HANDED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_op
 @app.command("eval", context_settings=_HANDED_ON, add_help_option=False)
 def evaluate(context: typer.Context) -> None:
     """Ask a data set in several modes, keep every answer, and score them (needs the extra bench)."""
-    _bench("evaluate", "eval", context.args)
+    _hand_on("bench.evaluation.command", "evaluate", context)
 
 
 @app.command("report", context_settings=_HANDED_ON, add_help_option=False)
 def report_runs(context: typer.Context) -> None:
     """Join runs of eval: accuracy, speed and acceptance as tables and a page with plots (needs the extra bench)."""
-    _bench("report", "report", context.args)
+    _hand_on("bench.evaluation.command", "report", context)
 
 
-def _bench(function: str, name: str, arguments: list[str]) -> None:
-    """Run a command of the evaluation, whose libraries a server does without."""
+@app.command("bench-systems", context_settings=_HANDED_ON, add_help_option=False)
+def bench_systems(context: typer.Context) -> None:
+    """Random models of real shapes with scripted acceptance: what the server makes of them (needs the extra bench)."""
+    _hand_on("bench.systems", "main", context)
+
+
+def _hand_on(module: str, function: str, context: typer.Context) -> None:
+    """Run a command whose libraries a server does without."""
     try:
-        command = importlib.import_module("bench.evaluation.command")
+        command = getattr(importlib.import_module(module), function)
     except ModuleNotFoundError as error:
         _refuse(f"{error.name} is not installed: pip install 'lookahead-server[bench]'")
-    command.run_command(getattr(command, function), arguments, f"lookahead {name}")
+    single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    single.command()(command)
+    try:
+        single(list(context.args), prog_name=f"lookahead {context.info_name}")
+    except LookaheadError as error:
+        _fail(error)
 
 
 @app.command()

@@ -160,6 +160,8 @@ class LoopConfig(BaseModel):
             probability.
         vocab_size: logits width of the target, for ``one_hot``.
         embedding_dir: a sentence-transformers checkpoint for the ``embedding`` verifier and the cascade; None: there is none.
+        random_asks_judge: the verifier ``random`` waits for the judge and disregards its word: chance decides in the time of a
+            verdict. For benchmarks of sizes whose judge has no trained weights.
         accepts_all_drafts: the target's engine can be made to take token drafts as they are and to say how likely they were
             (``draft_acceptance_threshold`` 0 of one call, ``return_log_probs``); the ``likelihood`` verifier needs it. Triton's
             ``tensorrtllm`` cannot: it keeps the threshold a batch, and its context logits exclude draft tokens.
@@ -187,6 +189,7 @@ class LoopConfig(BaseModel):
     vocab_size: int = Field(default=1, ge=1)
     tokens_per_block: int = Field(default=32, ge=1)
     embedding_dir: Path | None = None
+    random_asks_judge: bool = False
     accepts_all_drafts: bool = False
     cascade: Cascade = Cascade()
     audit: AuditSettings = AuditSettings()

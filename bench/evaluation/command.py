@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -27,7 +27,6 @@ from bench.evaluation.summary import BASELINE, DEFAULT_MARGIN, Run, Summary, sum
 from bench.evaluation.tasks import DATA_DIR_VARIABLE, NAMES, DataSet, load
 from bench.evaluation.turns import Turn, option_fields, rounds, turns
 from lr_backend.build.spec import DeploymentSpec, TorchDeployment
-from lr_backend.errors import LookaheadError
 
 MODES = "ar,sd,lr,lr_sd"
 DATA_SEED = 2025
@@ -361,17 +360,6 @@ def write_report(
     console.print(f"written: {out / 'report.html'}, report.md and report.json beside it", highlight=False)
     console.print(json.dumps(json_line(summaries)), soft_wrap=True, highlight=False, markup=False)
     return summaries
-
-
-def run_command(command: Callable[..., Any], arguments: Sequence[str], name: str) -> None:
-    """Run one of these commands with a command line; what goes wrong on purpose is one line and status 1."""
-    single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    single.command()(command)
-    try:
-        single(list(arguments), prog_name=name)
-    except LookaheadError as error:
-        Console(stderr=True).print(f"error: {error.message}", style="red", highlight=False, markup=False, soft_wrap=True)
-        raise SystemExit(1) from None
 
 
 if __name__ == "__main__":

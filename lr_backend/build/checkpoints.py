@@ -73,8 +73,11 @@ class StoredTensor:
         return size
 
 
-def check_checkpoint(directory: Path) -> CheckpointInfo:
+def check_checkpoint(directory: Path, *, weights_needed: bool = True) -> CheckpointInfo:
     """Check one checkpoint folder.
+
+    Args:
+        weights_needed: False for an engine that draws its weights; then none are looked for.
 
     Raises:
         CheckpointError: names the folder, the file or tensor, and what is wrong with it.
@@ -86,10 +89,11 @@ def check_checkpoint(directory: Path) -> CheckpointInfo:
     vocab_size, num_layers, max_positions = (
         _positive(config, key, directory) for key in ("vocab_size", "num_hidden_layers", "max_position_embeddings")
     )
-    weights = weight_files(directory)
+    weights = weight_files(directory) if weights_needed else []
     tensors = _tensors(weights, directory)
-    _require_tensors(tensors, architecture, num_layers, bool(config.get("tie_word_embeddings", False)), directory)
-    _require_shapes(tensors, vocab_size, directory)
+    if weights_needed:
+        _require_tensors(tensors, architecture, num_layers, bool(config.get("tie_word_embeddings", False)), directory)
+        _require_shapes(tensors, vocab_size, directory)
     vocabulary = _vocabulary(directory)
     if vocabulary and max(vocabulary.values()) >= vocab_size:
         raise CheckpointError(f"{directory}: the tokenizer has ids beyond the model's vocabulary of {vocab_size}")

@@ -86,7 +86,7 @@ def build_repository(
 
 def _check_role(spec: TorchDeployment, role: Role) -> CheckpointInfo:
     try:
-        info = check_checkpoint(spec.checkpoint_dir(role))
+        info = check_checkpoint(spec.checkpoint_dir(role), weights_needed=not spec.engine(role).random_weights)
     except CheckpointError as error:
         raise CheckpointError(f"{role}: {error.message}") from error
     wanted = spec.engine(role).max_seq_len

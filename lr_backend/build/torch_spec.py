@@ -24,6 +24,7 @@ class TorchEngineSpec(EngineSpec):
         max_draft_len: most token drafts of one verification; 0 refuses drafts.
         overlap_prefill: compute longer chunks of prompts on a second thread, while others decode. Native kernels only.
         use_cuda_graphs: replay iterations that only decode as CUDA graphs; on a CPU it means nothing.
+        random_weights: draw the weights at load; the checkpoint needs no weight files. For benchmarks of a size.
     """
 
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -40,6 +41,7 @@ class TorchEngineSpec(EngineSpec):
     enable_kv_cache_reuse: bool = True
     overlap_prefill: bool = True
     use_cuda_graphs: bool = True
+    random_weights: bool = False
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -75,6 +77,7 @@ class TorchEngineSpec(EngineSpec):
             "weight_dtype": self.weight_dtype,
             "kernels": self.kernels,
             **({} if fraction is None else {"kv_cache_free_gpu_mem_fraction": str(fraction)}),
+            **({"random_weights": "true"} if self.random_weights else {}),
             **{name: str(getattr(self, name)) for name in (*numbers, "max_seq_len", "max_draft_len")},
         }
 

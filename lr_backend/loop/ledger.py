@@ -82,6 +82,7 @@ class Ledger:
         traced: keep what a trace needs beyond the counts: whose call each was, and how the root moved (``moves``, by the
             index of the step that the move committed).
         token_drafts: calls for token drafts that wait for their verification, by id.
+        verifications: tokens proposed and accepted, one pair a verification of token drafts.
     """
 
     clock: Clock
@@ -92,6 +93,7 @@ class Ledger:
     records: list[StepRecord] = field(default_factory=list)
     moves: dict[int, Decision] = field(default_factory=dict)
     token_drafts: dict[str, CallSpan] = field(default_factory=dict)
+    verifications: list[tuple[int, int]] = field(default_factory=list)
     degraded: list[str] = field(default_factory=list)
     reasons: Counter[Reason] = field(default_factory=Counter)
     accepted_by: Counter[Reason] = field(default_factory=Counter)
@@ -135,6 +137,7 @@ class Ledger:
         num_accepted = num_equal(proposed, returned)
         self.num_proposed += len(proposed)
         self.num_accepted += num_accepted
+        self.verifications.append((len(proposed), num_accepted))
         if call_id is not None and (span := self.token_drafts.pop(call_id, None)) is not None:
             span.num_proposed, span.num_accepted = len(proposed), num_accepted
 

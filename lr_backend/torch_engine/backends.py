@@ -15,6 +15,7 @@ from lr_backend.torch_engine.native_runner import NativeRunner
 from lr_backend.torch_engine.native_weights import bytes_are_fast
 from lr_backend.torch_engine.native_weights import packers as native_packers
 from lr_backend.torch_engine.product import fastest_kind
+from lr_backend.torch_engine.random_checkpoint import random_model
 from lr_backend.torch_engine.runner import Runner
 from lr_backend.torch_engine.torch_runner import TorchRunner
 
@@ -38,6 +39,9 @@ def open_runner(
         # Attention reads the pool itself: there is no second copy of what decodes.
         config = with_kv_budget(config, native.spec, free_bytes(config.device), copies=1)
         return config, NativeRunner(native, num_blocks=config.num_blocks, tokens_per_block=config.tokens_per_block)
+    if model is None and config.random_weights:
+        spec, dtype = read_spec(config.checkpoint_dir), getattr(torch, config.dtype)
+        model = random_model(spec, dtype=dtype, device=config.device, max_seq_len=config.max_seq_len)
     model = model or DecoderModel.load(
         config.checkpoint_dir,
         dtype=getattr(torch, config.dtype),

@@ -41,6 +41,7 @@ class EngineConfig:
         overlap_prefill: compute longer chunks of prompts on a second thread, while others decode. Native kernels only.
         use_cuda_graphs: replay iterations that only decode as CUDA graphs; on a CPU it means nothing. Their memory is not counted
             in ``kv_cache_free_mem_fraction``: leave them some.
+        random_weights: draw the weights instead of reading them; the checkpoint needs ``config.json`` alone. For benchmarks.
         exclude_input_in_output: what holds for requests that do not say.
         reproduce_upstream_draft_bias: sampling with token-only drafts follows upstream's biased rule. For tests.
     """
@@ -62,6 +63,7 @@ class EngineConfig:
     enable_kv_cache_reuse: bool = True
     overlap_prefill: bool = True
     use_cuda_graphs: bool = True
+    random_weights: bool = False
     exclude_input_in_output: bool = False
     reproduce_upstream_draft_bias: bool = False
 
@@ -100,7 +102,7 @@ class EngineConfig:
     @property
     def allows_native(self) -> bool:
         """Whether nothing asked for here is torch's alone."""
-        return (self.device, self.dtype) == ("cpu", "float32")
+        return (self.device, self.dtype) == ("cpu", "float32") and not self.random_weights
 
     @property
     def num_blocks(self) -> int:

@@ -19,7 +19,21 @@ MODEL_TYPES = {"Qwen3ForCausalLM": "qwen3", "Qwen2ForCausalLM": "qwen2", "LlamaF
 """What transformers calls the architectures."""
 
 
-def write_random_checkpoint(
+def write_random_checkpoint(folder: Path, *, gain: float = 1.0, seed: int = 0, **shape: Any) -> Path:
+    """Write ``config.json`` and ``model.safetensors``; returns the folder.
+
+    Args:
+        gain: factor on the weights; larger ones make outputs depend more sharply on the input.
+        shape: as in :func:`write_random_config`.
+    """
+    write_random_config(folder, **shape)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {name: _random(size, gain, generator) for name, size in tensor_shapes(read_spec(folder)).items()}
+    save_file(tensors, str(folder / "model.safetensors"))
+    return folder
+
+
+def write_random_config(
     folder: Path,
     *,
     architecture: str = "Qwen3ForCausalLM",
@@ -32,14 +46,11 @@ def write_random_checkpoint(
     vocab_size: int = 1024,
     max_position_embeddings: int = 4096,
     tie_word_embeddings: bool = True,
-    gain: float = 1.0,
-    seed: int = 0,
     **extra: Any,
 ) -> Path:
-    """Write ``config.json`` and ``model.safetensors``; returns the folder.
+    """Write ``config.json`` alone, for an engine that draws its weights; returns the folder.
 
     Args:
-        gain: factor on the weights; larger ones make outputs depend more sharply on the input.
         extra: further entries of ``config.json`` (rope settings, say).
     """
     config = {
@@ -61,9 +72,6 @@ def write_random_checkpoint(
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {name: _random(shape, gain, generator) for name, shape in tensor_shapes(read_spec(folder)).items()}
-    save_file(tensors, str(folder / "model.safetensors"))
     return folder
 
 

@@ -25,6 +25,7 @@ from lr_backend.triton.audit_metrics import AuditMetrics
 from lr_backend.triton.bls_engine import Arrays, BlsEngine, CallGate, unavailable
 from lr_backend.triton.models import load_models
 from lr_backend.triton.service import LookaheadService, triton_code
+from lr_backend.triton.speculation_metrics import SpeculationMetrics
 
 
 class TritonReplies:
@@ -98,6 +99,7 @@ class TritonPythonModel:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._engines: list[BlsEngine] = []
         self._metrics = AuditMetrics(pb.MetricFamily)
+        self._speculation = SpeculationMetrics(pb.MetricFamily, args["model_name"])
 
     def _start(self) -> LookaheadService:
         """Made by the first request: the gate belongs to the event loop, which runs only from then on."""
@@ -111,6 +113,8 @@ class TritonPythonModel:
         service = LookaheadService(self._config, self._models, Engines(*self._engines))
         self._metrics.books = service.audits.books
         service.audits.on_change = self._metrics.touch
+        self._speculation.counts = service.drafts
+        service.on_drafts = self._speculation.touch
         return service
 
     async def execute(self, requests: list[Any]) -> None:
@@ -134,4 +138,5 @@ class TritonPythonModel:
             with suppress(RuntimeError):  # the loop is closed, and nothing runs any more
                 self._loop.call_soon_threadsafe(self._service.close)
         self._metrics.close()
+        self._speculation.close()
         self._executor.shutdown(wait=False, cancel_futures=True)

@@ -7,7 +7,7 @@ answer through.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +22,7 @@ from lr_backend.loop.loop import Committed, Engines, LookaheadLoop, Models, Outc
 from lr_backend.loop.pace import Pace
 from lr_backend.loop.tracing import build_trace
 from lr_backend.request import LookaheadRequest, with_defaults
+from lr_backend.triton.speculation_metrics import DraftCounts
 from lr_backend.triton.tensors import committed_tensors, final_tensors, request_fields
 from lr_backend.verify import VerifierParts
 from lr_backend.verify.auditor import make_auditor
@@ -49,6 +50,7 @@ class LookaheadService:
 
     Attributes:
         audits: outlive the requests whose steps they judge; :meth:`close` ends them.
+        drafts: token drafts of all answers; ``on_drafts`` is called when an answer has added to them.
     """
 
     def __init__(self, config: LoopConfig, models: Models, engines: Engines) -> None:
@@ -58,6 +60,8 @@ class LookaheadService:
         self._pace: Pace | None = None
         parts = VerifierParts(engines.target, engines.judge, models.tokenizer, models.judge_prompt, models.judge_tokenizer)
         self.audits = AuditDesk(lambda: make_auditor(config, parts, models.checker), config.audit)
+        self.drafts = DraftCounts()
+        self.on_drafts: Callable[[], None] = lambda: None
         self.num_in_flight = 0
 
     async def serve(self, request_id: str, arrays: Arrays, replies: Replies) -> None:
@@ -100,6 +104,7 @@ class LookaheadService:
         loop = LookaheadLoop(request, prompt_ids, request_id, *shared)
         outcome = await self._unless_cancelled(loop, replies)
         usage, finish_reason = outcome.usage, outcome.finish_reason
+        self._count_drafts(outcome)
         trace = build_trace(request, request_id, finish_reason, usage, outcome.ledger) if request.trace else None
         replies.send(final_tensors("".join(parts), finish_reason, usage, trace), final=True)
         log.info(
@@ -127,6 +132,12 @@ class LookaheadService:
             if not running.done():
                 running.cancel()
                 await asyncio.wait({running})
+
+    def _count_drafts(self, outcome: Outcome) -> None:
+        for num_proposed, num_accepted in outcome.ledger.verifications:
+            self.drafts.verified(num_proposed, num_accepted)
+        if outcome.ledger.verifications:
+            self.on_drafts()
 
     def _prompt(self, request: LookaheadRequest) -> IntArray:
         tokenizer: Any = self._models.tokenizer

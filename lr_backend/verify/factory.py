@@ -16,7 +16,7 @@ from lr_backend.verify.grade import GradeScorer
 from lr_backend.verify.judge import JudgeVerifier
 from lr_backend.verify.judge_prompt import JudgePrompt
 from lr_backend.verify.likelihood import LikelihoodScorer
-from lr_backend.verify.scores import RandomVerifier, Scorer, ThresholdVerifier, TokenShareScorer
+from lr_backend.verify.scores import Disregarding, RandomVerifier, Scorer, ThresholdVerifier, TokenShareScorer
 from lr_backend.verify.similarity import Embedder, EmbeddingScorer
 from lr_backend.verify.verdict import Verifier
 
@@ -74,7 +74,8 @@ def make_verifier(request: LookaheadRequest, config: LoopConfig, parts: Verifier
         case VerifierName.LIKELIHOOD:
             return ThresholdVerifier(LikelihoodScorer(parts.target, config.limits.max_draft_len, judge_s), threshold)
         case VerifierName.RANDOM:
-            return RandomVerifier(threshold, request.seed)
+            chance = RandomVerifier(threshold, request.seed)
+            return Disregarding(judge(), chance) if config.random_asks_judge else chance
 
 
 def grade_prompt(tokenizer: Any, config: LoopConfig) -> JudgePrompt:

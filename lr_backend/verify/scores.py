@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from lr_backend.verify.verdict import Reason, StepPair, Verdict
+from lr_backend.verify.verdict import Reason, StepPair, Verdict, Verifier
 
 
 class Scorer(Protocol):
@@ -64,3 +64,15 @@ class RandomVerifier:
         for step in (pair.target, pair.drafted):
             digest.update(np.asarray([len(step.ids), *step.ids], dtype=np.int64).tobytes())
         return (int.from_bytes(digest.digest(), "big") >> 11) / 2**53
+
+
+@dataclass(frozen=True)
+class Disregarding:
+    """Waits for one verifier and takes another's word: what verdicts cost, whatever they say."""
+
+    asked: Verifier
+    decides: Verifier
+
+    async def verify(self, pair: StepPair) -> Verdict:
+        await self.asked.verify(pair)
+        return await self.decides.verify(pair)

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.remote_engine import RemoteEngine
 from lr_backend.engine import Engine
 from lr_backend.testing import ScriptedEngine, run_virtual
 from lr_backend.torch_engine.inprocess import InProcessEngine
 from tests.support.llmapi_engines import by_torch, in_process, llmapi_engine
-from tests.support.remote_engine import RemoteEngine
 from tests.support.torch_engines import VOCAB, tiny_engine
 
 ADDRESS = os.environ.get("LOOKAHEAD_ENGINE", "")

@@ -13,6 +13,7 @@ import pytest
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
+from bench.remote_engine import RemoteEngine
 from lr_backend.build.render import TEMPLATES, _render_folder
 from lr_backend.contract import ENGINE_INPUTS, ENGINE_OUTPUTS, encode_stop_words, tensor_list_pbtxt
 from lr_backend.engine import EngineCall, Generation
@@ -20,7 +21,6 @@ from lr_backend.errors import EngineRejected
 from lr_backend.triton.backend_dir import PACKAGE
 from lr_backend.triton.restrictions import HEADER
 from lr_backend.triton.server import ServerOptions, TritonServer
-from tests.support.remote_engine import RemoteEngine
 
 pytestmark = pytest.mark.integration
 

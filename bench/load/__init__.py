@@ -1,0 +1,1 @@
+"""Load with NVIDIA's perf_analyzer: obtaining it, its inputs, its exports, and what they say."""

@@ -1,0 +1,325 @@
+"""``lookahead bench-systems`` (``make bench-systems``): what the server makes of a given acceptance, at real sizes.
+
+Target, draft and judge have random weights of real shapes, which cost what trained ones cost. Steps are as long as their cap:
+the tokens that could end one are never drawn. The ``random`` verifier waits for the judge's word, disregards it, and accepts a
+drafted step with a given probability. So everything is real but the texts and the verdicts: engines, batches, the loop, Triton.
+
+Speedups are ratios of seconds a token over ``ar`` as one uninterrupted request, paired by question; all settings take turns on
+every question. Beside each stand the paper's ceiling (S1 or S2, where parallel steps and verdicts are free) for the acceptance
+that was seen and the measured c, and what the real loop gains on a virtual clock over engines as fast as these were measured to
+be (:mod:`bench.ablation`), where hand-overs, prompts and verdicts are free. What is missing to the second one is the server's.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import islice, product
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from lr_client import Client, Options
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import load_file, save_file
+
+from bench.ablation import Hardware, hardware_ceiling, measure_hardware
+from bench.engine import device_line
+from bench.overhead import LARGE, STEP_TOKENS, TIMEOUT_S
+from demo.measure import paired_speedup, rotated
+from demo.problems import problems
+from demo.run import demo_spec, serving
+from lr_backend.build.spec import TorchDeployment
+from lr_backend.engine import Role
+from lr_backend.loop.depth import ceiling
+from lr_backend.request import LookaheadRequest
+from lr_backend.torch_engine.config import EngineConfig
+from lr_backend.torch_engine.random_checkpoint import write_random_checkpoint, write_random_config
+from lr_backend.triton.models import load_tokenizer
+
+
+def _shape(hidden: int, layers: int, heads: int, kv_heads: int, inner: int, **more: Any) -> Mapping[str, Any]:
+    numbers = {"hidden_size": hidden, "num_layers": layers, "num_heads": heads, "num_kv_heads": kv_heads}
+    return {"head_dim": 64, **numbers, "intermediate_size": inner, **more}
+
+
+_QWEN: dict[str, Any] = {"head_dim": 128, "max_position_embeddings": 40960}
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "tiny": _shape(64, 2, 2, 1, 96, head_dim=32),
+    "3m": _shape(256, 3, 4, 4, 768),
+    "10m": _shape(384, 5, 6, 6, 1152),
+    "35m": _shape(512, 9, 8, 8, 1536),
+    "100m": {"head_dim": 64, **LARGE},
+    "300m": _shape(1280, 14, 20, 20, 3840),
+    "qwen3-1.7b": _shape(2048, 28, 16, 8, 6144, vocab_size=151936, **_QWEN),
+    "qwen3-8b": _shape(4096, 36, 32, 8, 12288, vocab_size=151936, tie_word_embeddings=False, **_QWEN),
+    "qwen3-32b": _shape(5120, 64, 64, 8, 25600, vocab_size=151936, tie_word_embeddings=False, **_QWEN),
+    "qwen2.5-7b": _shape(
+        3584, 28, 28, 4, 18944, vocab_size=152064, tie_word_embeddings=False, architecture="Qwen2ForCausalLM", **_QWEN
+    ),
+}
+"""Shapes by name, small ones with the demo's vocabulary. The large ones are those of their models' ``config.json``."""
+SIZES: Mapping[str, tuple[str, str, str]] = {
+    "cpu": ("100m", "10m", "10m"),
+    "cuda": ("qwen3-32b", "qwen3-1.7b", "qwen2.5-7b"),
+}
+"""Target, draft and judge by device, unless said otherwise."""
+NO_JUDGE = "none"
+ALPHAS = (0.4, 0.6, 0.8)
+DEPTHS = (2, 4, 8)
+QUESTION_SEED = 5
+KV_TOKENS = {"cpu": 4096, "cuda": 16384}
+CUDA_LOAD_TIMEOUT_S = 1800
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One column: the probability of acceptance and the depth; None for ``ar``."""
+
+    alpha: float | None
+    max_depth: int = 0
+
+    def options(self, num_tokens: int, seed: int) -> Options:
+        common: dict[str, Any] = {"max_tokens": num_tokens, "temperature": 0.6, "top_k": 20, "stream": False, "seed": seed}
+        if self.alpha is None:
+            return Options(mode="ar", **common)
+        lookahead: dict[str, Any] = {"max_depth": self.max_depth, "verifier": "random", "verifier_threshold": self.alpha}
+        return Options(mode="lr", min_chance=0.0, **lookahead, **common)
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """What one setting has brought.
+
+    Attributes:
+        speedup: over ``ar``, with its 95 % interval from ``low`` to ``high``.
+        measured_alpha: accepted / (accepted + rejected + late) at the root.
+        step_tokens: mean length of a step.
+        ceiling: S1 or S2 for the measured acceptance and c.
+        hardware_ceiling: the loop's speedup on this hardware if nothing else cost anything.
+    """
+
+    alpha: float
+    max_depth: int
+    speedup: float
+    low: float
+    high: float
+    measured_alpha: float
+    step_tokens: float
+    ceiling: float
+    hardware_ceiling: float
+
+    @property
+    def realised_share(self) -> float:
+        return self.speedup / self.ceiling
+
+    @property
+    def realised_hardware_share(self) -> float:
+        return self.speedup / self.hardware_ceiling
+
+    def as_dict(self) -> dict[str, float]:
+        shares = {"realised_share": self.realised_share, "realised_hardware_share": self.realised_hardware_share}
+        return {name: round(value, 4) for name, value in (asdict(self) | shares).items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Of one setting, over the questions in their order: seconds a token, and the steps counted together."""
+
+    seconds_a_token: tuple[float, ...]
+    num_accepted: int
+    num_decided: int
+    step_tokens: float
+
+    @property
+    def alpha(self) -> float:
+        return self.num_accepted / max(1, self.num_decided)
+
+
+def settings(alphas: Sequence[float], depths: Sequence[int]) -> list[Setting]:
+    return [Setting(None), *(Setting(alpha, depth) for alpha, depth in product(alphas, depths))]
+
+
+def figures(measured: Mapping[Setting, Measured], hardware: Hardware) -> list[Figure]:
+    """One a setting beside ``ar``."""
+    (baseline,) = (one.seconds_a_token for setting, one in measured.items() if setting.alpha is None)
+    found = []
+    for setting, one in measured.items():
+        if setting.alpha is not None:
+            seen = min(one.alpha, 0.999)
+            most = ceiling(seen, min(1.0, hardware.cost_ratio), setting.max_depth)
+            request = LookaheadRequest(text_input="-", max_depth=setting.max_depth)
+            possible = hardware_ceiling(hardware, request, seen, round(one.step_tokens))
+            speed = paired_speedup(baseline, one.seconds_a_token)
+            found.append(Figure(setting.alpha, setting.max_depth, *speed, one.alpha, one.step_tokens, most, possible))
+    return found
+
+
+# The models --------------------------------------------------------------------------------------------------------
+
+
+def random_deployment(folder: Path, shapes: Mapping[Role, str], *, device: str, judged: bool) -> TorchDeployment:
+    """The demo's deployment with random models of these shapes; the prompt opens the reasoning, and steps end at their cap.
+
+    On a CPU checkpoints are written, since the decoder in C reads files. On CUDA the engines draw their weights: 32 billion of
+    them would need 64 GB of disk.
+    """
+    spec = demo_spec()
+    changed: dict[str, Any] = {}
+    for role, name in shapes.items():
+        source, checkpoint = spec.checkpoint_dir(role), folder / role.value
+        shape = {"vocab_size": json.loads((source / "config.json").read_text())["vocab_size"], **SHAPES[name]}
+        if device == "cpu":
+            write_random_checkpoint(checkpoint, **shape)
+            silence(checkpoint, ending_ids(load_tokenizer(source)))
+        else:
+            write_random_config(checkpoint, **shape)
+        for path in source.iterdir():
+            if path.name not in ("config.json", "model.safetensors"):
+                shutil.copy(path, checkpoint)
+        if role is not Role.JUDGE:
+            template = checkpoint / "chat_template.jinja"
+            template.write_text(template.read_text().rstrip("\n") + "<think>\n")
+        update: dict[str, Any] = {"checkpoint": checkpoint, "max_tokens_in_paged_kv_cache": KV_TOKENS[device]}
+        if device == "cuda":
+            update |= {"device": "cuda", "dtype": "bfloat16", "weight_dtype": "same", "random_weights": True}
+        changed[role.value] = spec.engine(role).model_copy(update=update)
+    lookahead = {name: value for name, value in spec.lookahead.items() if name != "audit"}
+    lookahead |= {
+        "limits": spec.lookahead["limits"] | {"max_step_tokens": STEP_TOKENS},
+        "random_asks_judge": judged,
+        "draft_temperature": 0.6,  # greedy drafts of random weights repeat one token for ever
+    }
+    server = spec.server.model_copy(update={"load_timeout_s": CUDA_LOAD_TIMEOUT_S} if device == "cuda" else {})
+    return spec.model_copy(update={**changed, "lookahead": lookahead, "server": server})
+
+
+def ending_ids(tokenizer: Any) -> frozenset[int]:
+    """Tokens that may end a step, the reasoning or the answer."""
+    texts = ((token, str(tokenizer.decode([token]))) for token in range(len(tokenizer)))
+    return frozenset(token for token, text in texts if "\n" in text) | frozenset(tokenizer.get_added_vocab().values())
+
+
+def silence(checkpoint: Path, token_ids: Collection[int]) -> None:
+    """Give these tokens a logit of 0, so that ``top_k`` leaves them out: the best 20 of a thousand are far above."""
+    path = checkpoint / "model.safetensors"
+    tensors = load_file(path)
+    head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
+    head[sorted(token_ids)] = 0.0
+    save_file(tensors, path)
+
+
+# The run -----------------------------------------------------------------------------------------------------------
+
+
+def measure(client: Client, chosen: Sequence[Setting], questions: Sequence[str], num_tokens: int) -> dict[Setting, Measured]:
+    """Every setting on every question, in turns; the first question warms up."""
+    seconds: dict[Setting, list[float]] = {setting: [] for setting in chosen}
+    counts = {setting: [0, 0, 0, 0] for setting in chosen}
+    for index, question in enumerate(questions):
+        for place, setting in enumerate(rotated(chosen, index)):
+            options = setting.options(num_tokens, seed=1000 * index + place)
+            started = time.perf_counter()
+            usage = client.ask(question, options, timeout_s=TIMEOUT_S).usage
+            if index:
+                seconds[setting].append((time.perf_counter() - started) / usage.completion_tokens)
+                decided = usage.num_steps_accepted + usage.num_steps_late + sum(usage.num_steps_rejected.values())
+                new = (usage.num_steps_accepted, decided, usage.num_steps, usage.completion_tokens)
+                counts[setting] = [before + more for before, more in zip(counts[setting], new, strict=True)]
+    return {
+        setting: Measured(tuple(seconds[setting]), accepted, decided, tokens / max(1, steps))
+        for setting, (accepted, decided, steps, tokens) in counts.items()
+    }
+
+
+@contextmanager
+def working_folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="lookahead-systems-") as folder:
+        yield Path(folder)
+
+
+def show(console: Console, found: Sequence[Figure], title: str, caption: str) -> None:
+    headings = ("scripted", "depth", "seen", "speedup over ar (95 %)", "S1/S2", "realised", "hardware ceiling", "realised")
+    table = Table(title=title, caption=caption)
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for one in found:
+        table.add_row(
+            f"{one.alpha:.2f}",
+            f"{one.max_depth}",
+            f"{one.measured_alpha:.2f}",
+            f"{one.speedup:.2f} ({one.low:.2f} to {one.high:.2f})",
+            f"{one.ceiling:.2f}",
+            f"{one.realised_share:.0%}",
+            f"{one.hardware_ceiling:.2f}",
+            f"{one.realised_hardware_share:.0%}",
+        )
+    console.print(table)
+
+
+def main(
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    target: Annotated[str | None, typer.Option(help=f"Shape: {', '.join(SHAPES)}; by default 100m, on cuda qwen3-32b.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Shape; by default 10m, on cuda qwen3-1.7b.")] = None,
+    judge: Annotated[str | None, typer.Option(help="Shape; by default 10m, on cuda qwen2.5-7b. none: verdicts are free.")] = None,
+    alphas: Annotated[list[float] | None, typer.Option("--alpha", min=0.0, max=1.0, help="Acceptance; repeat it.")] = None,
+    depths: Annotated[list[int] | None, typer.Option("--depth", min=1, max=8, help="max_depth; repeat it.")] = None,
+    num_questions: Annotated[int, typer.Option("--questions", min=2, help="Beside one that warms up.")] = 4,
+    num_steps: Annotated[int, typer.Option("--steps", min=2, help=f"Of an answer, each of {STEP_TOKENS} tokens.")] = 12,
+    output: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("out/systems.json"),
+) -> None:
+    """Random models of real shapes, scripted acceptance: realised speedup against the paper's formulas."""
+    if device not in SIZES:
+        raise typer.BadParameter("cpu or cuda", param_hint="--device")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter("needs a CUDA device; there is none here", param_hint="--device")
+    sizes = [given or usual for given, usual in zip((target, draft, judge), SIZES[device], strict=True)]
+    judged = sizes[2] != NO_JUDGE
+    for option, name in zip(("--target", "--draft", "--judge"), sizes, strict=True):
+        if name not in SHAPES and not (option == "--judge" and not judged):
+            raise typer.BadParameter(f"{name!r} is not one of {', '.join(SHAPES)}", param_hint=option)
+    console = Console(width=130)
+    shapes = {role: name for role, name in zip(Role, sizes, strict=True) if name != NO_JUDGE}
+    asked = list(islice(problems(QUESTION_SEED, "test"), num_questions + 1))
+    chosen = settings(alphas or ALPHAS, depths or DEPTHS)
+    with working_folder() as folder:
+        spec = random_deployment(folder, shapes, device=device, judged=judged)
+        with serving(spec, folder / "repository") as server, Client(server.grpc_url) as client:
+            hardware = measure_hardware(server, spec, asked[0])
+            measured = measure(client, chosen, [one.question for one in asked], num_steps * STEP_TOKENS)
+        engine = spec.target
+        where = device_line(EngineConfig(spec.checkpoint_dir(Role.TARGET), device=device, num_threads=engine.num_threads))
+    found = figures(measured, hardware)
+    alone_ms = 1e3 * float(np.mean(measured[chosen[0]].seconds_a_token))
+    verdicts = f"{sizes[2]} judge" if judged else "free verdicts"
+    title = f"{sizes[0]} target at {alone_ms:.1f} ms a token, {sizes[1]} draft, {verdicts}, c {hardware.cost_ratio:.2f}, lr"
+    show(console, found, title, where)
+    result = {
+        "target": sizes[0],
+        "draft": sizes[1],
+        "judge": sizes[2],
+        "ms_a_token": round(alone_ms, 3),
+        "c": round(hardware.cost_ratio, 4),
+        "step_tokens": STEP_TOKENS,
+        "num_questions": num_questions,
+        "num_steps": num_steps,
+        "hardware": hardware.as_dict(),
+        "rows": [one.as_dict() for one in found],
+        "device": where,
+    }
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    console.print(f"written to {output}", highlight=False)
+    console.print(json.dumps(result), soft_wrap=True, highlight=False)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,90 @@
+"""Token speculation as Triton metrics of the ``lookahead`` model, under vLLM's names.
+
+Tools that measure speculative decoding read vLLM's counters by name (AIPerf's acceptance report, for one), prefix included, so
+these carry it too: drafts verified, their tokens, those accepted, and those accepted by position in the draft. Mean accepted
+length is then 1 + accepted tokens / drafts, as everywhere. Counted when an answer is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any
+
+from lr_backend.triton.refresher import Refresher
+
+PREFIX = "vllm:spec_decode_num_"
+DRAFTS = f"{PREFIX}drafts_total"
+DRAFT_TOKENS = f"{PREFIX}draft_tokens_total"
+ACCEPTED_TOKENS = f"{PREFIX}accepted_tokens_total"
+ACCEPTED_PER_POSITION = f"{PREFIX}accepted_tokens_per_pos_total"
+COUNTERS = {
+    DRAFTS: "Token drafts that the target verified",
+    DRAFT_TOKENS: "Tokens in them",
+    ACCEPTED_TOKENS: "Tokens of them that the target accepted",
+    ACCEPTED_PER_POSITION: "Tokens accepted by their position in the draft, from 0",
+}
+Key = tuple[str, tuple[tuple[str, str], ...]]
+"""A metric's name and labels."""
+
+
+@dataclass
+class DraftCounts:
+    """Verifications of token drafts, by the number of tokens accepted of each. Any thread may add and read."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_at: list[int] = field(default_factory=list)
+    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
+
+    def verified(self, num_proposed: int, num_accepted: int) -> None:
+        """One draft of ``num_proposed`` tokens, the first ``num_accepted`` of which were accepted."""
+        assert 0 <= num_accepted <= num_proposed, (num_accepted, num_proposed)
+        with self._lock:
+            self.num_drafts += 1
+            self.num_draft_tokens += num_proposed
+            self.num_accepted_at += [0] * (num_accepted - len(self.num_accepted_at))
+            for position in range(num_accepted):
+                self.num_accepted_at[position] += 1
+
+    def values(self) -> Iterator[tuple[Key, float]]:
+        """Every counter as it stands."""
+        with self._lock:
+            totals = {
+                DRAFTS: self.num_drafts,
+                DRAFT_TOKENS: self.num_draft_tokens,
+                ACCEPTED_TOKENS: sum(self.num_accepted_at),
+            }
+            by_position = list(self.num_accepted_at)
+        for name, count in totals.items():
+            yield (name, ()), float(count)
+        for position, count in enumerate(by_position):
+            yield (ACCEPTED_PER_POSITION, (("position", str(position)),)), float(count)
+
+
+class SpeculationMetrics(Refresher):
+    """Keeps ``vllm:spec_decode_*`` up to date.
+
+    Attributes:
+        counts: what is shown.
+    """
+
+    def __init__(self, family: Any, model_name: str) -> None:
+        """``family`` is ``pb_utils.MetricFamily``; ``model_name`` and vLLM's ``engine`` become labels."""
+        self.counts = DraftCounts()
+        self._labels = {"model_name": model_name, "engine": "0"}
+        self._families = {name: family(name=name, description=text, kind=family.COUNTER) for name, text in COUNTERS.items()}
+        self._metrics: dict[Key, Any] = {}
+        self._shown: dict[Key, float] = {}
+        super().__init__("speculation-metrics", self._send_changes)
+
+    def _send_changes(self) -> None:
+        for key, value in self.counts.values():
+            metric = self._metrics.get(key)
+            if metric is None:
+                metric = self._metrics[key] = self._families[key[0]].Metric(labels={**self._labels, **dict(key[1])})
+            before = self._shown.get(key, 0.0)
+            if value > before:
+                metric.increment(value - before)
+                self._shown[key] = value

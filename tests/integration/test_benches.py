@@ -1,0 +1,47 @@
+"""The benches that need a server, each once through a real Triton, as small as they can be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import bench.peers
+from lr_backend.cli import app
+
+pytestmark = pytest.mark.integration
+
+
+def test_systems_run_from_random_weights_to_the_json_line(tmp_path: Path) -> None:
+    sizes = [argument for role in ("target", "draft", "judge") for argument in (f"--{role}", "tiny")]
+    few = ["--questions", "2", "--steps", "4", "--alpha", "0", "--alpha", "1", "--depth", "2"]
+
+    result = CliRunner().invoke(app, ["bench-systems", *sizes, *few, "--output", str(tmp_path / "systems.json")])
+
+    assert result.exit_code == 0, result.output
+    line = json.loads(result.output.strip().splitlines()[-1])
+    assert line == json.loads((tmp_path / "systems.json").read_text())
+    none, every = line["rows"]
+    assert (none["alpha"], none["measured_alpha"]) == (0.0, 0.0)
+    assert every["alpha"] == 1.0 and every["measured_alpha"] > 0.0
+    assert {row["step_tokens"] for row in line["rows"]} == {24.0}
+    assert all(0 < row["low"] <= row["speedup"] <= row["high"] for row in line["rows"])
+
+
+def test_peers_answer_the_same_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.peers, "MAX_TOKENS", 32)
+    runnable = typer.Typer()
+    runnable.command()(bench.peers.main)
+
+    result = CliRunner().invoke(runnable, ["--problems", "1", "--output", str(tmp_path / "peers.json")])
+
+    assert result.exit_code == 0, result.output
+    line = json.loads(result.output.strip().splitlines()[-1])
+    rows = {row["name"]: row for row in line["rows"]}
+    expected = {"ar", "sd", "lr", "lr_sd", bench.peers.DIRECT, bench.peers.SYNCHRONOUS}
+    assert rows.keys() == expected | {bench.peers.GENERATE, bench.peers.ASSISTED, bench.peers.LOOKUP}
+    assert all(row["tokens_per_s"] > 0 and row["total"] == 1 for row in rows.values())
+    assert rows["ar"]["speedup"] == [1.0, 1.0, 1.0]

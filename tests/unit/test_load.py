@@ -1,0 +1,504 @@
+"""The load test: what its numbers are made of, what is resumed, and what is said when something fails."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import stat
+import sys
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import bench.load.__main__ as command
+from bench.load import inputs, perf_analyzer, summary
+from bench.load.errors import LoadError
+from bench.load.export import (
+    Limits,
+    MalformedExport,
+    PointFigures,
+    Quantiles,
+    RequestTimes,
+    crossover,
+    figures,
+    parse_export,
+    read_export,
+)
+from bench.load.perf_analyzer import PerfAnalyzer, PerfAnalyzerError, last_words
+from bench.load.plot import draw
+from bench.load.sweep import (
+    CSV,
+    EXPORT,
+    INPUT,
+    LOG,
+    SERIES,
+    Point,
+    Results,
+    Sweep,
+    closed_points,
+    open_points,
+    rates_from,
+)
+from lr_backend.contract import LOOKAHEAD_INPUTS
+
+DATA = Path(__file__).parents[1] / "data" / "perf_analyzer"
+LIMITS = Limits(first_step_s=0.5, latency_s=2.0)
+LR = next(series for series in SERIES if series.name == "lr")
+AR = SERIES[0]
+
+
+def times(
+    sent_s: float, text_s: Sequence[float], end_s: float, num_tokens: int = 100, finish_reason: str = "stop"
+) -> RequestTimes:
+    return RequestTimes(sent_s, tuple(text_s), end_s, num_tokens, finish_reason)
+
+
+# What an export says -----------------------------------------------------------------------------------------------
+
+
+def test_a_streamed_export_gives_first_step_gaps_and_end() -> None:
+    requests = read_export(DATA / "lr_streamed.json")
+
+    document = json.loads((DATA / "lr_streamed.json").read_text())
+    entry = document["experiments"][0]["requests"][0]
+    first, stamps, outputs = requests[0], entry["response_timestamps"], entry["response_outputs"]
+    assert len(requests) == 3
+    assert first.latency_s == pytest.approx((stamps[-1] - entry["timestamp"]) / 1e9)
+    assert first.first_step_s == pytest.approx((stamps[0] - entry["timestamp"]) / 1e9)
+    assert len(first.text_s) == sum(bool(output["text_output"]) for output in outputs) == len(outputs) - 1
+    assert first.gaps_s == pytest.approx([(b - a) / 1e9 for a, b in pairwise(stamps[:-1])])
+    assert first.num_tokens == json.loads(outputs[-1]["usage"])["completion_tokens"]
+    assert 0 < first.first_step_s < first.latency_s
+    assert first.finish_reason == "stop"
+
+
+def test_an_answer_in_one_piece_has_no_gaps_and_its_first_step_at_the_end() -> None:
+    for request in read_export(DATA / "ar_whole.json"):
+        assert request.gaps_s == ()
+        assert request.first_step_s == request.latency_s
+
+
+def test_requests_are_sorted_by_when_they_were_sent() -> None:
+    document = json.loads((DATA / "lr_streamed.json").read_text())
+    expected = parse_export(document)
+    document["experiments"][0]["requests"].reverse()
+
+    assert parse_export(document) == expected
+    assert [request.sent_s for request in expected] == sorted(request.sent_s for request in expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda document: document.pop("experiments"), "experiments"),
+        (lambda document: document["experiments"].clear(), "not the export of one point"),
+        (lambda document: document["experiments"][0]["requests"].clear(), "no request completed"),
+        (lambda document: document["experiments"][0]["requests"][0]["response_outputs"].pop(), "arrivals"),
+        (lambda document: document["experiments"][0]["requests"][0]["response_outputs"][-1].update(usage=""), "usage"),
+    ],
+)
+def test_what_is_no_export_is_refused_with_a_reason(change: Callable[[Any], None], message: str) -> None:
+    document = json.loads((DATA / "lr_streamed.json").read_text())
+    change(document)
+
+    with pytest.raises(MalformedExport, match=message):
+        parse_export(document)
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    with pytest.raises(MalformedExport, match=r"profile\.json cannot be read"):
+        read_export(path)
+    path.write_text('{"experiments": [')
+    with pytest.raises(MalformedExport, match=r"profile\.json is no JSON"):
+        read_export(path)
+
+
+# Figures -----------------------------------------------------------------------------------------------------------
+
+
+def test_figures_of_a_point() -> None:
+    requests = [
+        times(0.0, [0.2, 0.5, 1.0], 1.0, 100),  # good
+        times(0.5, [1.2, 1.5], 1.5, 50),  # first step after 0.7 s
+        times(1.0, [1.4], 4.0, 150),  # takes 3 s
+        times(2.0, [2.1], 3.0, 0, "deadline"),  # in time, but cut
+    ]
+
+    one = figures(requests, LIMITS)
+
+    assert (one.num_requests, one.num_cut) == (4, 1)
+    assert one.duration_s == 4.0
+    assert (one.requests_per_s, one.tokens_per_s, one.mean_tokens) == (1.0, 75.0, 75.0)
+    assert one.tokens_per_s_per_user == pytest.approx((100 + 50 + 50 + 0) / 4)
+    assert one.arrivals_per_s == pytest.approx(3 / 2.0)
+    assert (one.goodput_rps, one.good_share) == (0.25, 0.25)
+    assert one.latency_s.p50 == pytest.approx(1.0)
+    assert one.latency_s.mean == pytest.approx(1.5)
+    assert one.first_step_s.p50 == pytest.approx((0.2 + 0.4) / 2)
+    assert one.gap_s.p50 == pytest.approx(0.3)
+    assert PointFigures.from_dict(json.loads(json.dumps(one.as_dict()))) == one
+
+
+def test_quantiles_interpolate_between_order_statistics() -> None:
+    assert Quantiles.of([3.0, 1.0, 2.0]) == Quantiles(2.0, pytest.approx(2.8), pytest.approx(2.98), 2.0)
+    assert Quantiles.of([]) == Quantiles(None, None, None, None)
+
+
+def test_a_limit_is_kept_up_to_and_with_its_value() -> None:
+    assert LIMITS.kept_by(times(0.0, [0.5], 2.0))
+    assert not LIMITS.kept_by(times(0.0, [0.51], 2.0))
+    assert not LIMITS.kept_by(times(0.0, [0.5], 2.01))
+    assert not LIMITS.kept_by(times(0.0, [], 1.0))  # no text before the end, which is past the first limit
+
+
+@pytest.mark.parametrize(
+    ("ratios", "load"),
+    [([1.4, 1.2, 0.8], 3.0), ([1.4, 1.2, 1.0], None), ([0.9, 0.8, 0.7], None), ([1.0, 0.5, 0.4], 1.0), ([0.9, 1.1, 0.9], 3.0)],
+)
+def test_the_crossover_is_where_the_speedup_falls_below_one(ratios: list[float], load: float | None) -> None:
+    assert crossover([1.0, 2.0, 4.0], ratios) == (None if load is None else pytest.approx(load))
+
+
+# Points ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_series_meets_every_load_in_turns() -> None:
+    points = closed_points((1, 8), min_requests=6)
+
+    assert len(points) == 2 * len(SERIES)
+    assert [point.series for point in points[: len(SERIES)]] == list(SERIES)
+    assert points[len(SERIES)].series == SERIES[1]
+    assert {point.num_requests for point in points if point.concurrency == 1} == {6}
+    assert {point.num_requests for point in points if point.concurrency == 8} == {32}
+    assert [series.name for series in SERIES if series.whole] == ["ar", "sd", "lr", "lr_sd"]
+
+
+def test_rates_are_shares_of_a_capacity() -> None:
+    assert rates_from(4.4321, (0.25, 0.5, 1.0)) == [1.1, 2.2, 4.4]
+    assert rates_from(0.011, (0.99, 1.0)) == [0.011]
+    (point,) = [point for point in open_points([1.1], 24) if point.series == LR]
+    assert point.name == "lr/r1.1"
+
+
+def test_arguments_are_perf_analyzers(tmp_path: Path) -> None:
+    closed = Point(LR, concurrency=4, num_requests=16).arguments("127.0.0.1:8001", tmp_path)
+    assert closed[:8] == ["-m", "lookahead", "-i", "grpc", "-u", "127.0.0.1:8001", "--async", "--streaming"]
+    assert closed[closed.index("--concurrency-range") + 1] == "4:4:1"
+    assert "--request-distribution" not in closed
+
+    poisson = Point(LR, rate=0.55, num_requests=16).arguments("127.0.0.1:8001", tmp_path)
+    assert poisson[poisson.index("--request-rate-range") + 1] == "0.55:0.55:1"
+    assert poisson[poisson.index("--request-distribution") + 1] == "poisson"
+
+
+# A sweep, with a scripted perf_analyzer ------------------------------------------------------------------------------
+
+
+class ScriptedAnalyzer:
+    """Leaves a recorded export, or fails as told; remembers what it was asked."""
+
+    def __init__(self, failures: dict[str, list[PerfAnalyzerError]] | None = None) -> None:
+        self.failures = failures or {}
+        self.asked: list[str] = []
+
+    def run(
+        self,
+        arguments: Sequence[str],
+        *,
+        timeout_s: float,
+        log: Path | None = None,
+        server_lives: Callable[[], bool] = lambda: True,
+    ) -> str:
+        given = dict(pairwise(arguments))
+        rows = json.loads(Path(given["--input-data"]).read_text())["data"]
+        load = (given.get("--concurrency-range") or "r" + given["--request-rate-range"]).split(":")[0]
+        name = f"{rows[0]['mode'][0]}{'' if rows[0]['stream'][0] else '!'} {load}"
+        self.asked.append(name)
+        assert log is not None
+        log.write_text("what it printed")
+        assert not Path(given["--profile-export-file"]).exists()
+        if self.failures.get(name):
+            raise self.failures[name].pop(0)
+        shutil.copy(DATA / "lr_streamed.json", given["--profile-export-file"])
+        Path(given["-f"]).write_text("Concurrency,Inferences/Second\n")
+        return ""
+
+
+def sweep_of(tmp_path: Path, analyzer: ScriptedAnalyzer, *, ready: bool = True) -> Sweep:
+    questions = inputs.load(inputs.INPUTS / "demo.json")
+    return Sweep(analyzer, "127.0.0.1:1", questions, {"temperature": 0.6}, Results(tmp_path / "load"), 5.0, lambda: ready)
+
+
+def ignore(point: Point, what: str) -> None:
+    pass
+
+
+POINTS = [Point(AR, concurrency=1, num_requests=2), Point(LR, concurrency=1, num_requests=2), Point(LR, rate=1.0, num_requests=2)]
+
+
+def test_a_point_keeps_everything_that_was_written(tmp_path: Path) -> None:
+    sweep = sweep_of(tmp_path, ScriptedAnalyzer())
+
+    assert sweep.run(POINTS, ignore) == {}
+
+    folder = tmp_path / "load" / "lr" / "c1"
+    assert {path.name for path in folder.iterdir()} == {EXPORT, CSV, INPUT, LOG}
+    rows = json.loads((folder / INPUT).read_text())["data"]
+    assert [row["mode"] for row in rows] == [["lr"], ["lr"]]
+    assert [row["stream"] for row in rows] == [[True], [True]]
+    assert rows[0]["seed"] != rows[1]["seed"]
+    assert rows[0]["temperature"] == [0.6]
+    assert set(sweep.results.figures(POINTS, LIMITS)) == set(POINTS)
+    assert not [path for path in (tmp_path / "load").iterdir() if path.name.startswith(".")]
+
+
+def test_what_was_measured_is_not_measured_again(tmp_path: Path) -> None:
+    sweep_of(tmp_path, ScriptedAnalyzer()).run(POINTS[:2], ignore)
+    analyzer, told = ScriptedAnalyzer(), []
+
+    sweep_of(tmp_path, analyzer).run(POINTS, lambda point, what: told.append((point.name, what)))
+
+    assert analyzer.asked == ["lr r1"]
+    assert told == [("ar/c1", "kept"), ("lr/c1", "kept"), ("lr/r1", "measured")]
+
+
+def test_a_server_that_dies_ends_the_sweep_and_loses_nothing(tmp_path: Path) -> None:
+    analyzer = ScriptedAnalyzer({"lr 1": [PerfAnalyzerError("perf_analyzer: Thread [0] had error: Socket closed", 99)]})
+    sweep = sweep_of(tmp_path, analyzer, ready=False)
+
+    with pytest.raises(LoadError, match=r"the server at 127\.0\.0\.1:1 died at lr/c1 .*Socket closed"):
+        sweep.run(POINTS, ignore)
+
+    assert analyzer.asked == ["ar! 1", "lr 1"]
+    assert set(sweep.results.figures(POINTS, LIMITS)) == {POINTS[0]}
+    assert (tmp_path / "load" / "lr" / "c1.failed.txt").read_text() == "what it printed"
+    assert not (tmp_path / "load" / "lr" / "c1").exists()
+
+    sweep_of(tmp_path, ScriptedAnalyzer()).run(POINTS, ignore)
+    assert {path.name for path in (tmp_path / "load" / "lr").iterdir()} == {"c1", "r1"}
+
+
+def test_a_point_that_fails_while_the_server_is_well_is_left_out(tmp_path: Path) -> None:
+    analyzer = ScriptedAnalyzer({"lr 1": [PerfAnalyzerError("perf_analyzer: LR_OVERLOADED", 99)]})
+    sweep = sweep_of(tmp_path, analyzer)
+
+    assert sweep.run(POINTS, ignore) == {POINTS[1]: "perf_analyzer: LR_OVERLOADED"}
+    assert set(sweep.results.figures(POINTS, LIMITS)) == {POINTS[0], POINTS[2]}
+
+
+def test_a_connection_that_came_too_late_is_tried_again(tmp_path: Path) -> None:
+    late = [PerfAnalyzerError("perf_analyzer: failed to connect to all addresses", 99)]
+    analyzer = ScriptedAnalyzer({"lr 1": late})
+
+    assert sweep_of(tmp_path, analyzer).run(POINTS, ignore) == {}
+    assert analyzer.asked == ["ar! 1", "lr 1", "lr 1", "lr r1"]
+
+
+def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
+    results = Results(tmp_path / "load")
+    results.begin({"server": "demo", "temperature": 0.6}, fresh=False)
+    sweep_of(tmp_path, ScriptedAnalyzer()).run(POINTS[:1], ignore)
+    results.begin({"server": "demo", "temperature": 0.6}, fresh=False)
+
+    with pytest.raises(LoadError, match=r"holds another run \(temperature 0\.6, now 1\.0\): use --fresh"):
+        results.begin({"server": "demo", "temperature": 1.0}, fresh=False)
+
+    results.begin({"server": "demo", "temperature": 1.0}, fresh=True)
+    assert results.figures(POINTS, LIMITS) == {}
+
+
+# Inputs ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_committed_inputs_are_the_demos_problems() -> None:
+    data = inputs.load(inputs.INPUTS / "demo.json")
+    assert data == inputs.input_file(inputs.demo_questions(inputs.NUM_DEMO), inputs.MAX_TOKENS["demo"])["data"]
+
+
+def test_requests_of_a_point_go_through_the_questions_in_turn_under_seeds_of_their_own() -> None:
+    questions = [{"text_input": ["a"]}, {"text_input": ["b"]}]
+
+    rows = inputs.for_point(questions, {"mode": "lr", "stream": True}, "lr/c1", 3)["data"]
+
+    assert [row["text_input"] for row in rows] == [["a"], ["b"], ["a"]]
+    assert len({row["seed"][0] for row in rows}) == 3
+    assert set().union(*rows) <= {spec.name for spec in LOOKAHEAD_INPUTS}
+    other = inputs.for_point(questions, {"mode": "ar", "stream": True}, "ar/c1", 1)["data"]
+    assert other[0]["seed"] != rows[0]["seed"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is no JSON"),
+        ("[]", "is no perf_analyzer input file"),
+        ('{"data": []}', "at least one request"),
+        ('{"data": [{"text_input": ["a"]}, {"max_tokens": [3]}]}', "request 1 has neither"),
+        ('{"data": [{"text_input": ["a"], "maxtokens": [3]}]}', "request 0 has 'maxtokens'"),
+    ],
+)
+def test_an_input_file_that_is_none_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "input.json"
+    path.write_text(text)
+    with pytest.raises(LoadError, match=message):
+        inputs.load(path)
+
+
+def test_data_sets_become_inputs(tmp_path: Path) -> None:
+    source, output = tmp_path / "gsm8k.jsonl", tmp_path / "out.json"
+    source.write_text('{"question": "1 + 1?", "answer": "#### 2"}\n\n{"question": "2 + 2?", "answer": "#### 4"}\n')
+    app = typer.Typer()
+    app.command()(inputs.main)
+
+    result = CliRunner().invoke(app, ["gsm8k", str(source), "--output", str(output), "--count", "1"])
+
+    assert result.exit_code == 0, result.output
+    (row,) = inputs.load(output)
+    assert row == {"text_input": ["1 + 1?" + inputs.BOXED], "max_tokens": [4096]}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"question": 3}', "gsm8k.jsonl:1: no text in the field question"),
+        ("oops", "gsm8k.jsonl:1: no JSON"),
+        ("\n", "no question"),
+    ],
+)
+def test_a_malformed_data_set_names_its_line(tmp_path: Path, text: str, message: str) -> None:
+    source = tmp_path / "gsm8k.jsonl"
+    source.write_text(text)
+    with pytest.raises(LoadError, match=message):
+        inputs.read_questions(source, "gsm8k")
+
+
+# perf_analyzer itself ------------------------------------------------------------------------------------------------
+
+
+def script(path: Path, body: str) -> PerfAnalyzer:
+    path.write_text(f"#!{sys.executable}\nimport sys, time\n{body}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return PerfAnalyzer((str(path),))
+
+
+def test_a_failure_is_told_in_its_own_words(tmp_path: Path) -> None:
+    usage = "Usage: perf_analyzer [options]\n==== OPTIONS ====\n -m: required"
+    analyzer = script(
+        tmp_path / "pa", f"print('measuring'); print('''{usage}\\nError: Invalid option''', file=sys.stderr); sys.exit(99)"
+    )
+    with pytest.raises(PerfAnalyzerError, match=r"^perf_analyzer: Error: Invalid option \(exit status 99\)$") as caught:
+        analyzer.run([], timeout_s=20.0, log=tmp_path / "log.txt")
+    assert caught.value.exit_code == 99
+    assert (tmp_path / "log.txt").read_text().startswith("measuring\n")
+
+
+def test_a_run_that_hangs_is_stopped_and_what_it_said_is_kept(tmp_path: Path) -> None:
+    analyzer = script(tmp_path / "pa", "print('began', flush=True); time.sleep(600)")
+    with pytest.raises(PerfAnalyzerError, match="stopped after"):
+        analyzer.run([], timeout_s=1.0, log=tmp_path / "log.txt")
+    assert "began" in (tmp_path / "log.txt").read_text()
+
+
+def test_a_run_whose_server_has_died_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(perf_analyzer, "WATCH_S", 0.05)
+    alive = iter([True, True, False])
+    analyzer = script(tmp_path / "pa", "time.sleep(600)")
+    with pytest.raises(PerfAnalyzerError, match="stopped, as the server no longer answers"):
+        analyzer.run([], timeout_s=600.0, server_lives=lambda: next(alive))
+
+
+def test_a_binary_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PerfAnalyzerError, match="absent cannot be run: No such file"):
+        PerfAnalyzer((str(tmp_path / "absent"),)).version()
+
+
+@pytest.mark.parametrize(
+    ("stderr", "words"),
+    [
+        (
+            "Failed to retrieve results from inference request.\nThread [0] had error: LR_X\n\nThread [1] had error: LR_X\n",
+            "Thread [0] had error: LR_X; Thread [1] had error: LR_X (exit status 99)",
+        ),
+        ("error: failed to get model metadata: failed to connect to all addresses", None),
+        ("", "no reason given (exit status 99)"),
+    ],
+)
+def test_last_words(stderr: str, words: str | None) -> None:
+    assert last_words(stderr, 99) == (words or f"{stderr} (exit status 99)")
+
+
+def test_an_older_system_runs_it_with_libraries_of_its_own(tmp_path: Path) -> None:
+    new, old = (perf_analyzer.command_in(tmp_path, glibc).command for glibc in ((2, 38), (2, 36)))
+
+    assert new == (str(tmp_path / perf_analyzer.BINARY),)
+    assert old[0].endswith("ld-linux-x86-64.so.2") and old[1] == "--library-path" and old[-1] == new[0]
+
+
+def test_a_system_without_glibc_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(perf_analyzer.platform, "libc_ver", lambda: ("", ""))
+    with pytest.raises(PerfAnalyzerError, match="needs a system with glibc"):
+        perf_analyzer.obtain(tmp_path)
+
+
+def test_another_processor_is_told_to_bring_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(perf_analyzer.platform, "machine", lambda: "riscv64")
+    with pytest.raises(PerfAnalyzerError, match="name one of your own"):
+        perf_analyzer.obtain(tmp_path)
+
+
+def test_a_download_that_fails_leaves_nothing_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(perf_analyzer.sys, "executable", str(script(tmp_path / "pip", "sys.exit('no network')").command[0]))
+    with pytest.raises(PerfAnalyzerError, match=r"pip cannot download perf-analyzer 2\.60\.0: no network"):
+        perf_analyzer.obtain(tmp_path / "tools")
+    assert list((tmp_path / "tools").iterdir()) == []
+
+
+# What is told ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def found() -> dict[Point, PointFigures]:
+    result = {}
+    for series, factor in ((AR, 1.0), (LR, 0.5)):
+        for width, slow in ((1, 1.0), (4, 1.0 if series == AR else 4.0)):
+            requests = [times(0.1 * n, [0.1 * n + 0.2], 0.1 * n + factor * slow) for n in range(4)]
+            result[Point(series, concurrency=width, num_requests=4)] = figures(requests, LIMITS)
+        result[Point(series, rate=1.0, num_requests=4)] = figures(requests, LIMITS)
+    return result
+
+
+def test_the_document_holds_speedups_and_their_crossover(found: dict[Point, PointFigures]) -> None:
+    whole = summary.document(found, {"device": "here"}, LIMITS, {POINTS[0]: "died"})
+
+    assert whole["speedups"] == {"lr": {"1": 2.0, "4": 0.5}}
+    assert whole["crossover"] == {"lr": pytest.approx(3.0)}
+    assert whole["failed"] == {"ar/c1": "died"}
+    line = summary.line(whole)
+    assert (line["num_points"], line["num_failed"], line["device"]) == (6, 1, "here")
+    assert json.loads(json.dumps(line)) == line
+    assert summary.markdown(found).count("\n") == 2 + len(found)
+
+
+def test_the_plot_is_drawn_of_whatever_there_is(found: dict[Point, PointFigures], tmp_path: Path) -> None:
+    for name, some in {"all": found, "one": dict([next(iter(found.items()))]), "none": {}}.items():
+        draw(some, LIMITS, "title", tmp_path / f"{name}.png")
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_a_server_the_command_says_so_and_ends(tmp_path: Path) -> None:
+    binary = script(tmp_path / "pa", "print('Perf Analyzer Version 0')").command[0]
+    app = typer.Typer()
+    app.command()(command.main)
+    arguments = ["--url", "127.0.0.1:9", "--perf-analyzer", binary, "--output", str(tmp_path / "load")]
+
+    result = CliRunner().invoke(app, arguments)
+
+    assert result.exit_code == 1
+    assert "error: the server at 127.0.0.1:9 does not answer" in result.output
+    assert "Traceback" not in result.output
