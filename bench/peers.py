@@ -33,6 +33,7 @@ from transformers import AutoModelForCausalLM
 from tritonclient.utils import np_to_triton_dtype
 
 from bench.engine import device_line
+from bench.plots import Ratio, draw_ratios
 from bench.remote_engine import RemoteEngine
 from bench.synchronous import SynchronousLookahead, Texts
 from demo.measure import INTERVAL, NUM_RESAMPLES, ModeReport, Sample, report
@@ -334,7 +335,10 @@ def main(
     }
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    console.print(f"written to {output}", highlight=False)
+    plot = output.with_suffix(".png")
+    bars = [Ratio(name, *ratios[name]) for name in rows]
+    draw_ratios(bars, f"{num_problems} problems at temperature {temperature:g}, one at a time", BASELINE, plot)
+    console.print(f"written to {output} and {plot}", highlight=False)
     console.print(json.dumps(result), soft_wrap=True, highlight=False)
 
 

@@ -33,6 +33,7 @@ from safetensors.torch import load_file, save_file
 
 from bench.ablation import Hardware, hardware_ceiling, measure_hardware
 from bench.engine import device_line
+from bench.plots import draw_realised
 from bench.overhead import LARGE, STEP_TOKENS, TIMEOUT_S
 from demo.measure import paired_speedup, rotated
 from demo.problems import problems
@@ -317,7 +318,9 @@ def main(
     }
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    console.print(f"written to {output}", highlight=False)
+    plot = output.with_suffix(".png")
+    draw_realised([one.as_dict() for one in found], title, plot)
+    console.print(f"written to {output} and {plot}", highlight=False)
     console.print(json.dumps(result), soft_wrap=True, highlight=False)
 
 
