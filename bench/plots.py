@@ -1,4 +1,4 @@
-"""Plots of the benches whose result is one table: ratios with their intervals, and what was realised of what the formulas allow."""
+"""Plots of benches whose result is one table: ratios with their intervals, and what was realised of what formulas allow."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ from safetensors.torch import load_file, save_file
 
 from bench.ablation import Hardware, hardware_ceiling, measure_hardware
 from bench.engine import device_line
-from bench.plots import draw_realised
 from bench.overhead import LARGE, STEP_TOKENS, TIMEOUT_S
+from bench.plots import draw_realised
 from demo.measure import paired_speedup, rotated
 from demo.problems import problems
 from demo.run import demo_spec, serving
