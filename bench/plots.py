@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-STYLE = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True}
 MEASURED, HARDWARE, FORMULA, BASELINE = "#d95f02", "#1f77b4", "#888888", "#444444"
 DPI = 110
 
@@ -28,7 +28,7 @@ class Ratio:
 
 def draw_ratios(ratios: Sequence[Ratio], title: str, baseline: str, path: Path) -> None:
     """A bar for each ratio, first on top; a line where the baseline is."""
-    with matplotlib.rc_context(STYLE):
+    with _style():
         figure = Figure(figsize=(9, 1.2 + 0.42 * len(ratios)), layout="constrained")
         axes = figure.subplots()
         places = range(len(ratios), 0, -1)
@@ -50,7 +50,7 @@ def draw_realised(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> 
     ``rows``: with ``alpha``, ``max_depth``, ``speedup``, ``low``, ``high``, ``hardware_ceiling`` and ``ceiling``.
     """
     alphas = sorted({row["alpha"] for row in rows})
-    with matplotlib.rc_context(STYLE):
+    with _style():
         figure = Figure(figsize=(1.5 + 3.6 * len(alphas), 3.8), layout="constrained")
         panels = figure.subplots(1, len(alphas), sharey=True, squeeze=False)[0]
         for axes, alpha in zip(panels, alphas, strict=True):
@@ -74,6 +74,10 @@ def _realised(axes: Axes, rows: Sequence[Mapping[str, Any]], alpha: float) -> No
     axes.set_xticks(places, [f"{row['max_depth']}" for row in rows])
     axes.set_xlabel("depth")
     axes.set_title(f"acceptance {alpha:g} asked for", fontsize=10)
+
+
+def _style() -> AbstractContextManager[None]:
+    return matplotlib.rc_context({"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True})
 
 
 def _save(figure: Figure, path: Path) -> None:
