@@ -16,7 +16,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
 from bench.evaluation.summary import Row, Summary
 from lr_backend.loop.audit import wilson
@@ -128,6 +128,7 @@ def latency(summary: Summary) -> str:
             axes.annotate(f"p{level}", (1.005, level), xycoords=("axes fraction", "data"), color=SOFT, va="center", fontsize=9)
         if widest > 8 * narrowest:
             axes.set_xscale("log")
+            axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
             axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             axes.xaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
         axes.set_ylim(0.0, 103.0)
