@@ -355,11 +355,16 @@ def test_nothing_of_an_interrupted_build_goes_on(tmp_path: Path, tools: FakeTool
             pass
         os.kill(os.getpid(), signal.SIGINT)
 
+    # A shell starts what runs in its background with this signal ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     thread = threading.Thread(target=interrupt)
     thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        run_steps((step,), dirs, {}, Console(file=io.StringIO()))
-    thread.join()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_steps((step,), dirs, {}, Console(file=io.StringIO()))
+    finally:
+        thread.join()
+        signal.signal(signal.SIGINT, before)
     with pytest.raises(ProcessLookupError):
         os.kill(int((tools.control / "pid").read_text()), 0)
 
