@@ -115,11 +115,12 @@ class _Program:
 
     def look(self) -> None:
         """Find the program, the first of its name: it tells its own others."""
+        # By generation and not by number: numbers begin again, and a program's own children may bear its name.
         pids = [] if self.found else [pid for pid in _descendants(os.getpid()) if _runs(pid, self._name)]
         with contextlib.suppress(ProcessLookupError):
             if pids:
-                self.fd = os.pidfd_open(min(pids))
-                self.pid, self.found = min(pids), True
+                self.fd = os.pidfd_open(pids[0])
+                self.pid, self.found = pids[0], True
 
     def ask_to_end(self) -> None:
         with contextlib.suppress(ProcessLookupError):

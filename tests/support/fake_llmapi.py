@@ -179,7 +179,8 @@ class RequestError(RuntimeError):
 
 
 class FakeLLM:
-    """``gate`` set to an event holds the executor before each iteration until it is set. ``deaf``: aborts are not heard."""
+    """``gate`` set to an event holds the executor before each iteration until it is set; ``hold_at`` clears it after so many
+    draws. ``deaf``: aborts are not heard."""
 
     def __init__(self, choose: Choose, **arguments: Any) -> None:
         for name in arguments:
@@ -194,6 +195,7 @@ class FakeLLM:
         self.deaf = False
         self.fails: Exception | None = None
         self.gate = threading.Event()
+        self.hold_at: int | None = None
         self.gate.set()
         self.num_draws = self._num_requests = 0
         self.batch_sizes: list[int] = []
@@ -243,6 +245,9 @@ class FakeLLM:
                     self._condition.wait()
                 active += [Active(output) for output in self._new]
                 self._new.clear()
+            if self.hold_at is not None and self.num_draws >= self.hold_at:
+                self.gate.clear()
+                self.hold_at = None
             self.gate.wait(30)
             if self._down:
                 return

@@ -113,11 +113,14 @@ def test_no_stop_word_counts_before_min_tokens(make: Make) -> None:
 
 def test_a_cancel_of_the_same_id_ends_the_run_with_what_it_has(make: Make) -> None:
     engine = make()
+    fake(engine).hold_at = 6  # a slow thread here would find the run at its end
     running = start(engine, request(PROMPT, 240, request_id="x"))
     until(lambda: fake(engine).num_draws > 5)
     cancel = start(engine, request((), 0, request_id="x", stop=True))
     unknown = start(engine, request((), 0, request_id="unknown", stop=True))
     assert cancel.result().token_ids == unknown.result().token_ids == ()
+    until(lambda: bool(fake(engine).aborted))
+    fake(engine).gate.set()
     tokens = running.result().token_ids
     assert tokens == tuple(range(len(tokens)))
     assert len(tokens) < 240
