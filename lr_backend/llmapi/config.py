@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from lr_backend.errors import ConfigError
+from lr_backend.parameters import CHECKPOINT_KEY, read_parameters, readers_of, require
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 KV_CACHE_DTYPES = ("auto", "fp8")
@@ -69,21 +70,21 @@ class LlmApiConfig:
     exclude_input_in_output: bool = False
 
     def __post_init__(self) -> None:
-        _require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
-        _require(self.kv_cache_dtype in KV_CACHE_DTYPES, "kv_cache_dtype", self.kv_cache_dtype, "auto or fp8")
-        _require(self.sampler in SAMPLERS, "sampler", self.sampler, f"one of {', '.join(SAMPLERS)}")
+        require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+        require(self.kv_cache_dtype in KV_CACHE_DTYPES, "kv_cache_dtype", self.kv_cache_dtype, "auto or fp8")
+        require(self.sampler in SAMPLERS, "sampler", self.sampler, f"one of {', '.join(SAMPLERS)}")
         for name in ("tp_size", "max_batch_size", "max_num_tokens", "max_queue_size", "tokens_per_block"):
-            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         for name in ("max_engine_stop_ids", "cancellation_grace_ms"):
-            _require(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
-        _require(self.max_seq_len >= 2, "max_seq_len", self.max_seq_len, "at least 2")
+            require(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
+        require(self.max_seq_len >= 2, "max_seq_len", self.max_seq_len, "at least 2")
         ids = self.gpu_device_ids
-        _require(not ids or len(ids) == self.tp_size, "gpu_device_ids", ids, f"{self.tp_size} of them, one for each rank")
-        _require(len(set(ids)) == len(ids) and all(each >= 0 for each in ids), "gpu_device_ids", ids, "different GPUs")
+        require(not ids or len(ids) == self.tp_size, "gpu_device_ids", ids, f"{self.tp_size} of them, one for each rank")
+        require(len(set(ids)) == len(ids) and all(each >= 0 for each in ids), "gpu_device_ids", ids, "different GPUs")
         fraction = self.kv_cache_free_gpu_mem_fraction
-        _require(0.0 < fraction < 1.0, "kv_cache_free_gpu_mem_fraction", fraction, "above 0 and below 1")
+        require(0.0 < fraction < 1.0, "kv_cache_free_gpu_mem_fraction", fraction, "above 0 and below 1")
         tokens = self.max_tokens_in_paged_kv_cache
-        _require(tokens is None or tokens >= self.max_seq_len, "max_tokens_in_paged_kv_cache", tokens, "at least max_seq_len")
+        require(tokens is None or tokens >= self.max_seq_len, "max_tokens_in_paged_kv_cache", tokens, "at least max_seq_len")
 
     @classmethod
     def from_parameters(cls, parameters: Mapping[str, str], **defaults: Any) -> Self:
@@ -95,16 +96,9 @@ class LlmApiConfig:
         Raises:
             ConfigError: naming the key that is unknown, missing, malformed or out of range.
         """
-        values: dict[str, Any] = dict(defaults)
-        for key, text in parameters.items():
-            if key in _FIXED:
-                _require(text.lower() in _FIXED[key], key, text, f"this engine has only {' or '.join(_FIXED[key])}")
-                continue
-            _require(key in _READERS, key, text, "not a parameter of the LLM API engine")
-            name, read = _READERS[key]
-            values[name] = read(key, text)
+        values = {**defaults, **read_parameters(parameters, _READERS, _FIXED, "the LLM API engine")}
         if "checkpoint_dir" not in values:
-            raise ConfigError("parameter gpt_model_path is missing")
+            raise ConfigError(f"parameter {CHECKPOINT_KEY} is missing")
         return cls(**values)
 
     def check_checkpoint(self) -> None:
@@ -137,54 +131,7 @@ def checkpoint_quantization(checkpoint_dir: Path) -> str:
         raise ConfigError(f"{checkpoint_dir.name}: the quantization cannot be read: {type(error).__name__}: {error}") from error
 
 
-def _require(valid: bool, name: str, value: object, rule: str) -> None:
-    if not valid:
-        raise ConfigError(f"{name}={value!r}: {rule}")
-
-
-def _integer(key: str, text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ConfigError(f"{key}={text!r}: an integer") from None
-
-
-def _number(key: str, text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigError(f"{key}={text!r}: a number") from None
-
-
-def _boolean(key: str, text: str) -> bool:
-    """Upstream's spellings and no others."""
-    if text in ("True", "true", "TRUE", "1"):
-        return True
-    _require(text in ("False", "false", "FALSE", "0"), key, text, "true or false")
-    return False
-
-
-def _path(key: str, text: str) -> Path:
-    _require(bool(text) and not text.startswith("${"), key, text, "a checkpoint directory")
-    return Path(text)
-
-
-def _device_ids(key: str, text: str) -> tuple[int, ...]:
-    return tuple(_integer(key, part.strip()) for part in text.split(",")) if text.strip() else ()
-
-
-def _text(key: str, text: str) -> str:
-    return text
-
-
-_BY_TYPE: dict[str, Callable[[str, str], Any]] = {
-    "Path": _path, "str": _text, "int": _integer, "int | None": _integer, "float": _number, "bool": _boolean,
-    "tuple[int, ...]": _device_ids,
-}  # fmt: skip
-_UPSTREAM_NAMES = {"checkpoint_dir": "gpt_model_path"}
-_READERS = {
-    _UPSTREAM_NAMES.get(field.name, field.name): (field.name, _BY_TYPE[str(field.type)]) for field in fields(LlmApiConfig)
-}
+_READERS = readers_of(LlmApiConfig, {"checkpoint_dir": CHECKPOINT_KEY})
 _FIXED = {
     "max_beam_width": ("1",),
     "gpt_model_type": ("inflight_fused_batching", "inflight_batching"),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from lr_backend.errors import ConfigError
+from lr_backend.parameters import CHECKPOINT_KEY, read_parameters, readers_of, require
 
 DTYPES = ("float32", "bfloat16")
 WEIGHT_DTYPES = ("auto", "same", "float16", "int8")
@@ -68,31 +69,31 @@ class EngineConfig:
     reproduce_upstream_draft_bias: bool = False
 
     def __post_init__(self) -> None:
-        _require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
-        _require(self.device in DEVICES, "device", self.device, f"one of {', '.join(DEVICES)}")
-        _require(self.weight_dtype in WEIGHT_DTYPES, "weight_dtype", self.weight_dtype, f"one of {', '.join(WEIGHT_DTYPES)}")
+        require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+        require(self.device in DEVICES, "device", self.device, f"one of {', '.join(DEVICES)}")
+        require(self.weight_dtype in WEIGHT_DTYPES, "weight_dtype", self.weight_dtype, f"one of {', '.join(WEIGHT_DTYPES)}")
         if self.weight_dtype in ("float16", "int8"):
             packable = (self.device, self.dtype) == ("cpu", "float32")
-            _require(packable, "weight_dtype", self.weight_dtype, "only with device cpu and dtype float32")
-        _require(self.kernels in KERNELS, "kernels", self.kernels, f"one of {', '.join(KERNELS)}")
+            require(packable, "weight_dtype", self.weight_dtype, "only with device cpu and dtype float32")
+        require(self.kernels in KERNELS, "kernels", self.kernels, f"one of {', '.join(KERNELS)}")
         if self.kernels == "native":
             rule = "only with device cpu and dtype float32"
-            _require(self.allows_native, "kernels", self.kernels, rule)
+            require(self.allows_native, "kernels", self.kernels, rule)
         for name in ("tokens_per_block", "max_batch_size", "max_queue_size"):
-            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        _require(self.num_threads is None or self.num_threads >= 1, "num_threads", self.num_threads, "at least 1")
-        _require(self.max_seq_len >= 2, "max_seq_len", self.max_seq_len, "at least 2")
-        _require(self.max_draft_len >= 0, "max_draft_len", self.max_draft_len, "at least 0")
+            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        require(self.num_threads is None or self.num_threads >= 1, "num_threads", self.num_threads, "at least 1")
+        require(self.max_seq_len >= 2, "max_seq_len", self.max_seq_len, "at least 2")
+        require(self.max_draft_len >= 0, "max_draft_len", self.max_draft_len, "at least 0")
         least = self.max_batch_size + self.max_draft_len
-        _require(
+        require(
             self.max_num_tokens >= least,
             "max_num_tokens",
             self.max_num_tokens,
             f"at least max_batch_size + max_draft_len = {least}, so that a verification always fits beside the decodes",
         )
         fraction = self.kv_cache_free_mem_fraction
-        _require(fraction is None or 0.0 < fraction <= 1.0, "kv_cache_free_mem_fraction", fraction, "above 0 and at most 1")
-        _require(
+        require(fraction is None or 0.0 < fraction <= 1.0, "kv_cache_free_mem_fraction", fraction, "above 0 and at most 1")
+        require(
             self.max_tokens_in_paged_kv_cache >= 2 * self.tokens_per_block,
             "max_tokens_in_paged_kv_cache",
             self.max_tokens_in_paged_kv_cache,
@@ -120,61 +121,15 @@ class EngineConfig:
         Raises:
             ConfigError: naming the key that is unknown, missing, malformed or out of range.
         """
-        values: dict[str, Any] = dict(defaults)
-        readers = {_UPSTREAM_NAMES.get(name, name): (name, read) for name, read in _READERS.items()}
-        for key, text in parameters.items():
-            if key in _FIXED:
-                _require(text.lower() in _FIXED[key], key, text, f"this engine has only {' or '.join(_FIXED[key])}")
-                continue
-            _require(key in readers, key, text, "not a parameter of the torch engine")
-            name, read = readers[key]
-            values[name] = read(key, text)
+        values = {**defaults, **read_parameters(parameters, _READERS, _FIXED, "the torch engine")}
         if "checkpoint_dir" not in values:
-            raise ConfigError("parameter gpt_model_path is missing")
+            raise ConfigError(f"parameter {CHECKPOINT_KEY} is missing")
         return cls(**values)
 
 
-def _require(valid: bool, name: str, value: object, rule: str) -> None:
-    if not valid:
-        raise ConfigError(f"{name}={value!r}: {rule}")
-
-
-def _integer(key: str, text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ConfigError(f"{key}={text!r}: an integer") from None
-
-
-def _number(key: str, text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigError(f"{key}={text!r}: a number") from None
-
-
-def _boolean(key: str, text: str) -> bool:
-    """Upstream's spellings and no others."""
-    if text in ("True", "true", "TRUE", "1"):
-        return True
-    _require(text in ("False", "false", "FALSE", "0"), key, text, "true or false")
-    return False
-
-
-def _path(key: str, text: str) -> Path:
-    _require(bool(text) and not text.startswith("${"), key, text, "a checkpoint directory")
-    return Path(text)
-
-
-def _text(key: str, text: str) -> str:
-    return text
-
-
-_UPSTREAM_NAMES = {"checkpoint_dir": "gpt_model_path", "kv_cache_free_mem_fraction": "kv_cache_free_gpu_mem_fraction"}
-_BY_TYPE: dict[str, Callable[[str, str], Any]] = {
-    "Path": _path, "str": _text, "int": _integer, "int | None": _integer, "float | None": _number, "bool": _boolean,
-}  # fmt: skip
-_READERS = {field.name: _BY_TYPE[str(field.type)] for field in fields(EngineConfig)}
+_READERS = readers_of(
+    EngineConfig, {"checkpoint_dir": CHECKPOINT_KEY, "kv_cache_free_mem_fraction": "kv_cache_free_gpu_mem_fraction"}
+)
 _FIXED = {
     "max_beam_width": ("1",),
     "gpt_model_type": ("inflight_fused_batching", "inflight_batching"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LEAVES = {"errors", "contract", "step", "engine", "request", "config"}
+LEAVES = {"errors", "contract", "step", "engine", "request", "config", "parameters"}
 LEAF_MODULES = {"lr_backend.build.nvidia", "lr_backend.build.placement"}
 """Values that every part may know of."""
 
@@ -22,6 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine": {"contract", "errors"},
     "request": {"engine", "errors"},
     "config": {"errors"},
+    "parameters": {"errors"},
     "verify": {"engine", "errors", "step", "contract", "request", "config"},
     "propose": {"contract", "engine", "errors", "request"},
     "trace": {"engine", "errors", "request"},
