@@ -19,23 +19,20 @@ import json
 import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import islice
-from math import ceil
 from pathlib import Path
-from statistics import fmean
 from time import perf_counter
 from typing import Annotated, Any
 from zlib import crc32
 
-import numpy as np
 import typer
 from lr_client import Client, Options, Result, StepRecord
 from rich.console import Console
 from rich.table import Table
 
+from bench.hardware import Hardware, hardware_ceiling, measure_hardware
 from demo.check import Share
 from demo.measure import ModeReport, Sample, report
 from demo.problems import Problem, check_answer, problems, same_step
@@ -44,33 +41,17 @@ from demo.run import (
     PIPED_WIDTH,
     REQUEST_TIMEOUT_S,
     best_baseline,
-    cost_ratio,
     demo_spec,
     in_turns,
-    seconds_a_token,
     serving,
 )
-from demo.tokenizer import chat, load_tokenizer
-from lr_backend.build.spec import TorchDeployment
 from lr_backend.config import LoopConfig
-from lr_backend.contract import IntArray
-from lr_backend.engine import Role
 from lr_backend.loop.depth import ceiling
-from lr_backend.plan.simulation import Policy, Scenario, speedup
-from lr_backend.request import DepthPolicy, LookaheadRequest, VerifierName, with_defaults
-from lr_backend.triton.server import TritonServer
+from lr_backend.request import LookaheadRequest, VerifierName, with_defaults
 from lr_backend.verify.verdict import UNCOMPARED
 
 PROBLEM_SEED = 77
 BASELINE = "ar"
-PARALLEL = (1, 2, 4)
-TIMING_TOKENS = 96
-TIMING_ROUNDS = 3
-MAX_BESIDE_TOKENS = 1500
-"""The draft keeps busy no longer than its context lasts."""
-SIMULATED_STEPS = 120
-SIMULATED_SEEDS = 3
-STEP_SPREAD = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,98 +133,6 @@ def chosen(rows: Sequence[Row], names: Sequence[str] | None) -> tuple[Row, ...]:
 
 def _setting(threads: int) -> str:
     return f"{BASELINE} at {threads} thread{'s' if threads > 1 else ''}"
-
-
-# What this machine can do ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """What was measured before the rows, when nothing else ran.
-
-    Attributes:
-        cost_ratio: c, a drafted step's time over a target step's.
-        target_token_s: seconds of a target iteration by sequences in it, 1 among them.
-        beside_draft: time of a target token while the draft is busy too, over its time alone.
-    """
-
-    cost_ratio: float
-    target_token_s: Mapping[int, float]
-    beside_draft: float
-
-    @property
-    def crowding(self) -> float:
-        """How much longer an iteration takes for each further sequence, as a share of its time with one (least squares)."""
-        alone = self.target_token_s[1]
-        further = [(num - 1, seconds / alone - 1.0) for num, seconds in self.target_token_s.items()]
-        weight = sum(more * more for more, _ in further)
-        return max(0.0, sum(more * longer for more, longer in further) / weight) if weight else 0.0
-
-    @property
-    def num_cores(self) -> float | None:
-        """As how many cores the machine behaves when two roles are busy; None: neither slows the other down."""
-        return max(1.0, 2.0 / self.beside_draft) if self.beside_draft > 1.0 else None
-
-    def scenario(self, acceptance_rate: float, step_tokens: int) -> Scenario:
-        """The loop on this hardware with no overhead."""
-        alone = self.target_token_s[1]
-        return Scenario(
-            acceptance_rate,
-            target_token_s=alone,
-            draft_token_s=self.cost_ratio * alone,
-            crowding=self.crowding,
-            num_cores=self.num_cores,
-            step_tokens=max(2, step_tokens),
-            step_spread=STEP_SPREAD,
-            num_steps=SIMULATED_STEPS,
-        )
-
-    def as_dict(self) -> dict[str, object]:
-        return {**asdict(self), "crowding": self.crowding, "num_cores": self.num_cores}
-
-
-def measure_hardware(server: TritonServer, spec: TorchDeployment, problem: Problem) -> Hardware:
-    """Time the engines of an idle server; each figure is the best of a few rounds."""
-    tokenizer = load_tokenizer(spec.checkpoint_dir(Role.TARGET))
-    prompt = np.asarray(tokenizer.encode(chat(problem.question), add_special_tokens=False), dtype=np.int32)
-    c = cost_ratio(server, spec, problem)
-    together = {num: min(_together_s(server.grpc_url, prompt, num) for _ in range(TIMING_ROUNDS)) for num in PARALLEL}
-    num_beside = min(MAX_BESIDE_TOKENS, ceil(1.2 * TIMING_TOKENS / c))
-    beside = min(_beside_draft_s(server.grpc_url, prompt, num_beside) for _ in range(TIMING_ROUNDS))
-    return Hardware(c, together, max(1.0, beside / together[1]))
-
-
-def _together_s(url: str, prompt: IntArray, num_sequences: int) -> float:
-    """Seconds of a target iteration with ``num_sequences`` calls in flight that share their prompt, as branches do."""
-    with ThreadPoolExecutor(num_sequences) as pool:
-        calls = [pool.submit(seconds_a_token, url, "target", prompt, TIMING_TOKENS, 1) for _ in range(num_sequences)]
-        return fmean(call.result() for call in calls)
-
-
-def _beside_draft_s(url: str, prompt: IntArray, num_draft_tokens: int) -> float:
-    """Seconds of a target iteration while the draft decodes."""
-    with ThreadPoolExecutor(1) as pool:
-        draft = pool.submit(seconds_a_token, url, "draft", prompt, num_draft_tokens, 1)
-        seconds = seconds_a_token(url, "target", prompt, TIMING_TOKENS, 1)
-        draft.result()
-    return seconds
-
-
-def hardware_ceiling(hardware: Hardware, request: LookaheadRequest, alpha: float, step_tokens: int) -> float:
-    """Speedup of the loop without any overhead on this hardware, where ``alpha`` of the positions accept a drafted step.
-
-    With ``depth=auto`` it is that of the best depth up to ``max_depth``, or of none.
-    """
-    one = 1.0 - (1.0 - alpha) ** (1.0 / request.width)  # of each candidate, so that a position accepts one at rate alpha
-    scenario = hardware.scenario(one, step_tokens)
-
-    def gain(depth: int) -> float:
-        policy = Policy(max_depth=depth, width=request.width)
-        return fmean(speedup(scenario, policy, seed) for seed in range(SIMULATED_SEEDS))
-
-    if request.depth is DepthPolicy.AUTO:
-        return max(1.0, *map(gain, range(1, request.max_depth + 1)))
-    return gain(request.max_depth)
 
 
 # What the rows say -------------------------------------------------------------------------------------------------

@@ -24,7 +24,8 @@ from lr_client import Client
 from rich.console import Console
 from rich.table import Table
 
-from bench.ablation import PROBLEM_SEED, Row, ask, compare, measure_hardware
+from bench.ablation import PROBLEM_SEED, Row, ask, compare
+from bench.hardware import measure_hardware
 from demo.measure import ModeReport, Sample, report
 from demo.problems import problems
 from demo.run import PIPED_WIDTH, demo_spec, serving

@@ -7,7 +7,7 @@ drafted step with a given probability. So everything is real but the texts and t
 Speedups are ratios of seconds a token over ``ar`` as one uninterrupted request, paired by question; all settings take turns on
 every question. Beside each stand the paper's ceiling (S1 or S2, where parallel steps and verdicts are free) for the acceptance
 that was seen and the measured c, and what the real loop gains on a virtual clock over engines as fast as these were measured to
-be (:mod:`bench.ablation`), where hand-overs, prompts and verdicts are free. What is missing to the second one is the server's.
+be (:mod:`bench.hardware`), where hand-overs, prompts and verdicts are free. What is missing to the second one is the server's.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 
-from bench.ablation import Hardware, hardware_ceiling, measure_hardware
 from bench.engine import device_line
+from bench.hardware import Hardware, hardware_ceiling, measure_hardware
 from bench.overhead import LARGE, STEP_TOKENS, TIMEOUT_S
 from bench.plots import draw_realised
 from demo.measure import paired_speedup, rotated

@@ -281,7 +281,7 @@ def _client(url: str) -> Client:
 @contextmanager
 def _own_server(deployment: TorchDeployment, directory: RunDirectory, console: Console) -> Iterator[Client]:
     """A server of this spec, its engines timed while nothing else runs."""
-    from bench.ablation import measure_hardware
+    from bench.hardware import measure_hardware
     from demo.problems import problems
     from demo.run import serving
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from lr_client import StepRecord, Usage
 
-from bench.ablation import Hardware, hardware_ceiling, mean_step_tokens
+from bench.ablation import mean_step_tokens
 from bench.evaluation.errors import EvaluationError
 from bench.evaluation.records import AnswerRecord, Key, RunDirectory, RunRecord, ScoreRecord
 from bench.evaluation.scoring import Outcome
@@ -30,6 +30,7 @@ from bench.evaluation.statistics import (
     share,
 )
 from bench.evaluation.tasks import StepChecker, step_checker
+from bench.hardware import Hardware, hardware_ceiling
 from demo.check import Share
 from demo.measure import Sample, accepted_runs
 from lr_backend.loop.depth import ceiling
@@ -106,7 +107,7 @@ class Row:
         speedup: seconds of the baseline over its own, over the problems that both answered; ``token_speedup``: its tokens a
             second over the baseline's, which a change of the answers' length does not move.
         ceiling: the paper's S1 or S2 at the measured acceptance and cost ratio, times the best ``sd`` speedup where tokens are
-            speculated too; ``hardware_ceiling``: as in :mod:`bench.ablation`. ``realised_share``: speedup over the latter, else
+            speculated too; ``hardware_ceiling``: as in :mod:`bench.hardware`. ``realised_share``: speedup over the latter, else
             the former.
         audits, false_accepts: the server's own audits, of these answers.
     """

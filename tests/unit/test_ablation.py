@@ -15,6 +15,7 @@ from lr_client import Options, Result, StepRecord, Usage
 from typer.testing import CliRunner
 
 from bench import ablation
+from bench import hardware as hardware_module
 from bench.ablation import (
     HEADINGS,
     Checked,
@@ -54,8 +55,8 @@ LINE_FIELDS = {
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short simulations, where only their use is tested."""
-    monkeypatch.setattr(ablation, "SIMULATED_STEPS", 12)
-    monkeypatch.setattr(ablation, "SIMULATED_SEEDS", 1)
+    monkeypatch.setattr(hardware_module, "SIMULATED_STEPS", 12)
+    monkeypatch.setattr(hardware_module, "SIMULATED_SEEDS", 1)
 
 
 def row(name: str) -> Row:
@@ -142,7 +143,7 @@ def test_on_hardware_without_crowds_the_hardware_ceiling_is_the_papers() -> None
 
 def test_width_is_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """The measured rate is that of positions, whatever the number of candidates that it took."""
-    monkeypatch.setattr(ablation, "SIMULATED_SEEDS", 1)
+    monkeypatch.setattr(hardware_module, "SIMULATED_SEEDS", 1)
     one, four = (hardware_ceiling(FREE, row(name).request(CONFIG), 0.6, 20) for name in ("lr", "lr width 4"))
     assert four == pytest.approx(one, rel=0.25)
 

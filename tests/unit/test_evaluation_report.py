@@ -13,8 +13,7 @@ import pytest
 from lr_client import StepRecord
 from rich.console import Console
 
-from bench import ablation
-from bench.ablation import Hardware
+from bench import hardware
 from bench.evaluation import plots
 from bench.evaluation.errors import EvaluationError
 from bench.evaluation.page import page
@@ -23,6 +22,7 @@ from bench.evaluation.scoring import Outcome
 from bench.evaluation.summary import Position, Run, Summary, checked, positions, summarise
 from bench.evaluation.tables import json_line, markdown, terminal
 from bench.evaluation.tasks import Rule
+from bench.hardware import Hardware
 from lr_backend.loop.depth import ceiling
 from lr_backend.request import LookaheadRequest
 from lr_backend.trace.schema import Trace
@@ -38,8 +38,8 @@ ALPHA = {"lr": (3, 1), "lr judge": (3, 1), "lr random@0.5": (2, 2), "lr exact": 
 def short() -> Iterator[None]:
     """Short simulations, where only their use is tested."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ablation, "SIMULATED_STEPS", 12)
-        patch.setattr(ablation, "SIMULATED_SEEDS", 1)
+        patch.setattr(hardware, "SIMULATED_STEPS", 12)
+        patch.setattr(hardware, "SIMULATED_SEEDS", 1)
         yield
 
 

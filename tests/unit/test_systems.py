@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import bench.peers
-from bench.ablation import Hardware
+from bench.hardware import Hardware
 from bench.peers import rate_ratio
 from bench.systems import SHAPES, SIZES, Measured, Setting, ending_ids, figures, random_deployment, settings
 from demo.measure import Sample
