@@ -135,6 +135,7 @@ class FakeRequestOutput:
 
     def abort(self) -> None:
         self._llm.aborted.append(self.request_id)
+        self._llm.heard_abort.set()
         self._llm._wake()
 
     def put(self, response: Response) -> None:
@@ -191,6 +192,7 @@ class FakeLLM:
         self._condition = threading.Condition()
         self._new: list[FakeRequestOutput] = []
         self.aborted: list[int] = []
+        self.heard_abort = threading.Event()
         self.seen: list[FakeSamplingParams] = []
         self.deaf = False
         self.fails: Exception | None = None

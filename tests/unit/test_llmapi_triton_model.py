@@ -109,6 +109,8 @@ def test_a_full_queue_and_a_cancel(model: Any) -> None:
     assert late.error().code == StubError.UNAVAILABLE
     model.execute([cancel])
     assert cancel.answer().outputs["output_ids"].size == 0
+    # A cancel is answered at once and then works its way to the executor, which must not run before it is there.
+    assert model._engine._llm.heard_abort.wait(30)
     model._engine._llm.gate.set()
     assert requests[0].answer().outputs["output_ids"].size < 200
     assert all(request.answer().outputs["output_ids"].size == 200 for request in requests[1:])
