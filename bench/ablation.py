@@ -38,9 +38,9 @@ from demo.measure import ModeReport, Sample, report
 from demo.problems import Problem, check_answer, problems, same_step
 from demo.run import (
     MAX_TOKENS,
-    PIPED_WIDTH,
     REQUEST_TIMEOUT_S,
     best_baseline,
+    console_of_any_width,
     demo_spec,
     in_turns,
     serving,
@@ -341,9 +341,7 @@ def main(
     ),
 ) -> None:
     """Print a table, and one JSON line a row, the default last."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=PIPED_WIDTH)
+    console = console_of_any_width()
     spec = demo_spec()
     config = spec.loop_config()
     other_threads = sorted({1, os.cpu_count() or 1} - {spec.target.num_threads})

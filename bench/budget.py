@@ -28,7 +28,7 @@ from bench.ablation import PROBLEM_SEED, Row, ask, compare
 from bench.hardware import measure_hardware
 from demo.measure import ModeReport, Sample, report
 from demo.problems import problems
-from demo.run import PIPED_WIDTH, demo_spec, serving
+from demo.run import console_of_any_width, demo_spec, serving
 from lr_backend.config import Limits
 from lr_backend.loop.depth import ceiling
 from lr_backend.plan.budget import Rates, acceptance_from_length, token_speedup
@@ -88,9 +88,7 @@ def main(
     output: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("out/budget.json"),
 ) -> None:
     """Print a table, and one JSON line a row."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=PIPED_WIDTH)
+    console = console_of_any_width()
     spec = demo_spec()
     questions = list(islice(problems(PROBLEM_SEED, "test"), num_problems + 1))
     with ExitStack() as stack:

@@ -102,13 +102,18 @@ def _beside_draft_s(url: str, prompt: IntArray, num_draft_tokens: int) -> float:
     return seconds
 
 
+def acceptance_of_each(alpha: float, width: int) -> float:
+    """Acceptance of each candidate where ``alpha`` of the positions accept one of ``width``."""
+    rejected: float = (1.0 - alpha) ** (1.0 / width)
+    return 1.0 - rejected
+
+
 def hardware_ceiling(hardware: Hardware, request: LookaheadRequest, alpha: float, step_tokens: int) -> float:
     """Speedup of the loop without any overhead on this hardware, where ``alpha`` of the positions accept a drafted step.
 
     With ``depth=auto`` it is that of the best depth up to ``max_depth``, or of none.
     """
-    one = 1.0 - (1.0 - alpha) ** (1.0 / request.width)  # of each candidate, so that a position accepts one at rate alpha
-    scenario = hardware.scenario(one, step_tokens)
+    scenario = hardware.scenario(acceptance_of_each(alpha, request.width), step_tokens)
 
     def gain(depth: int) -> float:
         policy = Policy(max_depth=depth, width=request.width)

@@ -38,7 +38,7 @@ from bench.remote_engine import RemoteEngine
 from bench.synchronous import SynchronousLookahead, Texts
 from demo.measure import INTERVAL, NUM_RESAMPLES, ModeReport, Sample, report
 from demo.problems import Problem, check_answer, problems
-from demo.run import MAX_TOKENS, MODES, PIPED_WIDTH, REQUEST_TIMEOUT_S, best_baseline, demo_spec, in_turns, serving
+from demo.run import MAX_TOKENS, MODES, REQUEST_TIMEOUT_S, best_baseline, console_of_any_width, demo_spec, in_turns, serving
 from demo.tokenizer import chat
 from lr_backend.build.spec import TorchDeployment
 from lr_backend.contract import IntArray, encode_stop_words
@@ -260,9 +260,7 @@ def main(
     output: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("out/peers.json"),
 ) -> None:
     """Print a table and one JSON line."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=PIPED_WIDTH)
+    console = console_of_any_width()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     spec = demo_spec()

@@ -47,6 +47,12 @@ WARM_UP_PROBLEMS = 2
 PIPED_WIDTH = 120
 
 
+def console_of_any_width() -> Console:
+    """A log is not 80 columns wide."""
+    console = Console()
+    return console if console.is_terminal else Console(width=PIPED_WIDTH)
+
+
 def demo_spec() -> TorchDeployment:
     """The deployment of the demo models."""
     spec = DeploymentSpec.load("demo")
@@ -207,9 +213,7 @@ def main(
     output: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("out/demo.json"),
 ) -> None:
     """Serve the demo models and compare the four modes."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=PIPED_WIDTH)  # a log is not 80 columns wide
+    console = console_of_any_width()
     spec = demo_spec()
     questions = list(islice(problems(PROBLEM_SEED, "test"), num_problems + 1))
     other_threads = {1, os.cpu_count() or 1} - {spec.target.num_threads}
