@@ -74,7 +74,8 @@ class Weights:
 
     def table(self, weight: Tensor) -> tuple[int, Format]:
         """``weight`` [rows, width] to look rows up in."""
-        return self._stored(weight)
+        rows, weight_format = self._narrowed(weight)
+        return self._address_of(rows), weight_format
 
     def matrix(self, parts: Sequence[Tensor], bias: Tensor | None = None, *, in_bytes: bool = True) -> Matrix:
         """Panels of weights [out, in]; two parts of one shape share each panel (of a gated product).
@@ -89,8 +90,10 @@ class Weights:
         bias_at = None if bias is None else self.vector(bias)
         if self._kind == "int8" and in_bytes:
             return Matrix(num_inputs, num_outputs, Format.INT8, *self._bytes(panels.float(), bias_at))
-        address, weight_format = self._stored(panels.transpose(1, 2))
-        return Matrix(num_inputs, num_outputs, weight_format, address, bias_at, None)
+        rows, weight_format = self._narrowed(panels.transpose(1, 2))
+        if weight_format is not Format.FLOAT32:  # 16 outputs share 32 bits each with the next 16, and are taken apart by a shift
+            rows = rows.reshape(*rows.shape[:2], 2, LANES).transpose(2, 3)
+        return Matrix(num_inputs, num_outputs, weight_format, self._address_of(rows), bias_at, None)
 
     def _bytes(self, panels: Tensor, bias_at: int | None) -> tuple[int, int | None, int]:
         """Where panels [panels, PANEL, in] of bytes, the bias and the scales are."""
@@ -100,15 +103,15 @@ class Weights:
         grouped = whole.view(*whole.shape[:2], -1, GROUP).transpose(1, 2)
         return self._address_of(grouped), bias_at, self._address_of(scales)
 
-    def _stored(self, weight: Tensor) -> tuple[int, Format]:
-        """Where ``weight`` is kept, and in what."""
+    def _narrowed(self, weight: Tensor) -> tuple[Tensor, Format]:
+        """``weight`` in as few bits as it may have, and what they are."""
         if self._kind != "float32":
             half = weight.to(torch.bfloat16)
             if half.dtype == weight.dtype or torch.equal(half.float(), weight.float()):
-                return self._address_of(half), Format.BFLOAT16
+                return half, Format.BFLOAT16
             if self._kind != "same" and weight.abs().max() <= LARGEST_HALF:
-                return self._address_of(weight.half()), Format.FLOAT16
-        return self._address_of(weight.float()), Format.FLOAT32
+                return weight.half(), Format.FLOAT16
+        return weight.float(), Format.FLOAT32
 
     def _address_of(self, tensor: Tensor) -> int:
         self.keep(tensor := tensor.contiguous())

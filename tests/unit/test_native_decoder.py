@@ -394,6 +394,19 @@ def test_a_copied_prefix_is_as_good_as_the_original(case: Case) -> None:
     assert untouched._memory[:, 1].sum() == untouched._memory[:, 0].numel() * kept / untouched.struct.num_slots
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_key_that_is_not_finite_is_not_passed_over(case: Case, bad: float) -> None:
+    """Else an answer would go on, with a token that attention does not see."""
+    model, size = case.models[1], case.tokens_per_block
+    pool = new_pool(model, size)
+    whole = Stored(SEQUENCES[4], list(range(30)))
+    advance(model, pool, [(whole, 50)])
+    keys = pool._memory[0, 0].reshape(model.spec.num_kv_heads, 2, -1)[:, 0]
+    keys.reshape(model.spec.num_kv_heads, model.spec.head_dim, -1)[:, :, 1] = bad
+
+    assert not torch.isfinite(advance(model, pool, [(whole, 1)])[0]).any()
+
+
 def test_cleared_blocks_are_zero_and_others_are_left(case: Case) -> None:
     pool = new_pool(case.models[1], case.tokens_per_block)
 

@@ -15,7 +15,10 @@
 #include <omp.h>
 #endif
 
-#define AHEAD 64 /* rows of a panel: weights come from a far cache, and its own prefetcher starts anew with every page */
+#define AHEAD 64 /* inputs: weights come from a far cache, and its own prefetcher starts anew with every page */
+#define DEPTH 128 /* inputs at a time where rows take turns: their weights and a turn's rows stay in the nearest cache */
+#define SPAN (8 * MAX_ROWS) /* rows that take turns */
+#define MAX_READERS 4 /* heads that read keys and values together */
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
@@ -40,7 +43,9 @@ enum Format { FLOAT32, BFLOAT16, FLOAT16, INT8 };
 typedef struct {
     int64_t num_inputs, num_outputs; /* of a gated product: the outputs after gating */
     int64_t format;                  /* of the panels: enum Format */
-    const void *panels;              /* [panels, num_inputs, PANEL]; INT8: [panels, ceil(inputs / 4), PANEL, 4], 128 more each */
+    const void *panels;              /* FLOAT32: [panels, num_inputs, PANEL]; in 16 bits [panels, num_inputs, LANES, 2], the
+                                        first LANES outputs before the others; INT8: [panels, ceil(inputs / 4), PANEL, 4],
+                                        128 more each */
     const float *bias;               /* [outputs] or NULL */
     const float *scales;             /* [panels, PANEL]; INT8 alone: what 1 stands for */
 } Matrix;
@@ -109,21 +114,32 @@ INLINE vec loaded(const float *from) {
     return value;
 }
 
-/* LANES numbers from place at on. A float16 is the upper half of a float32 but for three bits of exponent, which a product makes
- * up for; weights are finite. */
+/* The upper halves of 32 bits as numbers. A float16 is the upper half of a float32 but for three bits of exponent, which a product
+ * makes up for; weights are finite. */
+INLINE vec upper(uvec bits, enum Format format) {
+    bits = format == FLOAT16 ? (uvec)((ivec)bits >> 3) & 0x8fffe000u : bits & 0xffff0000u;
+    vec value;
+    memcpy(&value, &bits, sizeof value);
+    return format == FLOAT16 ? value * 0x1p112f : value;
+}
+
+/* LANES numbers of a table from place at on. */
 INLINE vec widened(const void *from, int64_t at, enum Format format) {
     if (format == FLOAT32) return loaded((const float *)from + at);
     hvec half;
     memcpy(&half, (const uint16_t *)from + at, sizeof half);
-    uvec bits;
-    if (format == BFLOAT16) {
-        bits = __builtin_convertvector(half, uvec) << 16;
-    } else {
-        bits = ((uvec)__builtin_convertvector((shvec)half, ivec) << 13) & 0x8fffffffu;
+    return upper(__builtin_convertvector(half, uvec) << 16, format);
+}
+
+/* What input i is multiplied with, for the PANEL outputs of a panel. */
+INLINE void weights_of(const void *panel, int64_t i, enum Format format, vec weights[2]) {
+    if (format == FLOAT32) {
+        weights[0] = loaded((const float *)panel + i * PANEL), weights[1] = loaded((const float *)panel + i * PANEL + LANES);
+        return;
     }
-    vec value;
-    memcpy(&value, &bits, sizeof value);
-    return format == FLOAT16 ? value * 0x1p112f : value;
+    uvec bits;
+    memcpy(&bits, (const uint16_t *)panel + i * PANEL, sizeof bits);
+    weights[0] = upper(bits << 16, format), weights[1] = upper(bits, format);
 }
 
 INLINE void stored(float *to, vec value) { memcpy(to, &value, sizeof value); }
@@ -138,6 +154,7 @@ INLINE float total(vec v) {
     return v[0];
 }
 
+/* Of two that do not compare, b. */
 INLINE vec larger(vec a, vec b) {
     ivec first = a > b;
     return (vec)(((ivec)a & first) | ((ivec)b & ~first));
@@ -151,11 +168,10 @@ INLINE float largest(vec v) {
     return v[0];
 }
 
-/* e^x to 2 units in the last place; x is at most some 80 */
+/* e^x to 2 units in the last place; x is at most some 80, or not a number, which stays none */
 INLINE vec exponential(vec x) {
     const vec magic = (vec){} + 12582912.0f;
-    ivec low = x > -87.0f;
-    x = (vec)((ivec)x & low) + (vec)((ivec)((vec){} - 87.0f) & ~low);
+    x = larger((vec){} - 87.0f, x);
     vec turns = (x * 1.44269504f + magic) - magic;
     vec r = x - turns * 0.693359375f;
     r = r + turns * 2.12194440e-4f;
@@ -178,21 +194,21 @@ INLINE void store_part(float *to, vec value, int64_t count) {
     memcpy(to, part, sizeof(float) * (size_t)(count < LANES ? count : LANES));
 }
 
+/* sums [rows][2] += x [rows, depth] times a panel; for each input, step bytes more are fetched from ahead on. */
 INLINE void panel_rows(const void *panel, enum Format format, int num_rows, int64_t depth, const float *x, int64_t x_stride,
-                       vec sums[MAX_ROWS][2]) {
-    vec a[MAX_ROWS][2];
+                       const char *ahead, int64_t step, vec (*sums)[2]) {
+    vec a[MAX_ROWS][2], w[2];
 #pragma GCC unroll 12
-    for (int r = 0; r < num_rows; r++) a[r][0] = a[r][1] = (vec){};
+    for (int r = 0; r < num_rows; r++) a[r][0] = sums[r][0], a[r][1] = sums[r][1];
     for (int64_t i = 0; i < depth; i++) {
-        const char *ahead = (const char *)panel + (i + AHEAD) * PANEL * (format == FLOAT32 ? 4 : 2);
-        __builtin_prefetch(ahead);
-        if (format == FLOAT32) __builtin_prefetch(ahead + PANEL * 2);
-        vec w0 = widened(panel, i * PANEL, format), w1 = widened(panel, i * PANEL + LANES, format);
+        __builtin_prefetch(ahead + i * step);
+        if (format == FLOAT32) __builtin_prefetch(ahead + i * step + PANEL * 2);
+        weights_of(panel, i, format, w);
 #pragma GCC unroll 12
         for (int r = 0; r < num_rows; r++) {
             float factor = x[r * x_stride + i];
-            a[r][0] += w0 * factor;
-            a[r][1] += w1 * factor;
+            a[r][0] += w[0] * factor;
+            a[r][1] += w[1] * factor;
         }
     }
 #pragma GCC unroll 12
@@ -232,62 +248,80 @@ FOR_EACH_CPU static void round_rows(const float *x, int64_t depth, const Rounded
     }
 }
 
-INLINE void byte_rows(const Matrix *matrix, int64_t panel, const Rounded *x, int64_t first_row, int num_rows,
-                      vec sums[MAX_ROWS][2]) {
+/* sums [rows][2] = the rounded rows from first_row on times one panel. */
+INLINE void byte_rows(const Matrix *matrix, int64_t panel, const Rounded *x, int64_t first_row, int64_t num_rows,
+                      vec (*sums)[2]) {
     int64_t stride = rounded_stride(matrix->num_inputs), num_groups = (matrix->num_inputs + 3) / 4;
-    int32_t dots[MAX_ROWS][PANEL];
-    for (int r = 0; r < num_rows; r++)
-        for (int lane = 0; lane < PANEL; lane++) dots[r][lane] = -128 * x->sums[first_row + r];
-    byte_products((const uint8_t *)matrix->panels + panel * num_groups * PANEL * 4, num_groups, x->bytes + first_row * stride,
-                  stride, num_rows, dots);
-    for (int r = 0; r < num_rows; r++)
-        for (int half = 0; half < 2; half++) {
-            ivec dot;
-            memcpy(&dot, dots[r] + half * LANES, sizeof dot);
-            vec scale = loaded(matrix->scales + panel * PANEL + half * LANES) * x->scales[first_row + r];
-            sums[r][half] = __builtin_convertvector(dot, vec) * scale;
-        }
+    int64_t num_parts = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
+    const uint8_t *weights = (const uint8_t *)matrix->panels + panel * num_groups * PANEL * 4;
+    for (int64_t part = 0; part < num_parts; part++) {
+        int32_t dots[MAX_ROWS][PANEL];
+        int64_t done = num_rows * part / num_parts, rows = num_rows * (part + 1) / num_parts - done, row = first_row + done;
+        for (int64_t r = 0; r < rows; r++)
+            for (int lane = 0; lane < PANEL; lane++) dots[r][lane] = -128 * x->sums[row + r];
+        byte_products(weights, num_groups, x->bytes + row * stride, stride, rows, dots);
+        for (int64_t r = 0; r < rows; r++)
+            for (int half = 0; half < 2; half++) {
+                ivec dot;
+                memcpy(&dot, dots[r] + half * LANES, sizeof dot);
+                vec scale = loaded(matrix->scales + panel * PANEL + half * LANES) * x->scales[row + r];
+                sums[done + r][half] = __builtin_convertvector(dot, vec) * scale;
+            }
+    }
 }
 
-#define CASES(FORMAT)                                                                       \
-    switch (rows) {                                                                         \
-    case 1: panel_rows(panel, FORMAT, 1, depth, x + t * depth, depth, sums); break;         \
-    case 2: panel_rows(panel, FORMAT, 2, depth, x + t * depth, depth, sums); break;         \
-    case 3: panel_rows(panel, FORMAT, 3, depth, x + t * depth, depth, sums); break;         \
-    case 4: panel_rows(panel, FORMAT, 4, depth, x + t * depth, depth, sums); break;         \
-    case 5: panel_rows(panel, FORMAT, 5, depth, x + t * depth, depth, sums); break;         \
-    case 6: panel_rows(panel, FORMAT, 6, depth, x + t * depth, depth, sums); break;         \
-    case 7: panel_rows(panel, FORMAT, 7, depth, x + t * depth, depth, sums); break;         \
-    case 8: panel_rows(panel, FORMAT, 8, depth, x + t * depth, depth, sums); break;         \
-    case 9: panel_rows(panel, FORMAT, 9, depth, x + t * depth, depth, sums); break;         \
-    case 10: panel_rows(panel, FORMAT, 10, depth, x + t * depth, depth, sums); break;       \
-    case 11: panel_rows(panel, FORMAT, 11, depth, x + t * depth, depth, sums); break;       \
-    default: panel_rows(panel, FORMAT, MAX_ROWS, depth, x + t * depth, depth, sums); break; \
+#define CASE(ROWS, FORMAT)                                                              \
+    case ROWS:                                                                          \
+        panel_rows(block, FORMAT, ROWS, inputs, from, depth, ahead, step, sums + done); \
+        break;
+#define CASES(FORMAT)                                                                                           \
+    switch (rows) {                                                                                             \
+        CASE(1, FORMAT) CASE(2, FORMAT) CASE(3, FORMAT) CASE(4, FORMAT) CASE(5, FORMAT) CASE(6, FORMAT)         \
+        CASE(7, FORMAT) CASE(8, FORMAT) CASE(9, FORMAT) CASE(10, FORMAT) CASE(11, FORMAT) CASE(MAX_ROWS, FORMAT) \
     }
 
-/* y [rows, outputs] = or += x [rows, inputs] times the matrix, for panels first to last. INT8 takes the rounded rows. */
-FOR_EACH_CPU static void product(const Matrix *matrix, enum Store store, const float *x, const Rounded *rounded, float *y,
-                                 int64_t y_stride, int64_t num_rows, int64_t first, int64_t last) {
-    int64_t depth = matrix->num_inputs, width = store == GATED ? LANES : PANEL;
-    size_t size = (size_t)(depth * PANEL) * (matrix->format == FLOAT32 ? 4 : 2);
-    int64_t num_parts = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
-    for (int64_t p = first; p < last; p++) {
-        const void *panel = (const char *)matrix->panels + (size_t)p * size;
-        int64_t left = matrix->num_outputs - p * width;
+/* sums [rows][2] = x [rows, inputs] times one panel. More rows than registers hold take turns, DEPTH inputs at a time, while what
+ * comes next is fetched little by little. */
+INLINE void panel_products(const Matrix *matrix, int64_t index, const float *x, int64_t num_rows, vec (*sums)[2]) {
+    int64_t depth = matrix->num_inputs, num_parts = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
+    int64_t size = PANEL * (matrix->format == FLOAT32 ? 4 : 2), step = size / num_parts, most = num_parts > 1 ? DEPTH : depth;
+    const char *panel = (const char *)matrix->panels + index * depth * size;
+    for (int64_t r = 0; r < num_rows; r++) sums[r][0] = sums[r][1] = (vec){};
+    for (int64_t first = 0; first < depth; first += most) {
+        int64_t inputs = depth - first < most ? depth - first : most;
+        const char *block = panel + first * size, *next = block + (num_parts > 1 ? inputs : AHEAD) * size;
         for (int64_t part = 0; part < num_parts; part++) {
-            vec sums[MAX_ROWS][2];
-            int64_t t = num_rows * part / num_parts;
-            int rows = (int)(num_rows * (part + 1) / num_parts - t);
-            if (matrix->format == INT8) {
-                byte_rows(matrix, p, rounded, t, rows, sums);
-            } else if (matrix->format == BFLOAT16) {
+            int64_t done = num_rows * part / num_parts;
+            int rows = (int)(num_rows * (part + 1) / num_parts - done);
+            const float *from = x + done * depth + first;
+            const char *ahead = next + part * inputs * step;
+            if (matrix->format == BFLOAT16) {
                 CASES(BFLOAT16)
             } else if (matrix->format == FLOAT16) {
                 CASES(FLOAT16)
             } else {
                 CASES(FLOAT32)
             }
-            for (int r = 0; r < rows; r++) {
+        }
+    }
+}
+
+/* y [rows, outputs] = or += x [rows, inputs] times the matrix, for panels first to last. INT8 takes the rounded rows. */
+FOR_EACH_CPU static void product(const Matrix *matrix, enum Store store, const float *x, const Rounded *rounded, float *y,
+                                 int64_t y_stride, int64_t num_rows, int64_t first, int64_t last) {
+    int64_t depth = matrix->num_inputs, width = store == GATED ? LANES : PANEL;
+    int64_t num_spans = (num_rows + SPAN - 1) / SPAN;
+    for (int64_t p = first; p < last; p++) {
+        int64_t left = matrix->num_outputs - p * width;
+        for (int64_t span = 0; span < num_spans; span++) {
+            vec sums[SPAN][2];
+            int64_t t = num_rows * span / num_spans, rows = num_rows * (span + 1) / num_spans - t;
+            if (matrix->format == INT8) {
+                byte_rows(matrix, p, rounded, t, rows, sums);
+            } else {
+                panel_products(matrix, p, x + t * depth, rows, sums);
+            }
+            for (int64_t r = 0; r < rows; r++) {
                 float *to = y + (t + r) * y_stride + p * width;
                 vec one = sums[r][0], two = sums[r][1];
                 if (store == GATED) {
@@ -335,8 +369,13 @@ FOR_EACH_CPU static void embed(const Model *model, const int64_t *tokens, float 
     for (int64_t t = first; t < last; t++) {
         float *row = to + t * width;
         if (!model->embedding) {
-            int64_t lane = tokens[t] % LANES, at = tokens[t] / PANEL * width * PANEL + tokens[t] % PANEL - lane;
-            for (int64_t i = 0; i < width; i++) row[i] = widened(model->head.panels, at + i * PANEL, model->head.format)[lane];
+            int64_t size = PANEL * (model->head.format == FLOAT32 ? 4 : 2), half = tokens[t] % PANEL / LANES;
+            const char *panel = (const char *)model->head.panels + tokens[t] / PANEL * width * size;
+            for (int64_t i = 0; i < width; i++) {
+                vec weights[2];
+                weights_of(panel, i, (enum Format)model->head.format, weights);
+                row[i] = weights[half][tokens[t] % LANES];
+            }
             continue;
         }
         for (int64_t i = 0; i < width; i += LANES)
@@ -382,67 +421,101 @@ FOR_EACH_CPU static void rotate(const Model *model, const Layer *layer, const Po
 
 static const ivec iota = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
-/* One query over count of LANES * width slots; max, sum and out (weighed by the exponentials so far) move on. */
-INLINE void attend_piece(const float *query, const float *key, const float *value, int64_t num_slots, int width, int count,
-                         int64_t dim, float scale, float *max, float *sum, float *out) {
-    vec a[4][2];
-    for (int k = 0; k < 4; k++) a[k][0] = a[k][1] = (vec){};
-    for (int64_t i = 0; i < dim; i += 4)
+/* One head of one row: what it asks with, its largest score and the sum of its exponentials so far, and the values weighed by them. */
+typedef struct {
+    const float *query;
+    float *max, *sum, *out;
+} Reader;
+
+/* Readers of the same count of LANES * width slots move on over them. Each does the same alone as in company. */
+INLINE void attend_piece(const Reader *readers, int num, const float *key, const float *value, int64_t num_slots, int width,
+                         int count, int64_t dim, float scale) {
+    vec a[MAX_READERS][2][2];
 #pragma GCC unroll 4
-        for (int k = 0; k < 4; k++) {
-            float factor = query[i + k];
-            a[k][0] += loaded(key + (i + k) * num_slots) * factor;
-            if (width > 1) a[k][1] += loaded(key + (i + k) * num_slots + LANES) * factor;
+    for (int n = 0; n < num; n++) a[n][0][0] = a[n][0][1] = a[n][1][0] = a[n][1][1] = (vec){};
+    for (int64_t i = 0; i < dim; i += 2)
+#pragma GCC unroll 2
+        for (int k = 0; k < 2; k++) {
+            vec one = loaded(key + (i + k) * num_slots), two = width > 1 ? loaded(key + (i + k) * num_slots + LANES) : (vec){};
+#pragma GCC unroll 4
+            for (int n = 0; n < num; n++) {
+                float factor = readers[n].query[i + k];
+                a[n][k][0] += one * factor;
+                if (width > 1) a[n][k][1] += two * factor;
+            }
         }
-    vec scores[2], weights[2] = {};
-    vec best = (vec){} + *max;
-    for (int j = 0; j < width; j++) {
-        ivec seen = iota + j * LANES < count;
-        scores[j] = ((a[0][j] + a[1][j]) + (a[2][j] + a[3][j])) * scale;
-        scores[j] = (vec)(((ivec)scores[j] & seen) | ((ivec)((vec){} - INFINITY) & ~seen));
-        best = larger(best, scores[j]);
+    float kept[MAX_READERS], weight[MAX_READERS][2 * LANES];
+#pragma GCC unroll 4
+    for (int n = 0; n < num; n++) {
+        float before = *readers[n].max;
+        vec scores[2], weights[2] = {};
+        vec best = (vec){} + before;
+        for (int j = 0; j < width; j++) {
+            ivec seen = iota + j * LANES < count;
+            scores[j] = (a[n][0][j] + a[n][1][j]) * scale;
+            scores[j] = (vec)(((ivec)scores[j] & seen) | ((ivec)((vec){} - INFINITY) & ~seen));
+            best = larger(best, scores[j]);
+        }
+        float top = largest(best);
+        kept[n] = top == before ? 1.0f : before == -INFINITY ? 0.0f : exponential((vec){} + (before - top))[0];
+        for (int j = 0; j < width; j++)
+            weights[j] = (vec)((ivec)exponential(scores[j] - top) & (iota + j * LANES < count));
+        *readers[n].sum = *readers[n].sum * kept[n] + total(weights[0] + weights[1]);
+        *readers[n].max = top;
+        memcpy(weight[n], weights, sizeof weights);
     }
-    float top = largest(best);
-    float kept = *max == -INFINITY ? 0.0f : exponential((vec){} + (*max - top))[0];
-    for (int j = 0; j < width; j++)
-        weights[j] = (vec)((ivec)exponential(scores[j] - top) & (iota + j * LANES < count));
-    *sum = *sum * kept + total(weights[0] + weights[1]);
-    *max = top;
-    float weight[2 * LANES];
-    memcpy(weight, weights, sizeof weight);
     int64_t i = 0;
     for (; i + 4 * LANES <= dim; i += 4 * LANES) {
-        vec b[2][4];
+        vec b[MAX_READERS][4];
 #pragma GCC unroll 4
-        for (int v = 0; v < 4; v++) b[0][v] = loaded(out + i + v * LANES) * kept, b[1][v] = (vec){};
-        int j = 0;
-        for (; j + 2 <= count; j += 2)
-#pragma GCC unroll 2
-            for (int k = 0; k < 2; k++)
+        for (int n = 0; n < num; n++)
 #pragma GCC unroll 4
-                for (int v = 0; v < 4; v++) b[k][v] += loaded(value + (j + k) * dim + i + v * LANES) * weight[j + k];
-        if (j < count)
+            for (int v = 0; v < 4; v++) b[n][v] = loaded(readers[n].out + i + v * LANES) * kept[n];
+        for (int j = 0; j < count; j++) {
+            vec of[4];
 #pragma GCC unroll 4
-            for (int v = 0; v < 4; v++) b[0][v] += loaded(value + j * dim + i + v * LANES) * weight[j];
+            for (int v = 0; v < 4; v++) of[v] = loaded(value + j * dim + i + v * LANES);
 #pragma GCC unroll 4
-        for (int v = 0; v < 4; v++) stored(out + i + v * LANES, b[0][v] + b[1][v]);
+            for (int n = 0; n < num; n++)
+#pragma GCC unroll 4
+                for (int v = 0; v < 4; v++) b[n][v] += of[v] * weight[n][j];
+        }
+#pragma GCC unroll 4
+        for (int n = 0; n < num; n++)
+#pragma GCC unroll 4
+            for (int v = 0; v < 4; v++) stored(readers[n].out + i + v * LANES, b[n][v]);
     }
     for (; i < dim; i += LANES) {
-        vec b = loaded(out + i) * kept;
-        for (int j = 0; j < count; j++) b += loaded(value + j * dim + i) * weight[j];
-        stored(out + i, b);
+        vec b[MAX_READERS];
+#pragma GCC unroll 4
+        for (int n = 0; n < num; n++) b[n] = loaded(readers[n].out + i) * kept[n];
+        for (int j = 0; j < count; j++)
+#pragma GCC unroll 4
+            for (int n = 0; n < num; n++) b[n] += loaded(value + j * dim + i) * weight[n][j];
+#pragma GCC unroll 4
+        for (int n = 0; n < num; n++) stored(readers[n].out + i, b[n]);
     }
 }
 
-#define ATTEND(WIDTH, DIM)                                                                                         \
-    for (int64_t g = 0; g < group; g++) {                                                                          \
-        int64_t head = h * group + g;                                                                              \
-        float *now = state + (row * queries + head) * 2;                                                           \
-        attend_piece(qkv + row * stride + head * dim, key, value, pool->num_slots, WIDTH, count, DIM, scale, now,  \
-                     now + 1, out + (row * queries + head) * dim);                                                 \
-    }
+#define ATTEND(NUM, WIDTH, DIM) attend_piece(readers, NUM, key, value, num_slots, WIDTH, count, DIM, scale)
+#define ATTEND_BY(NUM)                                  \
+    if (count <= LANES) ATTEND(NUM, 1, dim);            \
+    else if (dim == 64) ATTEND(NUM, 2, 64);             \
+    else if (dim == 128) ATTEND(NUM, 2, 128);           \
+    else ATTEND(NUM, 2, dim);
 
-/* Attention of key heads first to last. Block by block, so that sequences that share a prefix read it while it is at hand. */
+FOR_EACH_CPU static void attend_readers(const Reader *readers, int num, const float *key, const float *value, int64_t num_slots,
+                                        int count, int64_t dim, float scale) {
+    switch (num) {
+    case 1: ATTEND_BY(1) break;
+    case 2: ATTEND_BY(2) break;
+    case 3: ATTEND_BY(3) break;
+    default: ATTEND_BY(MAX_READERS)
+    }
+}
+
+/* Attention of key heads first to last. Block by block, so that sequences that share a prefix read it while it is at hand, and
+ * those that see the same piece of it together. */
 FOR_EACH_CPU static void attend(const Model *model, const Pool *pool, const Batch *batch, int64_t index, const float *qkv,
                                 float *state, float *out, int64_t first, int64_t last) {
     int64_t dim = model->head_dim, queries = model->num_heads, keys = model->num_kv_heads, group = queries / keys;
@@ -462,28 +535,30 @@ FOR_EACH_CPU static void attend(const Model *model, const Pool *pool, const Batc
             }
         for (int64_t at = 0; at < longest;) {
             int64_t left_in_block = size - at % size, step = left_in_block < PANEL ? left_in_block : PANEL;
-            for (int64_t c = 0, row = 0; c < batch->num_chunks; c++) {
-                if (batch->starts[c] + batch->counts[c] <= at) {
-                    row += batch->counts[c];
-                    continue;
-                }
+            Reader readers[MAX_READERS];
+            const float *shared = NULL;
+            int num = 0, shared_count = 0;
+#define ATTEND_ALL                                                                                                         \
+    if (num)                                                                                                               \
+        attend_readers(readers, num, shared + at % size, shared + (pool->num_slots + at % size) * dim, pool->num_slots,    \
+                       shared_count, dim, scale);                                                                          \
+    num = 0;
+            for (int64_t c = 0, row = 0; c < batch->num_chunks; row += batch->counts[c++]) {
+                int64_t seen = batch->starts[c] + 1 - at;
+                if (seen + batch->counts[c] <= 1) continue;
                 const float *block = head_block(model, pool, index, batch->blocks[batch->first_blocks[c] + at / size], h);
-                const float *key = block + at % size, *value = block + (pool->num_slots + at % size) * dim;
-                for (int64_t k = 0; k < batch->counts[c]; k++, row++) {
-                    int64_t known = batch->starts[c] + k + 1 - at;
-                    if (known <= 0) continue;
-                    int count = (int)(known < step ? known : step);
-                    if (step <= LANES) {
-                        ATTEND(1, dim)
-                    } else if (dim == 64) {
-                        ATTEND(2, 64)
-                    } else if (dim == 128) {
-                        ATTEND(2, 128)
-                    } else {
-                        ATTEND(2, dim)
+                for (int64_t k = seen > 0 ? 0 : 1 - seen; k < batch->counts[c]; k++) {
+                    int count = (int)(seen + k < step ? seen + k : step);
+                    for (int64_t head = h * group; head < (h + 1) * group; head++) {
+                        if (num == MAX_READERS || block != shared || count != shared_count) { ATTEND_ALL }
+                        int64_t place = (row + k) * queries + head;
+                        readers[num++] = (Reader){qkv + (row + k) * stride + head * dim, state + place * 2,
+                                                  state + place * 2 + 1, out + place * dim};
+                        shared = block, shared_count = count;
                     }
                 }
             }
+            ATTEND_ALL
             at += step;
         }
         for (int64_t row = 0; row < batch->num_rows; row++)
