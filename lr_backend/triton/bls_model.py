@@ -26,6 +26,7 @@ from lr_backend.triton.bls_engine import Arrays, BlsEngine, CallGate, unavailabl
 from lr_backend.triton.models import load_models
 from lr_backend.triton.service import LookaheadService, triton_code
 from lr_backend.triton.speculation_metrics import SpeculationMetrics
+from lr_backend.triton.threads import share_interpreter
 
 
 class TritonReplies:
@@ -81,6 +82,7 @@ class TritonPythonModel:
     """Triton's entry points; the work is :class:`LookaheadService`'s."""
 
     def initialize(self, args: dict[str, str]) -> None:
+        share_interpreter()
         structlog.configure(
             processors=[
                 structlog.processors.add_log_level,

@@ -14,6 +14,7 @@ from lr_backend.torch_engine.config import EngineConfig
 from lr_backend.torch_engine.engine import TorchEngine
 from lr_backend.triton.contract_model import ContractModel, batch_size_default, model_parameters, require_one_response
 from lr_backend.triton.engine_metrics import EngineMetrics
+from lr_backend.triton.threads import share_interpreter
 
 
 def engine_config(model_config: Mapping[str, Any], model_dir: Path) -> EngineConfig:
@@ -33,6 +34,7 @@ class TritonPythonModel(ContractModel):
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the checkpoint and start the engine. A failure here keeps the model from becoming ready."""
+        share_interpreter()
         model_config = json.loads(args["model_config"])
         try:
             require_one_response(model_config)
