@@ -138,6 +138,7 @@ def plan(
     step_tokens: Annotated[int | None, typer.Option(help="Mean length of a step; by default 24.")] = None,
     step_spread: Annotated[float | None, typer.Option(help="Steps vary by this share around it; by default 0.3.")] = None,
     steps: Annotated[int | None, typer.Option(help="Steps of an answer; by default 60.")] = None,
+    answer_tokens: Annotated[int | None, typer.Option(help="Tokens after the reasoning; by default none.")] = None,
     json_lines: Annotated[bool, typer.Option("--json", help="Print one JSON line a row instead of a table.")] = False,
 ) -> None:
     """Predict speedups by running the real step loop on a virtual clock, over engines that only take time.
@@ -146,7 +147,7 @@ def plan(
     """
     if not traces and (alpha is None or c is None):
         _refuse("--alpha and --c are needed where there is no --trace")
-    given = Overrides(alpha, c, verdict, call, crowding, cores, step_tokens, step_spread, steps)
+    given = Overrides(alpha, c, verdict, call, crowding, cores, step_tokens, step_spread, steps, answer_tokens)
     try:
         found = _scenarios([Trace.load(path) for path in traces or ()], cores)
         scenarios = {name: given.applied_to(scenario) for name, scenario in found.items()}
@@ -189,7 +190,7 @@ def _fitted_line(name: str, scenario: Scenario, num_traces: int) -> str:
     return (
         f"fitted to {num_traces} traces, verifier {name}: a target token {target} (each further sequence "
         f"{scenario.crowding:+.0%}), a draft token {draft}, a verdict {verdict}, a call {call}; {scenario.num_steps} steps of "
-        f"{scenario.step_tokens} tokens, give or take {scenario.step_spread:.0%}"
+        f"{scenario.step_tokens} tokens, give or take {scenario.step_spread:.0%}, and {scenario.answer_tokens} tokens of answer"
     )
 
 

@@ -77,6 +77,7 @@ def fit(traces: Sequence[Trace], num_cores: float | None = None) -> Scenario:
         step_tokens=max(2, round(mean)),
         step_spread=_spread(lengths, mean),
         num_steps=max(1, round(fmean(len(_step_lengths(trace)) for trace in ahead))),
+        answer_tokens=round(fmean(_answer_length(trace) for trace in ahead)),
     )
 
 
@@ -137,10 +138,21 @@ def _trials(record: StepRecord, trace: Trace) -> int:
 
 def _step_lengths(trace: Trace) -> list[int]:
     """Tokens of the steps of the reasoning; the mark that closes it is none, where the model sets it apart."""
-    after = {call.step for call in trace.calls if call.purpose is Purpose.ALONE}
+    after = _after(trace)
     lengths = [record.num_tokens for record in trace.steps if record.index not in after]
     closing = len(lengths) > 1 and 2 * lengths[-1] < median(lengths)
     return lengths[:-1] if closing else lengths
+
+
+def _answer_length(trace: Trace) -> int:
+    """Tokens after the reasoning."""
+    after = _after(trace)
+    return sum(record.num_tokens for record in trace.steps if record.index in after)
+
+
+def _after(trace: Trace) -> set[int]:
+    """Steps that the target wrote outside the step loop."""
+    return {call.step for call in trace.calls if call.purpose is Purpose.ALONE}
 
 
 def _spread(lengths: Sequence[int], mean: float) -> float:

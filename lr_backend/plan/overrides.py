@@ -13,7 +13,7 @@ class Overrides:
     """What is given; None leaves it as it is.
 
     Attributes:
-        acceptance_rate, crowding, num_cores, step_tokens, step_spread, num_steps: as in :class:`Scenario`.
+        acceptance_rate, crowding, num_cores, step_tokens, step_spread, num_steps, answer_tokens: as in :class:`Scenario`.
         cost_ratio: time of a drafted step over that of a target step of as many tokens.
         verdict_cost, call_cost: time of a verdict, and of an engine call beside its tokens, over that of a target step.
     """
@@ -27,6 +27,7 @@ class Overrides:
     step_tokens: int | None = None
     step_spread: float | None = None
     num_steps: int | None = None
+    answer_tokens: int | None = None
 
     def applied_to(self, scenario: Scenario) -> Scenario:
         """The scenario with what is given.
@@ -45,5 +46,6 @@ class Overrides:
             "step_tokens": self.step_tokens,
             "step_spread": self.step_spread,
             "num_steps": self.num_steps,
+            "answer_tokens": self.answer_tokens,
         }
         return replace(scenario, **{name: value for name, value in fields.items() if value is not None})

@@ -54,6 +54,7 @@ class Scenario:
         step_tokens: mean length of a step.
         step_spread: steps are as long as that, give or take this share, uniformly.
         num_steps: steps of an answer.
+        answer_tokens: tokens after the reasoning, which the target writes alone.
     """
 
     acceptance_rate: float
@@ -66,6 +67,7 @@ class Scenario:
     step_tokens: int = 24
     step_spread: float = 0.0
     num_steps: int = 60
+    answer_tokens: int = 0
 
     def __post_init__(self) -> None:
         rules = {
@@ -79,6 +81,7 @@ class Scenario:
             "step_tokens": self.step_tokens >= 2,
             "step_spread": 0.0 <= self.step_spread < 1.0,
             "num_steps": self.num_steps >= 1,
+            "answer_tokens": self.answer_tokens >= 0,
         }
         if bad := [name for name, valid in rules.items() if not valid]:
             raise ValueError(", ".join(f"{name}={getattr(self, name)} is out of range" for name in bad))
@@ -233,7 +236,7 @@ async def _answer_all(scenario: Scenario, policy: Policy, seed: int, trace: bool
         engine(story.judge, scenario.verdict_s),
     )
     longest = int(scenario.step_tokens * (1.0 + scenario.step_spread)) + 2
-    max_tokens = longest * (scenario.num_steps + 2)
+    max_tokens = longest * (scenario.num_steps + 2) + scenario.answer_tokens
     config = _config(longest, max_tokens)
     pace = Pace(asyncio.get_running_loop().time)
     fields = {"text_input": "?", "max_tokens": max_tokens, "stream": False, "temperature": 0.6, "seed": seed, "trace": trace}
@@ -268,7 +271,11 @@ class _Story:
         self._seed = seed
 
     def target(self, context: IntArray, seed: int) -> Sequence[int]:
-        return (END,) if context[-1] == CLOSE else self._step(context, OWN)
+        closed = np.flatnonzero(context == CLOSE)
+        if not len(closed):
+            return self._step(context, OWN)
+        num_written = len(context) - 1 - int(closed[0])
+        return (*[OWN] * (self._scenario.answer_tokens - num_written), END)
 
     def draft(self, context: IntArray, seed: int) -> Sequence[int]:
         if context[-1] in (LIKE, UNLIKE):

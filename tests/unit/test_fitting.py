@@ -28,6 +28,7 @@ CHANGES = [
     {"call_s": 0.01, "acceptance_rate": 0.5},
     {"num_cores": 1.5},
     {"step_spread": 0.0, "step_tokens": 40},
+    {"answer_tokens": 60},
     {"verdict_s": 0.03, "crowding": 0.2, "call_s": 0.005, "num_cores": 1.5, "num_steps": 15},
 ]
 
@@ -55,6 +56,7 @@ def test_the_scenario_of_the_traces_is_found_again(change: dict[str, float], wid
     assert found.step_tokens == pytest.approx(scenario.step_tokens, abs=2)
     assert found.step_spread == pytest.approx(scenario.step_spread, abs=0.06)
     assert (found.num_steps, found.num_cores) == (scenario.num_steps, scenario.num_cores)
+    assert found.answer_tokens == pytest.approx(scenario.answer_tokens, abs=1)  # the end of the text is one of them
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: ", ".join(change) or "nothing")
@@ -62,7 +64,7 @@ def test_fitted_times_predict_what_the_true_ones_do(change: dict[str, float]) ->
     """At a depth that no trace was recorded at; with the same texts, so that chance is the same on both sides."""
     scenario = replace(BASE, **change)  # type: ignore[arg-type]
     found = fit(recorded(scenario), scenario.num_cores)
-    fields = ("acceptance_rate", "step_tokens", "step_spread", "num_steps")
+    fields = ("acceptance_rate", "step_tokens", "step_spread", "num_steps", "answer_tokens")
     found = replace(found, **{name: getattr(scenario, name) for name in fields})
 
     wanted, predicted = (plan(one, (8,), num_seeds=1)[0].speedup for one in (scenario, found))

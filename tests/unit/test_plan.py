@@ -94,3 +94,10 @@ def test_the_command_names_what_is_out_of_range() -> None:
     result = CliRunner().invoke(app, ["plan", "--alpha", "1.5", "--c", "0.1"])
     assert result.exit_code == 2
     assert "acceptance_rate=1.5" in result.output
+
+
+def test_what_comes_after_the_reasoning_gains_nothing() -> None:
+    """As long as the reasoning, and written at the target's own pace: then half of the time is left as it was."""
+    scenario = replace(SHORT, answer_tokens=SHORT.num_steps * SHORT.step_tokens)
+    gain, of_the_reasoning = (speedup(one, Policy(max_depth=4)) for one in (scenario, SHORT))
+    assert gain == pytest.approx(2.0 / (1.0 + 1.0 / of_the_reasoning), rel=0.02)

@@ -1,0 +1,147 @@
+"""How near the planner comes: what it predicts from recorded requests, beside what other requests then take.
+
+    python -m bench.planner
+
+Some problems are asked with a trace, one at a time: of the target alone, and with ``lr`` at two depths. From these
+:func:`lr_backend.plan.fitting.fit` takes a scenario, and :func:`lr_backend.plan.table.plan` predicts depths and a width. Then
+other problems are asked with each of them and of the target alone, in turns, without a trace.
+
+Other problems have another acceptance, by chance. So there are two predictions: with the acceptance of the recorded ones, which
+is what a planner is for, and with that of the measured ones, which tells what its model of time is worth.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from lr_client import Client
+from rich.console import Console
+from rich.table import Table
+
+from bench.ablation import PROBLEM_SEED, Row, ask, compare
+from bench.hardware import acceptance_of_each, measure_hardware
+from demo.measure import ModeReport, report
+from demo.problems import Problem, problems
+from demo.run import console_of_any_width, demo_spec, serving
+from lr_backend.errors import TraceError
+from lr_backend.plan.fitting import fit
+from lr_backend.plan.simulation import Scenario
+from lr_backend.plan.table import plan
+from lr_backend.trace.schema import Trace
+
+FIXED: Mapping[str, Any] = {"mode": "lr", "verifier": "judge", "min_chance": 0.0}
+"""What the simulated loop does: ask the judge of every step, and look ahead whatever the chances."""
+BASELINE = Row("ar", {"mode": "ar"})
+RECORDED = (BASELINE, *(Row(f"recorded, depth {depth}", {**FIXED, "max_depth": depth}) for depth in (1, 4)))
+SHAPES = ((1, 1), (2, 1), (3, 1), (4, 1), (8, 1), (4, 2))
+"""Depth and width of what is predicted and measured."""
+
+
+def row_of(max_depth: int, width: int) -> Row:
+    return Row(f"depth {max_depth}, width {width}", {**FIXED, "max_depth": max_depth, "width": width})
+
+
+def record(client: Client, questions: Sequence[Problem], temperature: float) -> list[Trace]:
+    """Traces of every recorded row on every problem.
+
+    Raises:
+        TraceError: the server sent none.
+    """
+    found = []
+    for index, problem in enumerate(questions):
+        for row in RECORDED:
+            _, result = ask(client, row, problem, index, temperature, trace=True)
+            if result.trace is None:
+                raise TraceError("the server sent no trace")
+            found.append(Trace.from_json(result.trace))
+    return found
+
+
+def predicted(scenario: Scenario) -> dict[str, float]:
+    """Speedup by the name of the row."""
+    return {row_of(*shape).name: _gain(scenario, *shape) for shape in SHAPES}
+
+
+def _gain(scenario: Scenario, max_depth: int, width: int) -> float:
+    return plan(scenario, (max_depth,), (width,))[0].speedup
+
+
+def lines_of(scenario: Scenario, found: Mapping[str, ModeReport]) -> list[dict[str, Any]]:
+    """A line for each shape: both predictions, and what was measured."""
+    before = predicted(scenario)
+    lines = []
+    for depth, width in SHAPES:
+        name = row_of(depth, width).name
+        measured = found[name]
+        alpha = measured.step_acceptance_rate or 0.0
+        after = _gain(replace(scenario, acceptance_rate=acceptance_of_each(alpha, width)), depth, width)
+        lines.append(
+            {
+                "max_depth": depth,
+                "width": width,
+                "predicted": round(before[name], 4),
+                "alpha": round(alpha, 4),
+                "predicted_at_alpha": round(after, 4),
+                "speedup": round(measured.speedup, 4),
+                "speedup_low": round(measured.speedup_low, 4),
+                "speedup_high": round(measured.speedup_high, 4),
+                "off": round(before[name] / measured.speedup - 1.0, 4),
+                "off_at_alpha": round(after / measured.speedup - 1.0, 4),
+            }
+        )
+    return lines
+
+
+def main(
+    num_recorded: Annotated[int, typer.Option("--recorded", min=2, help="Problems to fit to.")] = 12,
+    num_problems: Annotated[int, typer.Option("--problems", min=1, help="Other problems, answered by every row.")] = 30,
+    cores: Annotated[
+        float | None, typer.Option(min=1.0, help="Cores that the roles share; by default measured, as traces do not tell.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, max=5.0)] = 0.6,
+    output: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("out/planner.json"),
+) -> None:
+    """Print a table, and one JSON line a row."""
+    console = console_of_any_width()
+    spec = demo_spec()
+    rows = [row_of(depth, width) for depth, width in SHAPES]
+    first, *questions = islice(problems(PROBLEM_SEED, "test"), 1 + num_recorded + num_problems)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lookahead-planner-")))
+        server = stack.enter_context(serving(spec, folder))
+        client = stack.enter_context(Client(server.grpc_url))
+        for row in (*RECORDED, *rows):  # a row that is refused fails here
+            ask(client, row, first, 0, temperature)
+        cores = cores or measure_hardware(server, spec, first).num_cores
+        scenario = fit(record(client, questions[:num_recorded], temperature), cores)
+        samples = compare({None: client}, (BASELINE, *rows), questions[num_recorded:], temperature, console)
+    lines = lines_of(scenario, report(samples, BASELINE.name))
+    show(console, f"{num_recorded} problems recorded, {num_problems} others measured, temperature {temperature:g}", lines)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps({"scenario": asdict(scenario), "rows": lines}, indent=2) + "\n", encoding="utf-8")
+    for line in lines:
+        console.print(json.dumps(line), soft_wrap=True, highlight=False, markup=False)
+
+
+def show(console: Console, title: str, lines: Sequence[Mapping[str, Any]]) -> None:
+    table = Table(
+        "depth x width", "predicted", "measured (95 %)", "off by", "α measured", "predicted at it", "off by", title=title
+    )
+    for one in lines:
+        gain = f"{one['speedup']:.2f} ({one['speedup_low']:.2f} to {one['speedup_high']:.2f})"
+        shape = f"{one['max_depth']} x {one['width']}"
+        by_then = (f"{one['alpha']:.2f}", f"{one['predicted_at_alpha']:.2f}", f"{one['off_at_alpha']:+.0%}")
+        table.add_row(shape, f"{one['predicted']:.2f}", gain, f"{one['off']:+.0%}", *by_then)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
