@@ -31,7 +31,7 @@ from pathlib import Path
 
 SHM_DIR = Path("/dev/shm")
 KILLED_BY_GUARD = 137
-LOOK_S = 0.2
+LOOK_S = 0.02
 LAUNCHER_GRACE_S = 3.0
 """For what started the server to end once the server has; then it is killed with what it waits for."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -101,8 +101,10 @@ def _text(path: Path) -> str:
 
 
 def _runs(pid: int, name: str) -> bool:
-    """Whether a process is this program, or a script of this name."""
-    return name in {part.rsplit("/", 1)[-1] for part in _text(Path(f"/proc/{pid}/cmdline")).split("\0")[:2]}
+    """Whether a process is this program, or a script of this name; also when it has ended and nobody has reaped it."""
+    words = _text(Path(f"/proc/{pid}/cmdline")).split("\0")[:2]
+    # The kernel keeps of an ended process no words, and of a name 15 characters.
+    return name in {word.rsplit("/", 1)[-1] for word in words} or _text(Path(f"/proc/{pid}/comm")).strip() == name[:15]
 
 
 class _Program:
