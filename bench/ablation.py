@@ -88,6 +88,7 @@ def all_rows(config: LoopConfig, other_threads: Iterable[int] = ()) -> tuple[Row
         "lr depth auto": {"max_depth": 8, "depth": "auto"},
         "lr min_chance 0": {"min_chance": 0.0},
         "lr min_chance 0.6": {"min_chance": 0.6},
+        "lr draft_run_tokens 0": {"draft_run_tokens": 0},
         "lr width 2": {"width": 2},
         "lr width 4": {"width": 4},
         "lr segmenter sentence": {"segmenter": "sentence"},

@@ -37,8 +37,8 @@ from lr_backend.plan.simulation import Scenario
 from lr_backend.plan.table import plan
 from lr_backend.trace.schema import Trace
 
-FIXED: Mapping[str, Any] = {"mode": "lr", "verifier": "judge", "min_chance": 0.0}
-"""What the simulated loop does: ask the judge of every step, and look ahead whatever the chances."""
+FIXED: Mapping[str, Any] = {"mode": "lr", "verifier": "judge", "min_chance": 0.0, "draft_run_tokens": 0}
+"""What the simulated loop does: ask the judge of every step, look ahead whatever the chances, and draft a step a call."""
 BASELINE = Row("ar", {"mode": "ar"})
 RECORDED = (BASELINE, *(Row(f"recorded, depth {depth}", {**FIXED, "max_depth": depth}) for depth in (1, 4)))
 SHAPES = ((1, 1), (2, 1), (3, 1), (4, 1), (8, 1), (4, 2))

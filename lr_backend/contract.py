@@ -193,6 +193,7 @@ LOOKAHEAD_INPUTS: tuple[TensorSpec, ...] = (
     _field("max_depth", "INT32"),
     _field("depth", "STRING"),
     _field("min_chance", "FP32"),
+    _field("draft_run_tokens", "INT32"),
     _field("width", "INT32"),
     _field("num_draft_tokens", "INT32"),
     _field("draft_length", "STRING"),

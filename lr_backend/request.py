@@ -150,6 +150,8 @@ class LookaheadRequest(BaseModel):
         depth: ``auto`` chooses a depth up to ``max_depth`` at every step by measurement; ``deterministic`` keeps it fixed.
         min_chance: look ahead below a drafted step only while it, and those above it, are likely to be accepted: with this
             probability at least, learned from how sure the draft was of like steps. 0: always; ``deterministic`` keeps it 0.
+        draft_run_tokens: tokens that one call of the draft may write, step after step; 0: a call a step. Pays where a call's
+            hand-over takes longer than the draft takes for another step.
         width: candidate steps at each position.
         num_draft_tokens: token drafts in one verification, at most.
         draft_length: ``auto`` chooses their number, up to ``num_draft_tokens``, by how many were accepted of late; those of the
@@ -184,6 +186,7 @@ class LookaheadRequest(BaseModel):
     max_depth: int = Field(default=4, ge=0, le=16)
     depth: DepthPolicy = DepthPolicy.FIXED
     min_chance: float = Field(default=0.0, ge=0.0, le=1.0, allow_inf_nan=False)
+    draft_run_tokens: int = Field(default=0, ge=0, le=4096)
     width: int = Field(default=1, ge=1, le=8)
     num_draft_tokens: int = Field(default=8, ge=0, le=64)
     draft_length: DraftLengthPolicy = DraftLengthPolicy.FIXED

@@ -22,6 +22,17 @@ class StepEnd(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Tail:
+    """What an engine call has written past the end of a step: the beginning of the next, with log-probabilities if asked for."""
+
+    ids: tuple[int, ...] = ()
+    log_probs: tuple[float, ...] = ()
+
+
+NO_TAIL = Tail()
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """One reasoning step: its token ids, the ending token included."""
 
@@ -33,6 +44,8 @@ class Step:
     """Nothing is speculated below: the step ends the answer or the reasoning, or touches a tool call."""
     log_prob: float | None = field(default=None, compare=False)
     """Log-probability of all its tokens together under the model that wrote it, where that was asked for."""
+    tail: Tail = field(default=NO_TAIL, compare=False)
+    """Where its writer was let run on: what came after it in the same call."""
 
 
 class StepTokenizer(Protocol):

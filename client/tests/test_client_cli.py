@@ -105,7 +105,7 @@ def test_the_closing_line_says_what_audits_found() -> None:
 def test_options_reach_the_server(server: FakeServer) -> None:
     flags = (
         "--mode lr --temperature 0.5 --top-p 0.5 --top-k 4 --max-tokens 9 --max-depth 2 --depth auto "
-        "--min-chance 0.25 "
+        "--min-chance 0.25 --draft-run-tokens 64 "
         "--width 3 --num-draft-tokens 5 --draft-length auto --ngram-max 6 "
         "--verifier embedding --verifier-threshold 0.5 "
         "--proposer ngram --segmenter sentence --audit-rate 0.25 --risk-budget 0.5 --seed 7 --stop x "
@@ -124,6 +124,7 @@ def test_options_reach_the_server(server: FakeServer) -> None:
         "max_depth": [2],
         "depth": ["auto"],
         "min_chance": [0.25],
+        "draft_run_tokens": [64],
         "width": [3],
         "num_draft_tokens": [5],
         "draft_length": ["auto"],

@@ -295,6 +295,7 @@ class LookaheadLoop:
 
     async def _draft(self, tree: Tree, node: Node) -> Change:
         node.times_s["drafted_started_s"] = self.ledger.now_s()
+        begun = node.begun
         try:
             with self._pace.draft() as work:
                 step = await self._draft_writer.write(
@@ -303,11 +304,14 @@ class LookaheadLoop:
                     sibling=node.sibling,
                     sampling=self._draft_sampling(node.sibling),
                     scored=self._min_chance > 0.0,
+                    begun=begun,
+                    run_tokens=min(self._request.draft_run_tokens, self._end - len(node.prefix) - len(begun.ids)),
                 )
-                work.num_tokens = len(step.ids)
+                work.num_tokens = len(step.ids) + len(step.tail.ids) - len(begun.ids)
         except EngineError:
             return lambda: self._draft_arrived(tree, node, None)
         node.times_s["drafted_finished_s"] = self.ledger.now_s()
+        self._pace.step_tokens.add(len(step.ids))
         self.ledger.num_steps_drafted += 1
         return lambda: self._draft_arrived(tree, node, step)
 

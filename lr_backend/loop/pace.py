@@ -281,12 +281,11 @@ class Pace:
 
     @contextmanager
     def draft(self) -> Iterator[Work]:
-        """The draft writes a step; timed by token if it comes to its end."""
+        """The draft writes; timed by token if it comes to its end."""
         work, started = Work(), self._clock()
         yield work
         if work.num_tokens:
             self.drafted_token_s.add((self._clock() - started) / work.num_tokens)
-            self.step_tokens.add(work.num_tokens)
 
     @contextmanager
     def verdict(self, verifier: VerifierName) -> Iterator[None]:

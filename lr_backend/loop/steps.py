@@ -36,6 +36,7 @@ class StepRules:
         marker_ids: tokens on which a drafted and a target step must agree exactly: those and think-open.
         stop_words: for engine calls that write a step (delimiter tokens and pairs, end ids, think-close).
         end_words: for engine calls that run to the end of the answer.
+        closing_words: for engine calls that write several steps: end ids and think-close.
         sentence_ids: tokens with which a sentence may end.
         sentence_words: ``stop_words`` and those.
         span_words: for engine calls that begin inside a long span: what may close it, and what ends a step even there.
@@ -51,6 +52,7 @@ class StepRules:
     marker_ids: frozenset[int]
     stop_words: IntArray
     end_words: IntArray
+    closing_words: IntArray
     sentence_ids: frozenset[int]
     sentence_words: IntArray
     span_words: Mapping[Span, IntArray]
@@ -101,6 +103,7 @@ class StepRules:
             marker_ids=closing | (frozenset() if think_open_id is None else {think_open_id}),
             stop_words=encode_stop_words(words),
             end_words=encode_stop_words(_singles(sorted(ends))),
+            closing_words=encode_stop_words(always),
             sentence_ids=frozenset(sentence_ids),
             sentence_words=with_tokens(words, sentence_ids),
             span_words={span: span_words(span) for span in LONG_SPANS},

@@ -28,7 +28,7 @@ def build_trace(request: LookaheadRequest, request_id: str, finish_reason: Finis
 def _call(span: CallSpan, ledger: Ledger, ends: Sequence[int]) -> Call:
     assert span.finished_s is not None, "the request has not ended"
     job = span.job
-    num_committed = _num_within_step(span, ends)
+    num_committed = _num_within_step(span, _last_index(span, ledger), ends)
     if span.failed or span.cancelled:
         outcome = CallOutcome.FAILED if span.failed else CallOutcome.CANCELLED
     elif job is None:
@@ -64,15 +64,26 @@ def _verified(span: CallSpan) -> CallOutcome:
     return CallOutcome.ACCEPTED if span.num_accepted else CallOutcome.REJECTED
 
 
-def _num_within_step(span: CallSpan, ends: Sequence[int]) -> int:
-    """Tokens of a call before the end of the committed step at its index; steps are cut, so a call may bring more.
+def _last_index(span: CallSpan, ledger: Ledger) -> int:
+    """Of the last committed step that a call has written some of: its own, but a call of the draft may run on."""
+    job, index = span.job, span.index
+    if job is None or job.purpose is not Purpose.DRAFTED_STEP:
+        return index
+    node = job.node
+    while (move := ledger.moves.get(index + 1)) is not None and move.position is node and move.winner in node.children[:1]:
+        index, node = index + 1, node.children[0]
+    return index
+
+
+def _num_within_step(span: CallSpan, index: int, ends: Sequence[int]) -> int:
+    """Tokens of a call before the end of the committed step at ``index``; steps are cut, so a call may bring more.
 
     Args:
         ends: number of tokens up to the end of each committed step, the prompt included.
     """
-    if span.index >= len(ends):
+    if index >= len(ends):
         return 0
-    return min(max(0, ends[span.index] - span.num_prompt_tokens), span.num_tokens)
+    return min(max(0, ends[index] - span.num_prompt_tokens), span.num_tokens)
 
 
 def _outcome(job: Job, move: Decision | None) -> CallOutcome:

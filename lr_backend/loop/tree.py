@@ -20,7 +20,7 @@ from enum import StrEnum
 import numpy as np
 
 from lr_backend.contract import IntArray
-from lr_backend.step import Step
+from lr_backend.step import NO_TAIL, Step, Tail
 from lr_backend.verify.verdict import Reason, Verdict, settle
 
 
@@ -70,6 +70,12 @@ class Node:
     def closed(self) -> bool:
         """No speculation below: the drafted step ends the answer or the reasoning, or opens a tool call."""
         return self.drafted is not None and self.drafted.closes
+
+    @property
+    def begun(self) -> Tail:
+        """What of this node's drafted step the draft wrote with the one before it; that goes on with its first child."""
+        before = self.parent.drafted if self.parent is not None and self.sibling == 0 else None
+        return before.tail if before is not None else NO_TAIL
 
     def subtree(self) -> Iterator[Node]:
         """This node and all below, parents first."""

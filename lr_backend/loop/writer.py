@@ -24,7 +24,7 @@ from lr_backend.loop.segments import BlankLines, Segmenter, WholeAnswer
 from lr_backend.loop.steps import StepRules
 from lr_backend.propose import Position, Proposal, Proposer
 from lr_backend.propose.draft_length import DraftCosts, DraftLength
-from lr_backend.step import Step
+from lr_backend.step import NO_TAIL, Step, Tail
 
 MAX_EMPTY_ANSWERS = 2
 """An engine that returns nothing this often in a row is taken for dead: something else keeps ending the call."""
@@ -202,6 +202,8 @@ class StepWriter:
         sampling: Sampling | None = None,
         scored: bool = False,
         tally: DraftedTally | None = None,
+        begun: Tail = NO_TAIL,
+        run_tokens: int = 0,
     ) -> Step:
         """The step after ``prefix``, at most ``max_tokens`` long.
 
@@ -211,13 +213,15 @@ class StepWriter:
             sampling: for this step, instead of the writer's own.
             scored: ask for the step's log-probability.
             tally: counts what the target takes over of the drafted step.
+            begun: what is written of the step already; with ``scored``, scored too.
+            run_tokens: tokens that are written past the step's end if need be, in one call, so that the next steps need none of
+                their own; the step's ``tail`` has them. 0: none.
 
         Raises:
             EngineError: the engine failed.
         """
         segment = WholeAnswer(self.rules) if answer else (self.segmenter or BlankLines(self.rules)).begin(prefix)
-        written: list[int] = []
-        log_probs: list[float] = []
+        written, log_probs = list(begun.ids), list(begun.log_probs)
         history = self._history if self.speculation is None or self.speculation.remember else self._new_history()
         num_empty = num_plain = 0
         while (step := segment.cut(written, max_tokens)) is None:
@@ -232,7 +236,10 @@ class StepWriter:
             num_plain = 0 if proposed else num_plain + 1
             room = min(max_tokens - len(written), rules.max_tokens)
             budget = len(proposed) + 1 if proposed else min(room, self._plain_tokens(num_plain, history.payoff))
-            generation = await self._call(context, proposed, budget, sibling, sampling or self.sampling, rules.stop_words, scored)
+            stop_words = rules.stop_words
+            if (left := run_tokens - (len(written) - len(begun.ids))) > 0:
+                budget, stop_words = left, self.rules.closing_words
+            generation = await self._call(context, proposed, budget, sibling, sampling or self.sampling, stop_words, scored)
             if proposed:
                 self.ledger.drafts_verified(proposed, generation.token_ids, proposal.call_id)
                 history.verified(proposal, proposed, generation.token_ids)
@@ -245,8 +252,10 @@ class StepWriter:
                 raise EngineUnavailable(f"the {self.role.value} engine keeps answering with no tokens")
             written.extend(generation.token_ids)
             log_probs.extend(generation.log_probs)
+        count = len(step.ids)
         complete = scored and len(log_probs) == len(written)
-        return replace(step, log_prob=math.fsum(log_probs[: len(step.ids)])) if complete else step
+        tail = Tail(tuple(written[count:]), tuple(log_probs[count:])) if run_tokens else NO_TAIL
+        return replace(step, log_prob=math.fsum(log_probs[:count]) if complete else None, tail=tail)
 
     async def _propose(self, position: Position) -> Proposal:
         return NOTHING if self.speculation is None else await self.speculation.proposer(position)

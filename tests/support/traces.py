@@ -18,6 +18,7 @@ shapes = st.fixed_dictionaries(
     {
         "mode": st.sampled_from(list(Mode)),
         "max_depth": st.integers(0, 5),
+        "draft_run_tokens": st.sampled_from([0, 20, 64]),
         "width": st.integers(1, 3),
         "temperature": st.sampled_from([0.0, 0.7]),
         "num_draft_tokens": st.sampled_from([0, 4, 12]),

@@ -35,6 +35,7 @@ shapes = st.fixed_dictionaries(
     {
         "max_depth": st.integers(0, 6),
         "depth": st.sampled_from(["fixed", "auto"]),
+        "draft_run_tokens": st.sampled_from([0, 3, 20, 64]),
         "width": st.integers(1, 3),
         "num_draft_tokens": st.sampled_from([0, 1, 4, 12]),
         "ngram_max": st.integers(1, 4),
@@ -215,6 +216,26 @@ def test_a_deterministic_request_does_not_depend_on_completion_order(
     assert first.completion_ids == second.completion_ids
     assert first.usage.num_steps_accepted == second.usage.num_steps_accepted
     assert first.usage.num_steps_rejected == second.usage.num_steps_rejected
+
+
+@given(salts, agreements, step_modes, shapes, st.sampled_from([1, 9, 40, 400]))
+def test_steps_drafted_in_one_call_are_those_of_a_call_each(
+    salt: int, agreement: float, mode: Mode, shape: dict[str, object], run_tokens: int
+) -> None:
+    """Of a greedy draft; where steps end does not depend on what the calls brought."""
+    world = make_world(salt, agreement, tool_rate=0.2)
+    fields = {"mode": mode, "deterministic": True, **shape}
+    worlds = [world.fresh(), world.fresh()]
+
+    one_each, running = (
+        run_virtual(one.answer(**fields | {"draft_run_tokens": run})) for one, run in zip(worlds, (0, run_tokens), strict=True)
+    )
+
+    assert running.completion_ids == one_each.completion_ids
+    assert running.usage.num_steps_accepted == one_each.usage.num_steps_accepted
+    assert running.usage.num_steps_rejected == one_each.usage.num_steps_rejected
+    for recorded in worlds[1].draft.calls:
+        assert len(recorded.call.input_ids) + recorded.call.max_new_tokens <= len(PROMPT) + fields["max_tokens"]
 
 
 @given(salts, modes, shapes, salts, st.floats(0, 1))

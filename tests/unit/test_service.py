@@ -168,6 +168,7 @@ BAD_FIELDS = [
     *[("mode", value) for value in ("", "LR", "fast", "lr-sd")],
     *[("max_depth", value) for value in (-1, 17, 2**31 - 1)],
     *[("depth", value) for value in ("", "deep", "AUTO")],
+    *[("draft_run_tokens", value) for value in (-1, 4097)],
     *[("min_chance", value) for value in (-0.1, 1.5, float("nan"))],
     *[("width", value) for value in (0, -1, 9)],
     *[("num_draft_tokens", value) for value in (-1, 65)],

@@ -12,9 +12,11 @@ from lr_backend.engine import GREEDY, Role
 from lr_backend.loop.ledger import Ledger
 from lr_backend.loop.pace import Average
 from lr_backend.loop.steps import StepRules
+from lr_backend.loop.tree import append
 from lr_backend.loop.writer import DraftedTally, Payoff, StepWriter, TokenSpeculation
 from lr_backend.propose import by_lookup
 from lr_backend.propose.draft_length import DraftCosts
+from lr_backend.step import Step, StepEnd
 from lr_backend.testing import RecordedCall, ScriptedEngine, run_virtual
 
 END = 999
@@ -133,3 +135,42 @@ def test_a_tally_counts_what_the_target_takes_over_of_the_drafted_step() -> None
     assert tally.share(4) == 0.75
     tally.verified((1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 3, 4, 5))
     assert tally.share(4) == 1.0
+
+
+def test_a_call_that_runs_on_leaves_its_rest_to_the_next_step() -> None:
+    """Steps of three tokens, the last of them 9; the answer ends after three steps."""
+
+    def threes(context: tuple[int, ...], seed: int) -> int:
+        position = len(context) - len(PREFIX)
+        return END if position == 9 else 9 if position % 3 == 2 else 8
+
+    rules = StepRules.build("\n\n", {9: "\n\n"}, [END])
+    engine = ScriptedEngine(threes)
+    writer = StepWriter(engine, Role.DRAFT, rules, GREEDY, 0, "r", Ledger(lambda: 0.0, len(PREFIX)))
+
+    async def run() -> list[Step]:
+        steps = [Step((), StepEnd.DELIMITER)]
+        prefix = PREFIX
+        for _ in range(4):
+            steps.append(await writer.write(prefix, 5, begun=steps[-1].tail, run_tokens=7, scored=True))
+            prefix = append(prefix, steps[-1])
+        return steps[1:]
+
+    steps = run_virtual(run())
+    assert [step.ids for step in steps] == [(8, 8, 9)] * 3 + [(END,)]
+    assert [len(step.tail.ids) for step in steps] == [4, 1, 1, 0]
+    assert all(step.log_prob is not None and len(step.tail.log_probs) == len(step.tail.ids) for step in steps)
+    # Two steps and the first token of the third in one call; the end of the answer stops the other.
+    assert [len(recorded.call.input_ids) - len(PREFIX) for recorded in engine.calls] == [0, 7]
+
+
+def test_a_run_shorter_than_the_step_is_followed_by_a_call_to_its_end() -> None:
+    rules = StepRules.build("\n\n", {300: "\n\n"}, [END])
+    engine = ScriptedEngine(counting)
+    writer = StepWriter(engine, Role.DRAFT, rules, GREEDY, 0, "r", Ledger(lambda: 0.0, len(PREFIX)))
+
+    step = run_virtual(writer.write(PREFIX, 400, run_tokens=20))
+
+    assert step.ids == tuple(range(10, 301))
+    assert not step.tail.ids
+    assert [recorded.call.max_new_tokens for recorded in engine.calls] == [20, 380]

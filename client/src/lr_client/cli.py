@@ -54,6 +54,9 @@ def ask(
     min_chance: Annotated[
         float | None, typer.Option(help="Look ahead below steps accepted with this probability at least.")
     ] = None,
+    draft_run_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of one draft call; 0: one step.")
+    ] = None,
     width: Annotated[int | None, typer.Option(help="Candidate steps at each position.")] = None,
     num_draft_tokens: Annotated[
         str | None,
@@ -111,6 +114,7 @@ def ask(
         max_depth=max_depth,
         depth=depth,
         min_chance=min_chance,
+        draft_run_tokens=draft_run_tokens,
         width=width,
         num_draft_tokens=_number_or_auto(num_draft_tokens, "--num-draft-tokens"),
         draft_length=draft_length,

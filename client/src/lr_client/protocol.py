@@ -53,6 +53,7 @@ INPUTS: dict[str, str] = {
     "max_depth": "INT32",
     "depth": "BYTES",
     "min_chance": "FP32",
+    "draft_run_tokens": "INT32",
     "width": "INT32",
     "num_draft_tokens": "INT32",
     "draft_length": "BYTES",

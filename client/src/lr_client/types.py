@@ -34,6 +34,7 @@ class Options:
         max_depth: steps drafted ahead of the last committed one.
         depth: ``fixed``, or ``auto``: at most ``max_depth``, as far as measurements say that it pays.
         min_chance: look ahead only below drafted steps accepted with this probability at least; 0: always.
+        draft_run_tokens: tokens that one call of the draft may write, step after step; 0: a call a step.
         width: candidate steps at each position.
         num_draft_tokens: token drafts in one verification, at most; ``"auto"`` says ``draft_length="auto"``.
         draft_length: ``fixed``, or ``auto``: at most ``num_draft_tokens``, as many as bring most by what was
@@ -69,6 +70,7 @@ class Options:
     max_depth: int | None = None
     depth: str | None = None
     min_chance: float | None = None
+    draft_run_tokens: int | None = None
     width: int | None = None
     num_draft_tokens: int | Literal["auto"] | None = None
     draft_length: str | None = None
