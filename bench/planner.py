@@ -13,6 +13,7 @@ is what a planner is for, and with that of the measured ones, which tells what i
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -104,7 +105,8 @@ def main(
     num_recorded: Annotated[int, typer.Option("--recorded", min=2, help="Problems to fit to.")] = 12,
     num_problems: Annotated[int, typer.Option("--problems", min=1, help="Other problems, answered by every row.")] = 30,
     cores: Annotated[
-        float | None, typer.Option(min=1.0, help="Cores that the roles share; by default measured, as traces do not tell.")
+        float | None,
+        typer.Option(min=1.0, help="Cores that roles and calls share; by default the machine's, or fewer if it behaves so."),
     ] = None,
     temperature: Annotated[float, typer.Option(min=0.0, max=5.0)] = 0.6,
     output: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("out/planner.json"),
@@ -120,7 +122,8 @@ def main(
         client = stack.enter_context(Client(server.grpc_url))
         for row in (*RECORDED, *rows):  # a row that is refused fails here
             ask(client, row, first, 0, temperature)
-        cores = cores or measure_hardware(server, spec, first).num_cores
+        # Two roles may not slow each other down where two and the hand-over of a call do.
+        cores = cores or measure_hardware(server, spec, first).num_cores or os.cpu_count()
         scenario = fit(record(client, questions[:num_recorded], temperature), cores)
         samples = compare({None: client}, (BASELINE, *rows), questions[num_recorded:], temperature, console)
     lines = lines_of(scenario, report(samples, BASELINE.name))

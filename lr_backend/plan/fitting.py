@@ -7,7 +7,8 @@ longer an iteration took just then, are those of its passes alone:
     effective seconds = call_s + passes * token_s
 
 with one ``call_s`` for both roles: weighted least squares, for the ``crowding`` that leaves the least error. What a call takes
-beside its tokens (hand-over, queue, prefill of what is not cached) ends up in ``call_s``. Pure.
+beside its tokens (hand-over, queue, prefill of what is not cached) ends up in ``call_s``; on shared cores it takes time from the
+others, so that the fit is made again with what it has found. Pure.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ MAX_SPREAD = 0.95
 MAX_CROWDING = 2.0
 """At 1 a batch already takes as long as its sequences one after another."""
 GRID = 21
+ROUNDS = 4
+"""Fits, each with the hand-over that the one before has found."""
 SINGULAR = 1e-9
 RELATIVE_ERROR = 0.05
 """What a call's time is off by, beside the up to one iteration that it waits to join a batch."""
@@ -51,26 +54,24 @@ def fit(traces: Sequence[Trace], num_cores: float | None = None) -> Scenario:
     Raises:
         TraceError: no trace with lookahead, too few calls to fit, or no drafted step that was compared.
     """
+    return _fit(traces, num_cores)[0]
+
+
+def _fit(traces: Sequence[Trace], num_cores: float | None) -> tuple[Scenario, list[_Recorded]]:
     ahead = [trace for trace in traces if any(call.purpose is Purpose.DRAFTED_STEP for call in trace.calls)]
     if not ahead:
         raise TraceError(
             f"no trace with lookahead among {len(traces)}: record some in mode lr or lr_sd, with max_depth of 1 or more"
         )
     alpha = acceptance_rate(ahead)
-    recorded = _with_timelines(traces, num_cores)
-    target, draft = (_Timed.of(recorded, role, _decodes) for role in (Role.TARGET, Role.DRAFT))
-    for found in (target, draft):
-        if len(found) < MIN_CALLS:
-            what = f"{len(found)} completed calls of the {found.role.value} without token drafts"
-            raise TraceError(f"too few calls: {what}, {MIN_CALLS} needed")
-    times = _fit_times(target, draft)
+    times, recorded = _times(traces, num_cores)
     lengths = [length for trace in ahead for length in _step_lengths(trace)]
     mean = fmean(lengths)
-    return Scenario(
+    scenario = Scenario(
         acceptance_rate=alpha,
         target_token_s=times.target_token_s,
         draft_token_s=times.draft_token_s,
-        verdict_s=_verdict_s(recorded, times),
+        verdict_s=_verdict_s(recorded, times.call_s, times.crowding),
         crowding=times.crowding,
         call_s=times.call_s,
         num_cores=num_cores,
@@ -79,6 +80,7 @@ def fit(traces: Sequence[Trace], num_cores: float | None = None) -> Scenario:
         num_steps=max(1, round(fmean(len(_step_lengths(trace)) for trace in ahead))),
         answer_tokens=round(fmean(_answer_length(trace) for trace in ahead)),
     )
+    return scenario, recorded
 
 
 def fit_by_verifier(traces: Sequence[Trace], num_cores: float | None = None) -> dict[VerifierName, Scenario]:
@@ -87,17 +89,16 @@ def fit_by_verifier(traces: Sequence[Trace], num_cores: float | None = None) -> 
     Raises:
         TraceError: as :func:`fit`.
     """
-    scenario = fit(traces, num_cores)
-    times = _Times(scenario.call_s, scenario.target_token_s, scenario.crowding, scenario.draft_token_s)
-    groups: dict[VerifierName, list[Trace]] = {}
-    for trace in traces:
+    scenario, recorded = _fit(traces, num_cores)
+    groups: dict[VerifierName, list[_Recorded]] = {}
+    for trace, timeline in recorded:
         if any(_trials(record, trace) for record in trace.steps):
-            groups.setdefault(trace.request.effective_verifier, []).append(trace)
+            groups.setdefault(trace.request.effective_verifier, []).append((trace, timeline))
     return {
         name: replace(
             scenario,
-            acceptance_rate=acceptance_rate(group),
-            verdict_s=_verdict_s(_with_timelines(group, num_cores), times),
+            acceptance_rate=acceptance_rate(trace for trace, _ in group),
+            verdict_s=_verdict_s(group, scenario.call_s, scenario.crowding),
         )
         for name, group in groups.items()
     }
@@ -169,7 +170,7 @@ class _Timeline:
 
     Attributes:
         edges_ms: where calls start and end, ascending, shape [N].
-        counts: calls of each role in flight from each edge to the next, shape [N - 1].
+        counts: calls of each role that decode from each edge to the next, shape [N - 1].
         slowdowns: how much longer everything took there, the cores being shared; shape [N - 1].
     """
 
@@ -178,14 +179,28 @@ class _Timeline:
     slowdowns: Floats
 
     @classmethod
-    def of(cls, calls: Sequence[Call], num_cores: float | None) -> _Timeline:
-        edges = np.unique([time for call in calls for time in call.interval])
+    def of(
+        cls, calls: Sequence[Call], num_cores: float | None, call_s: float = 0.0, before: _Timeline | None = None
+    ) -> _Timeline:
+        """Args: before: the timeline as it was known until now, which says how long a hand-over of ``call_s`` took."""
+        starts, ends = (np.array([call.interval[side] for call in calls]) for side in (0, 1))
+        # A call is handed over, and then it decodes.
+        joined = starts if before is None else np.minimum(before.after(starts, call_s), ends)
+        edges = np.unique(np.concatenate([starts, joined, ends]))
         counts = {role: np.zeros(max(0, len(edges) - 1)) for role in Role}
-        for call in calls:
-            first, last = np.searchsorted(edges, call.interval)
-            counts[call.role][first:last] += 1.0
-        num_busy = sum((count > 0.0).astype(float) for count in counts.values())
-        return cls(edges, counts, np.maximum(1.0, num_busy / (num_cores or len(Role))))
+        num_busy = np.zeros(max(0, len(edges) - 1))
+        for call, span in zip(calls, np.searchsorted(edges, np.stack([starts, joined, ends], axis=1)), strict=True):
+            num_busy[span[0] : span[1]] += 1.0
+            counts[call.role][span[1] : span[2]] += 1.0
+        num_busy += sum((count > 0.0).astype(float) for count in counts.values())
+        return cls(edges, counts, np.maximum(1.0, num_busy / num_cores) if num_cores else np.ones_like(num_busy))
+
+    def after(self, starts_ms: Floats, seconds: float) -> Floats:
+        """When work of so many seconds, had it been alone, is done that begins at ``starts_ms``."""
+        passed = np.concatenate([[0.0], np.cumsum(np.diff(self.edges_ms) / self.slowdowns)])
+        begun: Floats = np.interp(starts_ms, self.edges_ms, passed)
+        found: Floats = np.interp(begun + 1e3 * seconds, passed, self.edges_ms)
+        return found
 
     def effective_s(self, bounds: Indices, role: Role, crowding: float) -> Floats:
         """Seconds that calls of one role would have taken alone.
@@ -235,10 +250,15 @@ class _Timed:
 
 
 _Recorded = tuple[Trace, _Timeline]
+"""A trace and what ran when in it."""
 
 
-def _with_timelines(traces: Iterable[Trace], num_cores: float | None) -> list[_Recorded]:
-    return [(trace, _Timeline.of(trace.calls, num_cores)) for trace in traces]
+def _with_timelines(
+    traces: Iterable[Trace], num_cores: float | None, call_s: float = 0.0, before: Sequence[_Recorded] | None = None
+) -> list[_Recorded]:
+    """Each trace with what ran when; ``before``: as it was known until now, for the same traces."""
+    lines = [None] * len(list(traces)) if before is None else [line for _, line in before]
+    return [(trace, _Timeline.of(trace.calls, num_cores, call_s, line)) for trace, line in zip(traces, lines, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +280,20 @@ def _decodes(call: Call) -> bool:
 
 def _judges(call: Call) -> bool:
     return call.purpose is Purpose.VERDICT
+
+
+def _times(traces: Sequence[Trace], num_cores: float | None) -> tuple[_Times, list[_Recorded]]:
+    """Raises: TraceError: too few calls to fit."""
+    recorded = _with_timelines(traces, num_cores)
+    for _ in range(ROUNDS):
+        target, draft = (_Timed.of(recorded, role, _decodes) for role in (Role.TARGET, Role.DRAFT))
+        for found in (target, draft):
+            if len(found) < MIN_CALLS:
+                what = f"{len(found)} completed calls of the {found.role.value} without token drafts"
+                raise TraceError(f"too few calls: {what}, {MIN_CALLS} needed")
+        times = _fit_times(target, draft)
+        recorded = _with_timelines(traces, num_cores, times.call_s, recorded)
+    return times, recorded
 
 
 def _fit_times(target: _Timed, draft: _Timed) -> _Times:
@@ -310,8 +344,8 @@ def _non_negative(rows: Floats, wanted: Floats) -> Floats:
         kept.pop(worst)
 
 
-def _verdict_s(recorded: Sequence[_Recorded], times: _Times) -> float:
+def _verdict_s(recorded: Sequence[_Recorded], call_s: float, crowding: float) -> float:
     """Median over the verdicts that took a call, whichever role gave them; 0 where none did."""
     timed = [_Timed.of(recorded, role, _judges) for role in Role]
-    seconds = [second for one in timed if len(one) for second in one.effective_s(times.crowding).tolist()]
-    return max(0.0, median(seconds) - times.call_s) if seconds else 0.0
+    seconds = [second for one in timed if len(one) for second in one.effective_s(crowding).tolist()]
+    return max(0.0, median(seconds) - call_s) if seconds else 0.0

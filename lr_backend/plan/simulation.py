@@ -8,7 +8,8 @@ accepted. Units are free: only ratios of times matter.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -48,9 +49,9 @@ class Scenario:
         verdict_s: a verdict of the judge.
         crowding: how much longer an iteration takes for each further sequence, as a share of its time with one. 0: parallel
             sequences are free.
-        call_s: hand-over of one engine call.
-        num_cores: roles that compute at the same time at full speed; more share. 1.5: two take a third longer than one alone.
-            None: each role has its own device.
+        call_s: what one engine call takes beside its tokens: its hand-over, and its prompt.
+        num_cores: how many compute at the same time at full speed, of the roles and of calls beside their tokens; more share.
+            1.5: two take a third longer than one alone. None: each role has its own device, and a call holds nobody up.
         step_tokens: mean length of a step.
         step_spread: steps are as long as that, give or take this share, uniformly.
         num_steps: steps of an answer.
@@ -121,14 +122,32 @@ class Prediction:
 
 
 class Cores:
-    """What roles compute on: with more of them busy than there are, each slows down alike."""
+    """What roles compute on and calls are handed over by: with more busy than there are, each slows down alike."""
+
+    SLICES = 4
+    """Of a call's time, after each of which it is seen how many are busy by then."""
 
     def __init__(self, num_cores: float | None) -> None:
         self._num_cores = num_cores
-        self.num_busy = 0
+        self._num_busy = 0
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """One more computes."""
+        self._num_busy += 1
+        try:
+            yield
+        finally:
+            self._num_busy -= 1
 
     def slowdown(self) -> float:
-        return 1.0 if self._num_cores is None else max(1.0, self.num_busy / self._num_cores)
+        return 1.0 if self._num_cores is None else max(1.0, self._num_busy / self._num_cores)
+
+    async def work(self, seconds: float) -> None:
+        """Take so long, or longer where others are busy."""
+        with self.busy():
+            for _ in range(self.SLICES):
+                await asyncio.sleep(seconds / self.SLICES * self.slowdown())
 
 
 @dataclass(eq=False)
@@ -159,7 +178,7 @@ class BatchingEngine:
     async def generate(self, call: EngineCall) -> Generation:
         generation = self._write(call)
         if self._call_s:
-            await asyncio.sleep(self._call_s)
+            await self._cores.work(self._call_s)
         sequence = _Sequence(1 if call.draft_ids is not None else len(generation.token_ids))
         self._batch.append(sequence)
         if self._runner is None or self._runner.done():
@@ -190,20 +209,19 @@ class BatchingEngine:
                     return Generation(tuple(written), len(drafts), max(0, len(written) - 1) if drafts else 0)
 
     async def _iterate(self) -> None:
-        self._cores.num_busy += 1
-        while self._batch:
-            running = list(self._batch)
-            self.num_iterations += 1
-            self.num_rows += len(running)
-            await asyncio.sleep(self._iteration_s(len(running)) * self._cores.slowdown())
-            for sequence in running:
-                sequence.num_passes -= 1
-                if sequence.num_passes <= 0 and not sequence.done.done():
-                    sequence.done.set_result(None)
-                    if sequence in self._batch:
-                        self._batch.remove(sequence)
-            await asyncio.sleep(0)  # whoever was answered may join the next iteration
-        self._cores.num_busy -= 1
+        with self._cores.busy():
+            while self._batch:
+                running = list(self._batch)
+                self.num_iterations += 1
+                self.num_rows += len(running)
+                await asyncio.sleep(self._iteration_s(len(running)) * self._cores.slowdown())
+                for sequence in running:
+                    sequence.num_passes -= 1
+                    if sequence.num_passes <= 0 and not sequence.done.done():
+                        sequence.done.set_result(None)
+                        if sequence in self._batch:
+                            self._batch.remove(sequence)
+                await asyncio.sleep(0)  # whoever was answered may join the next iteration
 
 
 def simulate(scenario: Scenario, policy: Policy, seed: int = 0, *, trace: bool = False) -> Prediction:
