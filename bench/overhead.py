@@ -27,6 +27,7 @@ from rich.table import Table
 
 from demo.problems import problems
 from demo.run import demo_spec, serving
+from lr_backend.build.base import Layout
 from lr_backend.build.spec import TorchDeployment
 from lr_backend.engine import Role
 from lr_backend.torch_engine.random_checkpoint import write_random_checkpoint
@@ -122,7 +123,10 @@ def measure(spec: TorchDeployment, questions: Sequence[str], max_tokens: int) ->
 
 def measure_both(num_problems: int) -> dict[str, Overhead]:
     """With the random large target, and with the demo's own."""
-    spec, questions = demo_spec(), [problem.question for problem in islice(problems(5, "test"), num_problems + 1)]
+    spec, questions = (
+        demo_spec(Layout.PROCESS_A_ROLE),
+        [problem.question for problem in islice(problems(5, "test"), num_problems + 1)],
+    )
     with tempfile.TemporaryDirectory() as folder:
         return {
             "100 M random": measure(

@@ -21,6 +21,7 @@ from rich.table import Table
 from bench.engine import device_line
 from demo.problems import problems
 from demo.run import ask, demo_spec, serving
+from lr_backend.build.base import Layout
 from lr_backend.engine import Role
 from lr_backend.torch_engine.config import EngineConfig
 
@@ -44,7 +45,7 @@ def main(
     temperature: Annotated[float, typer.Option(help="of target and draft")] = 0.6,
 ) -> None:
     """Print a table of seconds and one JSON line."""
-    console, spec = Console(width=120), demo_spec()
+    console, spec = Console(width=120), demo_spec(Layout.PROCESS_A_ROLE)
     models = ("lookahead", *(role.value for role in Role))
     questions = list(islice(problems(2025, "test"), num_problems + 1))
     rows: dict[str, dict[str, float]] = {}

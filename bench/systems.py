@@ -38,6 +38,7 @@ from bench.plots import draw_realised
 from demo.measure import paired_speedup, rotated
 from demo.problems import problems
 from demo.run import demo_spec, serving
+from lr_backend.build.base import Layout
 from lr_backend.build.spec import TorchDeployment
 from lr_backend.engine import Role
 from lr_backend.loop.depth import ceiling
@@ -173,7 +174,7 @@ def random_deployment(folder: Path, shapes: Mapping[Role, str], *, device: str, 
     On a CPU checkpoints are written, since the decoder in C reads files. On CUDA the engines draw their weights: 32 billion of
     them would need 64 GB of disk.
     """
-    spec = demo_spec()
+    spec = demo_spec(Layout.PROCESS_A_ROLE)
     changed: dict[str, Any] = {}
     for role, name in shapes.items():
         source, checkpoint = spec.checkpoint_dir(role), folder / role.value

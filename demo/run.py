@@ -31,6 +31,7 @@ from tritonclient.utils import np_to_triton_dtype
 from demo.measure import ModeReport, Sample, T, report, rotated
 from demo.problems import Problem, check_answer, problems
 from demo.tokenizer import chat, load_tokenizer
+from lr_backend.build.base import Layout
 from lr_backend.build.repository import build_repository
 from lr_backend.build.spec import DeploymentSpec, TorchDeployment
 from lr_backend.contract import IntArray
@@ -53,11 +54,11 @@ def console_of_any_width() -> Console:
     return console if console.is_terminal else Console(width=PIPED_WIDTH)
 
 
-def demo_spec() -> TorchDeployment:
-    """The deployment of the demo models."""
+def demo_spec(layout: Layout | None = None) -> TorchDeployment:
+    """The deployment of the demo models; ``layout`` instead of its own."""
     spec = DeploymentSpec.load("demo")
     assert isinstance(spec, TorchDeployment)
-    return spec
+    return spec if layout is None else spec.model_copy(update={"server": spec.server.model_copy(update={"layout": layout})})
 
 
 @contextmanager
@@ -211,10 +212,11 @@ def main(
     num_problems: Annotated[int, typer.Option("--problems", min=1)] = 20,
     temperature: Annotated[float, typer.Option(min=0.0, max=5.0)] = 0.6,
     output: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("out/demo.json"),
+    layout: Annotated[Layout | None, typer.Option(help="Of processes, instead of the deployment's.")] = None,
 ) -> None:
     """Serve the demo models and compare the four modes."""
     console = console_of_any_width()
-    spec = demo_spec()
+    spec = demo_spec(layout)
     questions = list(islice(problems(PROBLEM_SEED, "test"), num_problems + 1))
     other_threads = {1, os.cpu_count() or 1} - {spec.target.num_threads}
     with ExitStack() as stack:

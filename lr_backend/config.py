@@ -165,6 +165,8 @@ class LoopConfig(BaseModel):
         accepts_all_drafts: the target's engine can be made to take token drafts as they are and to say how likely they were
             (``draft_acceptance_threshold`` 0 of one call, ``return_log_probs``); the ``likelihood`` verifier needs it. Triton's
             ``tensorrtllm`` cannot: it keeps the threshold a batch, and its context logits exclude draft tokens.
+        engines: parameters of the torch engines that the step loop's own process runs, by role; empty: it calls the server's
+            models of these names by BLS.
         cascade: where the ``cascade`` verifier's cheap score is clear.
         audit: who audits accepted steps, for requests that ask for it (``audit_rate``, ``risk_budget``).
         defaults: request fields taken where a request does not give them.
@@ -191,6 +193,7 @@ class LoopConfig(BaseModel):
     embedding_dir: Path | None = None
     random_asks_judge: bool = False
     accepts_all_drafts: bool = False
+    engines: dict[str, dict[str, str]] = Field(default_factory=dict)
     cascade: Cascade = Cascade()
     audit: AuditSettings = AuditSettings()
     timeouts: Timeouts = Timeouts()

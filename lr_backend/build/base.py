@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -30,6 +31,16 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class Layout(StrEnum):
+    """Which process computes for the step loop."""
+
+    PROCESS_A_ROLE = "process_a_role"
+    """Each of the models target, draft and judge has its own, which the loop calls by BLS."""
+    ONE_PROCESS = "one_process"
+    """The loop's own, which runs their engines too and hands nothing over. Runtime ``torch`` only; the three models are still
+    served beside it, with memory of their own."""
+
+
 class ServerSpec(Section):
     """How tritonserver is run. Times in seconds.
 
@@ -37,8 +48,10 @@ class ServerSpec(Section):
         thread_pool_size: BLS calls that the Python backend has in flight at a time.
         exit_timeout_s: how long a stopping server waits for requests in flight.
         load_timeout_s: how long loading all models may take.
+        layout: which process computes for the step loop.
     """
 
+    layout: Layout = Layout.PROCESS_A_ROLE
     thread_pool_size: int = Field(default=128, ge=CANCEL_RESERVE + 1)
     exit_timeout_s: int = Field(default=30, ge=0, le=3600)
     load_timeout_s: int = Field(default=120, ge=1, le=86400)
@@ -196,6 +209,8 @@ class DeploymentSpec(Section):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
+        if self.server.layout is Layout.ONE_PROCESS and self.runtime != "torch":
+            raise ValueError("server.layout: one_process needs the runtime torch; other engines run where their servers are")
         limits = _checked_loop_config(self).limits
         longest = limits.max_prompt_tokens + limits.max_tokens
         for role in (Role.TARGET, Role.DRAFT):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from lr_backend.build.base import DeploymentSpec, EngineSpec
+from lr_backend.build.base import DeploymentSpec, EngineSpec, Layout
 from lr_backend.engine import Role
 
 
@@ -93,6 +93,11 @@ class TorchDeployment(DeploymentSpec):
     def engine(self, role: Role) -> TorchEngineSpec:
         engine: TorchEngineSpec = getattr(self, role.value)
         return engine
+
+    def runtime_loop_settings(self) -> dict[str, Any]:
+        if self.server.layout is not Layout.ONE_PROCESS:
+            return {}
+        return {"engines": {role.value: self.engine(role).parameters(self.checkpoint_dir(role)) for role in Role}}
 
     @property
     def accepts_all_drafts(self) -> bool:

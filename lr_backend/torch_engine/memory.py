@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +16,23 @@ from lr_backend.torch_engine.checkpoint import ModelSpec
 from lr_backend.torch_engine.config import EngineConfig
 
 CGROUP = Path("/sys/fs/cgroup")
+_M_MMAP_THRESHOLD = -3
+"""glibc's ``malloc.h``."""
+_PIECE, _LARGEST_KEPT = 128 << 10, 32 << 20
+"""glibc's first threshold, and the highest that it comes to by itself."""
+
+
+@contextmanager
+def freed_at_once() -> Iterator[None]:
+    """What is freed inside goes back to the system, not into holes between what stays: glibc raises the size from which it maps
+    a piece on its own with every large one that is freed. Afterwards that size is where it would have come to. Elsewhere
+    nothing happens."""
+    set_option = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: 0)
+    set_option(_M_MMAP_THRESHOLD, _PIECE)
+    try:
+        yield
+    finally:
+        set_option(_M_MMAP_THRESHOLD, _LARGEST_KEPT)
 
 
 def with_kv_budget(config: EngineConfig, spec: ModelSpec, free_bytes: int, *, copies: int) -> EngineConfig:

@@ -18,6 +18,7 @@ from torch import Tensor
 from lr_backend.errors import EngineError
 from lr_backend.torch_engine.attention import Span
 from lr_backend.torch_engine.checkpoint import ModelSpec, TensorFiles, check_length, read_spec
+from lr_backend.torch_engine.memory import freed_at_once
 from lr_backend.torch_engine.native_library import library
 from lr_backend.torch_engine.native_weights import LANES, Matrix, Weights
 from lr_backend.torch_engine.rope import rope_table
@@ -125,7 +126,8 @@ class NativeModel:
         spec = read_spec(checkpoint_dir)
         check_length(spec, max_seq_len, checkpoint_dir)
         files = TensorFiles(checkpoint_dir)
-        model = cls(spec, files, max_seq_len=max_seq_len, num_threads=num_threads, kind=kind)
+        with freed_at_once():
+            model = cls(spec, files, max_seq_len=max_seq_len, num_threads=num_threads, kind=kind)
         files.require_all_read(*(("lm_head.weight",) if spec.tie_word_embeddings else ()))
         return model
 

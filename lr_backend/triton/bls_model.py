@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 import structlog
@@ -27,6 +27,9 @@ from lr_backend.triton.models import load_models
 from lr_backend.triton.service import LookaheadService, triton_code
 from lr_backend.triton.speculation_metrics import SpeculationMetrics
 from lr_backend.triton.threads import share_interpreter
+
+if TYPE_CHECKING:
+    from lr_backend.triton.own_engines import OwnEngines
 
 
 class TritonReplies:
@@ -99,20 +102,31 @@ class TritonPythonModel:
         self._executor = ThreadPoolExecutor(self._config.limits.max_in_flight_calls + CANCEL_RESERVE, "bls")
         self._service: LookaheadService | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._engines: list[BlsEngine] = []
+        self._own = self._open_own()
         self._metrics = AuditMetrics(pb.MetricFamily)
         self._speculation = SpeculationMetrics(pb.MetricFamily, args["model_name"])
+
+    def _open_own(self) -> OwnEngines | None:
+        """The engines that this process runs itself, where it is to."""
+        if not self._config.engines:
+            return None
+        from lr_backend.triton.own_engines import OwnEngines  # torch, which a server of compiled engines has not
+
+        try:
+            return OwnEngines(self._config.engines, pb.MetricFamily)
+        except LookaheadError as error:
+            raise pb.TritonModelException(error.public()) from error
 
     def _start(self) -> LookaheadService:
         """Made by the first request: the gate belongs to the event loop, which runs only from then on."""
         self._loop = asyncio.get_running_loop()
         self._loop.set_default_executor(self._executor)
         gate = CallGate(self._config.limits.max_in_flight_calls)
-        self._engines = [
+        by_bls = [
             BlsEngine(role.value, infer, gate, tokens_per_block=self._config.tokens_per_block)
             for role in (Role.TARGET, Role.DRAFT, Role.JUDGE)
         ]
-        service = LookaheadService(self._config, self._models, Engines(*self._engines))
+        service = LookaheadService(self._config, self._models, self._own.engines if self._own else Engines(*by_bls))
         self._metrics.books = service.audits.books
         service.audits.on_change = self._metrics.touch
         self._speculation.counts = service.drafts
@@ -142,3 +156,5 @@ class TritonPythonModel:
         self._metrics.close()
         self._speculation.close()
         self._executor.shutdown(wait=False, cancel_futures=True)
+        if self._own is not None:
+            self._own.close()

@@ -13,6 +13,7 @@ from lr_client import Client, Options
 
 from demo.problems import problems
 from demo.run import demo_spec, serving
+from lr_backend.build.base import Layout
 from lr_backend.triton.server import TritonServer
 
 pytestmark = pytest.mark.integration
@@ -22,7 +23,7 @@ GREEDY = {"temperature": 0.0, "lossless": True, "max_tokens": 200, "stream": Fal
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    with serving(demo_spec(), tmp_path_factory.mktemp("served") / "repository") as running:
+    with serving(demo_spec(Layout.PROCESS_A_ROLE), tmp_path_factory.mktemp("served") / "repository") as running:
         yield running
 
 

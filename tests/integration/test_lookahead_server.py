@@ -18,6 +18,7 @@ from lr_client import Client, FinishEvent, InvalidRequest, Options, StepEvent, T
 
 from demo.problems import Problem, problems
 from demo.run import demo_spec, serving
+from lr_backend.build.base import Layout
 from lr_backend.request import Usage
 from lr_backend.trace.analysis import analyse
 from lr_backend.trace.html import page
@@ -29,9 +30,15 @@ MODES = ("ar", "sd", "lr", "lr_sd")
 WAIT_S = 120.0
 
 
+@pytest.fixture(scope="module", params=list(Layout))
+def layout(request: pytest.FixtureRequest) -> Layout:
+    """All of it holds whichever process computes."""
+    return Layout(request.param)
+
+
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    with serving(demo_spec(), tmp_path_factory.mktemp("served") / "repository") as running:
+def server(layout: Layout, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    with serving(demo_spec(layout), tmp_path_factory.mktemp("served") / "repository") as running:
         yield running
 
 
@@ -62,8 +69,9 @@ def metrics(server: TritonServer) -> list[str]:
     return lines
 
 
-def counters(server: TritonServer, role: str) -> dict[str, float]:
-    """``lr_engine_*`` of one role."""
+def counters(server: TritonServer, layout: Layout, role: str) -> dict[str, float]:
+    """``lr_engine_*`` of the engine that one role's calls go to."""
+    role = role if layout is Layout.PROCESS_A_ROLE else f"lookahead/{role}"
     lines = metrics(server)
     mine = [line for line in lines if line.startswith("lr_engine_") and f'role="{role}"' in line]
     return {line.split("{")[0]: float(line.rsplit(" ", 1)[1]) for line in mine}
@@ -195,11 +203,13 @@ def test_stop_strings_and_limits(client: Client, questions: list[Problem]) -> No
     assert cut.finish_reason == "stop"
 
 
-def test_branches_share_the_targets_iterations(server: TritonServer, client: Client, questions: list[Problem]) -> None:
+def test_branches_share_the_targets_iterations(
+    server: TritonServer, layout: Layout, client: Client, questions: list[Problem]
+) -> None:
     """Mean target batch above one in ``lr``, by the engine's own counters, with one request at a time."""
 
     def rows_and_iterations() -> tuple[float, float]:
-        now = counters(server, "target")
+        now = counters(server, layout, "target")
         return now["lr_engine_batch_rows_total"], now["lr_engine_iterations_total"]
 
     def settle() -> tuple[float, float]:
@@ -268,13 +278,15 @@ def test_many_at_once_each_get_their_own_answer(client: Client, questions: list[
     assert sum(len(set(same)) - 1 for same in texts.values()) <= 1
 
 
-def test_a_cancelled_stream_stops_all_engine_work(server: TritonServer, client: Client, questions: list[Problem]) -> None:
+def test_a_cancelled_stream_stops_all_engine_work(
+    server: TritonServer, layout: Layout, client: Client, questions: list[Problem]
+) -> None:
     with client.stream(questions[1].question, Options(mode="lr_sd", max_tokens=1000, temperature=1.5)) as stream:
         next(stream)
 
     tick = threading.Event()
     for _ in range(60):
-        running = [counters(server, role).get("lr_engine_running", 0) for role in ("target", "draft", "judge")]
+        running = [counters(server, layout, role).get("lr_engine_running", 0) for role in ("target", "draft", "judge")]
         if not any(running):
             break
         tick.wait(0.5)

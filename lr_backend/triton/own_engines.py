@@ -1,0 +1,60 @@
+"""The three torch engines in the step loop's own process (``layout = "one_process"``): no call is handed over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from lr_backend.engine import Engine, EngineCall, Generation, Role
+from lr_backend.loop.loop import Engines
+from lr_backend.torch_engine.config import EngineConfig
+from lr_backend.torch_engine.engine import TorchEngine
+from lr_backend.torch_engine.inprocess import InProcessEngine
+from lr_backend.triton.engine_metrics import EngineMetrics
+
+
+class _Watched:
+    """An engine whose metrics are brought up to date when it was used."""
+
+    def __init__(self, engine: Engine, metrics: EngineMetrics) -> None:
+        self._engine, self._metrics = engine, metrics
+
+    async def generate(self, call: EngineCall) -> Generation:
+        try:
+            return await self._engine.generate(call)
+        finally:
+            self._metrics.touch()
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+
+class OwnEngines:
+    """Loads and starts the engines; :meth:`close` ends them.
+
+    Args:
+        parameters: of each role's engine, as its model's ``config.pbtxt`` has them.
+        family: ``pb_utils.MetricFamily``. The role's label is ``lookahead/target`` and so on: the models have theirs.
+
+    Raises:
+        LookaheadError: a checkpoint cannot be served.
+    """
+
+    def __init__(self, parameters: Mapping[str, Mapping[str, str]], family: Any) -> None:
+        with ExitStack() as opened:
+            watched = {role: self._open(role, parameters[role.value], family, opened) for role in Role}
+            self.engines = Engines(watched[Role.TARGET], watched[Role.DRAFT], watched[Role.JUDGE])
+            self._opened = opened.pop_all()
+
+    @staticmethod
+    def _open(role: Role, parameters: Mapping[str, str], family: Any, opened: ExitStack) -> Engine:
+        engine = TorchEngine(EngineConfig.from_parameters(parameters))
+        opened.callback(engine.close)
+        metrics = EngineMetrics(family, f"lookahead/{role.value}", engine.stats)
+        opened.callback(metrics.close)
+        return _Watched(InProcessEngine(engine), metrics)
+
+    def close(self) -> None:
+        """Fail what is in flight, and wait for the threads."""
+        self._opened.close()
