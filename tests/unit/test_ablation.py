@@ -90,7 +90,7 @@ def test_the_rows_begin_with_the_baselines_and_end_with_the_default() -> None:
     assert names[-1] == "lr_sd"
     assert len(set(names)) == len(names) <= 31
     assert row("lr_sd").fields == {"mode": "lr_sd"}
-    assert {"lr depth 8", "lr depth auto", "lr width 4", "lr verifier exact", "lr_sd proposer ngram", "lr_sd lossless"} <= {
+    assert {"lr depth 4", "lr depth auto", "lr width 4", "lr verifier exact", "lr_sd proposer ngram", "lr_sd lossless"} <= {
         *names
     }
 
@@ -163,7 +163,9 @@ def test_a_line_holds_the_speedup_beside_both_ceilings(short: None) -> None:
     assert both.keys() >= LINE_FIELDS
     assert both["speedup"] == both["speedup_low"] == both["speedup_high"] == pytest.approx(1.5)
     assert (both["alpha"], both["c"], both["correct"], both["total"]) == (0.6, 0.2, 3, 4)
-    assert both["ceiling"] == pytest.approx(1.2 * ceiling(0.6, 0.2, 4), abs=1e-3)  # times the best of the sd rows
+    assert both["ceiling"] == pytest.approx(
+        1.2 * ceiling(0.6, 0.2, CONFIG.defaults["max_depth"]), abs=1e-3
+    )  # times the best of the sd rows
     assert result["lr_sd"].hardware_ceiling == pytest.approx(1.2 * (result["lr"].hardware_ceiling or 0.0))
     assert both["realised_share"] == pytest.approx(1.5 / (result["lr_sd"].hardware_ceiling or 0.0), abs=1e-3)
 

@@ -125,3 +125,9 @@ def test_every_key_of_a_deployment_says_why(name: str) -> None:
     keys = [line for line in lines if re.match(r"\w+ = ", line)]
     assert {line for line in keys if "#" not in line and not line.startswith("checkpoint = ")} == set()
     assert all(len(line) <= 130 for line in lines)
+
+
+def test_compiled_engines_run_in_no_process_of_the_loops(spec_path: Path) -> None:
+    spec_path.write_text(re.sub(r"\[server\]\n|\Z", '[server]\nlayout = "one_process"\n', spec_path.read_text(), count=1))
+    with pytest.raises(ConfigError, match=r"server\.layout: one_process needs the runtime torch"):
+        DeploymentSpec.load(spec_path)

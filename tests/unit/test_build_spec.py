@@ -10,6 +10,7 @@ import pytest
 from lr_backend.build.spec import PACKAGE_ROOT, DeploymentSpec, TorchDeployment
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError
+from lr_backend.torch_engine.config import EngineConfig
 from tests.support.tiny_models import write_spec
 
 ROLES = ("target", "draft", "judge")
@@ -134,3 +135,16 @@ def test_a_target_may_take_no_token_drafts_at_all(spec_path: Path) -> None:
     assert spec.loop_config().limits.max_draft_len == 0
     assert not spec.loop_config().accepts_all_drafts
     assert spec.placements == ()
+
+
+def test_only_a_loop_that_runs_its_engines_is_told_of_them(spec_path: Path) -> None:
+    assert DeploymentSpec.load(spec_path).loop_config().engines == {}
+
+    spec = DeploymentSpec.load(edited(spec_path, "[server]", '[server]\nlayout = "one_process"'))
+
+    assert isinstance(spec, TorchDeployment)
+    own = {name: EngineConfig.from_parameters(parameters) for name, parameters in spec.loop_config().engines.items()}
+    assert {name: config.checkpoint_dir for name, config in own.items()} == {
+        role.value: spec.checkpoint_dir(role) for role in Role
+    }
+    assert own["target"].max_draft_len == spec.target.max_draft_len
