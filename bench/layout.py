@@ -26,7 +26,6 @@ from demo.measure import paired_speedup, rotated
 from demo.problems import problems
 from demo.run import demo_spec, serving
 from lr_backend.build.base import Layout
-from lr_backend.build.spec import TorchDeployment
 from lr_backend.engine import Role
 
 MAX_TOKENS = 640
@@ -39,12 +38,12 @@ Answer = Callable[[str, int], int]
 
 
 @contextmanager
-def served(spec: TorchDeployment, layout: Layout, num_threads: Mapping[Role, int]) -> Iterator[Answer]:
+def served(layout: Layout, num_threads: Mapping[Role, int]) -> Iterator[Answer]:
     """A server whose engines are laid out like this and have these thread counts."""
+    spec = demo_spec(layout)
     engines = {role.value: spec.engine(role).model_copy(update={"num_threads": count}) for role, count in num_threads.items()}
-    server_spec = spec.server.model_copy(update={"layout": layout})
     with tempfile.TemporaryDirectory() as folder, ExitStack() as opened:
-        server = opened.enter_context(serving(spec.model_copy(update={**engines, "server": server_spec}), Path(folder)))
+        server = opened.enter_context(serving(spec.model_copy(update=engines), Path(folder)))
         client = opened.enter_context(Client(server.grpc_url))
 
         def answer(question: str, seed: int) -> int:
@@ -79,9 +78,8 @@ def layouts() -> dict[str, tuple[Layout, dict[Role, int]]]:
 
 def main(num_problems: Annotated[int, typer.Option("--problems")] = 12) -> None:
     """Print a table and one JSON line; ratios are to the first layout."""
-    spec = demo_spec()
     with ExitStack() as opened:
-        answers = {name: opened.enter_context(served(spec, *chosen)) for name, chosen in layouts().items()}
+        answers = {name: opened.enter_context(served(*chosen)) for name, chosen in layouts().items()}
         figures = measure(answers, num_problems)
     console, base = Console(width=110), next(iter(figures.values()))
     table = Table("layout", "ms a token: median (lowest to highest)", "speed over the first (95 %)", title=f"{MODE}, demo models")

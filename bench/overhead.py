@@ -123,10 +123,8 @@ def measure(spec: TorchDeployment, questions: Sequence[str], max_tokens: int) ->
 
 def measure_both(num_problems: int) -> dict[str, Overhead]:
     """With the random large target, and with the demo's own."""
-    spec, questions = (
-        demo_spec(Layout.PROCESS_A_ROLE),
-        [problem.question for problem in islice(problems(5, "test"), num_problems + 1)],
-    )
+    spec = demo_spec(Layout.PROCESS_A_ROLE)
+    questions = [problem.question for problem in islice(problems(5, "test"), num_problems + 1)]
     with tempfile.TemporaryDirectory() as folder:
         return {
             "100 M random": measure(

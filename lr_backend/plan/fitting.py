@@ -254,10 +254,10 @@ _Recorded = tuple[Trace, _Timeline]
 
 
 def _with_timelines(
-    traces: Iterable[Trace], num_cores: float | None, call_s: float = 0.0, before: Sequence[_Recorded] | None = None
+    traces: Sequence[Trace], num_cores: float | None, call_s: float = 0.0, before: Sequence[_Recorded] = ()
 ) -> list[_Recorded]:
     """Each trace with what ran when; ``before``: as it was known until now, for the same traces."""
-    lines = [None] * len(list(traces)) if before is None else [line for _, line in before]
+    lines: Sequence[_Timeline | None] = [line for _, line in before] or [None] * len(traces)
     return [(trace, _Timeline.of(trace.calls, num_cores, call_s, line)) for trace, line in zip(traces, lines, strict=True)]
 
 

@@ -121,17 +121,23 @@ class TritonPythonModel:
         """Made by the first request: the gate belongs to the event loop, which runs only from then on."""
         self._loop = asyncio.get_running_loop()
         self._loop.set_default_executor(self._executor)
-        gate = CallGate(self._config.limits.max_in_flight_calls)
-        by_bls = [
-            BlsEngine(role.value, infer, gate, tokens_per_block=self._config.tokens_per_block)
-            for role in (Role.TARGET, Role.DRAFT, Role.JUDGE)
-        ]
-        service = LookaheadService(self._config, self._models, self._own.engines if self._own else Engines(*by_bls))
+        engines = self._own.engines if self._own is not None else self._by_bls()
+        service = LookaheadService(self._config, self._models, engines)
         self._metrics.books = service.audits.books
         service.audits.on_change = self._metrics.touch
         self._speculation.counts = service.drafts
         service.on_drafts = self._speculation.touch
         return service
+
+    def _by_bls(self) -> Engines:
+        """The server's models of these names."""
+        gate = CallGate(self._config.limits.max_in_flight_calls)
+        return Engines(
+            *(
+                BlsEngine(role.value, infer, gate, tokens_per_block=self._config.tokens_per_block)
+                for role in (Role.TARGET, Role.DRAFT, Role.JUDGE)
+            )
+        )
 
     async def execute(self, requests: list[Any]) -> None:
         if self._service is None:
