@@ -6,8 +6,6 @@ models and on what they write about, so it is learned from the verdicts of one v
 
 from __future__ import annotations
 
-from collections import deque
-
 import numpy as np
 
 MEMORY = 512
@@ -24,17 +22,22 @@ class Confidence:
     """The chance of acceptance as a function of the draft's log-probability, by nearest neighbours."""
 
     def __init__(self) -> None:
-        self._seen: deque[tuple[float, bool]] = deque(maxlen=MEMORY)
+        # In no order: the oldest makes room for the newest.
+        self._log_probs = np.empty(MEMORY)
+        self._accepted = np.empty(MEMORY)
+        self._num_decided = 0
 
     def decided(self, log_prob: float, accepted: bool) -> None:
         """A drafted step of this log-probability was accepted, or not."""
-        self._seen.append((log_prob, accepted))
+        place = self._num_decided % MEMORY
+        self._log_probs[place], self._accepted[place] = log_prob, accepted
+        self._num_decided += 1
 
     def chance(self, log_prob: float | None) -> float:
         """Probability, in [0, 1], that a drafted step will be accepted; 1 while little is known."""
-        if log_prob is None or len(self._seen) < LEAST_VERDICTS:
+        known = min(self._num_decided, MEMORY)
+        if log_prob is None or known < LEAST_VERDICTS:
             return 1.0
-        seen = np.array(self._seen)
-        distances = np.abs(seen[:, 0] - log_prob)
-        nearest = np.argpartition(distances, NEIGHBOURS)[:NEIGHBOURS]
-        return float((seen[nearest, 1].sum() + PRIOR_VERDICTS * seen[:, 1].mean()) / (NEIGHBOURS + PRIOR_VERDICTS))
+        accepted = self._accepted[:known]
+        nearest = np.argpartition(np.abs(self._log_probs[:known] - log_prob), NEIGHBOURS)[:NEIGHBOURS]
+        return float((accepted[nearest].sum() + PRIOR_VERDICTS * accepted.mean()) / (NEIGHBOURS + PRIOR_VERDICTS))
