@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from bisect import bisect_left, insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -66,7 +67,9 @@ class KvCache:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._contents: dict[int, Content] = {}
         self._by_key: dict[bytes, int] = {}
-        self._children: dict[bytes, dict[int, None]] = {}
+        # By the chain before, in order of their tokens, so that those that begin alike are neighbours: some chains are continued
+        # by nearly every request, each in its own way.
+        self._continuations: dict[bytes, list[tuple[tuple[int, ...], int]]] = {}
 
     @property
     def num_free(self) -> int:
@@ -128,12 +131,11 @@ class KvCache:
 
     def _take_partial(self, table: BlockTable, tokens: Sequence[int]) -> int:
         """Copy the rows of the block that continues the table's chain with most of ``tokens``."""
-        parent = table.keys[-1] if table.keys else ROOT_KEY
-        best, matched = -1, 0
-        for block in self._children.get(parent, ()):
-            length = _common_length(self._contents[block].tokens, tokens)
-            if length > matched:
-                best, matched = block, length
+        beginning = tuple(tokens)
+        known = self._continuations.get(table.keys[-1] if table.keys else ROOT_KEY, [])
+        place = bisect_left(known, (beginning,))
+        matches = [(_common_length(one, beginning), block) for one, block in known[max(0, place - 1) : place + 1]]
+        matched, best = max(matches, default=(0, -1))
         if not matched:
             return 0
         self._hold(best)
@@ -172,11 +174,12 @@ class KvCache:
         if not self.reuse or not rest:
             return
         block, parent = table.blocks[full], table.keys[-1] if table.keys else ROOT_KEY
-        others = (other for other in self._children.get(parent, ()) if other != block)
-        if not any(self._contents[other].tokens[: len(rest)] == rest for other in others):
-            self._publish(block, Content(parent, rest))
-        elif block in self._contents:
+        if block in self._contents:
             self._forget(block)
+        known = self._continuations.get(parent, [])
+        place = bisect_left(known, (rest,))
+        if place == len(known) or known[place][0][: len(rest)] != rest:
+            self._publish(block, Content(parent, rest))
 
     def release(self, table: BlockTable, tokens: Sequence[int], num_computed: int) -> None:
         """Give a sequence's blocks back; what was computed of it stays cached, its partly filled block too.
@@ -206,8 +209,10 @@ class KvCache:
         return freed
 
     def _publish(self, block: int, content: Content) -> None:
+        if block in self._contents:
+            self._forget(block)
         self._contents[block] = content
-        self._children.setdefault(content.parent, {})[block] = None
+        insort(self._continuations.setdefault(content.parent, []), (content.tokens, block))
 
     def _allocate(self, count: int) -> list[int]:
         """Take blocks: free ones first, then the least recently used cached ones. The caller has checked the number."""
@@ -224,10 +229,10 @@ class KvCache:
 
     def _forget(self, block: int) -> None:
         content = self._contents.pop(block)
-        siblings = self._children[content.parent]
-        del siblings[block]
-        if not siblings:
-            del self._children[content.parent]
+        known = self._continuations[content.parent]
+        del known[bisect_left(known, (content.tokens, block))]
+        if not known:
+            del self._continuations[content.parent]
         if len(content.tokens) == self.tokens_per_block:
             del self._by_key[block_key(content.parent, content.tokens)]
 
@@ -266,14 +271,14 @@ class KvCache:
         assert cached <= self._contents.keys(), ("cached without content", cached - self._contents.keys())
         assert not self._contents.keys() & set(free), ("free with content", free)
         by_key: dict[bytes, int] = {}
-        children: dict[bytes, set[int]] = {}
+        continuations: dict[bytes, list[tuple[tuple[int, ...], int]]] = {}
         for block, content in self._contents.items():
-            children.setdefault(content.parent, set()).add(block)
+            continuations.setdefault(content.parent, []).append((content.tokens, block))
             assert 0 < len(content.tokens) <= self.tokens_per_block, content
             if len(content.tokens) == self.tokens_per_block:
                 by_key[block_key(content.parent, content.tokens)] = block
         assert by_key == self._by_key, ("hash index", by_key, self._by_key)
-        assert children == {parent: set(blocks) for parent, blocks in self._children.items()}, "children"
+        assert {parent: sorted(known) for parent, known in continuations.items()} == self._continuations, "continuations"
 
 
 def _common_length(first: Sequence[int], second: Sequence[int]) -> int:
