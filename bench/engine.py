@@ -238,7 +238,7 @@ def main(
     threads: Annotated[int, typer.Option(help="threads that compute")] = 1,
     kernels: Annotated[str, typer.Option(help="auto, native or torch")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
-    weight_dtype: Annotated[str, typer.Option(help="same, float16, int8 or auto")] = "float16",
+    weight_dtype: Annotated[str, typer.Option(help="same, float16, bfloat16, int8 or auto")] = "float16",
     prefix: Annotated[int, typer.Option(help="prompt tokens before the decoding")] = 300,
     rounds: Annotated[int, typer.Option(help="rounds of each figure")] = 7,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",

@@ -121,7 +121,7 @@ def main(
     checkpoint: Annotated[Path, typer.Argument(help="Hugging Face folder")] = CHECKPOINT,
     threads: Annotated[int, typer.Option(help="threads that compute")] = 1,
     kernels: Annotated[str, typer.Option(help="auto, native or torch")] = "auto",
-    weight_dtype: Annotated[str, typer.Option(help="same, float16, int8 or auto")] = "float16",
+    weight_dtype: Annotated[str, typer.Option(help="same, float16, bfloat16, int8 or auto")] = "float16",
     prefix: Annotated[int, typer.Option(help="prompt tokens before the decoding")] = 300,
     batch: Annotated[list[int] | None, typer.Option(help="batch sizes")] = None,
 ) -> None:

@@ -260,7 +260,7 @@ def main(
     seed: Annotated[int, typer.Option()] = 1,
     threads: Annotated[int, typer.Option(help="torch threads")] = os.cpu_count() or 1,
     checkpoints: Annotated[Path, typer.Option()] = CHECKPOINTS,
-    weight_dtype: Annotated[str, typer.Option(help="same, float16, int8 or auto: how weights are held")] = "same",
+    weight_dtype: Annotated[str, typer.Option(help="same, float16, bfloat16, int8 or auto: how weights are held")] = "same",
 ) -> None:
     """Measure target, draft and judge on problems that were never trained on."""
     started = time.monotonic()

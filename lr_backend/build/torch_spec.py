@@ -15,7 +15,7 @@ class TorchEngineSpec(EngineSpec):
     """One role on the torch engine. Sizes are in tokens, except ``max_batch_size`` (sequences) and ``max_queue_size`` (requests).
 
     Attributes:
-        weight_dtype: ``same`` as ``dtype``, ``float16``, ``int8`` or ``auto``: the fastest.
+        weight_dtype: ``same`` as ``dtype``, ``float16``, ``bfloat16``, ``int8`` or ``auto``: the fastest.
         kernels: ``native``, the decoder in C; ``torch``; or ``auto``: the former where it can.
         num_threads: threads that compute in this engine's process.
         max_tokens_in_paged_kv_cache: KV budget of all sequences together.
@@ -29,7 +29,7 @@ class TorchEngineSpec(EngineSpec):
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: Literal["cpu", "cuda"] = "cpu"
-    weight_dtype: Literal["auto", "same", "float16", "int8"] = "same"
+    weight_dtype: Literal["auto", "same", "float16", "bfloat16", "int8"] = "same"
     kernels: Literal["auto", "native", "torch"] = "auto"
     num_threads: int = Field(ge=1, le=256)
     max_tokens_in_paged_kv_cache: int = Field(ge=32)

@@ -47,7 +47,8 @@ def open_runner(
         dtype=getattr(torch, config.dtype),
         device=config.device,
         max_seq_len=config.max_seq_len,
-        weight_dtype=config.weight_dtype,
+        # Torch has no product for a CPU that rounds rows to bfloat16 and keeps its sums in float32.
+        weight_dtype="float16" if config.weight_dtype == "bfloat16" else config.weight_dtype,
         num_threads=config.num_threads,
     )
     config = with_kv_budget(config, model.spec, free_bytes(config.device), copies=2)

@@ -11,7 +11,7 @@ from lr_backend.errors import ConfigError
 from lr_backend.parameters import CHECKPOINT_KEY, read_parameters, readers_of, require
 
 DTYPES = ("float32", "bfloat16")
-WEIGHT_DTYPES = ("auto", "same", "float16", "int8")
+WEIGHT_DTYPES = ("auto", "same", "float16", "bfloat16", "int8")
 DEVICES = ("cpu", "cuda")
 KERNELS = ("auto", "native", "torch")
 
@@ -22,9 +22,9 @@ class EngineConfig:
 
     Attributes:
         checkpoint_dir: Hugging Face folder: ``config.json`` and safetensors.
-        weight_dtype: how weights are held: ``same`` as ``dtype``; ``float16`` or ``int8``, which halve and quarter what decoding
-            must read from memory (CPU with dtype float32 only; int8 rounds weights and rows); ``auto``: in C the
-            checkpoint's own, by torch the fastest in a short trial at start-up.
+        weight_dtype: how weights are held: ``same`` as ``dtype``; ``float16``, ``bfloat16`` or ``int8``, which halve and quarter
+            what decoding must read from memory (CPU with dtype float32 only; the latter two round what is multiplied with
+            the weights likewise; by torch bfloat16 is float16); ``auto``: the fastest in a short trial at start-up.
         kernels: who computes: ``native``, the decoder in C (CPU with dtype float32, weights not int8); ``torch``; or
             ``auto``: the former where it can.
         num_threads: threads that compute; torch's are of the whole process. None: one in C, and torch's as they are.
@@ -72,7 +72,7 @@ class EngineConfig:
         require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         require(self.device in DEVICES, "device", self.device, f"one of {', '.join(DEVICES)}")
         require(self.weight_dtype in WEIGHT_DTYPES, "weight_dtype", self.weight_dtype, f"one of {', '.join(WEIGHT_DTYPES)}")
-        if self.weight_dtype in ("float16", "int8"):
+        if self.weight_dtype in ("float16", "bfloat16", "int8"):
             packable = (self.device, self.dtype) == ("cpu", "float32")
             require(packable, "weight_dtype", self.weight_dtype, "only with device cpu and dtype float32")
         require(self.kernels in KERNELS, "kernels", self.kernels, f"one of {', '.join(KERNELS)}")

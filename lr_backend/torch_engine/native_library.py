@@ -28,8 +28,22 @@ def library() -> ctypes.CDLL | None:
     opened.decoder_product.argtypes = (pointer, pointer, pointer, size, pointer)
     opened.bytes_are_fast.restype = ctypes.c_int
     opened.bytes_are_fast.argtypes = ()
+    opened.pairs_are_fast.restype = ctypes.c_int
+    opened.pairs_are_fast.argtypes = ()
     opened.decoder_run.restype = size
     opened.decoder_run.argtypes = (pointer, pointer, pointer, size)
     opened.draw_tokens.restype = None
     opened.draw_tokens.argtypes = (pointer, size, size, *(pointer,) * 6)
+    return opened
+
+
+@cache
+def locked_library() -> ctypes.PyDLL:
+    """The same :func:`library`, for calls that are over before the interpreter's lock, once given up, could be had again."""
+    found = library()
+    assert found is not None
+    opened = ctypes.PyDLL(found._name)
+    pointer, size = ctypes.c_void_p, ctypes.c_int64
+    opened.decoder_copy_prefix.restype = None
+    opened.decoder_copy_prefix.argtypes = (pointer, pointer, size, size, size)
     return opened

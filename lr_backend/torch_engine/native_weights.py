@@ -4,6 +4,7 @@ A kind says what may become of a weight:
 
     same      bfloat16 where that loses nothing, which is so for checkpoints stored in it; else float32
     float16   the same, but float16 instead of float32 where its range allows: a weight is rounded by at most 2^-11 of itself
+    bfloat16  bfloat16, whatever it loses; the rows multiplied with them are rounded likewise, as in models of that dtype
     int8      eight bits, with a scale for each output; the rows multiplied with them are rounded too, each by its largest entry.
               Embedding and head, whose rounding nothing evens out, are as with float16
     float32   all in float32
@@ -46,6 +47,7 @@ class Format(IntEnum):
     BFLOAT16 = 1
     FLOAT16 = 2
     INT8 = 3
+    PAIRS = 4
 
 
 class Matrix(ctypes.Structure):
@@ -90,6 +92,10 @@ class Weights:
         bias_at = None if bias is None else self.vector(bias)
         if self._kind == "int8" and in_bytes:
             return Matrix(num_inputs, num_outputs, Format.INT8, *self._bytes(panels.float(), bias_at))
+        if self._kind == "bfloat16":
+            halves = pad(panels.bfloat16(), (0, num_inputs % 2))
+            pairs = halves.view(*halves.shape[:2], -1, 2).transpose(1, 2)
+            return Matrix(num_inputs, num_outputs, Format.PAIRS, self._address_of(pairs), bias_at, None)
         rows, weight_format = self._narrowed(panels.transpose(1, 2))
         if weight_format is not Format.FLOAT32:  # 16 outputs share 32 bits each with the next 16, and are taken apart by a shift
             rows = rows.reshape(*rows.shape[:2], 2, LANES).transpose(2, 3)
@@ -107,7 +113,7 @@ class Weights:
         """``weight`` in as few bits as it may have, and what they are."""
         if self._kind != "float32":
             half = weight.to(torch.bfloat16)
-            if half.dtype == weight.dtype or torch.equal(half.float(), weight.float()):
+            if self._kind == "bfloat16" or half.dtype == weight.dtype or torch.equal(half.float(), weight.float()):
                 return half, Format.BFLOAT16
             if self._kind != "same" and weight.abs().max() <= LARGEST_HALF:
                 return weight.half(), Format.FLOAT16
@@ -138,7 +144,7 @@ class NativeProduct:
         rows = rows.contiguous()
         count, matrix = len(rows), self._matrix
         product = torch.empty(count, matrix.num_outputs)
-        scratch = torch.empty(count * (2 + -(-matrix.num_inputs // LANES) * LANES // 4))
+        scratch = torch.empty(count * (2 + -(-matrix.num_inputs // LANES) * LANES // 2))
         pointers = (rows.data_ptr(), product.data_ptr(), count, scratch.data_ptr())
         self._library.decoder_product(ctypes.addressof(matrix), *pointers)
         return product
@@ -148,11 +154,18 @@ class NativeProduct:
 
 
 def packers() -> Mapping[str, Packer]:
-    """The kinds worth a trial on this machine: without instructions for bytes, int8 is not."""
-    return {kind: partial(NativeProduct.pack, kind) for kind in ("float16", "int8") if kind != "int8" or bytes_are_fast()}
+    """The kinds worth a trial on this machine: those that round rows are not without instructions for them."""
+    kinds = ("float16", *(("bfloat16",) if pairs_are_fast() else ()), *(("int8",) if bytes_are_fast() else ()))
+    return {kind: partial(NativeProduct.pack, kind) for kind in kinds}
 
 
 def bytes_are_fast() -> bool:
     """Whether this processor multiplies bytes by instructions of its own."""
     opened = library()
     return opened is not None and bool(opened.bytes_are_fast())
+
+
+def pairs_are_fast() -> bool:
+    """Whether this processor multiplies bfloat16 by instructions of its own."""
+    opened = library()
+    return opened is not None and bool(opened.pairs_are_fast())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -18,9 +19,10 @@ from lr_backend.torch_engine import backends, native_model, sampler
 from lr_backend.torch_engine.attention import Span
 from lr_backend.torch_engine.backends import is_native
 from lr_backend.torch_engine.config import EngineConfig
+from lr_backend.torch_engine.native_library import library
 from lr_backend.torch_engine.native_model import NativeModel, NativePool
 from lr_backend.torch_engine.native_runner import NativeRunner
-from lr_backend.torch_engine.native_weights import Format, NativeProduct, bytes_are_fast
+from lr_backend.torch_engine.native_weights import Format, NativeProduct, bytes_are_fast, pairs_are_fast
 from lr_backend.torch_engine.torch_runner import TorchRunner
 from tests.support.reference_models import logits_of_reference, reference_model
 from tests.support.torch_engines import NEEDS_LIBRARY, greedy, prompt, tiny_checkpoint, tiny_engine
@@ -261,6 +263,80 @@ def test_a_model_in_bytes_is_near_the_one_it_was_made_of(name: str, tmp_path: Pa
     assert 0 < (logits - expected).std() < 0.05 * expected.std()
 
 
+# In bfloat16, rows and all
+
+
+def nearest_halves(values: torch.Tensor) -> torch.Tensor:
+    return values.bfloat16().float()
+
+
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(33, 17), (1, 1), (64, 128), (100, 90), (32, 900)])
+def test_products_of_halves_add_the_odd_input_first(num_outputs: int, num_inputs: int) -> None:
+    """To the bit: a product of two such numbers is exact, and each sum is rounded once."""
+    generator = torch.Generator().manual_seed(num_inputs)
+    weight = torch.randn(num_outputs, num_inputs, generator=generator)
+    rows = torch.randn(30, num_inputs, generator=generator) * torch.logspace(-3, 3, 30).unsqueeze(1)
+    bias = torch.randn(num_outputs, generator=generator)
+    expected = torch.zeros(30, num_outputs)
+    halves, half_weight = nearest_halves(rows), nearest_halves(weight)
+    for even in range(0, num_inputs, 2):
+        for at in (even + 1, even):
+            if at < num_inputs:
+                expected += halves[:, at : at + 1] * half_weight[:, at]
+
+    product = NativeProduct.pack("bfloat16", weight, bias)
+
+    assert torch.equal(product(rows), expected + bias)
+    for count in (1, 2, 5, 11, 12, 13, 25):
+        assert torch.equal(product(rows[:count]), expected[:count] + bias)
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 300), st.integers(1, 12), st.integers(0, 2**32 - 1))
+def test_processors_with_and_without_instructions_for_halves_agree(num_pairs: int, num_rows: int, seed: int) -> None:
+    opened = library()
+    assert opened is not None
+    generator = torch.Generator().manual_seed(seed)
+    panel = torch.randn(num_pairs, 32, 2, generator=generator).bfloat16()
+    rows = (torch.randn(num_rows, num_pairs + 7, 2, generator=generator) * 1e3).bfloat16()
+    sums = torch.full((2, num_rows, 32), float("nan"))
+
+    for path, products in enumerate((opened.pair_products, opened.portable_pair_products)):
+        pointers = (ctypes.c_void_p(panel.data_ptr()), ctypes.c_int64(num_pairs), ctypes.c_void_p(rows.data_ptr()))
+        sizes = (ctypes.c_int64(2 * (num_pairs + 7)), ctypes.c_int64(num_rows))
+        products(*pointers, *sizes, ctypes.c_void_p(sums[path].data_ptr()))
+
+    assert torch.equal(sums[0], sums[1])
+    assert torch.isfinite(sums).all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), -float("nan"), float("inf"), -float("inf")])
+def test_rows_that_are_not_finite_stay_so_in_halves(bad: float) -> None:
+    rows = torch.ones(2, 40)
+    rows[1, 33] = bad
+    rows.view(torch.int32)[1, 7] |= 0x7FFF  # of an ordinary number all lower bits
+
+    product = NativeProduct.pack("bfloat16", torch.ones(8, 40))(rows)
+
+    assert torch.isfinite(product[0]).all()
+    assert not torch.isfinite(product[1]).any()
+
+
+@pytest.mark.parametrize("name", ["qwen3 tied", "qwen2", "qwen3 no gqa", "llama"])
+def test_a_model_in_halves_is_near_the_one_it_was_made_of(name: str, tmp_path: Path) -> None:
+    family, tokens_per_block, changes = VARIANTS[name]
+    reference = reference_model(family, **changes)
+    reference.save_pretrained(tmp_path)
+    tokens = tuple(token % changes.get("vocab_size", 61) for token in prompt(sum(COUNTS)))
+    expected = logits_of_reference(reference, tokens)
+
+    model = NativeModel.load(tmp_path, max_seq_len=sum(COUNTS), kind="bfloat16")
+    logits = logits_of(model, tokens, COUNTS, tokens_per_block)
+
+    assert formats_of(model) == {Format.PAIRS}
+    assert 0 < (logits - expected).std() < 0.02 * expected.std()
+
+
 # To the same bit
 
 SHAPES: dict[int, dict[str, Any]] = {
@@ -292,7 +368,11 @@ class Case:
     """Logits of all positions of each sequence, computed alone and at once."""
 
 
-@pytest.fixture(scope="module", params=[*((size, "same") for size in SHAPES), (16, "int8"), (48, "int8")], ids=str)
+@pytest.fixture(
+    scope="module",
+    params=[*((size, "same") for size in SHAPES), (16, "int8"), (48, "int8"), (32, "bfloat16"), (48, "bfloat16")],
+    ids=str,
+)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     size, kind = request.param
     folder = tiny_checkpoint(tmp_path_factory.mktemp("tiny"), **{"intermediate_size": 40} | SHAPES[size])
@@ -382,7 +462,7 @@ def test_a_copied_prefix_is_as_good_as_the_original(case: Case) -> None:
     last, kept = 50 // size, 50 % size
     assert kept
 
-    pool.copy_prefix(whole.blocks[last], NUM_BLOCKS - 1, kept)
+    model.copy_prefix(pool, whole.blocks[last], NUM_BLOCKS - 1, kept)
     copy = Stored(SEQUENCES[4], [*range(last), NUM_BLOCKS - 1, *range(40, 60)], 50)
 
     for one in (copy, whole):  # the copy first: what it stores must not reach the original
@@ -390,7 +470,7 @@ def test_a_copied_prefix_is_as_good_as_the_original(case: Case) -> None:
     # Nothing beyond the prefix was copied, in any layer.
     untouched = NativePool(model.spec, num_blocks=2, tokens_per_block=size)
     untouched._memory[:, 0] = 1.0
-    untouched.copy_prefix(0, 1, kept)
+    model.copy_prefix(untouched, 0, 1, kept)
     assert untouched._memory[:, 1].sum() == untouched._memory[:, 0].numel() * kept / untouched.struct.num_slots
 
 
@@ -464,13 +544,23 @@ def test_int8_is_left_to_torch_where_c_has_no_instructions_for_it(
     assert is_native(EngineConfig(checkpoint, weight_dtype="int8", kernels="native"))
 
 
+def test_where_torch_computes_halves_round_weights_only(checkpoint: Path) -> None:
+    engines = [tiny_engine(checkpoint, kernels="torch", weight_dtype=kind) for kind in ("bfloat16", "float16")]
+    try:
+        assert greedy(engines[0], prompt(20), 12) == greedy(engines[1], prompt(20), 12)
+    finally:
+        for engine in engines:
+            engine.close()
+
+
 def test_auto_is_one_of_the_kinds_that_were_timed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     timed: list[set[str]] = []
     monkeypatch.setattr(backends, "fastest_kind", lambda packers, *rest: timed.append(set(packers)) or "float16")
 
     assert backends.native_kind(EngineConfig(checkpoint, weight_dtype="auto")) == "float16"
     assert backends.native_kind(EngineConfig(checkpoint, weight_dtype="int8")) == "int8"
-    assert timed == [{"float16", "int8"} if bytes_are_fast() else {"float16"}]
+    with_instructions = {"bfloat16": pairs_are_fast(), "int8": bytes_are_fast()}
+    assert timed == [{"float16"} | {kind for kind, fast in with_instructions.items() if fast}]
 
 
 @pytest.mark.parametrize("changes", [{"head_dim": 8}, {"head_dim": 16, "hidden_size": 40}], ids=str)

@@ -1,7 +1,7 @@
 /* One forward pass of a Qwen3, Qwen2 or Llama decoder on a CPU, in float32, over a paged KV pool.
  *
  * Made for few rows: decoding, verifying, branches that join. Weights are read once for up to MAX_ROWS rows, from panels of
- * PANEL outputs, in 16 bits where they may be: half as much to read; or in 8, with rows rounded likewise.
+ * PANEL outputs, in 16 bits where they may be: half as much to read; or with rows rounded likewise, in 16 bits or 8.
  *
  * Every row is computed by the same operations in the same order whatever stands beside it and however a prompt is cut: batch,
  * chunks, prefix reuse, drafts and threads change no bit of a result.
@@ -20,32 +20,17 @@
 #define SPAN (8 * MAX_ROWS) /* rows that take turns */
 #define MAX_READERS 4 /* heads that read keys and values together */
 
-typedef float vec __attribute__((vector_size(4 * LANES)));
-typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
-typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
 typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
 typedef int8_t bvec __attribute__((vector_size(LANES)));
-typedef int16_t shvec __attribute__((vector_size(2 * LANES)));
 
-#define INLINE static inline __attribute__((always_inline))
-
-/* One function for each level of instructions; the loader picks the machine's. */
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
-#define FOR_EACH_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#elif defined(__x86_64__) && defined(__linux__) && defined(__GNUC__)  && !defined(__clang__)
-#define FOR_EACH_CPU __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define FOR_EACH_CPU
-#endif
-
-enum Format { FLOAT32, BFLOAT16, FLOAT16, INT8 };
+enum Format { FLOAT32, BFLOAT16, FLOAT16, INT8, PAIRS };
 
 typedef struct {
     int64_t num_inputs, num_outputs; /* of a gated product: the outputs after gating */
     int64_t format;                  /* of the panels: enum Format */
     const void *panels;              /* FLOAT32: [panels, num_inputs, PANEL]; in 16 bits [panels, num_inputs, LANES, 2], the
                                         first LANES outputs before the others; INT8: [panels, ceil(inputs / 4), PANEL, 4],
-                                        128 more each */
+                                        128 more each; PAIRS: bfloat16 [panels, ceil(inputs / 2), PANEL, 2] */
     const float *bias;               /* [outputs] or NULL */
     const float *scales;             /* [panels, PANEL]; INT8 alone: what 1 stands for */
 } Matrix;
@@ -101,11 +86,11 @@ typedef struct {
 
 enum Store { SET, ADD, GATED };
 
-/* Rows in eight bits, each by its own largest entry. */
+/* Rows in eight bits, each by its own largest entry; or in bfloat16. */
 typedef struct {
-    int8_t *bytes;  /* [rows, rounded_stride(inputs)], zero beyond the inputs */
-    float *scales;  /* [rows]: what 1 stands for; not a number where an entry is not finite */
-    int32_t *sums;  /* [rows]: of the bytes */
+    void *numbers; /* [rows, rounded_stride(inputs)], zero beyond the inputs */
+    float *scales; /* [rows]: what 1 stands for; not a number where an entry is not finite. In eight bits alone */
+    int32_t *sums; /* [rows]: of the numbers. In eight bits alone */
 } Rounded;
 
 INLINE vec loaded(const float *from) {
@@ -217,7 +202,9 @@ INLINE void panel_rows(const void *panel, enum Format format, int num_rows, int6
 
 static int64_t rounded_stride(int64_t depth) { return (depth + LANES - 1) / LANES * LANES; }
 
-FOR_EACH_CPU static void round_rows(const float *x, int64_t depth, const Rounded *to, int64_t first, int64_t last) {
+static int is_rounded(const Matrix *matrix) { return matrix->format == INT8 || matrix->format == PAIRS; }
+
+FOR_EACH_CPU static void round_to_bytes(const float *x, int64_t depth, const Rounded *to, int64_t first, int64_t last) {
     const vec magic = (vec){} + 12582912.0f;
     int64_t stride = rounded_stride(depth);
     for (int64_t t = first; t < last; t++) {
@@ -237,7 +224,7 @@ FOR_EACH_CPU static void round_rows(const float *x, int64_t depth, const Rounded
             vec shifted = value * factor + magic;
             ivec whole = (ivec)shifted - (ivec)magic;
             bvec bytes = __builtin_convertvector(whole, bvec);
-            memcpy(to->bytes + t * stride + i, &bytes, sizeof bytes);
+            memcpy((int8_t *)to->numbers + t * stride + i, &bytes, sizeof bytes);
             sum += whole;
         }
         int32_t sums[LANES], all = 0;
@@ -245,6 +232,41 @@ FOR_EACH_CPU static void round_rows(const float *x, int64_t depth, const Rounded
         for (int lane = 0; lane < LANES; lane++) all += sums[lane];
         to->sums[t] = all;
         to->scales[t] = top / 127.0f + total(zero);
+    }
+}
+
+/* To the nearest bfloat16, of two the even one; what is not a number stays none. */
+FOR_EACH_CPU static void round_to_halves(const float *x, int64_t depth, const Rounded *to, int64_t first, int64_t last) {
+    int64_t stride = rounded_stride(depth);
+    for (int64_t t = first; t < last; t++) {
+        const float *row = x + t * depth;
+        float tail[LANES] = {0};
+        memcpy(tail, row + depth / LANES * LANES, sizeof(float) * (size_t)(depth % LANES));
+        for (int64_t i = 0; i < depth; i += LANES) {
+            vec value = loaded(i + LANES <= depth ? row + i : tail);
+            uvec bits = (uvec)value, no_number = (uvec)(value != value);
+            uvec nearest = bits + 0x7fffu + (bits >> 16 & 1u);
+            hvec half = __builtin_convertvector(((nearest & ~no_number) | (0x7fc00000u & no_number)) >> 16, hvec);
+            memcpy((uint16_t *)to->numbers + t * stride + i, &half, sizeof half);
+        }
+    }
+}
+
+static void round_rows(const Matrix *matrix, const float *x, const Rounded *to, int64_t first, int64_t last) {
+    if (matrix->format == INT8) round_to_bytes(x, matrix->num_inputs, to, first, last);
+    if (matrix->format == PAIRS) round_to_halves(x, matrix->num_inputs, to, first, last);
+}
+
+/* sums [rows][2] = the rounded rows from first_row on times one panel. */
+INLINE void pair_rows(const Matrix *matrix, int64_t panel, const Rounded *x, int64_t first_row, int64_t num_rows,
+                      vec (*sums)[2]) {
+    int64_t stride = rounded_stride(matrix->num_inputs), num_pairs = (matrix->num_inputs + 1) / 2;
+    int64_t num_parts = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
+    const uint16_t *weights = (const uint16_t *)matrix->panels + panel * num_pairs * PANEL * 2;
+    for (int64_t part = 0; part < num_parts; part++) {
+        int64_t done = num_rows * part / num_parts, rows = num_rows * (part + 1) / num_parts - done;
+        const uint16_t *from = (const uint16_t *)x->numbers + (first_row + done) * stride;
+        pair_products(weights, num_pairs, from, stride, rows, (float (*)[PANEL])(sums + done));
     }
 }
 
@@ -259,7 +281,7 @@ INLINE void byte_rows(const Matrix *matrix, int64_t panel, const Rounded *x, int
         int64_t done = num_rows * part / num_parts, rows = num_rows * (part + 1) / num_parts - done, row = first_row + done;
         for (int64_t r = 0; r < rows; r++)
             for (int lane = 0; lane < PANEL; lane++) dots[r][lane] = -128 * x->sums[row + r];
-        byte_products(weights, num_groups, x->bytes + row * stride, stride, rows, dots);
+        byte_products(weights, num_groups, (const int8_t *)x->numbers + row * stride, stride, rows, dots);
         for (int64_t r = 0; r < rows; r++)
             for (int half = 0; half < 2; half++) {
                 ivec dot;
@@ -306,7 +328,7 @@ INLINE void panel_products(const Matrix *matrix, int64_t index, const float *x, 
     }
 }
 
-/* y [rows, outputs] = or += x [rows, inputs] times the matrix, for panels first to last. INT8 takes the rounded rows. */
+/* y [rows, outputs] = or += x [rows, inputs] times the matrix, for panels first to last. INT8 and PAIRS take the rounded rows. */
 FOR_EACH_CPU static void product(const Matrix *matrix, enum Store store, const float *x, const Rounded *rounded, float *y,
                                  int64_t y_stride, int64_t num_rows, int64_t first, int64_t last) {
     int64_t depth = matrix->num_inputs, width = store == GATED ? LANES : PANEL;
@@ -318,6 +340,8 @@ FOR_EACH_CPU static void product(const Matrix *matrix, enum Store store, const f
             int64_t t = num_rows * span / num_spans, rows = num_rows * (span + 1) / num_spans - t;
             if (matrix->format == INT8) {
                 byte_rows(matrix, p, rounded, t, rows, sums);
+            } else if (matrix->format == PAIRS) {
+                pair_rows(matrix, p, rounded, t, rows, sums);
             } else {
                 panel_products(matrix, p, x + t * depth, rows, sums);
             }
@@ -368,6 +392,14 @@ FOR_EACH_CPU static void embed(const Model *model, const int64_t *tokens, float 
     int64_t width = model->hidden_size;
     for (int64_t t = first; t < last; t++) {
         float *row = to + t * width;
+        if (!model->embedding && model->head.format == PAIRS) {
+            const uint16_t *panel = (const uint16_t *)model->head.panels + tokens[t] / PANEL * ((width + 1) / 2) * PANEL * 2;
+            for (int64_t i = 0; i < width; i++) {
+                uint32_t bits = (uint32_t)panel[(i / 2 * PANEL + tokens[t] % PANEL) * 2 + i % 2] << 16;
+                memcpy(row + i, &bits, sizeof bits);
+            }
+            continue;
+        }
         if (!model->embedding) {
             int64_t size = PANEL * (model->head.format == FLOAT32 ? 4 : 2), half = tokens[t] % PANEL / LANES;
             const char *panel = (const char *)model->head.panels + tokens[t] / PANEL * width * size;
@@ -386,6 +418,18 @@ FOR_EACH_CPU static void embed(const Model *model, const int64_t *tokens, float 
 INLINE float *head_block(const Model *model, const Pool *pool, int64_t layer, int64_t block, int64_t head) {
     int64_t at = (layer * pool->num_blocks + block) * model->num_kv_heads + head;
     return pool->blocks + at * 2 * pool->num_slots * model->head_dim;
+}
+
+/* Keys and values of the first tokens of one block go to another. */
+void decoder_copy_prefix(const Model *model, const Pool *pool, int64_t source, int64_t target, int64_t num_tokens) {
+    int64_t dim = model->head_dim, slots = pool->num_slots;
+    for (int64_t layer = 0; layer < model->num_layers; layer++)
+        for (int64_t head = 0; head < model->num_kv_heads; head++) {
+            const float *from = head_block(model, pool, layer, source, head);
+            float *to = head_block(model, pool, layer, target, head);
+            for (int64_t i = 0; i < dim; i++) memcpy(to + i * slots, from + i * slots, sizeof(float) * (size_t)num_tokens);
+            memcpy(to + slots * dim, from + slots * dim, sizeof(float) * (size_t)(num_tokens * dim));
+        }
 }
 
 /* Norm (Qwen3) and rotate the queries in place, and the keys into the pool; copy the values there. */
@@ -569,11 +613,11 @@ FOR_EACH_CPU static void attend(const Model *model, const Pool *pool, const Batc
     }
 }
 
-/* Bytes of one rounded row of any product. */
+/* Bytes of one rounded row of any product: at most two a number. */
 static int64_t rounded_size(const Model *model) {
     int64_t widest = model->hidden_size, queries = model->num_heads * model->head_dim;
     widest = queries > widest ? queries : widest;
-    return rounded_stride(model->inner_size > widest ? model->inner_size : widest);
+    return 2 * rounded_stride(model->inner_size > widest ? model->inner_size : widest);
 }
 
 /* Floats that a batch of so many rows needs to compute in. */
@@ -594,7 +638,7 @@ static void run(const Model *model, const Pool *pool, const Batch *batch, int64_
     float *hidden = batch->scratch, *plain = hidden + num_rows * hidden_size, *qkv = plain + num_rows * hidden_size;
     float *attended = qkv + num_rows * heads_dim, *state = attended + num_rows * queries;
     float *inner = state + num_rows * 2 * model->num_heads, *after = inner + num_rows * model->inner_size;
-    const Rounded rounded = {(int8_t *)(after + 2 * num_rows), after, (int32_t *)(after + num_rows)};
+    const Rounded rounded = {after + 2 * num_rows, after, (int32_t *)(after + num_rows)};
 #define SHARE(count) (count) * thread / num_threads, (count) * (thread + 1) / num_threads
 #ifdef _OPENMP
 #define WAIT _Pragma("omp barrier")
@@ -603,11 +647,10 @@ static void run(const Model *model, const Pool *pool, const Batch *batch, int64_
 #endif
 #define PRODUCT(matrix, store, x, y, y_stride, rows) \
     product(matrix, store, x, &rounded, y, y_stride, rows, SHARE(num_panels(matrix, store)))
-#define ROUND(matrix, x, rows) \
-    if ((matrix)->format == INT8) round_rows(x, (matrix)->num_inputs, &rounded, SHARE(rows));
+#define ROUND(matrix, x, rows) round_rows(matrix, x, &rounded, SHARE(rows));
 /* Rows that several threads have made are rounded when all are there, and multiplied when all are rounded. */
 #define ROUND_ALL(matrix, x, rows)       \
-    if ((matrix)->format == INT8) {      \
+    if (is_rounded(matrix)) {            \
         ROUND(matrix, x, rows)           \
         WAIT;                            \
     }
@@ -636,10 +679,11 @@ static void run(const Model *model, const Pool *pool, const Batch *batch, int64_
     WAIT PRODUCT(&model->head, SET, plain, batch->logits, model->head.num_outputs, batch->num_logits);
 }
 
-/* y [rows, outputs] = x [rows, inputs] times one matrix. scratch: rows * (2 + inputs rounded up to LANES / 4) floats, for INT8. */
+/* y [rows, outputs] = x [rows, inputs] times one matrix. scratch: rows * (2 + inputs rounded up to LANES / 2) floats, where rows are
+ * rounded. */
 void decoder_product(const Matrix *matrix, const float *x, float *y, int64_t num_rows, float *scratch) {
-    const Rounded rounded = {(int8_t *)(scratch + 2 * num_rows), scratch, (int32_t *)(scratch + num_rows)};
-    if (matrix->format == INT8) round_rows(x, matrix->num_inputs, &rounded, 0, num_rows);
+    const Rounded rounded = {scratch + 2 * num_rows, scratch, (int32_t *)(scratch + num_rows)};
+    round_rows(matrix, x, &rounded, 0, num_rows);
     product(matrix, SET, x, &rounded, y, matrix->num_outputs, num_rows, 0, num_panels(matrix, SET));
 }
 

@@ -8,6 +8,21 @@
 #define PANEL (2 * LANES)
 #define MAX_ROWS 12 /* two vectors of sums a row fill the registers of AVX-512 */
 
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
+
+#define INLINE static inline __attribute__((always_inline))
+
+/* One function for each level of instructions; the loader picks the machine's. */
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
+#define FOR_EACH_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#elif defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
+#define FOR_EACH_CPU __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define FOR_EACH_CPU
+#endif
+
 /* One token of logits [vocabulary]; temperature 0 is greedy. candidates: room for 8 bytes a token. */
 int64_t draw_token(const float *logits, int64_t vocab_size, double temperature, int64_t top_k, double top_p, double uniform,
                    void *candidates);
@@ -18,5 +33,17 @@ void byte_products(const uint8_t *panel, int64_t num_groups, const int8_t *x, in
 
 /* Whether this processor has instructions for them. */
 int bytes_are_fast(void);
+
+/* sums [rows, PANEL] = panel [pairs, PANEL, 2] times x [rows, pairs, 2], both in bfloat16, rows of x lying stride numbers apart; at
+ * most MAX_ROWS. */
+void pair_products(const uint16_t *panel, int64_t num_pairs, const uint16_t *x, int64_t stride, int64_t num_rows,
+                   float (*sums)[PANEL]);
+
+/* The same without any processor's own instructions. */
+void portable_pair_products(const uint16_t *panel, int64_t num_pairs, const uint16_t *x, int64_t stride, int64_t num_rows,
+                            float (*sums)[PANEL]);
+
+/* Whether this processor has instructions for them. */
+int pairs_are_fast(void);
 
 #endif
