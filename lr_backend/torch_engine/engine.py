@@ -236,8 +236,10 @@ class TorchEngine:
             self._counters.num_iterations += 1
             self._complete(chunks, lambda: self._runner.run(chunks))
             return
-        self._counters.num_iterations += len(gained[0].token_ids)
-        self._counters.num_batch_rows += gained[0].num_stored * len(chunks)
+        self._counters.num_iterations += 1
+        if gained:
+            self._counters.num_iterations += gained[0].num_stored
+            self._counters.num_batch_rows += gained[0].num_stored * len(gained)
         self._advance(chunks, gained)
 
     def _wait_for_lane(self, lane: SideLane) -> None:
@@ -275,7 +277,7 @@ class TorchEngine:
             sequence.num_computed = min(chunk.end, len(sequence.tokens))
             if sequence.num_computed // cache.tokens_per_block > len(sequence.table.keys):
                 cache.register(sequence.table, sequence.tokens, sequence.num_computed)
-            if chunk.count > 1 and chunk.num_logits:
+            if (chunk.count > 1 and chunk.num_logits) or (not chunk.num_logits and sequence.num_pending == 1):
                 # Branches of the same answer come next: they continue this prompt.
                 cache.share_partial(sequence.table, sequence.tokens, sequence.num_computed)
         for new in gained:

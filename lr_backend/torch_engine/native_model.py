@@ -19,7 +19,7 @@ from lr_backend.errors import EngineError
 from lr_backend.torch_engine.attention import Span
 from lr_backend.torch_engine.checkpoint import ModelSpec, TensorFiles, check_length, read_spec
 from lr_backend.torch_engine.memory import freed_at_once
-from lr_backend.torch_engine.native_library import library
+from lr_backend.torch_engine.native_library import library, locked_library
 from lr_backend.torch_engine.native_weights import LANES, Matrix, Weights
 from lr_backend.torch_engine.rope import rope_table
 from lr_backend.torch_engine.sequence import Sequence
@@ -83,14 +83,8 @@ class NativePool:
         slots = -(-tokens_per_block // LANES) * LANES
         by_head = (spec.num_layers, num_blocks, spec.num_kv_heads)
         self._memory = torch.zeros(*by_head, 2, slots * spec.head_dim)
-        keys, values = self._memory.unbind(3)
-        self._keys, self._values = keys.view(*by_head, spec.head_dim, slots), values.view(*by_head, slots, spec.head_dim)
         self.tokens_per_block = tokens_per_block
         self.struct = _Pool(self._memory.data_ptr(), num_blocks, tokens_per_block, slots)
-
-    def copy_prefix(self, source: int, target: int, num_tokens: int) -> None:
-        self._keys[:, target, :, :, :num_tokens] = self._keys[:, source, :, :, :num_tokens]
-        self._values[:, target, :, :num_tokens] = self._values[:, source, :, :num_tokens]
 
     def clear(self, blocks: Items[int]) -> None:
         """Zero blocks: what is masked may be stale, but never not-a-number."""
@@ -112,6 +106,7 @@ class NativeModel:
         self._weights = Weights(kind)
         self._model = self._structure(files, max_seq_len)
         self._address = ctypes.addressof(self._model)
+        self._scratch_a_row = opened.decoder_scratch(self._address, 1)
         self._local = threading.local()
 
     @classmethod
@@ -147,10 +142,14 @@ class NativeModel:
         self._compute(pool, _Batch(len(spans), len(tokens), len(rows), *pointers, logits.data_ptr(), scratch.data_ptr()))
         return logits
 
+    def copy_prefix(self, pool: NativePool, source: int, target: int, num_tokens: int) -> None:
+        """Copy the first tokens' keys and values of one block to another, in all layers."""
+        locked_library().decoder_copy_prefix(self._address, ctypes.addressof(pool.struct), source, target, num_tokens)
+
     def run_ahead(
-        self, pool: NativePool, sequences: Items[Sequence], max_steps: int, interrupt: ctypes.c_int32
+        self, pool: NativePool, sequences: Items[Sequence], starts: list[int], max_steps: int, interrupt: ctypes.c_int32
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """Decode sequences that have one token to compute, at most ``max_steps`` times, for which their blocks have room.
+        """Decode sequences at most ``max_steps`` times, for which their blocks have room; their last tokens stand at ``starts``.
 
         It ends with the step in which one draws a token that may end it, or in which ``interrupt`` is found set. Returns the
         tokens and their log-probabilities (none if nobody wants them) of each sequence.
@@ -164,7 +163,7 @@ class NativeModel:
         ends = [_possible_ends(request.end_id, request.stop_words.words, vocab_size) for request in requests]
         _kept, pointers = _joined(
             [one.tokens[-1] for one in sequences],
-            [one.num_computed for one in sequences],
+            starts,
             [1] * count,
             list(range(count)),
             first_blocks,
@@ -208,7 +207,7 @@ class NativeModel:
 
     def _scratch_of(self, num_rows: int) -> Tensor:
         """Memory to compute in, of the calling thread."""
-        needed = self._library.decoder_scratch(self._address, num_rows)
+        needed = self._scratch_a_row * num_rows
         scratch: Tensor | None = getattr(self._local, "scratch", None)
         if scratch is None or scratch.numel() < needed:
             self._local.scratch = scratch = torch.empty(needed)

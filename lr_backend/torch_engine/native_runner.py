@@ -35,13 +35,22 @@ class NativeRunner:
         return self._model.forward(self._pool, tokens, [span_of(chunk) for chunk in chunks], rows), outputs
 
     def run_ahead(self, chunks: Items[Chunk]) -> list[NewTokens] | None:
-        if not all(_is_plain_decode(chunk) for chunk in chunks):
+        if not all(chunk.num_logits == 0 or _yields_a_token(chunk) for chunk in chunks):
             return None
-        sequences = [chunk.sequence for chunk in chunks]
+        if prompts := [chunk.without_last() for chunk in chunks if chunk.count > chunk.num_logits]:
+            self.run(prompts)
+        decoding = [chunk for chunk in chunks if chunk.num_logits]
+        if not decoding:
+            return []
+        sequences = [chunk.sequence for chunk in decoding]
         size = self._pool.tokens_per_block
-        num_steps = min(len(one.table.blocks) * size - one.num_computed for one in sequences)
+        num_steps = min(len(one.sequence.table.blocks) * size - one.end + 1 for one in decoding)
         num_steps = min(num_steps, *(one.max_new_tokens - one.num_generated for one in sequences))
-        steps, log_probs = self._model.run_ahead(self._pool, sequences, num_steps, self._interrupt)
+        if len(decoding) < len(chunks):  # a prompt that is not through wants its next piece
+            num_steps = 1
+        steps, log_probs = self._model.run_ahead(
+            self._pool, sequences, [chunk.end - 1 for chunk in decoding], num_steps, self._interrupt
+        )
         return [
             NewTokens(one, tokens, values if one.request.return_log_probs else [], num_stored=len(tokens) - 1)
             for one, tokens, values in zip(sequences, steps, log_probs, strict=True)
@@ -51,7 +60,7 @@ class NativeRunner:
         self._interrupt.value = wanted
 
     def copy_prefix(self, source: int, target: int, num_tokens: int) -> None:
-        self._pool.copy_prefix(source, target, num_tokens)
+        self._model.copy_prefix(self._pool, source, target, num_tokens)
 
     def clear(self, blocks: Items[int]) -> None:
         self._pool.clear(blocks)
@@ -60,8 +69,8 @@ class NativeRunner:
         self._pool.reset()
 
 
-def _is_plain_decode(chunk: Chunk) -> bool:
-    """One token that yields one, with nothing ruled out and nothing to verify."""
+def _yields_a_token(chunk: Chunk) -> bool:
+    """Its last token yields one, by nothing but the model and the draw: nothing is ruled out and nothing to verify."""
     sequence, request = chunk.sequence, chunk.sequence.request
     may_end = request.end_id is None or sequence.num_generated >= request.min_tokens
-    return chunk.count == chunk.num_logits == 1 and not sequence.is_verification and may_end
+    return chunk.num_logits == 1 and not sequence.is_verification and may_end

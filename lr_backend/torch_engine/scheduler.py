@@ -9,7 +9,8 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from lr_backend.torch_engine.kv_cache import KvCache
 from lr_backend.torch_engine.sequence import Sequence
@@ -30,6 +31,11 @@ class Chunk:
     @property
     def end(self) -> int:
         return self.start + self.count
+
+    def without_last(self) -> Self:
+        """Without the token that yields another, if that is all that it yields."""
+        yields_one = self.num_logits == 1 and self.count > 1 and not self.sequence.is_verification
+        return replace(self, count=self.count - 1, num_logits=0) if yields_one else self
 
 
 class Scheduler:

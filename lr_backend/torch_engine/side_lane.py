@@ -36,8 +36,11 @@ class SideLane:
         """Those in the lane."""
 
     def divide(self, chunks: list[Chunk]) -> tuple[list[Chunk], list[Chunk]]:
-        """Chunks for the lane and for the iteration; a long chunk that finds the lane taken waits for it beside decodes."""
-        long = [chunk for chunk in chunks if chunk.count > MIN_TOKENS]
+        """Chunks for the lane and for the iteration; a long chunk that finds the lane taken waits for it beside decodes.
+
+        The last token of a prompt is left for an iteration: there it is one decode more.
+        """
+        long = [chunk.without_last() for chunk in chunks if chunk.count > MIN_TOKENS]
         others = [chunk for chunk in chunks if chunk.count <= MIN_TOKENS]
         if not long or not others:
             return [], chunks
