@@ -6,7 +6,8 @@ A kind says what may become of a weight:
     float16   the same, but float16 instead of float32 where its range allows: a weight is rounded by at most 2^-11 of itself
     bfloat16  bfloat16, whatever it loses; the rows multiplied with them are rounded likewise, as in models of that dtype
     int8      eight bits, with a scale for each output; the rows multiplied with them are rounded too, each by its largest entry.
-              Embedding and head, whose rounding nothing evens out, are as with float16
+              Embedding and head, whose rounding nothing evens out, are as with bfloat16 where no weight is rounded by that, else
+              as with float16
     float32   all in float32
 
 Sums are float32, or integers in int8.
@@ -92,7 +93,7 @@ class Weights:
         bias_at = None if bias is None else self.vector(bias)
         if self._kind == "int8" and in_bytes:
             return Matrix(num_inputs, num_outputs, Format.INT8, *self._bytes(panels.float(), bias_at))
-        if self._kind == "bfloat16":
+        if self._kind == "bfloat16" or (self._kind == "int8" and _is_bfloat16(panels)):
             halves = pad(panels.bfloat16(), (0, num_inputs % 2))
             pairs = halves.view(*halves.shape[:2], -1, 2).transpose(1, 2)
             return Matrix(num_inputs, num_outputs, Format.PAIRS, self._address_of(pairs), bias_at, None)
@@ -112,9 +113,8 @@ class Weights:
     def _narrowed(self, weight: Tensor) -> tuple[Tensor, Format]:
         """``weight`` in as few bits as it may have, and what they are."""
         if self._kind != "float32":
-            half = weight.to(torch.bfloat16)
-            if self._kind == "bfloat16" or half.dtype == weight.dtype or torch.equal(half.float(), weight.float()):
-                return half, Format.BFLOAT16
+            if self._kind == "bfloat16" or _is_bfloat16(weight):
+                return weight.bfloat16(), Format.BFLOAT16
             if self._kind != "same" and weight.abs().max() <= LARGEST_HALF:
                 return weight.half(), Format.FLOAT16
         return weight.float(), Format.FLOAT32
@@ -122,6 +122,11 @@ class Weights:
     def _address_of(self, tensor: Tensor) -> int:
         self.keep(tensor := tensor.contiguous())
         return tensor.data_ptr()
+
+
+def _is_bfloat16(weight: Tensor) -> bool:
+    """Whether that type holds it exactly."""
+    return weight.dtype == torch.bfloat16 or torch.equal(weight.bfloat16().float(), weight.float())
 
 
 class NativeProduct:

@@ -9,6 +9,7 @@ from collections.abc import Sequence as Items
 import torch
 from torch import Tensor
 
+from lr_backend.torch_engine.native_library import library
 from lr_backend.torch_engine.runner import Output
 from lr_backend.torch_engine.sampler import Purpose, chosen_log_probs, next_tokens, target_probs, uniform
 from lr_backend.torch_engine.sequence import NewTokens, Sequence
@@ -19,6 +20,7 @@ from lr_backend.torch_engine.verification import (
     impossible_to_zero,
     verify_biased,
     verify_greedy,
+    verify_in_c,
     verify_tokens,
     verify_with_logits,
 )
@@ -62,6 +64,12 @@ def _decide(rows: Tensor, sequences: Items[Sequence], biased: bool) -> list[tupl
     greedy = sequences[0].request.sampling.greedy
     if rows.shape[1] == 1:
         return [(0, token) for token in _sampled(rows[:, 0], sequences)]
+    native = library() if rows.device.type == "cpu" and not biased else None
+    if native is not None and sequences[0].request.draft_logits is None and not sequences[0].request.accept_all_drafts:
+        return [
+            verify_in_c(native, row, one.drafts, one.request.sampling, one.request.seed, one.num_generated)
+            for row, one in zip(rows, sequences, strict=True)
+        ]
     drafts = to_device([sequence.drafts for sequence in sequences], rows.device)
     if greedy and sequences[0].request.accept_all_drafts:
         return [(drafts.shape[1], token) for token in rows[:, -1].argmax(dim=-1).tolist()]

@@ -7,11 +7,17 @@ leaves the output distributed exactly as if the target had sampled alone.
 
 from __future__ import annotations
 
+import ctypes
+from array import array
+from collections.abc import Sequence as Items
+from ctypes import CDLL
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from lr_backend.engine import Sampling
 from lr_backend.torch_engine.sampler import draw
 
 IMPOSSIBLE_GAP = 5e3
@@ -43,6 +49,33 @@ def verify_tokens(probs: Tensor, drafts: Tensor, accept: Tensor, draws: Tensor) 
     rest, rejected = _distribution_after(probs, num_accepted)
     column = _padded(drafts).gather(1, num_accepted[:, None])
     return _drawn(num_accepted, _residual_or(rest, rest.scatter(1, column, 0.0), rejected), draws)
+
+
+def verify_in_c(native: CDLL, logits: Tensor, drafts: Items[int], sampling: Sampling, seed: int, offset: int) -> tuple[int, int]:
+    """:func:`verify_greedy` or :func:`verify_tokens` of one request, from its logits, float32 [K + 1, V], on a CPU.
+
+    ``offset``: output tokens before the drafts. What it draws has the same distribution; an equal uniform need not give the
+    same token.
+    """
+    vocab_size = logits.shape[1]
+    ids = array("q", drafts)
+    candidates, next_token = np.empty(vocab_size, dtype=np.int64), ctypes.c_int64()
+    rows = logits.contiguous()  # held until it is read
+    temperature = 0.0 if sampling.greedy else sampling.temperature
+    num_accepted: int = native.verify_drafts(
+        rows.data_ptr(),
+        vocab_size,
+        ids.buffer_info()[0],
+        len(ids),
+        temperature,
+        sampling.top_k,
+        sampling.top_p,
+        seed,
+        offset,
+        candidates.ctypes.data,
+        ctypes.addressof(next_token),
+    )
+    return num_accepted, next_token.value
 
 
 def verify_with_logits(probs: Tensor, draft_probs: Tensor, drafts: Tensor, accept: Tensor, draws: Tensor) -> Verdict:

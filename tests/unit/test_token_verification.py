@@ -9,15 +9,18 @@ from scipy import stats
 from torch import Tensor
 
 from lr_backend.engine import Sampling, one_hot_logits
+from lr_backend.torch_engine.native_library import library
 from lr_backend.torch_engine.sampler import target_probs
 from lr_backend.torch_engine.verification import (
     Verdict,
     impossible_to_zero,
     verify_biased,
     verify_greedy,
+    verify_in_c,
     verify_tokens,
     verify_with_logits,
 )
+from tests.support.torch_engines import NEEDS_LIBRARY
 
 N = 100_000
 VOCAB = 5
@@ -57,10 +60,24 @@ def apply(rule: str, probs: Tensor, drafts: Tensor, seed: int) -> Verdict:
     if rule == "one-hot logits":
         logits = torch.from_numpy(one_hot_logits(drafts.reshape(-1).int().numpy(), VOCAB)).view(num_rows, num_drafts, VOCAB)
         return verify_with_logits(probs, torch.softmax(impossible_to_zero(logits), -1), drafts, first, second)
+    if rule == "in C":
+        return in_c(probs[0].log(), drafts[0].tolist(), Sampling(1.0), num_rows, seed)
     return verify_tokens(probs, drafts, first, second)
 
 
-@pytest.mark.parametrize("rule", ["tokens", "one-hot logits"])
+def in_c(logits: Tensor, drafts: list[int], sampling: Sampling, count: int, first_seed: int) -> Verdict:
+    """So many verifications of the same drafts, each with a seed of its own."""
+    native = library()
+    assert native is not None
+    seeds = range(first_seed * count, (first_seed + 1) * count)
+    verdicts = [verify_in_c(native, logits, drafts, sampling, seed, 7) for seed in seeds]
+    return Verdict(*torch.tensor(verdicts).unbind(1))
+
+
+IN_C = pytest.param("in C", marks=NEEDS_LIBRARY)
+
+
+@pytest.mark.parametrize("rule", ["tokens", "one-hot logits", IN_C])
 @pytest.mark.parametrize("draft", range(VOCAB))
 def test_a_token_only_draft_does_not_change_the_distribution(rule: str, draft: int) -> None:
     assert pvalue(one_position(rule, draft, seed=draft), FIRST) > 1e-3
@@ -75,7 +92,7 @@ def test_upstreams_rule_does(draft: int) -> None:
     assert int(counts[draft]) / N == pytest.approx(p + (1 - p) * p, abs=0.01)
 
 
-@pytest.mark.parametrize("rule", ["tokens", "one-hot logits"])
+@pytest.mark.parametrize("rule", ["tokens", "one-hot logits", IN_C])
 def test_two_drafts_do_not_change_the_joint_distribution(rule: str) -> None:
     counts = joint(rule, seed=3)
 
@@ -124,10 +141,35 @@ def test_impossible_drafts_are_never_accepted() -> None:
     probs = torch.tensor([0.5, 0.5, 0.0, 0.0, 0.0]).expand(N, 2, VOCAB)
     drafts = torch.full((N, 1), 4)
 
-    for rule in ("tokens", "one-hot logits", "biased"):
+    for rule in ("tokens", "one-hot logits", "biased", *(("in C",) if library() else ())):
         verdict = apply(rule, probs, drafts, 0)
         assert verdict.num_accepted.max() == 0
         assert verdict.next_token.max() <= 1
+
+
+@NEEDS_LIBRARY
+@pytest.mark.parametrize("sampling", [Sampling(0.6, 3, 1.0), Sampling(1.5, 0, 0.8), Sampling(0.8, 4, 0.9)], ids=str)
+@pytest.mark.parametrize("draft", [0, 2, 4])
+def test_in_c_temperature_top_k_and_top_p_count_for_drafts(sampling: Sampling, draft: int) -> None:
+    logits = torch.stack([FIRST, FIRST.roll(draft)]).log()  # no two alike: of equals, which one top-k keeps is open
+    verdict = in_c(logits, [draft], sampling, N, draft)
+    first = torch.where(verdict.num_accepted > 0, draft, verdict.next_token)
+
+    expected = target_probs(logits, [sampling] * 2)
+    assert pvalue(torch.bincount(first, minlength=VOCAB), expected[0]) > 1e-3
+    bonus = verdict.next_token[verdict.num_accepted > 0]
+    assert (len(bonus) > 0) == bool(expected[0, draft] > 0)
+    assert not len(bonus) or pvalue(torch.bincount(bonus, minlength=VOCAB), expected[1]) > 1e-3
+
+
+@NEEDS_LIBRARY
+def test_in_c_greedy_drafts_stand_while_they_are_the_most_likely() -> None:
+    logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(2))
+    best = logits.argmax(-1).tolist()
+
+    for right in range(5):
+        drafts = [*best[:right], *((best[at] + 1) % 40 for at in range(right, 4))]
+        assert in_c(logits, drafts, Sampling(), 1, 0) == Verdict(torch.tensor([right]), torch.tensor([best[right]]))
 
 
 def test_a_rejection_that_only_rounding_made_leaves_the_targets_own_draw() -> None:

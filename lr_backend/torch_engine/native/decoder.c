@@ -699,19 +699,6 @@ void decoder_forward(const Model *model, const Pool *pool, const Batch *batch, i
     run(model, pool, batch, 0, 1);
 }
 
-static uint64_t mixed(uint64_t value) {
-    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9u;
-    value = (value ^ (value >> 27)) * 0x94D049BB133111EBu;
-    return value ^ (value >> 31);
-}
-
-/* sampler.py's uniform() for the purpose of a draw. */
-static double uniform_of(uint64_t seed, int64_t offset) {
-    const uint64_t golden = 0x9E3779B97F4A7C15u;
-    uint64_t state = mixed(mixed(seed + golden) ^ mixed(((uint64_t)offset * 4 + 1) * golden));
-    return (double)(state >> 11) * 0x1p-53;
-}
-
 /* Logarithm of the sum of all e^logit. */
 static double log_total(const float *logits, int64_t vocab_size) {
     float best = logits[0];
@@ -740,7 +727,7 @@ int64_t decoder_run(const Model *model, const Pool *pool, const Run *given, int6
         for (int64_t s = 0; s < count; s++) {
             const float *logits = run.logits + s * vocab_size;
             if (!is_finite(logits, vocab_size)) return -1;
-            double uniform = uniform_of(run.seeds[s], run.offsets[s] + step);
+            double uniform = uniform_of(run.seeds[s], run.offsets[s] + step, DRAW);
             int64_t token =
                 draw_token(logits, vocab_size, run.temperatures[s], run.top_ks[s], run.top_ps[s], uniform, run.candidates);
             const uint8_t *ends = (const uint8_t *)(uintptr_t)run.ends[s];

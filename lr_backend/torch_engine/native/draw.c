@@ -55,8 +55,9 @@ static int64_t all_of_them(const float *logits, int64_t vocab_size, Candidate *f
     return vocab_size;
 }
 
-static int64_t drawn(const float *logits, int64_t vocab_size, float temperature, int64_t top_k, float top_p, double uniform,
-                     Candidate *found) {
+/* The tokens that may be drawn, how likely each is as a part of *total, in order of likelihood where top-k or top-p cut some off. */
+static int64_t distribution(const float *logits, int64_t vocab_size, float temperature, int64_t top_k, float top_p,
+                            Candidate *found, double *total) {
     int64_t count, nucleus = top_p < 1.0f;
     double mass = 0.0;
     if (top_k > 0 && top_k < vocab_size) {
@@ -68,18 +69,22 @@ static int64_t drawn(const float *logits, int64_t vocab_size, float temperature,
     }
     float best = found[0].value;
     for (int64_t c = 1; c < count; c++) best = found[c].value > best ? found[c].value : best;
-    double total = 0.0;
+    *total = 0.0;
     for (int64_t c = 0; c < count; c++) {
         found[c].value = expf((found[c].value - best) / temperature);
-        total += (double)found[c].value;
+        *total += (double)found[c].value;
     }
     if (nucleus) {
-        double reached = 0.0, wanted = (double)top_p * fmax(mass, total);
+        double reached = 0.0, wanted = (double)top_p * fmax(mass, *total);
         int64_t kept = 0;
         while (kept < count && reached < wanted) reached += (double)found[kept++].value;
         count = kept;
-        total = reached;
+        *total = reached;
     }
+    return count;
+}
+
+static int64_t drawn(const Candidate *found, int64_t count, double total, double uniform) {
     double point = uniform * total, reached = 0.0;
     int64_t last = found[0].token;
     for (int64_t c = 0; c < count; c++) {
@@ -91,10 +96,51 @@ static int64_t drawn(const float *logits, int64_t vocab_size, float temperature,
     return last;
 }
 
+static uint64_t mixed(uint64_t value) {
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9u;
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EBu;
+    return value ^ (value >> 31);
+}
+
+double uniform_of(uint64_t seed, int64_t offset, enum Purpose purpose) {
+    const uint64_t golden = 0x9E3779B97F4A7C15u;
+    uint64_t state = mixed(mixed(seed + golden) ^ mixed(((uint64_t)offset * 4 + (uint64_t)purpose + 1) * golden));
+    return (double)(state >> 11) * 0x1p-53;
+}
+
 int64_t draw_token(const float *logits, int64_t vocab_size, double temperature, int64_t top_k, double top_p, double uniform,
                    void *candidates) {
     if (temperature == 0.0) return most_likely(logits, vocab_size);
-    return drawn(logits, vocab_size, (float)temperature, top_k, (float)top_p, uniform, candidates);
+    double total;
+    int64_t count = distribution(logits, vocab_size, (float)temperature, top_k, (float)top_p, candidates, &total);
+    return drawn(candidates, count, total, uniform);
+}
+
+/* verification.py's verify_greedy and verify_tokens: drafts [num_drafts] accepted from the left, by logits [num_drafts + 1,
+ * vocabulary], and in *next_token the one after them. offset: output tokens before the first draft. */
+int64_t verify_drafts(const float *logits, int64_t vocab_size, const int64_t *drafts, int64_t num_drafts, double temperature,
+                      int64_t top_k, double top_p, uint64_t seed, int64_t offset, void *candidates, int64_t *next_token) {
+    for (int64_t k = 0;; k++, logits += vocab_size) {
+        if (temperature == 0.0) {
+            *next_token = most_likely(logits, vocab_size);
+            if (k < num_drafts && *next_token == drafts[k]) continue;
+            return k;
+        }
+        Candidate *found = candidates, *draft = NULL;
+        double total;
+        int64_t count = distribution(logits, vocab_size, (float)temperature, top_k, (float)top_p, found, &total);
+        for (int64_t c = 0; c < count && k < num_drafts; c++)
+            if (found[c].token == drafts[k]) draft = found + c;
+        if (draft && uniform_of(seed, offset + k, ACCEPT) * total < (double)draft->value) continue;
+        /* With the draft taken out; a rejection that only rounding made leaves nothing else, and then it stays. */
+        if (draft) {
+            double rest = 0.0;
+            for (int64_t c = 0; c < count; c++) rest += found + c == draft ? 0.0 : (double)found[c].value;
+            if (rest > 0.0) total = rest, draft->value = 0.0f;
+        }
+        *next_token = drawn(found, count, total, uniform_of(seed, offset + k, DRAW));
+        return k;
+    }
 }
 
 /* tokens [rows] of logits [rows, vocabulary] */

@@ -27,6 +27,11 @@ typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
 int64_t draw_token(const float *logits, int64_t vocab_size, double temperature, int64_t top_k, double top_p, double uniform,
                    void *candidates);
 
+enum Purpose { DRAW, ACCEPT };
+
+/* sampler.py's uniform(). */
+double uniform_of(uint64_t seed, int64_t offset, enum Purpose purpose);
+
 /* sums [rows, PANEL] += panel [groups, PANEL, 4] times x [rows, groups, 4], rows of x lying stride bytes apart; at most MAX_ROWS. */
 void byte_products(const uint8_t *panel, int64_t num_groups, const int8_t *x, int64_t stride, int64_t num_rows,
                    int32_t (*sums)[PANEL]);
