@@ -57,17 +57,13 @@ def cut_at_end(request: EngineRequest, output: Items[int], new_tokens: Items[int
     An end token is not emitted; a stop word is, and counts from ``min_tokens`` on. Stop words are matched within the output:
     never over the end of the prompt.
     """
-    emitted: list[int] = []
-    longest = request.stop_words.longest
-    tail = list(output[-longest:]) if longest else []
-    for token in new_tokens:
+    words = request.stop_words
+    emitted = list(new_tokens[: max(1, max_new_tokens - len(output))])
+    for count, token in enumerate(emitted):
         if token == request.end_id:
-            return emitted, True
-        emitted.append(token)
-        tail = [*tail, token][-longest:] if longest else tail
-        num_output = len(output) + len(emitted)
-        if num_output >= request.min_tokens and request.stop_words.end(tail):
-            return emitted, True
-        if num_output >= max_new_tokens:
-            return emitted, True
-    return emitted, False
+            return emitted[:count], True
+        if token in words.last_tokens and len(output) + count + 1 >= request.min_tokens:
+            before = output[max(0, len(output) + count + 1 - words.longest) :] if count + 1 < words.longest else ()
+            if words.end([*before, *emitted[max(0, count + 1 - words.longest) : count + 1]]):
+                return emitted[: count + 1], True
+    return emitted, len(output) + len(emitted) >= max_new_tokens

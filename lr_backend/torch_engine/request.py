@@ -30,16 +30,18 @@ class StopWords:
     Attributes:
         words: token ids; none is empty.
         lengths: every length that a word has, ascending.
+        last_tokens: with which any of them ends.
     """
 
     words: frozenset[tuple[int, ...]] = frozenset()
     lengths: tuple[int, ...] = ()
+    last_tokens: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, words: Iterable[tuple[int, ...]]) -> Self:
         """Of any number of words, in any order."""
         found = frozenset(words)
-        return cls(found, tuple(sorted({len(word) for word in found})))
+        return cls(found, tuple(sorted({len(word) for word in found})), frozenset(word[-1] for word in found))
 
     @property
     def longest(self) -> int:
