@@ -187,9 +187,11 @@ def _fitted_line(name: str, scenario: Scenario, num_traces: int) -> str:
         f"{1e3 * seconds:.3g} ms"
         for seconds in (scenario.target_token_s, scenario.draft_token_s, scenario.verdict_s, scenario.call_s)
     )
+    prompts = " and ".join(f"{1e3 * seconds:.3g}" for seconds in (scenario.target_prompt_s, scenario.draft_prompt_s))
     return (
         f"fitted to {num_traces} traces, verifier {name}: a target token {target} (each further sequence "
-        f"{scenario.crowding:+.0%}), a draft token {draft}, a verdict {verdict}, a call {call}; {scenario.num_steps} steps of "
+        f"{scenario.crowding:+.0%}), a draft token {draft}, new prompt tokens {prompts} ms, a verdict {verdict}, a call {call}; "
+        f"{scenario.num_steps} steps of "
         f"{scenario.step_tokens} tokens, give or take {scenario.step_spread:.0%}, and {scenario.answer_tokens} tokens of answer"
     )
 

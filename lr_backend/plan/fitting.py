@@ -4,11 +4,11 @@ An engine that runs iterations for all calls in flight gives each of them a pass
 the more calls there are and the more roles share the cores. So a call's *effective* seconds, each instant divided by how much
 longer an iteration took just then, are those of its passes alone:
 
-    effective seconds = call_s + passes * token_s
+    effective seconds = call_s + new prompt tokens * prompt_s + passes * token_s
 
 with one ``call_s`` for both roles: weighted least squares, for the ``crowding`` that leaves the least error. What a call takes
-beside its tokens (hand-over, queue, prefill of what is not cached) ends up in ``call_s``; on shared cores it takes time from the
-others, so that the fit is made again with what it has found. Pure.
+before its passes takes time from the others on shared cores, so that the fit is made again with what it has found. The time in
+which a call waited in the engine's queue is left out: that follows from the other calls. Pure.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from lr_backend.engine import Role
 from lr_backend.errors import TraceError
 from lr_backend.plan.simulation import Scenario
 from lr_backend.request import Origin, StepRecord, VerifierName
+from lr_backend.trace.analysis import critical_path
+from lr_backend.trace.intervals import Interval
 from lr_backend.trace.schema import Call, CallOutcome, Purpose, Trace
 from lr_backend.verify.verdict import UNCOMPARED
 
@@ -73,7 +75,9 @@ def _fit(traces: Sequence[Trace], num_cores: float | None) -> tuple[Scenario, li
         draft_token_s=times.draft_token_s,
         verdict_s=_verdict_s(recorded, times.call_s, times.crowding),
         crowding=times.crowding,
-        call_s=times.call_s,
+        call_s=times.call_s + _between_calls_s(ahead),
+        target_prompt_s=times.target_prompt_s,
+        draft_prompt_s=times.draft_prompt_s,
         num_cores=num_cores,
         step_tokens=max(2, round(mean)),
         step_spread=_spread(lengths, mean),
@@ -180,12 +184,13 @@ class _Timeline:
 
     @classmethod
     def of(
-        cls, calls: Sequence[Call], num_cores: float | None, call_s: float = 0.0, before: _Timeline | None = None
+        cls, calls: Sequence[Call], num_cores: float | None, times: _Times | None = None, before: _Timeline | None = None
     ) -> _Timeline:
-        """Args: before: the timeline as it was known until now, which says how long a hand-over of ``call_s`` took."""
-        starts, ends = (np.array([call.interval[side] for call in calls]) for side in (0, 1))
-        # A call is handed over, and then it decodes.
-        joined = starts if before is None else np.minimum(before.after(starts, call_s), ends)
+        """Args: times, before: as they were known until now, which says how long hand-overs and prompts took."""
+        starts, ends = (np.array([_interval(call)[side] for call in calls]) for side in (0, 1))
+        joined = starts
+        if times is not None and before is not None:  # a call is handed over and its prompt computed, and then it decodes
+            joined = np.minimum(before.after(starts, np.array([times.before_decoding_s(call) for call in calls])), ends)
         edges = np.unique(np.concatenate([starts, joined, ends]))
         counts = {role: np.zeros(max(0, len(edges) - 1)) for role in Role}
         num_busy = np.zeros(max(0, len(edges) - 1))
@@ -195,7 +200,7 @@ class _Timeline:
         num_busy += sum((count > 0.0).astype(float) for count in counts.values())
         return cls(edges, counts, np.maximum(1.0, num_busy / num_cores) if num_cores else np.ones_like(num_busy))
 
-    def after(self, starts_ms: Floats, seconds: float) -> Floats:
+    def after(self, starts_ms: Floats, seconds: Floats) -> Floats:
         """When work of so many seconds, had it been alone, is done that begins at ``starts_ms``."""
         passed = np.concatenate([[0.0], np.cumsum(np.diff(self.edges_ms) / self.slowdowns)])
         begun: Floats = np.interp(starts_ms, self.edges_ms, passed)
@@ -219,13 +224,14 @@ class _Timed:
     """Completed calls of one role and kind.
 
     Attributes:
-        seconds, passes: of each call, shape [C].
+        seconds, passes, prompts: of each call, shape [C]; prompts: tokens that were new.
         groups: of each trace its timeline and the bounds of its calls there, in the same order.
     """
 
     role: Role
     seconds: Floats
     passes: Floats
+    prompts: Floats
     groups: tuple[tuple[_Timeline, Indices], ...]
 
     @classmethod
@@ -237,9 +243,10 @@ class _Timed:
         calls = [call for _, group in chosen for call in group]
         return cls(
             role,
-            np.asarray([call.duration_ms / 1e3 for call in calls]),
+            np.asarray([(call.end_ms - _interval(call)[0]) / 1e3 for call in calls]),
             np.asarray([float(call.num_tokens) for call in calls]),
-            tuple((line, np.searchsorted(line.edges_ms, [call.interval for call in group])) for line, group in chosen if group),
+            np.asarray([float(_num_new(call)) for call in calls]),
+            tuple((line, np.searchsorted(line.edges_ms, [_interval(call) for call in group])) for line, group in chosen if group),
         )
 
     def effective_s(self, crowding: float) -> Floats:
@@ -254,19 +261,35 @@ _Recorded = tuple[Trace, _Timeline]
 
 
 def _with_timelines(
-    traces: Sequence[Trace], num_cores: float | None, call_s: float = 0.0, before: Sequence[_Recorded] = ()
+    traces: Sequence[Trace], num_cores: float | None, times: _Times | None = None, before: Sequence[_Recorded] = ()
 ) -> list[_Recorded]:
     """Each trace with what ran when; ``before``: as it was known until now, for the same traces."""
     lines: Sequence[_Timeline | None] = [line for _, line in before] or [None] * len(traces)
-    return [(trace, _Timeline.of(trace.calls, num_cores, call_s, line)) for trace, line in zip(traces, lines, strict=True)]
+    return [(trace, _Timeline.of(trace.calls, num_cores, times, line)) for trace, line in zip(traces, lines, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class _Times:
     call_s: float
     target_token_s: float
-    crowding: float
     draft_token_s: float
+    target_prompt_s: float
+    draft_prompt_s: float
+    crowding: float
+
+    def before_decoding_s(self, call: Call) -> float:
+        prompt_s = {Role.TARGET: self.target_prompt_s, Role.DRAFT: self.draft_prompt_s}.get(call.role, 0.0)
+        return self.call_s + prompt_s * _num_new(call)
+
+
+def _interval(call: Call) -> Interval:
+    """When the engine had begun with a call, and its end."""
+    return min(call.start_ms + call.queue_ms, call.end_ms), call.end_ms
+
+
+def _num_new(call: Call) -> int:
+    """Tokens of the prompt that had to be computed."""
+    return call.num_prompt_tokens - call.num_reused_tokens
 
 
 def _is_complete(call: Call) -> bool:
@@ -285,36 +308,42 @@ def _judges(call: Call) -> bool:
 def _times(traces: Sequence[Trace], num_cores: float | None) -> tuple[_Times, list[_Recorded]]:
     """Raises: TraceError: too few calls to fit."""
     recorded = _with_timelines(traces, num_cores)
+    # An engine that does not say what it reused says nothing of its prompts either.
+    says_reuse = any(call.num_reused_tokens for trace in traces for call in trace.calls)
     for _ in range(ROUNDS):
         target, draft = (_Timed.of(recorded, role, _decodes) for role in (Role.TARGET, Role.DRAFT))
         for found in (target, draft):
             if len(found) < MIN_CALLS:
                 what = f"{len(found)} completed calls of the {found.role.value} without token drafts"
                 raise TraceError(f"too few calls: {what}, {MIN_CALLS} needed")
-        times = _fit_times(target, draft)
-        recorded = _with_timelines(traces, num_cores, times.call_s, recorded)
+        times = _fit_times(target, draft, with_prompts=says_reuse)
+        recorded = _with_timelines(traces, num_cores, times, recorded)
     return times, recorded
 
 
-def _fit_times(target: _Timed, draft: _Timed) -> _Times:
+def _fit_times(target: _Timed, draft: _Timed, *, with_prompts: bool) -> _Times:
     """The crowding with the least error, and the line that belongs to it. Crowds slow the draft down like the target."""
     low, high = 0.0, MAX_CROWDING
     for _ in range(3):  # a grid, and twice a finer one around its best
         grid = np.linspace(low, high, GRID)
-        errors = [_fit_line(target, draft, crowding)[0] for crowding in grid]
+        errors = [_fit_line(target, draft, crowding, with_prompts)[0] for crowding in grid]
         best, step = float(grid[int(np.argmin(errors))]), (high - low) / (GRID - 1)
         low, high = max(0.0, best - step), min(MAX_CROWDING, best + step)
-    _, (call_s, target_token_s, draft_token_s) = _fit_line(target, draft, best)
-    if target_token_s <= 0.0 or draft_token_s <= 0.0:
+    _, found = _fit_line(target, draft, best, with_prompts)
+    call_s, target_token_s, draft_token_s, target_prompt_s, draft_prompt_s = found.tolist()
+    times = _Times(call_s, target_token_s, draft_token_s, target_prompt_s, draft_prompt_s, best)
+    if times.target_token_s <= 0.0 or times.draft_token_s <= 0.0:
         raise TraceError("too few calls of different lengths: they do not take longer for more tokens")
-    return _Times(float(call_s), float(target_token_s), best, float(draft_token_s))
+    return times
 
 
-def _fit_line(target: _Timed, draft: _Timed, crowding: float) -> tuple[float, Floats]:
-    """(squared error, seconds of a call, of a target pass, of a draft pass)."""
-    rows = np.zeros((len(target) + len(draft), 3))
+def _fit_line(target: _Timed, draft: _Timed, crowding: float, with_prompts: bool) -> tuple[float, Floats]:
+    """(squared error, seconds of a call, of a target and a draft pass, of a new token of a target's and a draft's prompt)."""
+    rows = np.zeros((len(target) + len(draft), 5))
     rows[:, 0] = 1.0
     rows[: len(target), 1], rows[len(target) :, 2] = target.passes, draft.passes
+    if with_prompts:
+        rows[: len(target), 3], rows[len(target) :, 4] = target.prompts, draft.prompts
     effective = np.concatenate([one.effective_s(crowding) for one in (target, draft)])
     weights = np.concatenate(
         [1.0 / (RELATIVE_ERROR * one.seconds + np.median(one.seconds / one.passes)) for one in (target, draft)]
@@ -328,8 +357,9 @@ def _fit_line(target: _Timed, draft: _Timed, crowding: float) -> tuple[float, Fl
 def _non_negative(rows: Floats, wanted: Floats) -> Floats:
     """Least squares; columns whose share would be negative are left out, the worst first. The first is a call's own cost."""
     scale = np.sqrt((rows * rows).sum(axis=0))
+    kept = np.flatnonzero(scale).tolist()
+    scale = np.where(scale > 0.0, scale, 1.0)
     gram, share = (rows / scale).T @ (rows / scale), (rows / scale).T @ wanted
-    kept = list(range(rows.shape[1]))
     while True:
         part = gram[np.ix_(kept, kept)]
         if 0 in kept and np.linalg.eigvalsh(part)[0] < SINGULAR:
@@ -345,7 +375,17 @@ def _non_negative(rows: Floats, wanted: Floats) -> Floats:
 
 
 def _verdict_s(recorded: Sequence[_Recorded], call_s: float, crowding: float) -> float:
-    """Median over the verdicts that took a call, whichever role gave them; 0 where none did."""
+    """Mean over the verdicts that took a call, whichever role gave them; 0 where none did."""
     timed = [_Timed.of(recorded, role, _judges) for role in Role]
     seconds = [second for one in timed if len(one) for second in one.effective_s(crowding).tolist()]
-    return max(0.0, median(seconds) - call_s) if seconds else 0.0
+    return max(0.0, fmean(seconds) - call_s) if seconds else 0.0
+
+
+def _between_calls_s(traces: Iterable[Trace]) -> float:
+    """What the loop takes before a call: the time in which an answer waited for none, by the calls that it waited for."""
+    waited_ms = num_calls = 0.0
+    for trace in traces:
+        critical = critical_path(trace)
+        waited_ms += sum(stretch.duration_ms for stretch in critical if stretch.call is None)
+        num_calls += len({stretch.call for stretch in critical if stretch.call is not None})
+    return waited_ms / 1e3 / max(1.0, num_calls)

@@ -8,9 +8,10 @@ accepted. Units are free: only ratios of times matter.
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from statistics import fmean
@@ -19,7 +20,7 @@ import numpy as np
 
 from lr_backend.config import Limits, LoopConfig, Timeouts
 from lr_backend.contract import IntArray, decode_stop_words
-from lr_backend.engine import EngineCall, Generation
+from lr_backend.engine import EngineCall, EngineTiming, Generation
 from lr_backend.loop.loop import Engines, LookaheadLoop, Models, Outcome
 from lr_backend.loop.pace import Pace
 from lr_backend.loop.steps import StepRules
@@ -49,7 +50,8 @@ class Scenario:
         verdict_s: a verdict of the judge.
         crowding: how much longer an iteration takes for each further sequence, as a share of its time with one. 0: parallel
             sequences are free.
-        call_s: what one engine call takes beside its tokens: its hand-over, and its prompt.
+        call_s: what one engine call takes beside its tokens: its hand-over.
+        target_prompt_s, draft_prompt_s: a token of a prompt that the role has not computed yet.
         num_cores: how many compute at the same time at full speed, of the roles and of calls beside their tokens; more share.
             1.5: two take a third longer than one alone. None: each role has its own device, and a call holds nobody up.
         step_tokens: mean length of a step.
@@ -64,6 +66,8 @@ class Scenario:
     verdict_s: float = 0.0
     crowding: float = 0.0
     call_s: float = 0.0
+    target_prompt_s: float = 0.0
+    draft_prompt_s: float = 0.0
     num_cores: float | None = None
     step_tokens: int = 24
     step_spread: float = 0.0
@@ -78,6 +82,8 @@ class Scenario:
             "verdict_s": self.verdict_s >= 0.0,
             "crowding": self.crowding >= 0.0,
             "call_s": self.call_s >= 0.0,
+            "target_prompt_s": self.target_prompt_s >= 0.0,
+            "draft_prompt_s": self.draft_prompt_s >= 0.0,
             "num_cores": self.num_cores is None or self.num_cores >= 1,
             "step_tokens": self.step_tokens >= 2,
             "step_spread": 0.0 <= self.step_spread < 1.0,
@@ -152,9 +158,10 @@ class Cores:
 
 @dataclass(eq=False)
 class _Sequence:
-    """What is left of one call, in iterations."""
+    """What is left of one call, in iterations, and since when it has taken part in any."""
 
     num_passes: int
+    begun_s: float = 0.0
     done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -162,14 +169,49 @@ Writer = Callable[[IntArray, int], Sequence[int]]
 """(token ids so far, seed of the call) -> the tokens that come next, at least one; a function of its arguments alone."""
 
 
-class BatchingEngine:
-    """An engine that runs iterations for all calls in flight; calls join and leave between two."""
+class _Computed:
+    """What an engine has computed: the longest beginning of a context that it need not compute again."""
 
-    def __init__(self, writer: Writer, iteration_s: Callable[[int], float], cores: Cores, call_s: float) -> None:
+    def __init__(self) -> None:
+        self._known: list[bytes] = []  # in order, so that contexts that begin alike are neighbours
+
+    def add(self, context: IntArray) -> None:
+        insort(self._known, _in_order(context))
+
+    def num_reused(self, context: IntArray) -> int:
+        wanted = _in_order(context)
+        place = bisect_left(self._known, wanted)
+        neighbours = self._known[max(0, place - 1) : place + 1]
+        return max((_num_alike(known, wanted) for known in neighbours), default=0)
+
+
+def _in_order(context: IntArray) -> bytes:
+    """Four bytes a token, the upper ones first: compares as the tokens do."""
+    return context.astype(">i4").tobytes()
+
+
+def _num_alike(first: bytes, second: bytes) -> int:
+    """Tokens that both begin with."""
+    length = min(len(first), len(second))
+    one, other = (np.frombuffer(context[:length], dtype=">i4") for context in (first, second))
+    different = np.flatnonzero(one != other)
+    return int(different[0]) if len(different) else len(one)
+
+
+class BatchingEngine:
+    """An engine that runs iterations for all calls in flight; calls join and leave between two. Prompts are computed beside
+    them, one after another."""
+
+    def __init__(
+        self, writer: Writer, iteration_s: Callable[[int], float], cores: Cores, call_s: float = 0.0, prompt_s: float = 0.0
+    ) -> None:
         self._writer = writer
         self._iteration_s = iteration_s
         self._cores = cores
         self._call_s = call_s
+        self._prompt_s = prompt_s
+        self._computed = _Computed()
+        self._prompts = asyncio.Lock()
         self._batch: list[_Sequence] = []
         self._runner: asyncio.Task[None] | None = None
         self.num_iterations = 0
@@ -179,7 +221,10 @@ class BatchingEngine:
         generation = self._write(call)
         if self._call_s:
             await self._cores.work(self._call_s)
+        waited_s, num_reused = await self._prefill(call.input_ids) if self._prompt_s else (0.0, 0)
         sequence = _Sequence(1 if call.draft_ids is not None else len(generation.token_ids))
+        clock = asyncio.get_running_loop().time
+        joined_s = clock()
         self._batch.append(sequence)
         if self._runner is None or self._runner.done():
             self._runner = asyncio.create_task(self._iterate())
@@ -188,7 +233,24 @@ class BatchingEngine:
         finally:
             if sequence in self._batch:
                 self._batch.remove(sequence)
-        return generation
+        if self._prompt_s:
+            self._computed.add(np.concatenate([call.input_ids, np.asarray(generation.token_ids[:-1], dtype=np.int32)]))
+        return replace(generation, num_reused_tokens=num_reused, timing=EngineTiming(waited_s + sequence.begun_s - joined_s))
+
+    async def _prefill(self, context: IntArray) -> tuple[float, int]:
+        """Have what is new of a prompt computed; how long that had to wait, and how much was not new."""
+        clock = asyncio.get_running_loop().time
+        asked_s = clock()
+        await self._prompts.acquire()
+        waited_s, num_reused = clock() - asked_s, min(self._computed.num_reused(context), len(context) - 1)
+        # Once begun it is computed to its end, whether anybody still wants it or not.
+        await asyncio.shield(asyncio.create_task(self._compute_prompt(context, len(context) - num_reused)))
+        return waited_s, num_reused
+
+    async def _compute_prompt(self, context: IntArray, num_new: int) -> None:
+        await self._cores.work(self._prompt_s * num_new)
+        self._computed.add(context)
+        self._prompts.release()
 
     async def close(self) -> None:
         """Wait until the last iteration is over."""
@@ -209,9 +271,12 @@ class BatchingEngine:
                     return Generation(tuple(written), len(drafts), max(0, len(written) - 1) if drafts else 0)
 
     async def _iterate(self) -> None:
+        now_s = asyncio.get_running_loop().time
         with self._cores.busy():
             while self._batch:
                 running = list(self._batch)
+                for sequence in running:
+                    sequence.begun_s = sequence.begun_s or now_s()
                 self.num_iterations += 1
                 self.num_rows += len(running)
                 await asyncio.sleep(self._iteration_s(len(running)) * self._cores.slowdown())
@@ -244,13 +309,13 @@ def speedup(scenario: Scenario, policy: Policy, seed: int = 0) -> float:
 async def _answer_all(scenario: Scenario, policy: Policy, seed: int, trace: bool) -> Prediction:
     cores = Cores(scenario.num_cores)
 
-    def engine(writer: Writer, one_s: float) -> BatchingEngine:
-        return BatchingEngine(writer, lambda n: one_s * (1.0 + scenario.crowding * (n - 1)), cores, scenario.call_s)
+    def engine(writer: Writer, one_s: float, prompt_s: float = 0.0) -> BatchingEngine:
+        return BatchingEngine(writer, lambda n: one_s * (1.0 + scenario.crowding * (n - 1)), cores, scenario.call_s, prompt_s)
 
     story = _Story(scenario, seed)
     engines = Engines(
-        engine(story.target, scenario.target_token_s),
-        engine(story.draft, scenario.draft_token_s),
+        engine(story.target, scenario.target_token_s, scenario.target_prompt_s),
+        engine(story.draft, scenario.draft_token_s, scenario.draft_prompt_s),
         engine(story.judge, scenario.verdict_s),
     )
     longest = int(scenario.step_tokens * (1.0 + scenario.step_spread)) + 2

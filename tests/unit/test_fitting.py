@@ -17,7 +17,8 @@ from lr_backend.plan.overrides import Overrides
 from lr_backend.plan.simulation import Policy, Scenario, simulate
 from lr_backend.plan.table import plan
 from lr_backend.request import Mode, Origin, StepRecord
-from lr_backend.trace.schema import Trace
+from lr_backend.trace.analysis import critical_path
+from lr_backend.trace.schema import Purpose, Trace
 from tests.support.traces import numbered_world, traced
 
 BASE = Scenario(0.7, target_token_s=0.02, draft_token_s=0.004, step_spread=0.3, num_steps=30)
@@ -29,6 +30,7 @@ CHANGES = [
     {"num_cores": 1.5},
     {"step_spread": 0.0, "step_tokens": 40},
     {"answer_tokens": 60},
+    {"target_prompt_s": 0.004, "draft_prompt_s": 0.001, "call_s": 0.005},
     {"verdict_s": 0.03, "crowding": 0.2, "call_s": 0.005, "num_cores": 1.5, "num_steps": 15},
 ]
 
@@ -52,6 +54,8 @@ def test_the_scenario_of_the_traces_is_found_again(change: dict[str, float], wid
     assert found.crowding == pytest.approx(scenario.crowding, abs=0.05)
     assert found.call_s == pytest.approx(scenario.call_s, abs=0.01 * step_s)
     assert found.verdict_s == pytest.approx(scenario.verdict_s, abs=0.01 * step_s)
+    assert found.target_prompt_s == pytest.approx(scenario.target_prompt_s, abs=0.05 * scenario.target_token_s)
+    assert found.draft_prompt_s == pytest.approx(scenario.draft_prompt_s, abs=0.02 * scenario.target_token_s)
     assert found.acceptance_rate == pytest.approx(scenario.acceptance_rate, abs=0.1)  # 60 steps or so: chance
     assert found.step_tokens == pytest.approx(scenario.step_tokens, abs=2)
     assert found.step_spread == pytest.approx(scenario.step_spread, abs=0.06)
@@ -77,6 +81,36 @@ def test_what_is_predicted_from_traces_is_what_the_scenario_gains() -> None:
 
     wanted, predicted = (plan(one, (4,), num_seeds=6)[0].speedup for one in (scenario, found))
     assert predicted == pytest.approx(wanted, rel=0.1)
+
+
+def test_an_engine_that_does_not_say_what_it_reused_says_nothing_of_its_prompts() -> None:
+    silent = [
+        trace.model_copy(update={"calls": tuple(call.model_copy(update={"num_reused_tokens": 0}) for call in trace.calls)})
+        for trace in recorded(replace(BASE, call_s=0.005))
+    ]
+    found = fit(silent)
+
+    assert (found.target_prompt_s, found.draft_prompt_s) == (0.0, 0.0)
+    assert found.call_s == pytest.approx(0.005, abs=0.002)
+
+
+def test_what_the_loop_takes_between_calls_counts_as_theirs() -> None:
+    traces = recorded(replace(BASE, call_s=0.005, answer_tokens=20))
+    num_calls = sum(len({one.call for one in critical_path(trace) if one.call is not None}) for trace in traces)
+
+    more = fit([paused(trace, 2.0) for trace in traces]).call_s - fit(traces).call_s
+
+    assert more == pytest.approx(2.0 * len(traces) / num_calls, rel=0.02)
+
+
+def paused(trace: Trace, pause_s: float) -> Trace:
+    """The same calls, with a pause before the last one: the answer after the reasoning."""
+    *calls, last = trace.calls
+    assert last.purpose is Purpose.ALONE
+    late = last.model_copy(update={"start_ms": last.start_ms + 1e3 * pause_s, "end_ms": last.end_ms + 1e3 * pause_s})
+    final = trace.steps[-1].model_copy(update={"committed_s": trace.steps[-1].committed_s + pause_s})
+    usage = trace.usage.model_copy(update={"latency_s": trace.usage.latency_s + pause_s})
+    return trace.model_copy(update={"calls": (*calls, late), "steps": (*trace.steps[:-1], final), "usage": usage})
 
 
 def test_more_traces_tell_the_acceptance_better() -> None:
