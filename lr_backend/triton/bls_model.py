@@ -26,7 +26,7 @@ from lr_backend.triton.bls_engine import Arrays, BlsEngine, CallGate, unavailabl
 from lr_backend.triton.models import load_models
 from lr_backend.triton.service import LookaheadService, triton_code
 from lr_backend.triton.speculation_metrics import SpeculationMetrics
-from lr_backend.triton.threads import share_interpreter
+from lr_backend.triton.threads import share_interpreter, use_uvloop
 
 if TYPE_CHECKING:
     from lr_backend.triton.own_engines import OwnEngines
@@ -86,6 +86,7 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         share_interpreter()
+        use_uvloop()
         structlog.configure(
             processors=[
                 structlog.processors.add_log_level,
@@ -120,6 +121,7 @@ class TritonPythonModel:
     def _start(self) -> LookaheadService:
         """Made by the first request: the gate belongs to the event loop, which runs only from then on."""
         self._loop = asyncio.get_running_loop()
+        structlog.get_logger().info("event_loop_runs", implementation=type(self._loop).__module__)
         self._loop.set_default_executor(self._executor)
         engines = self._own.engines if self._own is not None else self._by_bls()
         service = LookaheadService(self._config, self._models, engines)

@@ -308,3 +308,11 @@ def test_the_log_holds_no_question_and_no_answer(server: TritonServer, client: C
 
     assert canary not in server.log_text()
     assert Path(server.repository).exists()
+
+
+def test_the_step_loop_runs_on_uvloop(server: TritonServer, client: Client) -> None:
+    """Triton's backend makes the loop; it must make it by the policy that the model has set."""
+    client.ask("Tom has 3 apples.", Options(max_tokens=4))
+
+    (line,) = (line for line in server.log_text().splitlines() if "event_loop_runs" in line)
+    assert '"implementation": "uvloop"' in line
