@@ -1,6 +1,6 @@
 """``make bench-ablation``: what each part of lookahead is worth, against its absence, on the demo models through a real Triton.
 
-One row a setting. Every row answers the same problems as ``ar``, in turns whose order rotates from problem to problem, and its
+One row a setting. Every row answers the same problems as ``ar``, in turns whose order rotates, and its
 speedup is the ratio of the seconds. ``ar`` is one uninterrupted request at its best thread setting.
 
 Two bounds stand beside it. ``ceiling`` is the paper's (S1 and S2) at the measured acceptance and cost ratio, where parallel
@@ -312,7 +312,7 @@ def compare(
     temperature: float,
     console: Console,
 ) -> list[Sample]:
-    """Every row on every problem, in turns whose order rotates from problem to problem; ``clients`` by threads of the target."""
+    """Every row on every problem, in turns whose order rotates; ``clients`` by threads of the target."""
     turns = in_turns(rows, questions, "rows in turn", console)
     return [ask(clients[row.threads], row, problem, index, temperature)[0] for index, problem, row in turns]
 

@@ -2,7 +2,7 @@
 
 The baseline of every speedup is ``ar`` with ``stream=false``: one uninterrupted engine request, nothing else running, at the
 thread setting that is best for it. So a second server runs the target alone at each other thread setting; ``ar`` is asked of
-both, and the faster one is the baseline. Modes take turns on every problem, so that a noisy machine is noisy to all of them.
+both, and the faster one is the baseline. Modes take turns, so that a noisy machine is noisy to all of them.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def show_one(client: Client, problem: Problem, temperature: float, console: Cons
 def compare(
     clients: Mapping[str, Client], baselines: Mapping[str, Client], questions: list[Problem], temperature: float, console: Console
 ) -> list[Sample]:
-    """Every mode on every problem, in turns whose order rotates from problem to problem."""
+    """Every mode on every problem, in turns whose order rotates."""
     turns = [*((mode, client, mode) for mode, client in clients.items()), *((name, c, "ar") for name, c in baselines.items())]
     samples = []
     for index, problem, (name, client, mode) in in_turns(turns, questions, "four modes in turn", console):
@@ -148,13 +148,19 @@ def compare(
 
 
 def in_turns(turns: Sequence[T], questions: Sequence[Problem], title: str, console: Console) -> Iterator[tuple[int, Problem, T]]:
-    """Every turn of every problem, with the problem's number, behind a progress bar."""
+    """Every turn of every problem, with the problem's number, behind a progress bar.
+
+    Turns that follow one another ask different problems, as far apart as there are: else all but the first would find the
+    question, and what an answer begins with, in the KV cache, which spares whoever computes most prompts the most.
+    """
+    apart = max(1, len(questions) // len(turns))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task(title, total=len(questions) * len(turns))
-        for index, problem in enumerate(questions):
-            for turn in rotated(turns, index):
-                yield index, problem, turn
+        for number in range(len(questions)):
+            for place in rotated(range(len(turns)), number):
+                index = (number + apart * place) % len(questions)
+                yield index, questions[index], turns[place]
                 progress.advance(task)
 
 

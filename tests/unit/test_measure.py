@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import islice, pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lr_client import Usage
+from rich.console import Console
 
 from demo.measure import ModeReport, Sample, paired_speedup, report
+from demo.problems import problems
+from demo.run import in_turns
 from lr_backend.loop.depth import ceiling
 
 seconds = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=20)
@@ -73,3 +78,16 @@ def test_ceilings_follow_the_acceptance_and_multiply_with_token_speculation() ->
     assert ceilings(rows, 0.1, 4) == pytest.approx({"lr": ceiling(0.5, 0.1, 4), "lr_sd": 1.2 * ceiling(0.5, 0.1, 4)})
     assert ceilings(rows | {"sd": row(0.8, None)}, 0.1, 4)["lr_sd"] == pytest.approx(ceiling(0.5, 0.1, 4))
     assert ceilings(rows | {"lr": row(1.0, None)}, 0.1, 4).keys() == {"lr_sd"}
+
+
+def test_every_turn_asks_every_problem_once_and_none_soon_after_another() -> None:
+    turns, questions = ["ar", "sd", "lr"], list(islice(problems(1, "test"), 12))
+    asked = list(in_turns(turns, questions, "", Console(quiet=True)))
+
+    assert sorted((index, turn) for index, _, turn in asked) == [(i, t) for i in range(12) for t in sorted(turns)]
+    assert all(problem is questions[index] for index, problem, _ in asked)
+    for index in range(12):
+        places = [place for place, (other, _, _) in enumerate(asked) if other == index]
+        assert min(later - sooner for sooner, later in pairwise(places)) >= 10
+    firsts = [asked[number * len(turns)][2] for number in range(12)]
+    assert {turn: firsts.count(turn) for turn in turns} == {"ar": 4, "sd": 4, "lr": 4}
