@@ -31,7 +31,7 @@ from bench.ablation import PROBLEM_SEED, Row, ask, compare
 from bench.hardware import acceptance_of_each, measure_hardware
 from demo.measure import ModeReport, report
 from demo.problems import Problem, problems
-from demo.run import console_of_any_width, demo_spec, serving
+from demo.run import console_of_any_width, demo_spec, in_turns, serving
 from lr_backend.errors import TraceError
 from lr_backend.plan.fitting import fit
 from lr_backend.plan.simulation import Scenario
@@ -50,19 +50,18 @@ def row_of(max_depth: int, width: int) -> Row:
     return Row(f"depth {max_depth}, width {width}", {**FIXED, "max_depth": max_depth, "width": width})
 
 
-def record(client: Client, questions: Sequence[Problem], temperature: float) -> list[Trace]:
+def record(client: Client, questions: Sequence[Problem], temperature: float, console: Console) -> list[Trace]:
     """Traces of every recorded row on every problem.
 
     Raises:
         TraceError: the server sent none.
     """
     found = []
-    for index, problem in enumerate(questions):
-        for row in RECORDED:
-            _, result = ask(client, row, problem, index, temperature, trace=True)
-            if result.trace is None:
-                raise TraceError("the server sent no trace")
-            found.append(Trace.from_json(result.trace))
+    for index, problem, row in in_turns(RECORDED, questions, "recording", console):
+        _, result = ask(client, row, problem, index, temperature, trace=True)
+        if result.trace is None:
+            raise TraceError("the server sent no trace")
+        found.append(Trace.from_json(result.trace))
     return found
 
 
@@ -124,7 +123,7 @@ def main(
             ask(client, row, first, 0, temperature)
         # Two roles may not slow each other down where two and the hand-over of a call do.
         cores = cores or measure_hardware(server, spec, first).num_cores or os.cpu_count()
-        scenario = fit(record(client, questions[:num_recorded], temperature), cores)
+        scenario = fit(record(client, questions[:num_recorded], temperature, console), cores)
         samples = compare({None: client}, (BASELINE, *rows), questions[num_recorded:], temperature, console)
     lines = lines_of(scenario, report(samples, BASELINE.name))
     show(console, f"{num_recorded} problems recorded, {num_problems} others measured, temperature {temperature:g}", lines)

@@ -293,7 +293,8 @@ def _num_new(call: Call) -> int:
 
 
 def _is_complete(call: Call) -> bool:
-    return call.outcome not in (CallOutcome.CANCELLED, CallOutcome.FAILED) and call.end_ms > call.start_ms
+    begun_ms, end_ms = _interval(call)
+    return call.outcome not in (CallOutcome.CANCELLED, CallOutcome.FAILED) and end_ms > begun_ms
 
 
 def _decodes(call: Call) -> bool:

@@ -18,7 +18,7 @@ from lr_backend.plan.simulation import Policy, Scenario, simulate
 from lr_backend.plan.table import plan
 from lr_backend.request import Mode, Origin, StepRecord
 from lr_backend.trace.analysis import critical_path
-from lr_backend.trace.schema import Purpose, Trace
+from lr_backend.trace.schema import Call, Purpose, Trace
 from tests.support.traces import numbered_world, traced
 
 BASE = Scenario(0.7, target_token_s=0.02, draft_token_s=0.004, step_spread=0.3, num_steps=30)
@@ -92,6 +92,18 @@ def test_an_engine_that_does_not_say_what_it_reused_says_nothing_of_its_prompts(
 
     assert (found.target_prompt_s, found.draft_prompt_s) == (0.0, 0.0)
     assert found.call_s == pytest.approx(0.005, abs=0.002)
+
+
+def test_a_call_that_did_nothing_but_wait_is_left_out() -> None:
+    """Two clocks: the engine's own says that it was in the queue to its end."""
+
+    def waiting(call: Call) -> Call:
+        return call.model_copy(update={"queue_ms": call.duration_ms})
+
+    traces = recorded(replace(BASE, call_s=0.005))
+    changed = [trace.model_copy(update={"calls": (waiting(trace.calls[0]), *trace.calls[1:])}) for trace in traces]
+
+    assert fit(changed).target_token_s == pytest.approx(fit(traces).target_token_s, rel=0.02)
 
 
 def test_what_the_loop_takes_between_calls_counts_as_theirs() -> None:
