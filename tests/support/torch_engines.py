@@ -17,6 +17,8 @@ from lr_backend.torch_engine.engine import TorchEngine
 from lr_backend.torch_engine.native_library import library
 from lr_backend.torch_engine.random_checkpoint import write_random_checkpoint
 from lr_backend.torch_engine.request import EngineRequest, EngineResponse, StopWords
+from lr_backend.torch_engine.scheduler import Chunk
+from lr_backend.torch_engine.sequence import NewTokens
 
 VOCAB = 61
 
@@ -140,6 +142,28 @@ class Gate:
 
     def open(self) -> None:
         self._open.set()
+
+
+class Pause:
+    """Holds the engine's thread once it has decoded so many tokens in all, until ended.
+
+    Attributes:
+        begun: set when it holds.
+    """
+
+    def __init__(self, engine: TorchEngine, *, after: int) -> None:
+        self.begun, self._ended = threading.Event(), threading.Event()
+        self._engine, self._after, self._advance = engine, after, engine._advance
+        engine._advance = self._hold  # type: ignore[method-assign]
+
+    def _hold(self, chunks: list[Chunk], gained: list[NewTokens]) -> None:
+        self._advance(chunks, gained)
+        if self._engine.stats().num_tokens_decoded >= self._after:
+            self.begun.set()
+            self._ended.wait(30)
+
+    def end(self) -> None:
+        self._ended.set()
 
 
 def greedy(engine: TorchEngine, input_ids: tuple[int, ...], count: int) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from tests.support.torch_engines import (
     VOCAB,
     Gate,
     MakeEngine,
+    Pause,
     ask,
     cancel,
     engines,
@@ -56,10 +57,12 @@ def engine(make_engine: MakeEngine) -> TorchEngine:
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_cancelling_a_running_request_answers_with_what_it_has(engine: TorchEngine) -> None:
     full = greedy(engine, prompt(9), 60)
+    pause = Pause(engine, after=65)
     running = start(engine, request(prompt(9), 200, request_id="a"))
-    while engine.stats().num_tokens_decoded < 65:
-        pass
-    assert cancel(engine, "a").result().token_ids == ()
+    pause.begun.wait(10)
+    cancelled = cancel(engine, "a")
+    pause.end()
+    assert cancelled.result().token_ids == ()
     token_ids = running.result().token_ids
     assert 0 < len(token_ids) < 200
     assert token_ids[:60] == full[: len(token_ids)]

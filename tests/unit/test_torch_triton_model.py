@@ -14,7 +14,7 @@ import pytest
 from lr_backend.contract import encode_stop_words
 from lr_backend.engine import EngineCall, Generation, cancel_tensors
 from tests.support.fake_pb_utils import StubError, StubException, StubFamily, StubRequest, stub_module
-from tests.support.torch_engines import Gate, prompt, tiny_checkpoint
+from tests.support.torch_engines import Gate, Pause, prompt, tiny_checkpoint
 
 
 @pytest.fixture
@@ -155,12 +155,13 @@ def test_a_failed_iteration_is_internal(model: Any, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_cancel_of_the_same_id_ends_the_run(model: Any) -> None:
+    pause = Pause(model._engine, after=3)
     running = StubRequest(tensors(max_new_tokens=240), "x")
     model.execute([running])
-    while model._engine.stats().num_tokens_decoded < 3:
-        pass
+    pause.begun.wait(10)
     cancel, unknown = StubRequest(cancel_tensors(), "x"), StubRequest(cancel_tensors(), "unknown")
     model.execute([cancel, unknown])
+    pause.end()
     assert cancel.answer().outputs["output_ids"].size == unknown.answer().outputs["output_ids"].size == 0
     assert 0 < running.answer().outputs["output_ids"].size < 240
 
