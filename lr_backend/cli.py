@@ -191,8 +191,8 @@ def _fitted_line(name: str, scenario: Scenario, num_traces: int) -> str:
     return (
         f"fitted to {num_traces} traces, verifier {name}: a target token {target} (each further sequence "
         f"{scenario.crowding:+.0%}), a draft token {draft}, new prompt tokens {prompts} ms, a verdict {verdict}, a call {call}; "
-        f"{scenario.num_steps} steps of "
-        f"{scenario.step_tokens} tokens, give or take {scenario.step_spread:.0%}, and {scenario.answer_tokens} tokens of answer"
+        f"{scenario.num_steps} steps of {scenario.step_tokens} tokens, give or take {scenario.step_spread:.0%}, "
+        f"and {scenario.answer_tokens} tokens of answer"
     )
 
 

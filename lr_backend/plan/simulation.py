@@ -21,6 +21,7 @@ import numpy as np
 from lr_backend.config import Limits, LoopConfig, Timeouts
 from lr_backend.contract import IntArray, decode_stop_words
 from lr_backend.engine import EngineCall, EngineTiming, Generation
+from lr_backend.loop.ledger import num_equal
 from lr_backend.loop.loop import Engines, LookaheadLoop, Models, Outcome
 from lr_backend.loop.pace import Pace
 from lr_backend.loop.steps import StepRules
@@ -173,29 +174,15 @@ class _Computed:
     """What an engine has computed: the longest beginning of a context that it need not compute again."""
 
     def __init__(self) -> None:
-        self._known: list[bytes] = []  # in order, so that contexts that begin alike are neighbours
+        self._known: list[list[int]] = []  # in order, so that contexts that begin alike are neighbours
 
     def add(self, context: IntArray) -> None:
-        insort(self._known, _in_order(context))
+        insort(self._known, context.tolist())
 
     def num_reused(self, context: IntArray) -> int:
-        wanted = _in_order(context)
+        wanted = context.tolist()
         place = bisect_left(self._known, wanted)
-        neighbours = self._known[max(0, place - 1) : place + 1]
-        return max((_num_alike(known, wanted) for known in neighbours), default=0)
-
-
-def _in_order(context: IntArray) -> bytes:
-    """Four bytes a token, the upper ones first: compares as the tokens do."""
-    return context.astype(">i4").tobytes()
-
-
-def _num_alike(first: bytes, second: bytes) -> int:
-    """Tokens that both begin with."""
-    length = min(len(first), len(second))
-    one, other = (np.frombuffer(context[:length], dtype=">i4") for context in (first, second))
-    different = np.flatnonzero(one != other)
-    return int(different[0]) if len(different) else len(one)
+        return max((num_equal(known, wanted) for known in self._known[max(0, place - 1) : place + 1]), default=0)
 
 
 class BatchingEngine:

@@ -200,6 +200,13 @@ INLINE void panel_rows(const void *panel, enum Format format, int num_rows, int6
     for (int r = 0; r < num_rows; r++) sums[r][0] = a[r][0], sums[r][1] = a[r][1];
 }
 
+/* LANES numbers of which so many are left: zero beyond. */
+INLINE vec loaded_or_zero(const float *from, int64_t left) {
+    vec value = {};
+    memcpy(&value, from, sizeof(float) * (size_t)(left < LANES ? left : LANES));
+    return value;
+}
+
 static int64_t rounded_stride(int64_t depth) { return (depth + LANES - 1) / LANES * LANES; }
 
 static int is_rounded(const Matrix *matrix) { return matrix->format == INT8 || matrix->format == PAIRS; }
@@ -209,18 +216,16 @@ FOR_EACH_CPU static void round_to_bytes(const float *x, int64_t depth, const Rou
     int64_t stride = rounded_stride(depth);
     for (int64_t t = first; t < last; t++) {
         const float *row = x + t * depth;
-        float tail[LANES] = {0};
-        memcpy(tail, row + depth / LANES * LANES, sizeof(float) * (size_t)(depth % LANES));
         vec most = {}, zero = {};
         ivec sum = {};
         for (int64_t i = 0; i < depth; i += LANES) {
-            vec value = loaded(i + LANES <= depth ? row + i : tail);
+            vec value = loaded_or_zero(row + i, depth - i);
             most = larger(most, (vec)((ivec)value & 0x7fffffff));
             zero += value * 0.0f;
         }
         float top = largest(most), factor = top > 0.0f ? 127.0f / top : 0.0f;
         for (int64_t i = 0; i < depth; i += LANES) {
-            vec value = loaded(i + LANES <= depth ? row + i : tail);
+            vec value = loaded_or_zero(row + i, depth - i);
             vec shifted = value * factor + magic;
             ivec whole = (ivec)shifted - (ivec)magic;
             bvec bytes = __builtin_convertvector(whole, bvec);
@@ -240,10 +245,8 @@ FOR_EACH_CPU static void round_to_halves(const float *x, int64_t depth, const Ro
     int64_t stride = rounded_stride(depth);
     for (int64_t t = first; t < last; t++) {
         const float *row = x + t * depth;
-        float tail[LANES] = {0};
-        memcpy(tail, row + depth / LANES * LANES, sizeof(float) * (size_t)(depth % LANES));
         for (int64_t i = 0; i < depth; i += LANES) {
-            vec value = loaded(i + LANES <= depth ? row + i : tail);
+            vec value = loaded_or_zero(row + i, depth - i);
             uvec bits = (uvec)value, no_number = (uvec)(value != value);
             uvec nearest = bits + 0x7fffu + (bits >> 16 & 1u);
             hvec half = __builtin_convertvector(((nearest & ~no_number) | (0x7fc00000u & no_number)) >> 16, hvec);
