@@ -53,7 +53,7 @@ class _Pool(ctypes.Structure):
 class _Batch(ctypes.Structure):
     _fields_ = (
         *((name, _Size) for name in ("num_chunks", "num_rows", "num_logits")),
-        *((name, _Pointer) for name in ("tokens", "starts", "counts", "first_blocks", "blocks", "logit_rows")),
+        *((name, _Pointer) for name in ("tokens", "starts", "counts", "first_blocks", "blocks", "logit_counts")),
         *((name, _Pointer) for name in ("logits", "scratch")),
     )
 
@@ -61,7 +61,7 @@ class _Batch(ctypes.Structure):
 class _Run(ctypes.Structure):
     _fields_ = (
         *((name, _Size) for name in ("num_sequences", "max_steps")),
-        *((name, _Pointer) for name in ("tokens", "starts", "ones", "places", "first_blocks", "blocks", "top_ks", "offsets")),
+        *((name, _Pointer) for name in ("tokens", "starts", "ones", "first_blocks", "blocks", "top_ks", "offsets")),
         *((name, _Pointer) for name in ("seeds", "temperatures", "top_ps", "ends", "drawn", "log_probs")),
         *((name, _Pointer) for name in ("logits", "scratch", "candidates", "interrupt")),
     )
@@ -126,8 +126,8 @@ class NativeModel:
         files.require_all_read(*(("lm_head.weight",) if spec.tie_word_embeddings else ()))
         return model
 
-    def forward(self, pool: NativePool, tokens: list[int], spans: Items[Span], rows: list[int]) -> Tensor:
-        """Logits, float32 [R, vocabulary], of ``rows``; keys and values of all tokens go to the pool.
+    def forward(self, pool: NativePool, tokens: list[int], spans: Items[Span], num_logits: list[int]) -> Tensor:
+        """Logits, float32 [R, vocabulary], of the last ``num_logits`` tokens of each chunk; all keys and values go to the pool.
 
         Args:
             tokens: of all chunks, one after another.
@@ -135,11 +135,12 @@ class NativeModel:
         """
         first_blocks, blocks = _one_after_another(span.blocks for span in spans)
         _kept, pointers = _joined(
-            tokens, [span.start for span in spans], [span.count for span in spans], first_blocks, blocks, rows
+            tokens, [span.start for span in spans], [span.count for span in spans], first_blocks, blocks, num_logits
         )
-        logits = torch.empty(len(rows), self.spec.vocab_size)
+        num_rows = sum(num_logits)
+        logits = torch.empty(num_rows, self.spec.vocab_size)
         scratch = self._scratch_of(len(tokens))
-        self._compute(pool, _Batch(len(spans), len(tokens), len(rows), *pointers, logits.data_ptr(), scratch.data_ptr()))
+        self._compute(pool, _Batch(len(spans), len(tokens), num_rows, *pointers, logits.data_ptr(), scratch.data_ptr()))
         return logits
 
     def copy_prefix(self, pool: NativePool, source: int, target: int, num_tokens: int) -> None:
@@ -165,7 +166,6 @@ class NativeModel:
             [one.tokens[-1] for one in sequences],
             starts,
             [1] * count,
-            list(range(count)),
             first_blocks,
             blocks,
             [request.sampling.top_k for request in requests],

@@ -31,8 +31,9 @@ class NativeRunner:
         return True
 
     def run(self, chunks: Items[Chunk]) -> tuple[Tensor, list[Output]]:
-        tokens, rows, outputs = flattened(chunks)
-        return self._model.forward(self._pool, tokens, [span_of(chunk) for chunk in chunks], rows), outputs
+        tokens, _, outputs = flattened(chunks)
+        num_logits = [chunk.num_logits for chunk in chunks]
+        return self._model.forward(self._pool, tokens, [span_of(chunk) for chunk in chunks], num_logits), outputs
 
     def run_ahead(self, chunks: Items[Chunk]) -> list[NewTokens] | None:
         if not all(chunk.num_logits == 0 or _yields_a_token(chunk) for chunk in chunks):

@@ -48,7 +48,7 @@ def advance(model: NativeModel, pool: NativePool, chunks: list[tuple[Stored, int
     size = pool.tokens_per_block
     spans = [Span(one.num_computed, count, one.blocks[: -(-(one.num_computed + count) // size)]) for one, count in chunks]
     tokens = [token for (one, _), span in zip(chunks, spans, strict=True) for token in one.tokens[span.start : span.end]]
-    logits = model.forward(pool, tokens, spans, list(range(len(tokens))))
+    logits = model.forward(pool, tokens, spans, [span.count for span in spans])
     for (one, _), span in zip(chunks, spans, strict=True):
         one.num_computed = span.end
     return list(logits.split([count for _, count in chunks]))
@@ -433,17 +433,24 @@ def test_logits_do_not_depend_on_threads(num_threads: int, case: Case) -> None:
     replay.finish()
 
 
-def test_rows_of_which_no_logits_are_asked_change_none(case: Case) -> None:
-    """As with a prompt's chunks: of some nothing is asked, and of the last a verification's rows."""
-    model, size = case.models[1], case.tokens_per_block
-    pool = new_pool(model, size)
-    tokens, blocks = SEQUENCES[4], list(range(-(-len(SEQUENCES[4]) // size)))
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("num_logits", [(0, 0, 0), (1, 0, 4), (0, 30, 1), (20, 30, 40)], ids=str)
+def test_rows_of_which_no_logits_are_asked_change_none(num_logits: tuple[int, ...], num_threads: int, case: Case) -> None:
+    """As with prompts beside each other: of some chunks nothing is asked, of others the last row or a verification's."""
+    model, size = case.models[num_threads], case.tokens_per_block
+    pool, counts = new_pool(model, size), (20, 30, 40)
+    tokens, places = SEQUENCES[4], [list(range(23 * number, 23 * number + 23)) for number in range(3)]
 
-    none = model.forward(pool, list(tokens[:60]), [Span(0, 60, blocks)], [])
-    some = model.forward(pool, list(tokens[60:]), [Span(60, 30, blocks)], [26, 27, 28, 29])
+    spans = [Span(0, count, blocks) for count, blocks in zip(counts, places, strict=True)]
+    asked = model.forward(pool, [token for count in counts for token in tokens[:count]], spans, list(num_logits))
+    spans = [Span(count, 90 - count, blocks) for count, blocks in zip(counts, places, strict=True)]
+    rest = model.forward(pool, [token for count in counts for token in tokens[count:]], spans, [1, 4, 50])
 
-    assert none.shape == (0, model.spec.vocab_size)
-    assert torch.equal(some, case.alone[4][-4:])
+    alone = case.alone[4]
+    assert torch.equal(
+        asked, torch.cat([alone[count - wanted : count] for count, wanted in zip(counts, num_logits, strict=True)])
+    )
+    assert torch.equal(rest, torch.cat([alone[-1:], alone[-4:], alone[-50:]]))
 
 
 def test_a_copied_prefix_is_as_good_as_the_original(case: Case) -> None:

@@ -62,16 +62,19 @@ typedef struct {
     const int64_t *tokens;                  /* [rows] */
     const int64_t *starts, *counts;         /* [chunks]: position of the first row, rows */
     const int64_t *first_blocks, *blocks;   /* [chunks]: where a chunk's blocks begin in blocks */
-    const int64_t *logit_rows;              /* [num_logits] */
+    const int64_t *logit_counts;            /* [chunks]: how many of a chunk's last rows yield logits; num_logits in all */
     float *logits;                          /* [num_logits, vocabulary] */
     float *scratch;                         /* floats: see decoder_scratch */
 } Batch;
+
+/* Rows of a batch: all, or those alone that yield logits. */
+enum Part { ALL, LOGITS };
 
 /* Sequences that decode on their own until something happens. */
 typedef struct {
     int64_t num_sequences, max_steps;
     int64_t *tokens, *starts;             /* [sequences]: the next token to compute and its position; they move on */
-    const int64_t *ones, *places;         /* [sequences]: 1, 1, ... and 0, 1, ... */
+    const int64_t *ones;                  /* [sequences]: 1, 1, ... */
     const int64_t *first_blocks, *blocks; /* as in Batch, for max_steps more tokens */
     const int64_t *top_ks, *offsets;      /* [sequences]; offset: output tokens so far */
     const uint64_t *seeds;                /* [sequences] */
@@ -435,19 +438,38 @@ void decoder_copy_prefix(const Model *model, const Pool *pool, int64_t source, i
         }
 }
 
-/* Norm (Qwen3) and rotate the queries in place, and the keys into the pool; copy the values there. */
-FOR_EACH_CPU static void rotate(const Model *model, const Layer *layer, const Pool *pool, const Batch *batch, int64_t index,
-                                float *qkv, int64_t first_row, int64_t last_row) {
+static int64_t count_of(const Batch *batch, enum Part part, int64_t chunk) {
+    return part == ALL ? batch->counts[chunk] : batch->logit_counts[chunk];
+}
+
+static int64_t start_of(const Batch *batch, enum Part part, int64_t chunk) {
+    return batch->starts[chunk] + batch->counts[chunk] - count_of(batch, part, chunk);
+}
+
+/* Move the rows that yield logits together. */
+static void narrow(const Batch *batch, float *rows, int64_t width) {
+    int64_t to = 0, end = 0;
+    for (int64_t c = 0; c < batch->num_chunks; c++) {
+        int64_t count = batch->logit_counts[c];
+        end += batch->counts[c];
+        memmove(rows + to * width, rows + (end - count) * width, sizeof(float) * (size_t)(count * width));
+        to += count;
+    }
+}
+
+/* Norm (Qwen3) and rotate heads first to last, the queries in place and the keys into the pool; copy their values there. */
+FOR_EACH_CPU static void rotate(const Model *model, const Layer *layer, const Pool *pool, const Batch *batch, enum Part part,
+                                int64_t index, float *qkv, int64_t first, int64_t last, int64_t first_row, int64_t last_row) {
     int64_t dim = model->head_dim, half = dim / 2, queries = model->num_heads, keys = model->num_kv_heads;
     int64_t stride = (queries + 2 * keys) * dim;
     int64_t row = 0;
     for (int64_t c = 0; c < batch->num_chunks; c++)
-        for (int64_t k = 0; k < batch->counts[c]; k++, row++) {
+        for (int64_t k = 0; k < count_of(batch, part, c); k++, row++) {
             if (row < first_row || row >= last_row) continue;
-            int64_t at = batch->starts[c] + k, size = pool->tokens_per_block;
+            int64_t at = start_of(batch, part, c) + k, size = pool->tokens_per_block;
             int64_t block = batch->blocks[batch->first_blocks[c] + at / size], slot = at % size;
             const float *cosines = model->cosines + at * half, *sines = model->sines + at * half;
-            for (int64_t h = 0; h < queries + keys; h++) {
+            for (int64_t h = first; h < last; h++) {
                 float *x = qkv + row * stride + h * dim;
                 const float *norm = h < queries ? layer->q_norm : layer->k_norm;
                 if (norm) normed(x, norm, x, dim, model->eps);
@@ -457,9 +479,9 @@ FOR_EACH_CPU static void rotate(const Model *model, const Layer *layer, const Po
                     x[i + half] = right * cosines[i] + left * sines[i];
                 }
             }
-            for (int64_t h = 0; h < keys; h++) {
-                const float *key = qkv + row * stride + (queries + h) * dim;
-                float *to = head_block(model, pool, index, block, h);
+            for (int64_t h = queries; h < last; h++) {
+                const float *key = qkv + row * stride + h * dim;
+                float *to = head_block(model, pool, index, block, h - queries);
                 for (int64_t i = 0; i < dim; i++) to[i * pool->num_slots + slot] = key[i];
                 memcpy(to + (pool->num_slots + slot) * dim, key + keys * dim, sizeof(float) * (size_t)dim);
             }
@@ -563,18 +585,18 @@ FOR_EACH_CPU static void attend_readers(const Reader *readers, int num, const fl
 
 /* Attention of key heads first to last. Block by block, so that sequences that share a prefix read it while it is at hand, and
  * those that see the same piece of it together. */
-FOR_EACH_CPU static void attend(const Model *model, const Pool *pool, const Batch *batch, int64_t index, const float *qkv,
-                                float *state, float *out, int64_t first, int64_t last) {
+FOR_EACH_CPU static void attend(const Model *model, const Pool *pool, const Batch *batch, enum Part part, int64_t index,
+                                const float *qkv, float *state, float *out, int64_t first, int64_t last) {
     int64_t dim = model->head_dim, queries = model->num_heads, keys = model->num_kv_heads, group = queries / keys;
     int64_t stride = (queries + 2 * keys) * dim, size = pool->tokens_per_block;
     float scale = 1.0f / sqrtf((float)dim);
-    int64_t longest = 0;
+    int64_t num_rows = part == ALL ? batch->num_rows : batch->num_logits, longest = 0;
     for (int64_t c = 0; c < batch->num_chunks; c++) {
         int64_t end = batch->starts[c] + batch->counts[c];
         longest = end > longest ? end : longest;
     }
     for (int64_t h = first; h < last; h++) {
-        for (int64_t row = 0; row < batch->num_rows; row++)
+        for (int64_t row = 0; row < num_rows; row++)
             for (int64_t head = h * group; head < (h + 1) * group; head++) {
                 state[(row * queries + head) * 2] = -INFINITY;
                 state[(row * queries + head) * 2 + 1] = 0.0f;
@@ -590,25 +612,25 @@ FOR_EACH_CPU static void attend(const Model *model, const Pool *pool, const Batc
         attend_readers(readers, num, shared + at % size, shared + (pool->num_slots + at % size) * dim, pool->num_slots,    \
                        shared_count, dim, scale);                                                                          \
     num = 0;
-            for (int64_t c = 0, row = 0; c < batch->num_chunks; row += batch->counts[c++]) {
-                int64_t seen = batch->starts[c] + 1 - at;
-                if (seen + batch->counts[c] <= 1) continue;
+            for (int64_t c = 0, row = 0; c < batch->num_chunks; row += count_of(batch, part, c++)) {
+                int64_t seen = start_of(batch, part, c) + 1 - at, count = count_of(batch, part, c);
+                if (seen + count <= 1) continue;
                 const float *block = head_block(model, pool, index, batch->blocks[batch->first_blocks[c] + at / size], h);
-                for (int64_t k = seen > 0 ? 0 : 1 - seen; k < batch->counts[c]; k++) {
-                    int count = (int)(seen + k < step ? seen + k : step);
+                for (int64_t k = seen > 0 ? 0 : 1 - seen; k < count; k++) {
+                    int in_sight = (int)(seen + k < step ? seen + k : step);
                     for (int64_t head = h * group; head < (h + 1) * group; head++) {
-                        if (num == MAX_READERS || block != shared || count != shared_count) { ATTEND_ALL }
+                        if (num == MAX_READERS || block != shared || in_sight != shared_count) { ATTEND_ALL }
                         int64_t place = (row + k) * queries + head;
                         readers[num++] = (Reader){qkv + (row + k) * stride + head * dim, state + place * 2,
                                                   state + place * 2 + 1, out + place * dim};
-                        shared = block, shared_count = count;
+                        shared = block, shared_count = in_sight;
                     }
                 }
             }
             ATTEND_ALL
             at += step;
         }
-        for (int64_t row = 0; row < batch->num_rows; row++)
+        for (int64_t row = 0; row < num_rows; row++)
             for (int64_t head = h * group; head < (h + 1) * group; head++) {
                 float share = 1.0f / state[(row * queries + head) * 2 + 1], *to = out + (row * queries + head) * dim;
                 for (int64_t i = 0; i < dim; i++) to[i] *= share;
@@ -636,11 +658,13 @@ static int64_t num_panels(const Matrix *matrix, enum Store store) {
 }
 
 static void run(const Model *model, const Pool *pool, const Batch *batch, int64_t thread, int64_t num_threads) {
-    int64_t num_rows = batch->num_rows, hidden_size = model->hidden_size, queries = model->num_heads * model->head_dim;
+    int64_t num_rows = batch->num_rows, hidden_size = model->hidden_size;
+    int64_t num_heads = model->num_heads, queries = num_heads * model->head_dim;
+    enum Part part = ALL;
     int64_t heads_dim = queries + 2 * model->num_kv_heads * model->head_dim;
     float *hidden = batch->scratch, *plain = hidden + num_rows * hidden_size, *qkv = plain + num_rows * hidden_size;
     float *attended = qkv + num_rows * heads_dim, *state = attended + num_rows * queries;
-    float *inner = state + num_rows * 2 * model->num_heads, *after = inner + num_rows * model->inner_size;
+    float *inner = state + num_rows * 2 * num_heads, *after = inner + num_rows * model->inner_size;
     const Rounded rounded = {after + 2 * num_rows, after, (int32_t *)(after + num_rows)};
 #define SHARE(count) (count) * thread / num_threads, (count) * (thread + 1) / num_threads
 #ifdef _OPENMP
@@ -648,8 +672,10 @@ static void run(const Model *model, const Pool *pool, const Batch *batch, int64_
 #else
 #define WAIT
 #endif
-#define PRODUCT(matrix, store, x, y, y_stride, rows) \
-    product(matrix, store, x, &rounded, y, y_stride, rows, SHARE(num_panels(matrix, store)))
+#define PANELS(matrix, store, x, y, y_stride, rows, first, last)                      \
+    product(matrix, store, x, &rounded, y, y_stride, rows, (first) + ((last) - (first)) * thread / num_threads, \
+            (first) + ((last) - (first)) * (thread + 1) / num_threads)
+#define PRODUCT(matrix, store, x, y, y_stride, rows) PANELS(matrix, store, x, y, y_stride, rows, 0, num_panels(matrix, store))
 #define ROUND(matrix, x, rows) round_rows(matrix, x, &rounded, SHARE(rows));
 /* Rows that several threads have made are rounded when all are there, and multiplied when all are rounded. */
 #define ROUND_ALL(matrix, x, rows)       \
@@ -662,9 +688,21 @@ static void run(const Model *model, const Pool *pool, const Batch *batch, int64_
         const Layer *layer = model->layers + index;
         norm_rows(hidden, layer->input_norm, plain, hidden_size, model->eps, SHARE(num_rows));
         ROUND(&layer->qkv, plain, num_rows)
-        WAIT PRODUCT(&layer->qkv, SET, plain, qkv, heads_dim, num_rows);
-        WAIT rotate(model, layer, pool, batch, index, qkv, SHARE(num_rows));
-        WAIT attend(model, pool, batch, index, qkv, state, attended, SHARE(model->num_kv_heads));
+        if (index < model->num_layers - 1 || batch->num_logits == num_rows) {
+            WAIT PRODUCT(&layer->qkv, SET, plain, qkv, heads_dim, num_rows);
+            WAIT rotate(model, layer, pool, batch, part, index, qkv, 0, num_heads + model->num_kv_heads, SHARE(num_rows));
+        } else {
+            /* Of rows without logits nothing is wanted any more but the last keys and values. */
+            WAIT PANELS(&layer->qkv, SET, plain, qkv, heads_dim, num_rows, queries / PANEL, num_panels(&layer->qkv, SET));
+            WAIT rotate(model, layer, pool, batch, part, index, qkv, num_heads, num_heads + model->num_kv_heads, SHARE(num_rows));
+            part = LOGITS, num_rows = batch->num_logits;
+            if (!num_rows) return;
+            WAIT if (thread == 0) narrow(batch, hidden, hidden_size), narrow(batch, plain, hidden_size);
+            WAIT ROUND(&layer->qkv, plain, num_rows)
+            WAIT PANELS(&layer->qkv, SET, plain, qkv, heads_dim, num_rows, 0, (queries + PANEL - 1) / PANEL);
+            WAIT rotate(model, layer, pool, batch, part, index, qkv, 0, num_heads, SHARE(num_rows));
+        }
+        WAIT attend(model, pool, batch, part, index, qkv, state, attended, SHARE(model->num_kv_heads));
         WAIT ROUND_ALL(&layer->output, attended, num_rows)
         PRODUCT(&layer->output, ADD, attended, hidden, hidden_size, num_rows);
         WAIT norm_rows(hidden, layer->mlp_norm, plain, hidden_size, model->eps, SHARE(num_rows));
@@ -674,12 +712,9 @@ static void run(const Model *model, const Pool *pool, const Batch *batch, int64_
         PRODUCT(&layer->down, ADD, inner, hidden, hidden_size, num_rows);
         WAIT;
     }
-    if (thread == 0)
-        for (int64_t r = 0; r < batch->num_logits; r++)
-            memcpy(plain + r * hidden_size, hidden + batch->logit_rows[r] * hidden_size, sizeof(float) * (size_t)hidden_size);
-    WAIT norm_rows(plain, model->norm, plain, hidden_size, model->eps, SHARE(batch->num_logits));
-    ROUND(&model->head, plain, batch->num_logits)
-    WAIT PRODUCT(&model->head, SET, plain, batch->logits, model->head.num_outputs, batch->num_logits);
+    norm_rows(hidden, model->norm, plain, hidden_size, model->eps, SHARE(num_rows));
+    ROUND(&model->head, plain, num_rows)
+    WAIT PRODUCT(&model->head, SET, plain, batch->logits, model->head.num_outputs, num_rows);
 }
 
 /* y [rows, outputs] = x [rows, inputs] times one matrix. scratch: rows * (2 + inputs rounded up to LANES / 2) floats, where rows are
@@ -690,7 +725,7 @@ void decoder_product(const Matrix *matrix, const float *x, float *y, int64_t num
     product(matrix, SET, x, &rounded, y, matrix->num_outputs, num_rows, 0, num_panels(matrix, SET));
 }
 
-/* Keys and values of all rows go to the pool, and the logits of the rows asked for to batch->logits. */
+/* Keys and values of all rows go to the pool, and the logits of the rows that yield some to batch->logits. */
 void decoder_forward(const Model *model, const Pool *pool, const Batch *batch, int64_t num_threads) {
 #ifdef _OPENMP
     if (num_threads > 1) {
@@ -723,7 +758,7 @@ int64_t decoder_run(const Model *model, const Pool *pool, const Run *given, int6
     const Run run = *given;
     int64_t count = run.num_sequences, vocab_size = model->head.num_outputs;
     const Batch batch = {count,     count,      count,           run.tokens, run.starts, run.ones,
-                         run.first_blocks, run.blocks, run.places, run.logits, run.scratch};
+                         run.first_blocks, run.blocks, run.ones, run.logits, run.scratch};
     for (int64_t step = 0; step < run.max_steps; step++) {
         int ended = 0;
         decoder_forward(model, pool, &batch, num_threads);
