@@ -2,7 +2,7 @@
 
     python -m bench.planner
 
-Some problems are asked with a trace, one at a time: of the target alone, and with ``lr`` at two depths. From these
+Some problems are asked with a trace, one at a time: of the target alone, and with ``lr`` at two depths and two widths. From these
 :func:`lr_backend.plan.fitting.fit` takes a scenario, and :func:`lr_backend.plan.table.plan` predicts depths and a width. Then
 other problems are asked with each of them and of the target alone, in turns, without a trace.
 
@@ -41,7 +41,13 @@ from lr_backend.trace.schema import Trace
 FIXED: Mapping[str, Any] = {"mode": "lr", "verifier": "judge", "min_chance": 0.0, "draft_run_tokens": 0}
 """What the simulated loop does: ask the judge of every step, look ahead whatever the chances, and draft a step a call."""
 BASELINE = Row("ar", {"mode": "ar"})
-RECORDED = (BASELINE, *(Row(f"recorded, depth {depth}", {**FIXED, "max_depth": depth}) for depth in (1, 4)))
+RECORDED = (
+    BASELINE,
+    *(
+        Row(f"recorded, {depth} x {width}", {**FIXED, "max_depth": depth, "width": width})
+        for depth, width in ((1, 1), (4, 1), (1, 2))
+    ),
+)
 SHAPES = ((1, 1), (2, 1), (3, 1), (4, 1), (8, 1), (4, 2))
 """Depth and width of what is predicted and measured."""
 
@@ -74,6 +80,14 @@ def _gain(scenario: Scenario, max_depth: int, width: int) -> float:
     return plan(scenario, (max_depth,), (width,))[0].speedup
 
 
+def at_acceptance(scenario: Scenario, alpha: float, width: int) -> Scenario:
+    """The scenario in which ``alpha`` of the positions accept one of ``width`` candidates; what further ones are worth stays."""
+    further = scenario.sibling_acceptance_rate
+    if further is None:
+        return replace(scenario, acceptance_rate=acceptance_of_each(alpha, width))
+    return replace(scenario, acceptance_rate=max(0.0, 1.0 - (1.0 - alpha) / (1.0 - further) ** (width - 1)))
+
+
 def lines_of(scenario: Scenario, found: Mapping[str, ModeReport]) -> list[dict[str, Any]]:
     """A line for each shape: both predictions, and what was measured."""
     before = predicted(scenario)
@@ -82,7 +96,7 @@ def lines_of(scenario: Scenario, found: Mapping[str, ModeReport]) -> list[dict[s
         name = row_of(depth, width).name
         measured = found[name]
         alpha = measured.step_acceptance_rate or 0.0
-        after = _gain(replace(scenario, acceptance_rate=acceptance_of_each(alpha, width)), depth, width)
+        after = _gain(at_acceptance(scenario, alpha, width), depth, width)
         lines.append(
             {
                 "max_depth": depth,
@@ -101,8 +115,8 @@ def lines_of(scenario: Scenario, found: Mapping[str, ModeReport]) -> list[dict[s
 
 
 def main(
-    num_recorded: Annotated[int, typer.Option("--recorded", min=2, help="Problems to fit to.")] = 12,
-    num_problems: Annotated[int, typer.Option("--problems", min=1, help="Other problems, answered by every row.")] = 30,
+    num_recorded: Annotated[int, typer.Option("--recorded", min=2, help="Problems to fit to.")] = 40,
+    num_problems: Annotated[int, typer.Option("--problems", min=1, help="Other problems, answered by every row.")] = 60,
     cores: Annotated[
         float | None,
         typer.Option(min=1.0, help="Cores that roles and calls share; by default the machine's, or fewer if it behaves so."),

@@ -183,14 +183,15 @@ def _scenarios(traces: list[Trace], cores: float | None) -> dict[str, Scenario]:
 
 
 def _fitted_line(name: str, scenario: Scenario, num_traces: int) -> str:
-    target, draft, verdict, call = (
+    target, draft, verdict, call, loop = (
         f"{1e3 * seconds:.3g} ms"
-        for seconds in (scenario.target_token_s, scenario.draft_token_s, scenario.verdict_s, scenario.call_s)
+        for seconds in (scenario.target_token_s, scenario.draft_token_s, scenario.verdict_s, scenario.call_s, scenario.loop_s)
     )
     prompts = " and ".join(f"{1e3 * seconds:.3g}" for seconds in (scenario.target_prompt_s, scenario.draft_prompt_s))
     return (
         f"fitted to {num_traces} traces, verifier {name}: a target token {target} (each further sequence "
-        f"{scenario.crowding:+.0%}), a draft token {draft}, new prompt tokens {prompts} ms, a verdict {verdict}, a call {call}; "
+        f"{scenario.crowding:+.0%}), a draft token {draft}, new prompt tokens {prompts} ms, a verdict {verdict}, "
+        f"a call {call}, the loop {loop}; "
         f"{scenario.num_steps} steps of {scenario.step_tokens} tokens, give or take {scenario.step_spread:.0%}, "
         f"and {scenario.answer_tokens} tokens of answer"
     )

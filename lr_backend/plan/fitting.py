@@ -13,10 +13,11 @@ which a call waited in the engine's queue is left out: that follows from the oth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
-from statistics import fmean, median
+from statistics import fmean
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +29,7 @@ from lr_backend.request import Origin, StepRecord, VerifierName
 from lr_backend.trace.analysis import critical_path
 from lr_backend.trace.intervals import Interval
 from lr_backend.trace.schema import Call, CallOutcome, Purpose, Trace
-from lr_backend.verify.verdict import UNCOMPARED
+from lr_backend.verify.verdict import UNCOMPARED, Reason
 
 MIN_CALLS = 8
 """Completed calls of target and draft each below which chance says more than the traces do."""
@@ -71,11 +72,15 @@ def _fit(traces: Sequence[Trace], num_cores: float | None) -> tuple[Scenario, li
     mean = fmean(lengths)
     scenario = Scenario(
         acceptance_rate=alpha,
+        sibling_acceptance_rate=sibling_acceptance_rate(ahead),
+        exact_rate=_exact_rate(ahead),
+        length_bias=_length_bias(ahead),
         target_token_s=times.target_token_s,
         draft_token_s=times.draft_token_s,
         verdict_s=_verdict_s(recorded, times.call_s, times.crowding),
         crowding=times.crowding,
-        call_s=times.call_s + _between_calls_s(ahead),
+        call_s=times.call_s,
+        loop_s=_between_calls_s(ahead),
         target_prompt_s=times.target_prompt_s,
         draft_prompt_s=times.draft_prompt_s,
         num_cores=num_cores,
@@ -101,7 +106,10 @@ def fit_by_verifier(traces: Sequence[Trace], num_cores: float | None = None) -> 
     return {
         name: replace(
             scenario,
-            acceptance_rate=acceptance_rate(trace for trace, _ in group),
+            acceptance_rate=acceptance_rate([trace for trace, _ in group]),
+            sibling_acceptance_rate=sibling_acceptance_rate([trace for trace, _ in group]),
+            exact_rate=_exact_rate([trace for trace, _ in group]),
+            length_bias=_length_bias([trace for trace, _ in group]),
             verdict_s=_verdict_s(group, scenario.call_s, scenario.crowding),
         )
         for name, group in groups.items()
@@ -111,23 +119,60 @@ def fit_by_verifier(traces: Sequence[Trace], num_cores: float | None = None) -> 
 # What the draft is worth -------------------------------------------------------------------------------------------
 
 
-def acceptance_rate(traces: Iterable[Trace]) -> float:
-    """Share of the drafted candidates at the root that were accepted, of those that were compared.
+def acceptance_rate(traces: Sequence[Trace]) -> float:
+    """Share of the first candidates at the root that were accepted, of those that were compared.
 
-    A position whose winner is candidate i had i + 1 of them compared, one without a winner all of its width. Late drafts are
-    left out: how many there are follows from the times.
+    Late drafts are left out: how many there are follows from the times.
 
     Raises:
         TraceError: none was compared.
     """
-    num_accepted = num_compared = 0
+    accepted, compared = _accepted_and_compared(traces)
+    if not compared[0]:
+        raise TraceError("no drafted step was compared in any trace")
+    return accepted[0] / compared[0]
+
+
+def sibling_acceptance_rate(traces: Sequence[Trace]) -> float | None:
+    """Share of the further candidates at the root that were accepted, of those that were compared; None where none was."""
+    accepted, compared = _accepted_and_compared(traces)
+    further = compared.total() - compared[0]
+    return (accepted.total() - accepted[0]) / further if further else None
+
+
+def _accepted_and_compared(traces: Iterable[Trace]) -> tuple[Counter[int], Counter[int]]:
+    """How many candidates of each place among their siblings.
+
+    A position whose winner is candidate i had i + 1 of them compared, one without a winner all of its width.
+    """
+    accepted, compared = Counter[int](), Counter[int]()
     for trace in traces:
         for record in trace.steps:
-            num_compared += _trials(record, trace)
-            num_accepted += record.origin is Origin.DRAFT
-    if not num_compared:
-        raise TraceError("no drafted step was compared in any trace")
-    return num_accepted / num_compared
+            compared.update(range(_trials(record, trace)))
+            if record.origin is Origin.DRAFT:
+                accepted[record.sibling or 0] += 1
+    return accepted, compared
+
+
+def _first_candidates(traces: Iterable[Trace]) -> Iterator[tuple[StepRecord, bool]]:
+    """Each step whose first candidate was compared, and whether that was accepted."""
+    for trace in traces:
+        for record in trace.steps:
+            if _trials(record, trace):
+                yield record, record.origin is Origin.DRAFT and not record.sibling
+
+
+def _exact_rate(traces: Iterable[Trace]) -> float:
+    """Share of the first candidates that were the target's own steps."""
+    return fmean(accepted and record.reason == Reason.EXACT.value for record, accepted in _first_candidates(traces))
+
+
+def _length_bias(traces: Iterable[Trace]) -> float:
+    """Slope of acceptance over length, as a share of the mean length, downwards (least squares)."""
+    lengths, accepted = np.array([(record.num_tokens, one) for record, one in _first_candidates(traces)], dtype=float).T
+    longer = lengths / lengths.mean() - 1.0
+    spread = float((longer * longer).sum())
+    return float(np.clip(-(longer * accepted).sum() / spread, -1.0, 1.0)) if spread else 0.0
 
 
 def _trials(record: StepRecord, trace: Trace) -> int:
@@ -142,11 +187,9 @@ def _trials(record: StepRecord, trace: Trace) -> int:
 
 
 def _step_lengths(trace: Trace) -> list[int]:
-    """Tokens of the steps of the reasoning; the mark that closes it is none, where the model sets it apart."""
+    """Tokens of the steps of the reasoning."""
     after = _after(trace)
-    lengths = [record.num_tokens for record in trace.steps if record.index not in after]
-    closing = len(lengths) > 1 and 2 * lengths[-1] < median(lengths)
-    return lengths[:-1] if closing else lengths
+    return [record.num_tokens for record in trace.steps if record.index not in after]
 
 
 def _answer_length(trace: Trace) -> int:

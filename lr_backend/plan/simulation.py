@@ -33,7 +33,8 @@ from lr_backend.verify.judge_prompt import ALIGNED, UNALIGNED, JudgePrompt
 
 END, THINK, CLOSE, BREAK, OWN, LIKE, UNLIKE = range(7)
 TOKENIZER = WordTokenizer(["<end>", "<think>", "</think>", "\n\n", "①", "②", "③"])
-"""The target's steps are of ``OWN``; the draft's of ``LIKE`` where they will be accepted and of ``UNLIKE`` where not."""
+"""The target's steps are of ``OWN``, and so are the draft's where they are the same; others of ``LIKE`` where they mean the same,
+and of ``UNLIKE`` where not."""
 JUDGE_TOKENIZER = WordTokenizer([UNALIGNED, ALIGNED, "①", "②", "③"])
 JUDGE_UNLIKE = 4
 PROMPT = (OWN, OWN)
@@ -47,11 +48,17 @@ class Scenario:
 
     Attributes:
         acceptance_rate: alpha, share of drafted steps whose meaning is the target's, in [0, 1].
+        sibling_acceptance_rate: the same of a further candidate for a position, where those before it are not accepted. None: as
+            if candidates had nothing in common.
+        exact_rate: share of drafted steps that are the target's own word for word, and need no verdict; part of acceptance_rate.
+        length_bias: by how much less than acceptance_rate a step of twice the mean length is accepted; long steps hold more that
+            may differ.
         target_token_s, draft_token_s: a decode iteration with one sequence.
         verdict_s: a verdict of the judge.
         crowding: how much longer an iteration takes for each further sequence, as a share of its time with one. 0: parallel
             sequences are free.
         call_s: what one engine call takes beside its tokens: its hand-over.
+        loop_s: what the step loop takes before it makes a call. It is one thread for all requests, so this goes in turns.
         target_prompt_s, draft_prompt_s: a token of a prompt that the role has not computed yet.
         num_cores: how many compute at the same time at full speed, of the roles and of calls beside their tokens; more share.
             1.5: two take a third longer than one alone. None: each role has its own device, and a call holds nobody up.
@@ -62,11 +69,15 @@ class Scenario:
     """
 
     acceptance_rate: float
+    sibling_acceptance_rate: float | None = None
+    exact_rate: float = 0.0
+    length_bias: float = 0.0
     target_token_s: float = 1.0
     draft_token_s: float = 0.1
     verdict_s: float = 0.0
     crowding: float = 0.0
     call_s: float = 0.0
+    loop_s: float = 0.0
     target_prompt_s: float = 0.0
     draft_prompt_s: float = 0.0
     num_cores: float | None = None
@@ -78,11 +89,15 @@ class Scenario:
     def __post_init__(self) -> None:
         rules = {
             "acceptance_rate": 0.0 <= self.acceptance_rate <= 1.0,
+            "sibling_acceptance_rate": self.sibling_acceptance_rate is None or 0.0 <= self.sibling_acceptance_rate <= 1.0,
+            "exact_rate": 0.0 <= self.exact_rate <= 1.0,
+            "length_bias": -1.0 <= self.length_bias <= 1.0,
             "target_token_s": self.target_token_s > 0.0,
             "draft_token_s": self.draft_token_s > 0.0,
             "verdict_s": self.verdict_s >= 0.0,
             "crowding": self.crowding >= 0.0,
             "call_s": self.call_s >= 0.0,
+            "loop_s": self.loop_s >= 0.0,
             "target_prompt_s": self.target_prompt_s >= 0.0,
             "draft_prompt_s": self.draft_prompt_s >= 0.0,
             "num_cores": self.num_cores is None or self.num_cores >= 1,
@@ -166,8 +181,22 @@ class _Sequence:
     done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
-Writer = Callable[[IntArray, int], Sequence[int]]
-"""(token ids so far, seed of the call) -> the tokens that come next, at least one; a function of its arguments alone."""
+Writer = Callable[[IntArray, EngineCall], Sequence[int]]
+"""(token ids so far, the call) -> the tokens that come next, at least one; a function of its arguments alone."""
+
+
+class LoopThread:
+    """What makes all engine calls, one after another; each takes it so long."""
+
+    def __init__(self, cores: Cores, seconds: float) -> None:
+        self._cores = cores
+        self._seconds = seconds
+        self._turn = asyncio.Lock()
+
+    async def make_call(self) -> None:
+        if self._seconds:
+            async with self._turn:
+                await self._cores.work(self._seconds)
 
 
 class _Computed:
@@ -190,9 +219,16 @@ class BatchingEngine:
     them, one after another."""
 
     def __init__(
-        self, writer: Writer, iteration_s: Callable[[int], float], cores: Cores, call_s: float = 0.0, prompt_s: float = 0.0
+        self,
+        writer: Writer,
+        iteration_s: Callable[[int], float],
+        cores: Cores,
+        loop: LoopThread,
+        call_s: float = 0.0,
+        prompt_s: float = 0.0,
     ) -> None:
         self._writer = writer
+        self._loop = loop
         self._iteration_s = iteration_s
         self._cores = cores
         self._call_s = call_s
@@ -206,6 +242,7 @@ class BatchingEngine:
 
     async def generate(self, call: EngineCall) -> Generation:
         generation = self._write(call)
+        await self._loop.make_call()
         if self._call_s:
             await self._cores.work(self._call_s)
         waited_s, num_reused = await self._prefill(call.input_ids) if self._prompt_s else (0.0, 0)
@@ -251,7 +288,7 @@ class BatchingEngine:
         written: list[int] = []
         while True:
             context = np.concatenate([call.input_ids, np.asarray(written, dtype=np.int32)]) if written else call.input_ids
-            for token in self._writer(context, call.seed):
+            for token in self._writer(context, call):
                 written.append(token)
                 wrong = drafts and (len(written) > len(drafts) or token != drafts[len(written) - 1])
                 if wrong or token in stops or len(written) == call.max_new_tokens:
@@ -295,9 +332,13 @@ def speedup(scenario: Scenario, policy: Policy, seed: int = 0) -> float:
 
 async def _answer_all(scenario: Scenario, policy: Policy, seed: int, trace: bool) -> Prediction:
     cores = Cores(scenario.num_cores)
+    thread = LoopThread(cores, scenario.loop_s)
 
     def engine(writer: Writer, one_s: float, prompt_s: float = 0.0) -> BatchingEngine:
-        return BatchingEngine(writer, lambda n: one_s * (1.0 + scenario.crowding * (n - 1)), cores, scenario.call_s, prompt_s)
+        def iteration_s(num: int) -> float:
+            return one_s * (1.0 + scenario.crowding * (num - 1))
+
+        return BatchingEngine(writer, iteration_s, cores, thread, scenario.call_s, prompt_s)
 
     story = _Story(scenario, seed)
     engines = Engines(
@@ -340,33 +381,37 @@ class _Story:
         self._scenario = scenario
         self._seed = seed
 
-    def target(self, context: IntArray, seed: int) -> Sequence[int]:
+    def target(self, context: IntArray, call: EngineCall) -> Sequence[int]:
         closed = np.flatnonzero(context == CLOSE)
         if not len(closed):
             return self._step(context, OWN)
         num_written = len(context) - 1 - int(closed[0])
         return (*[OWN] * (self._scenario.answer_tokens - num_written), END)
 
-    def draft(self, context: IntArray, seed: int) -> Sequence[int]:
+    def draft(self, context: IntArray, call: EngineCall) -> Sequence[int]:
         if context[-1] in (LIKE, UNLIKE):
             return self._step(context, int(context[-1]))
-        like = _chance(self._seed, "like", seed) < self._scenario.acceptance_rate
-        return self._step(context, LIKE if like else UNLIKE)
+        scenario, chance = self._scenario, _chance(self._seed, "like", call.seed)
+        # The first candidate is the draft's best guess, the others are drawn.
+        further = scenario.sibling_acceptance_rate
+        rate = scenario.acceptance_rate if call.sampling.greedy or further is None else further
+        longer = len(self._step(context, OWN)) / scenario.step_tokens - 1.0
+        like = chance < rate - scenario.length_bias * longer
+        return self._step(context, OWN if like and chance < scenario.exact_rate else LIKE if like else UNLIKE)
 
-    def judge(self, context: IntArray, seed: int) -> Sequence[int]:
+    def judge(self, context: IntArray, call: EngineCall) -> Sequence[int]:
         return (int(JUDGE_UNLIKE not in context),)
 
     def _step(self, context: IntArray, word: int) -> Sequence[int]:
-        """The rest of the step that ``context`` is in, or the end of the reasoning, on which the draft agrees."""
+        """The rest of the step that ``context`` is in; the last one closes the reasoning."""
         breaks = np.flatnonzero(context == BREAK)
-        if len(breaks) > self._scenario.num_steps:
-            return (CLOSE,)
+        end = BREAK if len(breaks) < self._scenario.num_steps else CLOSE
         start = int(breaks[-1]) + 1
         spread, mean = self._scenario.step_spread, self._scenario.step_tokens
         length = round(mean * (1.0 + spread * (2.0 * _chance(self._seed, "length", start) - 1.0)))
         opening = [THINK] if len(breaks) == 1 else []
-        step = [*opening, *[word] * (length - 1 - len(opening)), BREAK]
-        return step[len(context) - start :] or (BREAK,)
+        step = [*opening, *[word] * (length - 1 - len(opening)), end]
+        return step[len(context) - start :] or (end,)
 
 
 def _chance(*parts: object) -> float:
@@ -384,7 +429,9 @@ def _config(longest_step: int, max_tokens: int) -> LoopConfig:
         max_in_flight_requests=1 << 16,
     )
     timeouts = Timeouts(target_s=FOREVER_S, draft_s=FOREVER_S, judge_s=FOREVER_S, request_s=FOREVER_S)
-    return LoopConfig(tokenizer_dir=Path(), judge_tokenizer_dir=Path(), markers=(), limits=limits, timeouts=timeouts)
+    return LoopConfig(
+        tokenizer_dir=Path(), judge_tokenizer_dir=Path(), markers=(), limits=limits, timeouts=timeouts, draft_temperature=0.0
+    )
 
 
 MODELS = Models(

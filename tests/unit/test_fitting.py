@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from lr_backend.cli import app
 from lr_backend.errors import TraceError
-from lr_backend.plan.fitting import acceptance_rate, fit, fit_by_verifier
+from lr_backend.plan.fitting import acceptance_rate, fit, fit_by_verifier, sibling_acceptance_rate
 from lr_backend.plan.overrides import Overrides
 from lr_backend.plan.simulation import Policy, Scenario, simulate
 from lr_backend.plan.table import plan
@@ -68,7 +68,7 @@ def test_fitted_times_predict_what_the_true_ones_do(change: dict[str, float]) ->
     """At a depth that no trace was recorded at; with the same texts, so that chance is the same on both sides."""
     scenario = replace(BASE, **change)  # type: ignore[arg-type]
     found = fit(recorded(scenario), scenario.num_cores)
-    fields = ("acceptance_rate", "step_tokens", "step_spread", "num_steps", "answer_tokens")
+    fields = ("acceptance_rate", "exact_rate", "length_bias", "step_tokens", "step_spread", "num_steps", "answer_tokens")
     found = replace(found, **{name: getattr(scenario, name) for name in fields})
 
     wanted, predicted = (plan(one, (8,), num_seeds=1)[0].speedup for one in (scenario, found))
@@ -106,11 +106,11 @@ def test_a_call_that_did_nothing_but_wait_is_left_out() -> None:
     assert fit(changed).target_token_s == pytest.approx(fit(traces).target_token_s, rel=0.02)
 
 
-def test_what_the_loop_takes_between_calls_counts_as_theirs() -> None:
+def test_what_the_loop_takes_between_calls_is_its_own() -> None:
     traces = recorded(replace(BASE, call_s=0.005, answer_tokens=20))
     num_calls = sum(len({one.call for one in critical_path(trace) if one.call is not None}) for trace in traces)
 
-    more = fit([paused(trace, 2.0) for trace in traces]).call_s - fit(traces).call_s
+    more = fit([paused(trace, 2.0) for trace in traces]).loop_s - fit(traces).loop_s
 
     assert more == pytest.approx(2.0 * len(traces) / num_calls, rel=0.02)
 
@@ -147,6 +147,30 @@ def test_a_winning_sibling_says_that_those_before_it_lost() -> None:
 
     assert by_position > 0.8
     assert acceptance_rate(wide) == pytest.approx(BASE.acceptance_rate, abs=0.1)
+
+
+def test_further_candidates_have_an_acceptance_of_their_own() -> None:
+    scenario = replace(BASE, acceptance_rate=0.6, sibling_acceptance_rate=0.2)
+    wide = recorded(scenario, Policy(width=2), range(8))
+
+    assert acceptance_rate(wide) == pytest.approx(0.6, abs=0.1)
+    assert sibling_acceptance_rate(wide) == pytest.approx(0.2, abs=0.1)
+    assert sibling_acceptance_rate(recorded(scenario)) is None
+
+
+def test_which_steps_are_accepted_and_how_is_found_again() -> None:
+    """Long ones seldom, and some without a verdict, because they are the target's own."""
+    scenario = replace(BASE, acceptance_rate=0.6, exact_rate=0.2, length_bias=0.8, step_spread=0.6)
+    traces = recorded(scenario, seeds=range(10))
+    found = fit(traces)
+
+    assert found.exact_rate == pytest.approx(0.2, abs=0.06)
+    assert found.length_bias == pytest.approx(0.8, abs=0.25)
+    accepted, rejected = (
+        fmean(one.num_tokens for trace in traces for one in trace.steps if one.origin is origin)
+        for origin in (Origin.DRAFT, Origin.CORRECTION)
+    )
+    assert accepted < 0.8 * rejected
 
 
 def test_traces_of_other_depths_tell_a_slow_target_from_a_crowded_one() -> None:

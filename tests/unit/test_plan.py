@@ -32,7 +32,7 @@ def test_the_target_alone_takes_a_tokens_time_a_token() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"verdict_s": 10.0}, {"crowding": 0.3}, {"call_s": 2.0}, {"num_cores": 1}, {"draft_token_s": 0.5}]
+    "change", [{"verdict_s": 10.0}, {"crowding": 0.3}, {"call_s": 2.0}, {"loop_s": 2.0}, {"num_cores": 1}, {"draft_token_s": 0.5}]
 )
 def test_every_overhead_costs(change: dict[str, float]) -> None:
     policy = Policy(max_depth=4)
@@ -52,6 +52,26 @@ def test_drafts_that_are_never_accepted_gain_nothing() -> None:
 def test_width_finds_more_acceptable_steps() -> None:
     scenario = replace(SHORT, acceptance_rate=0.4)
     assert speedup(scenario, Policy(width=3)) > speedup(scenario, Policy(width=1))
+
+
+def test_width_finds_nothing_where_further_candidates_are_never_accepted() -> None:
+    scenario = replace(SHORT, acceptance_rate=0.4, sibling_acceptance_rate=0.0)
+    wide, narrow = (simulate(scenario, Policy(width=width)).step_acceptance_rate for width in (3, 1))
+    assert wide == pytest.approx(narrow, abs=0.15)
+
+
+def test_one_thread_makes_all_calls_one_after_another() -> None:
+    """A hand-over holds up nobody else; what the loop itself takes holds up all that it does next."""
+    handed_over, in_turns = (replace(SHORT, **{name: 3.0}) for name in ("call_s", "loop_s"))
+    wide = Policy(width=3, max_depth=4)
+    assert speedup(in_turns, wide) < 0.7 * speedup(handed_over, wide)
+
+
+def test_the_targets_own_steps_need_no_verdict() -> None:
+    scenario = replace(SHORT, acceptance_rate=0.6, exact_rate=0.6, verdict_s=10.0)
+    asked, spared = (simulate(one, Policy()).usages[0] for one in (replace(scenario, exact_rate=0.0), scenario))
+    assert spared.num_judge_calls < asked.num_judge_calls
+    assert spared.num_steps_accepted_by.get("exact", 0) > 10
 
 
 def test_many_requests_leave_a_crowded_target_nothing_to_gain_and_depth_auto_sees_it() -> None:

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from bench.planner import FIXED, SHAPES, lines_of, predicted, row_of
+from bench.planner import FIXED, SHAPES, at_acceptance, lines_of, predicted, row_of
 from demo.measure import ModeReport
-from lr_backend.plan.simulation import Policy, Scenario, speedup
+from lr_backend.plan.simulation import Scenario
+from lr_backend.plan.table import plan
 from lr_backend.request import LookaheadRequest
 
 SCENARIO = Scenario(acceptance_rate=0.7, draft_token_s=0.1, num_steps=12, step_tokens=8)
@@ -43,8 +44,7 @@ def test_rows_ask_for_what_the_simulated_loop_does() -> None:
 def test_predictions_are_the_planners() -> None:
     gains = predicted(SCENARIO)
     assert gains.keys() == {row_of(*shape).name for shape in SHAPES}
-    mean = sum(speedup(SCENARIO, Policy(max_depth=4), seed) for seed in range(3)) / 3
-    assert gains[row_of(4, 1).name] == pytest.approx(mean)
+    assert gains[row_of(4, 1).name] == pytest.approx(plan(SCENARIO, (4,))[0].speedup)
 
 
 def test_a_line_says_how_far_off_both_predictions_are() -> None:
@@ -57,8 +57,15 @@ def test_a_line_says_how_far_off_both_predictions_are() -> None:
     # With two candidates 0.7 is that of the position; each has less.
     each = 1.0 - (1.0 - 0.7) ** 0.5
     two = replace(SCENARIO, acceptance_rate=each)
-    wide = sum(speedup(two, Policy(max_depth=4, width=2), seed) for seed in range(3)) / 3
-    assert lines[4, 2]["predicted_at_alpha"] == pytest.approx(wide, abs=1e-4)
+    assert lines[4, 2]["predicted_at_alpha"] == pytest.approx(plan(two, (4,), (2,))[0].speedup, abs=1e-4)
+
+
+def test_what_further_candidates_are_worth_is_known_from_the_traces() -> None:
+    """Of 0.4 that the first leaves, they take a quarter."""
+    known = replace(SCENARIO, sibling_acceptance_rate=0.25)
+    assert at_acceptance(known, 0.7, 2).acceptance_rate == pytest.approx(0.6)
+    assert at_acceptance(known, 0.7, 1).acceptance_rate == pytest.approx(0.7)
+    assert at_acceptance(known, 0.1, 2).acceptance_rate == 0.0
 
 
 def test_nothing_compared_counts_as_nothing_accepted() -> None:
