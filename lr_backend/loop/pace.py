@@ -19,8 +19,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import ceil
 
+from lr_backend.loop.average import Average
 from lr_backend.loop.confidence import Confidence
 from lr_backend.loop.depth import speedup, useful_depth
+from lr_backend.loop.payoff import Verifications
 from lr_backend.request import Mode, ProposerName, VerifierName
 
 Clock = Callable[[], float]
@@ -38,21 +40,6 @@ SPAN_STEPS = 8
 """Steps of each request in one span of a trial: a window fills within a few."""
 SPANS_A_TRY = 12
 """Of so many spans one goes to the policy that did worse so far."""
-
-
-class Average:
-    """An exponentially weighted mean that begins as a plain one."""
-
-    def __init__(self, memory: int = 64) -> None:
-        self._memory = memory
-        self.count = 0
-        """Values so far, ``memory`` at most."""
-        self.value: float | None = None
-
-    def add(self, value: float) -> None:
-        self.count = min(self.count + 1, self._memory)
-        before = self.value if self.value is not None else value
-        self.value = before + (value - before) / self.count
 
 
 class Crowding:
@@ -253,8 +240,8 @@ class Pace:
         self.trial = Trial(clock)
         self.waiting = Waiting()
         self.evidence = {name: Evidence() for name in VerifierName}
-        # Tokens that a verification of token drafts brings, by who proposes them and whether steps are drafted too.
-        self.verified_tokens: defaultdict[tuple[ProposerName, Mode], Average] = defaultdict(lambda: Average(memory=256))
+        # Of token drafts, by who proposes them and whether steps are drafted too.
+        self.verifications: defaultdict[tuple[ProposerName, Mode], Verifications] = defaultdict(Verifications)
         self._sequences = Presence(clock)
 
     @contextmanager

@@ -66,7 +66,7 @@ def token_speculation(
         costs=DraftCosts(config.verification_cost, config.verified_token_cost, drafted_token),
         adaptive=adaptive,
         remember=not request.deterministic,
-        seen=None if request.deterministic else pace.verified_tokens[request.proposer, request.mode],
+        lately=None if request.deterministic else pace.verifications[request.proposer, request.mode],
         one_hot_vocab=config.vocab_size if config.draft_logits == "one_hot" else 0,
     )
 

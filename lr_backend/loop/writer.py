@@ -18,7 +18,7 @@ from lr_backend.contract import IntArray
 from lr_backend.engine import Engine, EngineCall, Generation, Role, Sampling, one_hot_logits
 from lr_backend.errors import EngineUnavailable
 from lr_backend.loop.ledger import Ledger, num_equal
-from lr_backend.loop.pace import Average
+from lr_backend.loop.payoff import Payoff, Verifications
 from lr_backend.loop.seeds import derive_seed
 from lr_backend.loop.segments import BlankLines, Segmenter, WholeAnswer
 from lr_backend.loop.steps import StepRules
@@ -46,7 +46,7 @@ class TokenSpeculation:
         plain_chunk: tokens decoded before the proposer is asked again, where it had nothing; doubles while it has nothing.
         one_hot_vocab: width of one-hot draft logits to send along, 0 for none.
         remember: judge the payoff by the request's earlier steps too; otherwise a step's calls follow from its own tokens alone.
-        seen: what verifications have brought to earlier requests; None: nothing is known of them.
+        lately: what verifications have brought to earlier requests; None: nothing is known of them.
     """
 
     proposer: Proposer
@@ -56,7 +56,7 @@ class TokenSpeculation:
     plain_chunk: int = 4
     one_hot_vocab: int = 0
     remember: bool = True
-    seen: Average | None = None
+    lately: Verifications | None = None
 
 
 @dataclass
@@ -84,64 +84,13 @@ def _holds(drafted: Sequence[int], proposed: Sequence[int]) -> bool:
     return any(tuple(drafted[start : start + size]) == tuple(proposed) for start in range(len(drafted) - size + 1))
 
 
-class Payoff:
-    """Whether verifying token drafts pays, by the tokens that the last verifications brought.
-
-    Counts tokens and never seconds, so that what is proposed follows from what was written: by this request and, where ``seen``
-    is given, by those before.
-    """
-
-    WEIGHT = 0.3
-    LEAST_SEEN = 8
-    """Verifications of others from which on theirs are believed."""
-    RETRY_TOKENS = 128
-    """Plain tokens after which drafts get another chance."""
-    MAX_IDLE_CALLS = 2
-    """Calls without a proposal after which that chance is over: each cuts the decoding short."""
-
-    def __init__(self, cost: float, seen: Average | None = None) -> None:
-        self._cost = cost
-        self._seen = seen
-        known = seen.value if seen is not None and seen.count >= self.LEAST_SEEN else None
-        self._gain = known if known is not None else cost + 1.0  # the benefit of the doubt
-        self._num_plain_tokens = self._num_idle_calls = 0
-        self._gain_before_retry: float | None = None
-
-    @property
-    def pays(self) -> bool:
-        return self._gain >= self._cost
-
-    @property
-    def tokens_until_retry(self) -> int:
-        return self.RETRY_TOKENS - self._num_plain_tokens
-
-    def verified(self, num_tokens: float) -> None:
-        """A verification brought ``num_tokens``, the target's own included, less what it took to draft them."""
-        self._gain += self.WEIGHT * (num_tokens - self._gain)
-        if self._seen is not None:
-            self._seen.add(num_tokens)
-        self._num_plain_tokens, self._gain_before_retry = 0, None
-
-    def decoded(self, num_tokens: int) -> None:
-        """``num_tokens`` were decoded without drafts."""
-        if self._gain_before_retry is not None:
-            self._num_idle_calls += 1
-            if self._num_idle_calls == self.MAX_IDLE_CALLS:
-                self._gain, self._gain_before_retry = self._gain_before_retry, None
-        elif not self.pays:
-            self._num_plain_tokens += num_tokens
-            if self.tokens_until_retry <= 0:
-                self._gain_before_retry, self._gain = self._gain, self._cost
-                self._num_plain_tokens = self._num_idle_calls = 0
-
-
 class History:
     """What became of the token drafts of a request, or of a step: whether they pay, and how many do."""
 
-    def __init__(self, costs: DraftCosts, num_draft_tokens: int, adaptive: bool, seen: Average | None = None) -> None:
+    def __init__(self, costs: DraftCosts, num_draft_tokens: int, adaptive: bool, lately: Verifications | None = None) -> None:
         self._costs, self._most = costs, num_draft_tokens
         self._length = DraftLength(costs) if adaptive else None
-        self.payoff = Payoff(costs.verification, seen)
+        self.payoff = Payoff(costs.verification, lately)
 
     def num_draft_tokens(self) -> int:
         """How many to propose next, at most."""
@@ -264,13 +213,13 @@ class StepWriter:
         """Tokens that the ``num_plain``-th call without drafts in a row may bring."""
         if self.speculation is None:
             return sys.maxsize
-        return self.speculation.plain_chunk << min(num_plain - 1, 16) if payoff.pays else payoff.tokens_until_retry
+        return self.speculation.plain_chunk << min(num_plain - 1, 16) if payoff.pays else payoff.tokens_until_chance
 
     def _new_history(self) -> History:
         if self.speculation is None:
             return History(NO_COSTS, 0, adaptive=False)
         known = self.speculation
-        return History(known.costs, known.num_draft_tokens, known.adaptive, known.seen)
+        return History(known.costs, known.num_draft_tokens, known.adaptive, known.lately)
 
     async def _call(
         self,

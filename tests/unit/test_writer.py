@@ -10,10 +10,10 @@ import pytest
 from lr_backend.contract import IntArray
 from lr_backend.engine import GREEDY, Role
 from lr_backend.loop.ledger import Ledger
-from lr_backend.loop.pace import Average
+from lr_backend.loop.payoff import Payoff, Verifications
 from lr_backend.loop.steps import StepRules
 from lr_backend.loop.tree import append
-from lr_backend.loop.writer import DraftedTally, Payoff, StepWriter, TokenSpeculation
+from lr_backend.loop.writer import DraftedTally, StepWriter, TokenSpeculation
 from lr_backend.propose import by_lookup
 from lr_backend.propose.draft_length import DraftCosts
 from lr_backend.step import Step, StepEnd
@@ -30,7 +30,7 @@ def counting(context: tuple[int, ...], seed: int) -> int:
 
 
 def written(
-    proposes: int, *, cost: float, remember: bool = True, steps: int = 1, seen: Average | None = None
+    proposes: int, *, cost: float, remember: bool = True, steps: int = 1, lately: Verifications | None = None
 ) -> tuple[list[RecordedCall], list[int]]:
     """The calls for ``steps`` steps of 300 tokens whose drafts are right for ``proposes`` tokens, and the last step's ids."""
 
@@ -39,7 +39,7 @@ def written(
         return (*right, 777)[:most]
 
     engine = ScriptedEngine(counting)
-    speculation = TokenSpeculation(by_lookup(proposer), 8, DraftCosts(cost), remember=remember, seen=seen)
+    speculation = TokenSpeculation(by_lookup(proposer), 8, DraftCosts(cost), remember=remember, lately=lately)
     writer = StepWriter(engine, Role.TARGET, RULES, GREEDY, 0, "r", Ledger(lambda: 0.0, len(PREFIX)), speculation)
 
     async def run() -> list[int]:
@@ -64,8 +64,9 @@ def test_drafts_that_pay_are_always_verified() -> None:
 def test_drafts_that_do_not_pay_are_left_and_tried_again() -> None:
     calls, ids = written(0, cost=2.0)
     assert ids == list(range(10, 310))
-    assert verified(calls) == [True, True, False, True, False, True, False]
-    assert [r.call.max_new_tokens for r in calls if r.call.draft_ids is None][:2] == [Payoff.RETRY_TOKENS] * 2
+    assert verified(calls) == [True, True, False, True, False]
+    rest = Verifications.LEAST_REST
+    assert [r.call.max_new_tokens for r in calls if r.call.draft_ids is None] == [rest, 300 - 2 - rest - 1]
 
 
 def test_what_one_step_learned_holds_for_the_next() -> None:
@@ -82,18 +83,22 @@ def test_without_memory_each_step_begins_anew() -> None:
 
 @pytest.mark.parametrize(
     ("num_before", "brought", "first"),
-    [(Payoff.LEAST_SEEN, 1.0, False), (Payoff.LEAST_SEEN - 1, 1.0, True), (Payoff.LEAST_SEEN, 2.0, True)],
+    [
+        (Verifications.LEAST_SEEN, 1.0, False),
+        (Verifications.LEAST_SEEN - 1, 1.0, True),
+        (Verifications.LEAST_SEEN, 2.0, True),
+    ],
 )
 def test_what_earlier_requests_saw_is_where_a_request_begins(num_before: int, brought: float, first: bool) -> None:
-    seen = Average()
+    lately = Verifications()
     for _ in range(num_before):
-        seen.add(brought)
-    calls, ids = written(0, cost=2.0, seen=seen)
+        lately.verified(brought)
+    calls, ids = written(0, cost=2.0, lately=lately)
 
     assert ids == list(range(10, 310))
     assert verified(calls)[0] is first
     assert any(verified(calls))  # it is tried again all the same, and seen by those to come
-    assert seen.count == num_before + sum(verified(calls))
+    assert lately.count == num_before + sum(verified(calls))
 
 
 def test_plain_chunks_grow_while_nothing_is_proposed() -> None:
@@ -104,21 +109,53 @@ def test_plain_chunks_grow_while_nothing_is_proposed() -> None:
     assert [recorded.call.max_new_tokens for recorded in engine.calls] == [4, 8, 16, 32, 40]
 
 
-def test_another_chance_that_nobody_uses_is_soon_over() -> None:
-    payoff = Payoff(2.0)
+def resting(lately: Verifications) -> Payoff:
+    """A request whose drafts have not paid."""
+    payoff = Payoff(2.0, lately)
     for _ in range(3):
         payoff.verified(1.0)
+    assert not payoff.pays
+    return payoff
+
+
+def test_a_chance_that_nobody_uses_is_soon_over() -> None:
+    payoff = resting(Verifications())
     for _ in range(2):
-        assert not payoff.pays
-        payoff.decoded(Payoff.RETRY_TOKENS)
+        payoff.decoded(payoff.tokens_until_chance)
         for _ in range(Payoff.MAX_IDLE_CALLS):
             assert payoff.pays
             payoff.decoded(4)
-    payoff.decoded(Payoff.RETRY_TOKENS)
+        assert not payoff.pays
+    payoff.decoded(payoff.tokens_until_chance)
     payoff.verified(9.0)  # this time somebody does, and it pays
     payoff.decoded(4)
     payoff.decoded(4)
     assert payoff.pays
+
+
+def test_each_chance_that_is_none_makes_the_rest_twice_as_long() -> None:
+    payoff = resting(Verifications())
+    rests = []
+    for _ in range(6):
+        rests.append(payoff.tokens_until_chance)
+        payoff.decoded(rests[-1])
+        payoff.verified(1.0)
+    assert rests == [128, 256, 512, 1024, 2048, 2048]
+    payoff.decoded(2048)
+    payoff.verified(9.0)
+    while payoff.pays:
+        payoff.verified(1.0)
+    assert payoff.tokens_until_chance == 128
+
+
+def test_requests_rest_together() -> None:
+    """One chance for all of them, after what they have decoded together."""
+    lately = Verifications()
+    first, second = resting(lately), resting(lately)
+    first.decoded(100)
+    assert second.tokens_until_chance == 28
+    second.decoded(28)
+    assert (first.pays, second.pays) == (False, True)
 
 
 def test_a_tally_counts_what_the_target_takes_over_of_the_drafted_step() -> None:

@@ -1,0 +1,18 @@
+"""Means of what changes with time."""
+
+from __future__ import annotations
+
+
+class Average:
+    """An exponentially weighted mean that begins as a plain one."""
+
+    def __init__(self, memory: int = 64) -> None:
+        self._memory = memory
+        self.count = 0
+        """Values so far, ``memory`` at most."""
+        self.value: float | None = None
+
+    def add(self, value: float) -> None:
+        self.count = min(self.count + 1, self._memory)
+        before = self.value if self.value is not None else value
+        self.value = before + (value - before) / self.count
