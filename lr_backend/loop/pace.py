@@ -38,8 +38,10 @@ USUAL_STEP_TOKENS = 24
 """Length of a step before one was seen."""
 SPAN_STEPS = 8
 """Steps of each request in one span of a trial: a window fills within a few."""
-SPANS_A_TRY = 12
-"""Of so many spans one goes to the policy that did worse so far."""
+SPANS_A_TRY, MOST_SPANS_A_TRY = 12, 96
+"""Of so many spans one goes to the policy that did worse so far; of twice as many each time that it did so again."""
+MOST_SPANS_AT_ONCE = 4
+"""Longest stretch by the target alone: what one request may write before the policy can change."""
 
 
 class Crowding:
@@ -130,7 +132,9 @@ class Trial:
     def __init__(self, clock: Clock) -> None:
         self._presence = Presence(clock)
         self._seconds_a_token = {policy: Average(memory=8) for policy in Policy}
-        self._num_spans = 0
+        self._spans_a_try = SPANS_A_TRY
+        self._spans_until_try = SPANS_A_TRY
+        self._better: Policy | None = None
         self.policy = Policy.PREDICTED
         self._begin()
 
@@ -145,27 +149,34 @@ class Trial:
 
     @property
     def steps_left(self) -> int:
-        """Steps of one request until the next span, at least one."""
-        return max(1, SPAN_STEPS - self._num_steps // max(1, self._presence.count))
+        """Steps of one request until the policy may change, at least one."""
+        spans = min(self._spans_until_try, MOST_SPANS_AT_ONCE) if self.policy is self._better else 1
+        return max(1, spans * SPAN_STEPS - self._num_steps // max(1, self._presence.count))
 
     def committed(self, num_tokens: int, num_steps: int = 1) -> None:
         """Steps were committed; after enough of them the next span begins."""
         self._num_steps += num_steps
         self._num_tokens += num_tokens
-        if self._num_steps < SPAN_STEPS * max(1, self._presence.count) or not self._num_tokens:
+        span = SPAN_STEPS * max(1, self._presence.count)
+        if self._num_steps < span or not self._num_tokens:
             return
         self._seconds_a_token[self.policy].add((self._presence.seconds - self._started) / self._num_tokens)
-        self._num_spans += 1
-        self.policy = self._next()
+        self.policy = self._next(self._num_steps // span)
         self._begin()
 
-    def _next(self) -> Policy:
+    def _next(self, num_spans: int) -> Policy:
+        """After so many spans."""
         seconds = {policy: average.value for policy, average in self._seconds_a_token.items()}
         untried = [policy for policy, value in seconds.items() if value is None]
         if untried:
             return untried[0]
         better, worse = sorted(Policy, key=lambda policy: seconds[policy] or 0.0)
-        return worse if self._num_spans % SPANS_A_TRY == 0 else better
+        if better is not self._better:
+            self._better, self._spans_a_try, self._spans_until_try = better, SPANS_A_TRY, SPANS_A_TRY
+        elif self.policy is worse:
+            self._spans_a_try = self._spans_until_try = min(2 * self._spans_a_try, MOST_SPANS_A_TRY)
+        self._spans_until_try -= num_spans
+        return better if self._spans_until_try > 0 else worse
 
     def _begin(self) -> None:
         self._started, self._num_steps, self._num_tokens = self._presence.seconds, 0, 0
@@ -315,13 +326,16 @@ class DepthChooser:
 
     def tokens_alone(self) -> int:
         """How much to write by the target alone, after :meth:`depth` was 0: as many steps as nothing else would be tried."""
-        num_steps = min(self.pace.trial.steps_left, max(1, STEPS_UNTIL_RETRY - self._num_alone))
+        num_steps = self.pace.trial.steps_left
+        if self.pace.trial.policy is Policy.PREDICTED:
+            num_steps = min(num_steps, max(1, STEPS_UNTIL_RETRY - self._num_alone))
         return ceil(num_steps * self._step_tokens)
 
     def went_alone(self, num_tokens: int) -> None:
         """So many tokens were written by the target alone."""
         num_steps = max(1, round(num_tokens / self._step_tokens))
-        self._num_alone += num_steps - 1  # one was counted with the depth
+        if self.pace.trial.policy is Policy.PREDICTED:
+            self._num_alone += num_steps - 1  # one was counted with the depth
         self.pace.trial.committed(num_tokens, num_steps)
 
     @property

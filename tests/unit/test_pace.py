@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 from hypothesis import example, given
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 from lr_backend.engine import EngineCall
 from lr_backend.errors import EngineError
 from lr_backend.loop.pace import (
+    MOST_SPANS_A_TRY,
+    MOST_SPANS_AT_ONCE,
     SPAN_STEPS,
     SPANS_A_TRY,
     STEPS_UNTIL_RETRY,
@@ -201,10 +204,27 @@ def test_a_trial_keeps_to_what_brings_tokens_sooner_and_tries_the_other_now_and_
     clock = Clock()
     step_s = {policy: 1.0 if policy is better else 1.1 for policy in Policy}
 
-    followed = spans(clock, Trial(clock), step_s, 2 * SPANS_A_TRY + 2)
+    followed = spans(clock, Trial(clock), step_s, 400)
 
     assert set(followed[:2]) == set(Policy)
-    assert followed[2:].count(better) == 2 * SPANS_A_TRY - 2
+    tries = [number for number, policy in enumerate(followed) if policy is not better][1:]
+    # Each time that it is worse again, it waits twice as long.
+    assert [after - before for before, after in pairwise(tries)][:3] == [2 * SPANS_A_TRY, 4 * SPANS_A_TRY, MOST_SPANS_A_TRY]
+
+
+def test_a_stretch_by_the_target_alone_ends_before_the_policy_may_change() -> None:
+    clock = Clock()
+    trial = Trial(clock)
+    spans(clock, trial, {Policy.PREDICTED: 1.5, Policy.ALONE: 1.0}, 2)
+    with trial.request():
+        assert (trial.policy, trial.steps_left) == (Policy.ALONE, MOST_SPANS_AT_ONCE * SPAN_STEPS)
+        num_steps = 0
+        while trial.policy is Policy.ALONE:
+            clock.now_s += trial.steps_left
+            num_steps += trial.steps_left
+            trial.committed(10 * trial.steps_left, trial.steps_left)
+        assert num_steps <= SPANS_A_TRY * SPAN_STEPS
+        assert trial.steps_left == SPAN_STEPS  # a try is short
 
 
 def test_a_trial_changes_its_mind() -> None:
