@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
 from itertools import pairwise
+from typing import NamedTuple
 
 MAX_DIGITS = 100
 """Longer digit strings are compared as text: their value is of no use and costly."""
@@ -65,24 +66,25 @@ _OPERATORS = {"+": "+", "-": "-", "*": "*", "**": "^", "/": "/", "^": "^"}
 _OPERATOR_WORDS = {"plus": "+", "minus": "-", "times": "*", "x": "*"}
 _CHARACTERS = str.maketrans({"−": "-", "×": "*", "·": "*", "∙": "*", "⋅": "*", "÷": "/", "²": "^2", "³": "^3"})
 _REWRITES = tuple(
-    (re.compile(pattern), text)
-    for pattern, text in (
-        (r"(?m)^\s*(?:[Ss]tep\s+)?[0-9]{1,3}\s*[.):]\s+", " "),  # list markers
-        (r"(?<![\w)\]])\*\*(?=\S)([^*\n]+)(?<=\S)\*\*", r"\1"),  # bold
-        (r"\\[dt]?frac\s*\{\s*([0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}", r" \1/\2 "),
-        (r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r" (\1) / (\2) "),
-        (r"\\times\b|\\cdot\b|\\ast\b", " * "),
-        (r"\\div\b", " / "),
-        (r"\{,\}|\\,(?=[0-9]{3})", ","),
-        (r"\\(?:left|right|text|mathrm|mathbf|boxed|displaystyle)\b", " "),
-        (r"\\circ\b", "°"),
-        (r"_(?:\{[^{}]*\}|\w)", ""),  # subscripts
-        (r"\^\s*\{\s*(-?\w+|°)\s*\}", r"^\1"),
-        (r"\^\s*°", "°"),
-        (r"\bmultiplied by\b", "times"),
-        (r"\bdivided by\b", "/"),
-        (r"\\[%$]", lambda match: match[0][1:]),
-        (r"[{}$]", " "),
+    # Of each first what a text must hold for the pattern to match; most hold none of them.
+    (needed, re.compile(pattern), text)
+    for needed, pattern, text in (
+        ("", r"(?m)^\s*(?:[Ss]tep\s+)?[0-9]{1,3}\s*[.):]\s+", " "),  # list markers
+        ("**", r"(?<![\w)\]])\*\*(?=\S)([^*\n]+)(?<=\S)\*\*", r"\1"),  # bold
+        ("frac", r"\\[dt]?frac\s*\{\s*([0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}", r" \1/\2 "),
+        ("frac", r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r" (\1) / (\2) "),
+        ("\\", r"\\times\b|\\cdot\b|\\ast\b", " * "),
+        ("\\", r"\\div\b", " / "),
+        (",", r"\{,\}|\\,(?=[0-9]{3})", ","),
+        ("\\", r"\\(?:left|right|text|mathrm|mathbf|boxed|displaystyle)\b", " "),
+        ("\\", r"\\circ\b", "°"),
+        ("_", r"_(?:\{[^{}]*\}|\w)", ""),  # subscripts
+        ("^", r"\^\s*\{\s*(-?\w+|°)\s*\}", r"^\1"),
+        ("^", r"\^\s*°", "°"),
+        ("multiplied", r"\bmultiplied by\b", "times"),
+        ("divided", r"\bdivided by\b", "/"),
+        ("\\", r"\\[%$]", lambda match: match[0][1:]),
+        ("", r"[{}$]", " "),
     )
 )
 _NUMBER = r"(?P<number>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
@@ -114,8 +116,7 @@ class Quantities:
     units: frozenset[str]
 
 
-@dataclass(frozen=True, slots=True)
-class _Token:
+class _Token(NamedTuple):
     kind: str
     text: str
     start: int
@@ -124,9 +125,19 @@ class _Token:
 
 def quantities(text: str, reading: Reading = Reading.SYMBOLS) -> Quantities:
     """The numbers, operators and units that a step states. Never raises."""
+    return _read(_plain(text), reading)
+
+
+def _plain(text: str) -> str:
+    """One notation for what has several."""
     text = text.translate(_CHARACTERS)
-    for pattern, replacement in _REWRITES:
-        text = pattern.sub(replacement, text)
+    for needed, pattern, replacement in _REWRITES:
+        if needed in text:
+            text = pattern.sub(replacement, text)
+    return text
+
+
+def _read(text: str, reading: Reading) -> Quantities:
     # \lastgroup names the one alternative that matched.
     tokens = [_Token(str(m.lastgroup), m[0], m.start(), m.end()) for m in reading.value.finditer(text)]
     by_value = reading is Reading.VALUES
@@ -139,9 +150,12 @@ def veto(target_text: str, drafted_text: str) -> str | None:
 
     Symmetric; two equal texts are never vetoed.
     """
+    if target_text == drafted_text:
+        return None
     first = None
+    target_text, drafted_text = _plain(target_text), _plain(drafted_text)
     for reading in Reading:
-        differs = _differing(quantities(target_text, reading), quantities(drafted_text, reading))
+        differs = _differing(_read(target_text, reading), _read(drafted_text, reading))
         if differs is None:
             return None  # one way to read them in which they agree is enough
         first = first or differs
@@ -171,6 +185,8 @@ def _value(text: str) -> Number:
     text = text.replace(",", "")
     if len(text) > MAX_DIGITS:
         return text
+    if text.isdigit():
+        return Fraction(int(text))
     over, _, under = text.partition("/")
     if under and not int(under):
         return text
