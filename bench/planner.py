@@ -34,6 +34,7 @@ from demo.problems import Problem, problems
 from demo.run import console_of_any_width, demo_spec, in_turns, serving
 from lr_backend.errors import TraceError
 from lr_backend.plan.fitting import fit
+from lr_backend.plan.losses import losses
 from lr_backend.plan.simulation import Scenario
 from lr_backend.plan.table import plan
 from lr_backend.trace.schema import Trace
@@ -50,6 +51,8 @@ RECORDED = (
 )
 SHAPES = ((1, 1), (2, 1), (3, 1), (4, 1), (8, 1), (4, 2))
 """Depth and width of what is predicted and measured."""
+LOSSES_AT = 4
+"""Depth at which it is said what each cost takes."""
 
 
 def row_of(max_depth: int, width: int) -> Row:
@@ -142,8 +145,10 @@ def main(
     lines = lines_of(scenario, report(samples, BASELINE.name))
     show(console, f"{num_recorded} problems recorded, {num_problems} others measured, temperature {temperature:g}", lines)
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps({"scenario": asdict(scenario), "rows": lines}, indent=2) + "\n", encoding="utf-8")
-    for line in lines:
+    without = {one.without: round(one.speedup, 4) for one in losses(scenario, LOSSES_AT)}
+    found = {"scenario": asdict(scenario), "rows": lines, f"depth {LOSSES_AT} without": without}
+    output.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    for line in (*lines, {f"depth {LOSSES_AT} without": without}):
         console.print(json.dumps(line), soft_wrap=True, highlight=False, markup=False)
 
 

@@ -30,6 +30,7 @@ from lr_backend.build.trtllm_commands import NGC_TOOLS, Toolchain
 from lr_backend.engine import Role
 from lr_backend.errors import LookaheadError
 from lr_backend.plan.fitting import fit_by_verifier
+from lr_backend.plan.losses import losses
 from lr_backend.plan.overrides import Overrides
 from lr_backend.plan.simulation import Scenario
 from lr_backend.plan.table import plan as make_plan
@@ -139,6 +140,7 @@ def plan(
     step_spread: Annotated[float | None, typer.Option(help="Steps vary by this share around it; by default 0.3.")] = None,
     steps: Annotated[int | None, typer.Option(help="Steps of an answer; by default 60.")] = None,
     answer_tokens: Annotated[int | None, typer.Option(help="Tokens after the reasoning; by default none.")] = None,
+    costs: Annotated[bool, typer.Option("--costs", help="Also the best row with each cost taken away, and all of them.")] = False,
     json_lines: Annotated[bool, typer.Option("--json", help="Print one JSON line a row instead of a table.")] = False,
 ) -> None:
     """Predict speedups by running the real step loop on a virtual clock, over engines that only take time.
@@ -152,6 +154,8 @@ def plan(
         found = _scenarios([Trace.load(path) for path in traces or ()], cores)
         scenarios = {name: given.applied_to(scenario) for name, scenario in found.items()}
         plans = {name: make_plan(one, k or range(1, 9), width or (1,), requests) for name, one in scenarios.items()}
+        best = {name: max(rows, key=lambda row: row.speedup) for name, rows in plans.items()}
+        lost = {name: losses(scenarios[name], row.max_depth, row.width, requests) for name, row in best.items() if costs}
     except ValueError as error:
         _refuse(str(error))
     except LookaheadError as error:
@@ -160,6 +164,10 @@ def plan(
         for name, rows in plans.items():
             for row in rows:
                 line: dict[str, object] = {key: round(value, 4) for key, value in asdict(row).items()}
+                typer.echo(json.dumps({"verifier": name, **line} if traces else line))
+            for one in lost.get(name, ()):
+                shape = {"max_depth": best[name].max_depth, "width": best[name].width}
+                line = {**shape, "without": one.without, "speedup": round(one.speedup, 4)}
                 typer.echo(json.dumps({"verifier": name, **line} if traces else line))
         return
     console = Console()
@@ -173,6 +181,11 @@ def plan(
             gain = f"{row.speedup:.2f} ({row.low:.2f} to {row.high:.2f})"
             table.add_row(f"{row.width}", f"{row.max_depth}", gain, f"{row.ceiling:.2f}", f"{row.target_batch:.2f}")
         console.print(table)
+        if name in lost:
+            table = Table("without", "speedup", title=f"depth {best[name].max_depth}, width {best[name].width}")
+            for one in lost[name]:
+                table.add_row(one.without, f"{one.speedup:.2f}")
+            console.print(table)
 
 
 def _scenarios(traces: list[Trace], cores: float | None) -> dict[str, Scenario]:

@@ -10,7 +10,9 @@ from typer.testing import CliRunner
 
 from lr_backend.cli import app
 from lr_backend.loop.depth import ceiling
+from lr_backend.plan.losses import losses
 from lr_backend.plan.simulation import Policy, Scenario, simulate, speedup
+from lr_backend.plan.table import plan
 from lr_backend.request import DepthPolicy, Mode
 
 LONG = Scenario(0.6, num_steps=500)
@@ -108,6 +110,31 @@ def test_the_command_prints_a_row_a_depth() -> None:
     rows = [json.loads(line) for line in result.output.splitlines()]
     assert [row["max_depth"] for row in rows] == [1, 3]
     assert rows[0]["speedup"] < rows[1]["speedup"] < rows[1]["ceiling"] * 1.1
+
+
+def test_each_cost_taken_away_gains_and_all_of_them_most() -> None:
+    scenario = replace(SHORT, verdict_s=4.0, loop_s=0.5, crowding=0.2, num_cores=1.5)
+    found = {one.without: one.speedup for one in losses(scenario, 4)}
+
+    assert list(found) == ["nothing", "verdicts", "the loop's own time", "crowded iterations", "shared cores", "all of these"]
+    assert found["nothing"] == pytest.approx(plan(scenario, (4,))[0].speedup)
+    assert min(found.values()) == found["nothing"]
+    assert max(found.values()) == found["all of these"]
+    assert found["all of these"] == pytest.approx(plan(SHORT, (4,))[0].speedup)
+
+
+def test_the_command_says_what_each_cost_takes_from_the_best_row() -> None:
+    arguments = ["--alpha", "0.7", "--c", "0.1", "--verdict", "0.3", "--k", "1", "--k", "4", "--steps", "20"]
+    result = CliRunner().invoke(app, ["plan", *arguments, "--costs", "--json"])
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in result.output.splitlines()]
+    assert [row.get("without") for row in rows] == [None, None, "nothing", "verdicts", "all of these"]
+    assert {row["max_depth"] for row in rows[2:]} == {4}
+    assert rows[2]["speedup"] == rows[1]["speedup"] < rows[3]["speedup"]
+
+    table = CliRunner().invoke(app, ["plan", *arguments, "--costs"])
+    assert "without" in table.output
+    assert "verdicts" in table.output
 
 
 def test_the_command_names_what_is_out_of_range() -> None:
