@@ -16,6 +16,7 @@ from lr_backend.engine import Engine, EngineCall, Generation, Role
 from lr_backend.errors import EngineError, EngineTimeout
 from lr_backend.loop.tree import Decision, Node
 from lr_backend.request import Mode, StepRecord, Usage, rate
+from lr_backend.tokens import num_equal
 from lr_backend.trace.schema import Purpose
 from lr_backend.verify.verdict import Reason
 
@@ -202,14 +203,6 @@ class Ledger:
     def _passes(span: CallSpan) -> int:
         """Sequence-passes of the target: one a token, or one for a whole verification."""
         return 1 if span.num_proposed else span.num_tokens
-
-
-def num_equal(proposed: Sequence[int], returned: Sequence[int]) -> int:
-    """How many tokens the two begin with alike."""
-    return next(
-        (index for index, (one, other) in enumerate(zip(proposed, returned, strict=False)) if one != other),
-        min(len(proposed), len(returned)),
-    )
 
 
 class MeteredEngine:

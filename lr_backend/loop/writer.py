@@ -17,7 +17,7 @@ import numpy as np
 from lr_backend.contract import IntArray
 from lr_backend.engine import Engine, EngineCall, Generation, Role, Sampling, one_hot_logits
 from lr_backend.errors import EngineUnavailable
-from lr_backend.loop.ledger import Ledger, num_equal
+from lr_backend.loop.ledger import Ledger
 from lr_backend.loop.payoff import Payoff, Verifications
 from lr_backend.loop.seeds import derive_seed
 from lr_backend.loop.segments import BlankLines, Segmenter, WholeAnswer
@@ -25,6 +25,7 @@ from lr_backend.loop.steps import StepRules
 from lr_backend.propose import Position, Proposal, Proposer
 from lr_backend.propose.draft_length import DraftCosts, DraftLength
 from lr_backend.step import NO_TAIL, Step, Tail
+from lr_backend.tokens import num_equal
 
 MAX_EMPTY_ANSWERS = 2
 """An engine that returns nothing this often in a row is taken for dead: something else keeps ending the call."""

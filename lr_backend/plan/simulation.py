@@ -21,13 +21,13 @@ import numpy as np
 from lr_backend.config import Limits, LoopConfig, Timeouts
 from lr_backend.contract import IntArray, decode_stop_words
 from lr_backend.engine import EngineCall, EngineTiming, Generation
-from lr_backend.loop.ledger import num_equal
 from lr_backend.loop.loop import Engines, LookaheadLoop, Models, Outcome
 from lr_backend.loop.pace import Pace
 from lr_backend.loop.steps import StepRules
 from lr_backend.loop.tracing import build_trace
 from lr_backend.request import DepthPolicy, LookaheadRequest, Mode, Usage
 from lr_backend.testing import WordTokenizer, run_virtual
+from lr_backend.tokens import num_equal
 from lr_backend.trace.schema import Trace
 from lr_backend.verify.judge_prompt import ALIGNED, UNALIGNED, JudgePrompt
 

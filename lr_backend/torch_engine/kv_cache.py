@@ -17,6 +17,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from lr_backend.tokens import num_equal
+
 ROOT_KEY = b""
 """The chain before the first block."""
 
@@ -134,7 +136,7 @@ class KvCache:
         beginning = tuple(tokens)
         known = self._continuations.get(table.keys[-1] if table.keys else ROOT_KEY, [])
         place = bisect_left(known, (beginning,))
-        matches = [(_common_length(one, beginning), block) for one, block in known[max(0, place - 1) : place + 1]]
+        matches = [(num_equal(one, beginning), block) for one, block in known[max(0, place - 1) : place + 1]]
         matched, best = max(matches, default=(0, -1))
         if not matched:
             return 0
@@ -279,12 +281,3 @@ class KvCache:
                 by_key[block_key(content.parent, content.tokens)] = block
         assert by_key == self._by_key, ("hash index", by_key, self._by_key)
         assert {parent: sorted(known) for parent, known in continuations.items()} == self._continuations, "continuations"
-
-
-def _common_length(first: Sequence[int], second: Sequence[int]) -> int:
-    length = 0
-    for one, other in zip(first, second, strict=False):
-        if one != other:
-            break
-        length += 1
-    return length
