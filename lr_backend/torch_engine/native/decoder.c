@@ -6,71 +6,22 @@
  * Every row is computed by the same operations in the same order whatever stands beside it and however a prompt is cut: batch,
  * chunks, prefix reuse, drafts and threads change no bit of a result.
  */
-#include "native.h"
+#include "decoder.h"
 
 #include <math.h>
-#include <string.h>
 
 #ifdef _OPENMP
 #include <omp.h>
 #endif
 
+#include "vectors.h"
+
 #define AHEAD 64 /* inputs: weights come from a far cache, and its own prefetcher starts anew with every page */
 #define DEPTH 128 /* inputs at a time where rows take turns: their weights and a turn's rows stay in the nearest cache */
 #define SPAN (8 * MAX_ROWS) /* rows that take turns */
-#define MAX_READERS 4 /* heads that read keys and values together */
-#define MAX_GROUP 16 /* heads whose weights of a tile of values are at hand */
-#define TILE (8 * PANEL)
 
 typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
 typedef int8_t bvec __attribute__((vector_size(LANES)));
-
-enum Format { FLOAT32, BFLOAT16, FLOAT16, INT8, PAIRS };
-
-typedef struct {
-    int64_t num_inputs, num_outputs; /* of a gated product: the outputs after gating */
-    int64_t format;                  /* of the panels: enum Format */
-    const void *panels;              /* FLOAT32: [panels, num_inputs, PANEL]; in 16 bits [panels, num_inputs, LANES, 2], the
-                                        first LANES outputs before the others; INT8: [panels, ceil(inputs / 4), PANEL, 4],
-                                        128 more each; PAIRS: bfloat16 [panels, ceil(inputs / 2), PANEL, 2] */
-    const float *bias;               /* [outputs] or NULL */
-    const float *scales;             /* [panels, PANEL]; INT8 alone: what 1 stands for */
-} Matrix;
-
-typedef struct {
-    const float *input_norm, *mlp_norm; /* [hidden] */
-    const float *q_norm, *k_norm;       /* [head_dim] or NULL */
-    Matrix qkv, output, gate_up, down;
-} Layer;
-
-typedef struct {
-    int64_t num_layers, hidden_size, num_heads, num_kv_heads, head_dim, inner_size;
-    float eps;
-    const Layer *layers;
-    const float *cosines, *sines; /* [positions, head_dim / 2] */
-    const void *embedding;        /* [vocabulary, hidden]; NULL: the head's weights are the embedding too */
-    int64_t embedding_format;
-    const float *norm; /* [hidden] */
-    Matrix head;
-} Model;
-
-typedef struct {
-    float *blocks; /* [layers, blocks, kv_heads]: keys [head_dim, slots], then values [slots, head_dim] */
-    int64_t num_blocks, tokens_per_block, num_slots; /* slots: tokens_per_block, rounded up to LANES */
-} Pool;
-
-typedef struct {
-    int64_t num_chunks, num_rows, num_logits;
-    const int64_t *tokens;                  /* [rows] */
-    const int64_t *starts, *counts;         /* [chunks]: position of the first row, rows */
-    const int64_t *first_blocks, *blocks;   /* [chunks]: where a chunk's blocks begin in blocks */
-    const int64_t *logit_counts;            /* [chunks]: how many of a chunk's last rows yield logits; num_logits in all */
-    float *logits;                          /* [num_logits, vocabulary] */
-    float *scratch;                         /* floats: see decoder_scratch */
-} Batch;
-
-/* Rows of a batch: all, or those alone that yield logits. */
-enum Part { ALL, LOGITS };
 
 /* Sequences that decode on their own until something happens. */
 typedef struct {
@@ -98,12 +49,6 @@ typedef struct {
     int32_t *sums; /* [rows]: of the numbers. In eight bits alone */
 } Rounded;
 
-INLINE vec loaded(const float *from) {
-    vec value;
-    memcpy(&value, from, sizeof value);
-    return value;
-}
-
 /* The upper halves of 32 bits as numbers. A float16 is the upper half of a float32 but for three bits of exponent, which a product
  * makes up for; weights are finite. */
 INLINE vec upper(uvec bits, enum Format format) {
@@ -130,52 +75,6 @@ INLINE void weights_of(const void *panel, int64_t i, enum Format format, vec wei
     uvec bits;
     memcpy(&bits, (const uint16_t *)panel + i * PANEL, sizeof bits);
     weights[0] = upper(bits << 16, format), weights[1] = upper(bits, format);
-}
-
-INLINE void stored(float *to, vec value) { memcpy(to, &value, sizeof value); }
-
-#define FOLD(v, mask) ((v) + __builtin_shuffle((v), mask))
-
-INLINE float total(vec v) {
-    v = FOLD(v, ((ivec){8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}));
-    v = FOLD(v, ((ivec){4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11}));
-    v = FOLD(v, ((ivec){2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13}));
-    v = FOLD(v, ((ivec){1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14}));
-    return v[0];
-}
-
-/* Of two that do not compare, b. */
-INLINE vec larger(vec a, vec b) {
-    ivec first = a > b;
-    return (vec)(((ivec)a & first) | ((ivec)b & ~first));
-}
-
-INLINE float largest(vec v) {
-    v = larger(v, __builtin_shuffle(v, (ivec){8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}));
-    v = larger(v, __builtin_shuffle(v, (ivec){4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11}));
-    v = larger(v, __builtin_shuffle(v, (ivec){2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13}));
-    v = larger(v, __builtin_shuffle(v, (ivec){1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14}));
-    return v[0];
-}
-
-/* e^x to 2 units in the last place; x is at most some 80, or not a number, which stays none */
-INLINE vec exponential(vec x) {
-    const vec magic = (vec){} + 12582912.0f;
-    x = larger((vec){} - 87.0f, x);
-    vec turns = (x * 1.44269504f + magic) - magic;
-    vec r = x - turns * 0.693359375f;
-    r = r + turns * 2.12194440e-4f;
-    vec p = (vec){} + 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    ivec power = (__builtin_convertvector(turns, ivec) + 127) << 23;
-    vec scale;
-    memcpy(&scale, &power, sizeof scale);
-    return p * scale;
 }
 
 INLINE void store_part(float *to, vec value, int64_t count) {
@@ -423,11 +322,6 @@ FOR_EACH_CPU static void embed(const Model *model, const int64_t *tokens, float 
     }
 }
 
-INLINE float *head_block(const Model *model, const Pool *pool, int64_t layer, int64_t block, int64_t head) {
-    int64_t at = (layer * pool->num_blocks + block) * model->num_kv_heads + head;
-    return pool->blocks + at * 2 * pool->num_slots * model->head_dim;
-}
-
 /* Keys and values of the first tokens of one block go to another. */
 void decoder_copy_prefix(const Model *model, const Pool *pool, int64_t source, int64_t target, int64_t num_tokens) {
     int64_t dim = model->head_dim, slots = pool->num_slots;
@@ -438,14 +332,6 @@ void decoder_copy_prefix(const Model *model, const Pool *pool, int64_t source, i
             for (int64_t i = 0; i < dim; i++) memcpy(to + i * slots, from + i * slots, sizeof(float) * (size_t)num_tokens);
             memcpy(to + slots * dim, from + slots * dim, sizeof(float) * (size_t)(num_tokens * dim));
         }
-}
-
-static int64_t count_of(const Batch *batch, enum Part part, int64_t chunk) {
-    return part == ALL ? batch->counts[chunk] : batch->logit_counts[chunk];
-}
-
-static int64_t start_of(const Batch *batch, enum Part part, int64_t chunk) {
-    return batch->starts[chunk] + batch->counts[chunk] - count_of(batch, part, chunk);
 }
 
 /* Move the rows that yield logits together. */
@@ -488,213 +374,6 @@ FOR_EACH_CPU static void rotate(const Model *model, const Layer *layer, const Po
                 memcpy(to + (pool->num_slots + slot) * dim, key + keys * dim, sizeof(float) * (size_t)dim);
             }
         }
-}
-
-static const ivec iota = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-
-/* One head of one row, over the keys and values before it and its own. */
-typedef struct {
-    const float *query;
-    const int64_t *blocks;
-    int64_t sight;  /* keys that it sees */
-    float max, sum; /* of its scores so far the largest, and the sum of their exponentials */
-    float *out;     /* the values weighed by these */
-} Reader;
-
-/* Keys that lie together in a block, at most PANEL. */
-typedef struct {
-    int64_t at, count;
-} Piece;
-
-/* How many of a piece's keys a reader sees. */
-INLINE int64_t seen_of(const Reader *reader, const Piece *piece) {
-    int64_t seen = reader->sight - piece->at;
-    return seen < piece->count ? seen : piece->count;
-}
-
-/* Scores of one piece's keys, LANES * width of them, for readers of the same block. Each is computed alike alone and in company. */
-INLINE void score_keys(const Reader *readers, int num, const float *key, int64_t num_slots, int width, int64_t dim, float scale,
-                       float (*scores)[TILE]) {
-    vec a[MAX_READERS][2][2];
-#pragma GCC unroll 4
-    for (int n = 0; n < num; n++) a[n][0][0] = a[n][0][1] = a[n][1][0] = a[n][1][1] = (vec){};
-    for (int64_t i = 0; i < dim; i += 2)
-#pragma GCC unroll 2
-        for (int k = 0; k < 2; k++) {
-            vec one = loaded(key + (i + k) * num_slots), two = width > 1 ? loaded(key + (i + k) * num_slots + LANES) : (vec){};
-#pragma GCC unroll 4
-            for (int n = 0; n < num; n++) {
-                float factor = readers[n].query[i + k];
-                a[n][k][0] += one * factor;
-                if (width > 1) a[n][k][1] += two * factor;
-            }
-        }
-#pragma GCC unroll 4
-    for (int n = 0; n < num; n++)
-        for (int j = 0; j < width; j++) stored(scores[n] + j * LANES, (a[n][0][j] + a[n][1][j]) * scale);
-}
-
-/* From scores to the weights of the values of so many pieces: zero where nothing is seen. What was weighed before fades. */
-INLINE void weigh(Reader *reader, const Piece *pieces, int num_pieces, float *scores, int64_t dim) {
-    vec best = (vec){} + reader->max, sum = {};
-    for (int p = 0; p < num_pieces; p++)
-        for (int j = 0; j < 2; j++) {
-            ivec seen = iota + j * LANES < (int)seen_of(reader, pieces + p);
-            vec score = loaded(scores + p * PANEL + j * LANES);
-            score = (vec)(((ivec)score & seen) | ((ivec)((vec){} - INFINITY) & ~seen));
-            best = larger(best, score);
-        }
-    float top = largest(best);
-    for (int p = 0; p < num_pieces; p++)
-        for (int j = 0; j < 2; j++) {
-            ivec seen = iota + j * LANES < (int)seen_of(reader, pieces + p);
-            vec weight = (vec)((ivec)exponential(loaded(scores + p * PANEL + j * LANES) - top) & seen);
-            stored(scores + p * PANEL + j * LANES, weight);
-            sum += weight;
-        }
-    if (pieces->at) {
-        float kept = exponential((vec){} + (reader->max - top))[0];
-        for (int64_t i = 0; i < dim; i += LANES) stored(reader->out + i, loaded(reader->out + i) * kept);
-        reader->sum *= kept;
-    }
-    reader->sum += total(sum);
-    reader->max = top;
-}
-
-/* The first count values of a piece, times the weights, for readers of the same block. */
-INLINE void add_values(const Reader *readers, int num, const float *value, int64_t count, int64_t dim, float (*weights)[TILE]) {
-    int64_t i = 0;
-    for (; i + 4 * LANES <= dim; i += 4 * LANES) {
-        vec b[MAX_READERS][4];
-#pragma GCC unroll 4
-        for (int n = 0; n < num; n++)
-#pragma GCC unroll 4
-            for (int v = 0; v < 4; v++) b[n][v] = loaded(readers[n].out + i + v * LANES);
-        for (int64_t j = 0; j < count; j++) {
-            vec of[4];
-#pragma GCC unroll 4
-            for (int v = 0; v < 4; v++) of[v] = loaded(value + j * dim + i + v * LANES);
-#pragma GCC unroll 4
-            for (int n = 0; n < num; n++)
-#pragma GCC unroll 4
-                for (int v = 0; v < 4; v++) b[n][v] += of[v] * weights[n][j];
-        }
-#pragma GCC unroll 4
-        for (int n = 0; n < num; n++)
-#pragma GCC unroll 4
-            for (int v = 0; v < 4; v++) stored(readers[n].out + i + v * LANES, b[n][v]);
-    }
-    for (; i < dim; i += LANES) {
-        vec b[MAX_READERS];
-#pragma GCC unroll 4
-        for (int n = 0; n < num; n++) b[n] = loaded(readers[n].out + i);
-        for (int64_t j = 0; j < count; j++)
-#pragma GCC unroll 4
-            for (int n = 0; n < num; n++) b[n] += loaded(value + j * dim + i) * weights[n][j];
-#pragma GCC unroll 4
-        for (int n = 0; n < num; n++) stored(readers[n].out + i, b[n]);
-    }
-}
-
-#define BY_NUM(WORK)            \
-    switch (num) {              \
-    case 1: WORK(1); break;     \
-    case 2: WORK(2); break;     \
-    case 3: WORK(3); break;     \
-    default: WORK(MAX_READERS); \
-    }
-#define SCORE(NUM) score_keys(readers + n, NUM, block + slot, num_slots, 1, dim, scale, scores)
-#define SCORE_MORE(NUM) score_keys(readers + n, NUM, block + slot, num_slots, 2, dim, scale, scores)
-#define ADD(NUM) add_values(readers + n, NUM, block + (num_slots + slot) * dim, seen, dim, scores)
-
-/* Readers from n on, at most MAX_READERS, that read a piece from the same block, and how many of its keys the last of them sees. */
-INLINE int company(const Reader *readers, int n, int num_readers, const Piece *piece, int64_t size, int64_t *seen) {
-    int num = 0;
-    *seen = 0;
-    for (; num < MAX_READERS && n + num < num_readers; num++) {
-        const Reader *one = readers + n + num;
-        int64_t keys = seen_of(one, piece);
-        if (keys <= 0 || one->blocks[piece->at / size] != readers[n].blocks[piece->at / size]) break;
-        *seen = keys > *seen ? keys : *seen;
-    }
-    return num;
-}
-
-/* Attention of one key head for a few readers: scores of a tile of keys, weights of their values, the sum of these; and the next
- * tile. Where a tile and its pieces begin depends on the position alone. */
-INLINE void attend_tiles(const Model *model, const Pool *pool, int64_t index, int64_t head, Reader *readers, int num_readers,
-                         int64_t dim) {
-    int64_t size = pool->tokens_per_block, num_slots = pool->num_slots, longest = 0;
-    float scale = 1.0f / sqrtf((float)dim), tile[MAX_GROUP][TILE];
-    for (int n = 0; n < num_readers; n++) {
-        longest = readers[n].sight > longest ? readers[n].sight : longest;
-        readers[n].max = -INFINITY, readers[n].sum = 0.0f;
-        memset(readers[n].out, 0, sizeof(float) * (size_t)dim);
-    }
-    for (int64_t at = 0; at < longest;) {
-        Piece pieces[TILE / PANEL];
-        int num_pieces = 0, num;
-        for (; num_pieces < TILE / PANEL && at < longest; at += pieces[num_pieces++].count) {
-            int64_t left_in_block = size - at % size;
-            pieces[num_pieces] = (Piece){at, left_in_block < PANEL ? left_in_block : PANEL};
-        }
-#define FOR_EACH_COMPANY                                                                                    \
-    for (int p = 0; p < num_pieces; p++)                                                                    \
-        for (int64_t n = 0, seen = 0, slot = pieces[p].at % size; n < num_readers; n += num ? num : 1)      \
-            if ((num = company(readers, (int)n, num_readers, pieces + p, size, &seen)))
-        FOR_EACH_COMPANY {
-            const float *block = head_block(model, pool, index, readers[n].blocks[pieces[p].at / size], head);
-            float(*scores)[TILE] = (float(*)[TILE])(tile[n] + p * PANEL);
-            if (seen > LANES) {
-                BY_NUM(SCORE_MORE)
-            } else {
-                BY_NUM(SCORE)
-            }
-        }
-        for (int n = 0; n < num_readers; n++)
-            if (readers[n].sight > pieces->at) weigh(readers + n, pieces, num_pieces, tile[n], dim);
-        FOR_EACH_COMPANY {
-            const float *block = head_block(model, pool, index, readers[n].blocks[pieces[p].at / size], head);
-            float(*scores)[TILE] = (float(*)[TILE])(tile[n] + p * PANEL);
-            BY_NUM(ADD)
-        }
-    }
-    for (int n = 0; n < num_readers; n++) {
-        float share = 1.0f / readers[n].sum;
-        for (int64_t i = 0; i < dim; i++) readers[n].out[i] *= share;
-    }
-}
-
-FOR_EACH_CPU static void attend_group(const Model *model, const Pool *pool, int64_t index, int64_t head, Reader *readers,
-                                      int num_readers) {
-    switch (model->head_dim) {
-    case 64: attend_tiles(model, pool, index, head, readers, num_readers, 64); break;
-    case 128: attend_tiles(model, pool, index, head, readers, num_readers, 128); break;
-    default: attend_tiles(model, pool, index, head, readers, num_readers, model->head_dim);
-    }
-}
-
-/* Attention of key heads first to last. Sequences that share a prefix read it together. */
-static void attend(const Model *model, const Pool *pool, const Batch *batch, enum Part part, int64_t index, const float *qkv,
-                   float *out, int64_t first, int64_t last) {
-    int64_t dim = model->head_dim, queries = model->num_heads, keys = model->num_kv_heads, group = queries / keys;
-    int64_t stride = (queries + 2 * keys) * dim;
-    for (int64_t h = first; h < last; h++) {
-        Reader readers[MAX_GROUP];
-        int num = 0;
-        for (int64_t c = 0, row = 0; c < batch->num_chunks; c++)
-            for (int64_t k = 0; k < count_of(batch, part, c); k++, row++)
-                for (int64_t head = h * group; head < (h + 1) * group; head++) {
-                    readers[num++] = (Reader){.query = qkv + row * stride + head * dim,
-                                              .blocks = batch->blocks + batch->first_blocks[c],
-                                              .sight = start_of(batch, part, c) + k + 1,
-                                              .out = out + (row * queries + head) * dim};
-                    if (num < MAX_GROUP) continue;
-                    attend_group(model, pool, index, h, readers, num);
-                    num = 0;
-                }
-        attend_group(model, pool, index, h, readers, num);
-    }
 }
 
 /* Bytes of one rounded row of any product: at most two a number. */
