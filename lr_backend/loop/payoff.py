@@ -21,6 +21,8 @@ class Verifications:
     """Verifications from which on they are believed."""
     LEAST_REST, MOST_REST = 128, 2048
     """Plain tokens until the next chance."""
+    LEAST_CALL = 64
+    """A call is not cut shorter for it: one more costs more than a chance that comes a step later."""
 
     def __init__(self) -> None:
         self._tokens = Average(self.MEMORY)
@@ -39,8 +41,8 @@ class Verifications:
 
     @property
     def tokens_left(self) -> int:
-        """Plain tokens until the next chance, at least one."""
-        return self._rest - self._num_rested
+        """Plain tokens to decode in one call before the next chance."""
+        return max(self.LEAST_CALL, self._rest - self._num_rested)
 
     def verified(self, num_tokens: float) -> None:
         """One brought ``num_tokens``."""

@@ -152,8 +152,10 @@ def test_requests_rest_together() -> None:
     """One chance for all of them, after what they have decoded together."""
     lately = Verifications()
     first, second = resting(lately), resting(lately)
-    first.decoded(100)
-    assert second.tokens_until_chance == 28
+    first.decoded(40)
+    assert second.tokens_until_chance == 88
+    first.decoded(60)
+    assert second.tokens_until_chance == Verifications.LEAST_CALL  # and not 28: a call more costs more
     second.decoded(28)
     assert (first.pays, second.pays) == (False, True)
 
