@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,13 +23,12 @@ from typing import Annotated
 import typer
 from lr_client import Client
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from bench.ablation import PROBLEM_SEED, Row, ask
-from demo.measure import paired_speedup, rotated
+from demo.measure import paired_speedup
 from demo.problems import Problem, problems
-from demo.run import console_of_any_width, demo_spec, serving
+from demo.run import console_of_any_width, demo_spec, in_turns, serving
 
 ROWS = (
     Row("ar", {"mode": "ar"}),
@@ -57,13 +56,6 @@ class Taken:
 def set_size(concurrency: int) -> int:
     """Problems of a set: each client answers a few."""
     return max(LEAST_PROBLEMS, ROUNDS_A_SET * concurrency)
-
-
-def turns(rows: Sequence[Row], num_sets: int) -> Iterator[tuple[int, Row]]:
-    """Every row with every set, each row in every place of the order; rows that follow one another have different sets."""
-    for number in range(num_sets):
-        for place in rotated(range(len(rows)), number):
-            yield (number + place * max(1, num_sets // len(rows))) % num_sets, rows[place]
 
 
 def answer_all(
@@ -123,22 +115,18 @@ def main(
     widths = concurrency or list(CONCURRENCY)
     source = iter(problems(PROBLEM_SEED, "test"))
     lines: list[dict[str, object]] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lookahead-crowds-")))
         server = stack.enter_context(serving(demo_spec(), folder))
         clients = [stack.enter_context(Client(server.grpc_url)) for _ in range(max(widths))]
-        progress = stack.enter_context(Progress(*columns, console=console))
         for width in widths:
-            sets = [list(islice(source, set_size(width))) for _ in range(num_sets + 1)]
+            *sets, warm_up = (list(islice(source, set_size(width))) for _ in range(num_sets + 1))
             for row in ROWS:  # what has never run at this load is not measured, and what it learns holds for all turns
-                answer_all(clients[:width], row, sets[-1], 0, temperature)
+                answer_all(clients[:width], row, warm_up, 0, temperature)
             taken = []
-            task = progress.add_task(f"{width} in flight", total=num_sets * len(ROWS))
-            for number, row in turns(ROWS, num_sets):
-                seconds, num_tokens = answer_all(clients[:width], row, sets[number], number, temperature)
+            for number, questions, row in in_turns(ROWS, sets, f"{width} in flight", console):
+                seconds, num_tokens = answer_all(clients[:width], row, questions, number, temperature)
                 taken.append(Taken(row.name, number, seconds, num_tokens))
-                progress.advance(task)
             lines += lines_of(width, taken)
     show(console, lines, f"{num_sets} sets for each number of requests in flight, temperature {temperature:g}")
     output.parent.mkdir(parents=True, exist_ok=True)

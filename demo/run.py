@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import numpy as np
 import tritonclient.grpc as grpcclient
@@ -39,6 +39,8 @@ from lr_backend.engine import EngineCall, Role
 from lr_backend.loop.depth import ceiling
 from lr_backend.request import LookaheadRequest
 from lr_backend.triton.server import ServerOptions, TritonServer
+
+Asked = TypeVar("Asked")
 
 MODES = ("ar", "sd", "lr", "lr_sd")
 PROBLEM_SEED = 2025
@@ -147,8 +149,8 @@ def compare(
     return samples
 
 
-def in_turns(turns: Sequence[T], questions: Sequence[Problem], title: str, console: Console) -> Iterator[tuple[int, Problem, T]]:
-    """Every turn of every problem, with the problem's number, behind a progress bar.
+def in_turns(turns: Sequence[T], questions: Sequence[Asked], title: str, console: Console) -> Iterator[tuple[int, Asked, T]]:
+    """Every turn of every problem (or set of problems), with its number, behind a progress bar.
 
     Turns that follow one another ask different problems, as far apart as there are: else all but the first would find the
     question, and what an answer begins with, in the KV cache, which spares whoever computes most prompts the most.

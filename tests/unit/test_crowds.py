@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import io
 from itertools import pairwise
 
 import pytest
+from rich.console import Console
 
-from bench.crowds import ROWS, Taken, lines_of, set_size, turns
+from bench.crowds import ROWS, Row, Taken, lines_of, set_size
+from demo.run import in_turns
+
+
+def turns(num_sets: int) -> list[tuple[int, Row]]:
+    """Sets and rows in the order in which they are asked."""
+    console = Console(file=io.StringIO())
+    return [(number, row) for number, _, row in in_turns(ROWS, range(num_sets), "sets", console)]
 
 
 def test_every_row_answers_every_set_and_none_follows_another_on_the_same() -> None:
-    order = list(turns(ROWS, 10))
+    order = turns(10)
     assert {(number, row.name) for number, row in order} == {(number, row.name) for number in range(10) for row in ROWS}
     assert len(order) == 10 * len(ROWS)
     assert all(before[0] != after[0] for before, after in pairwise(order))
 
 
 def test_each_row_comes_in_every_place() -> None:
-    order = [row.name for _, row in turns(ROWS, 10)]
+    order = [row.name for _, row in turns(10)]
     rounds = [order[start : start + len(ROWS)] for start in range(0, len(order), len(ROWS))]
     assert all(len({names[place] for names in rounds}) == len(ROWS) for place in range(len(ROWS)))
 
