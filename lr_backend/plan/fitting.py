@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -66,15 +67,12 @@ def _fit(traces: Sequence[Trace], num_cores: float | None) -> tuple[Scenario, li
         raise TraceError(
             f"no trace with lookahead among {len(traces)}: record some in mode lr or lr_sd, with max_depth of 1 or more"
         )
-    alpha = acceptance_rate(ahead)
+    acceptance = _acceptance(ahead)
     times, recorded = _times(traces, num_cores)
     lengths = [length for trace in ahead for length in _step_lengths(trace)]
     mean = fmean(lengths)
     scenario = Scenario(
-        acceptance_rate=alpha,
-        sibling_acceptance_rate=sibling_acceptance_rate(ahead),
-        exact_rate=_exact_rate(ahead),
-        length_bias=_length_bias(ahead),
+        **acceptance,
         target_token_s=times.target_token_s,
         draft_token_s=times.draft_token_s,
         verdict_s=_verdict_s(recorded, times.call_s, times.crowding),
@@ -106,10 +104,7 @@ def fit_by_verifier(traces: Sequence[Trace], num_cores: float | None = None) -> 
     return {
         name: replace(
             scenario,
-            acceptance_rate=acceptance_rate([trace for trace, _ in group]),
-            sibling_acceptance_rate=sibling_acceptance_rate([trace for trace, _ in group]),
-            exact_rate=_exact_rate([trace for trace, _ in group]),
-            length_bias=_length_bias([trace for trace, _ in group]),
+            **_acceptance([trace for trace, _ in group]),
             verdict_s=_verdict_s(group, scenario.call_s, scenario.crowding),
         )
         for name, group in groups.items()
@@ -117,6 +112,20 @@ def fit_by_verifier(traces: Sequence[Trace], num_cores: float | None = None) -> 
 
 
 # What the draft is worth -------------------------------------------------------------------------------------------
+
+
+def _acceptance(traces: Sequence[Trace]) -> dict[str, Any]:
+    """The scenario's fields of what is accepted.
+
+    Raises:
+        TraceError: no drafted step was compared.
+    """
+    return {
+        "acceptance_rate": acceptance_rate(traces),
+        "sibling_acceptance_rate": sibling_acceptance_rate(traces),
+        "exact_rate": _exact_rate(traces),
+        "length_bias": _length_bias(traces),
+    }
 
 
 def acceptance_rate(traces: Sequence[Trace]) -> float:
