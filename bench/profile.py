@@ -23,6 +23,7 @@ from rich.table import Table
 from bench.engine import CHECKPOINT, config_of, device_line, random_tokens, torch_engine
 from lr_backend.engine import Sampling
 from lr_backend.torch_engine import engine as engine_module
+from lr_backend.torch_engine import native_runner
 from lr_backend.torch_engine.attention import DecodeGroup, IterationAttention
 from lr_backend.torch_engine.config import EngineConfig
 from lr_backend.torch_engine.decode_window import DecodeWindow
@@ -47,9 +48,9 @@ PARTS: tuple[tuple[str, Any, str], ...] = (
     ("inputs: lists to tensors", NativeRunner, "run"),
     ("inputs: lists to tensors", NativeModel, "forward"),
     ("inputs: lists to tensors", NativeRunner, "run_ahead"),
-    ("inputs: lists to tensors", NativeModel, "run_ahead"),
+    ("inputs: lists to tensors", native_runner, "run_ahead"),
     ("in C: decoder, draws", NativeModel, "_compute"),
-    ("in C: decoder, draws", NativeModel, "_compute_ahead"),
+    ("in C: decoder, draws", NativeModel, "run"),
     ("embedding, norms, rotary, silu", DecoderModel, "forward"),
     ("matrix products", DenseProduct, "__call__"),
     ("matrix products", DenseProduct, "add_to"),

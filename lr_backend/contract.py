@@ -149,6 +149,10 @@ ENGINE_INPUTS: tuple[TensorSpec, ...] = (
     _ragged("lookahead_verification_set_size", "INT32", 1),
 )
 
+TORCH_ENGINE_INPUTS: tuple[TensorSpec, ...] = (*ENGINE_INPUTS, _scalar("num_draft_tokens", "INT32", torch=True))
+"""What the torch engine takes: upstream's, and how many tokens its own draft model may guess for a pass. A compiled engine that
+holds a draft model guesses for all requests alike, and has no tensor for it."""
+
 ENGINE_OUTPUTS: tuple[TensorSpec, ...] = (
     _output("output_ids", "INT32", -1, -1, torch=True),
     _output("sequence_length", "INT32", -1, torch=True),
@@ -219,7 +223,7 @@ LOOKAHEAD_OUTPUTS: tuple[TensorSpec, ...] = (
     _output("trace", "STRING", 1),
 )
 
-BY_NAME: dict[str, TensorSpec] = {spec.name: spec for spec in ENGINE_INPUTS + ENGINE_OUTPUTS}
+BY_NAME: dict[str, TensorSpec] = {spec.name: spec for spec in TORCH_ENGINE_INPUTS + ENGINE_OUTPUTS}
 
 
 def engine_tensor(name: str, values: Any, *, batched: bool = True) -> npt.NDArray[Any]:

@@ -53,6 +53,8 @@ class EngineCall:
         stop_words: ``stop_words_list`` of the contract, shape [2, L], or None. Stop tokens are kept in the output.
         draft_ids: token drafts to verify, shape [K]; None when there are none (an empty tensor is an error upstream).
         draft_logits: shape [K, vocabulary]; see :func:`one_hot_logits`.
+        num_draft_tokens: tokens that the engine's own draft model may guess for each pass of the target; 0: none. For engines of
+            which :class:`~lr_backend.config.LoopConfig` says so. The tokens that come back are the same.
         accept_all_drafts: take the drafts as they are (``draft_acceptance_threshold`` 0), to learn how likely they were; for
             engines of which :class:`~lr_backend.config.LoopConfig` says so.
         min_tokens: no stop word ends the call before this many tokens.
@@ -71,6 +73,7 @@ class EngineCall:
     return_perf_metrics: bool = False
     """Ask for the counts and times of :class:`Generation` beyond its tokens; they cost a few output tensors."""
     accept_all_drafts: bool = False
+    num_draft_tokens: int = 0
 
     def __post_init__(self) -> None:
         assert len(self.input_ids) > 0 and self.max_new_tokens > 0, (len(self.input_ids), self.max_new_tokens)
@@ -100,6 +103,7 @@ class EngineCall:
             "draft_logits": self.draft_logits,
             "draft_acceptance_threshold": 0.0 if self.accept_all_drafts else None,
             "min_tokens": self.min_tokens or None,
+            "num_draft_tokens": self.num_draft_tokens or None,
             "return_log_probs": self.return_log_probs or None,
             "return_perf_metrics": self.return_perf_metrics or None,
         }

@@ -84,6 +84,7 @@ def _integers(key: str, text: str) -> tuple[int, ...]:
 
 _BY_TYPE: Mapping[str, Read] = {
     "Path": _path,
+    "Path | None": _path,
     "str": _text,
     "int": _integer,
     "int | None": _integer,

@@ -14,12 +14,12 @@ from __future__ import annotations
 import asyncio
 import selectors
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from lr_backend.contract import decode_stop_words
 from lr_backend.engine import EngineCall, Generation
-from lr_backend.errors import EngineError
+from lr_backend.errors import EngineError, EngineRejected
 
 T = TypeVar("T")
 
@@ -92,6 +92,7 @@ class ScriptedEngine:
         delay: 10 ms a token where not given.
         fail: asked before every call; an error to raise, or None.
         drop_drafts: verify no drafts, silently, as upstream may.
+        guess: what a draft model that the engine holds would write, for calls that ask for it (``num_draft_tokens``).
         log_prob: of a token after its context, where a call asks; a script leaves nothing to chance, so 0 where not given.
     """
 
@@ -99,6 +100,7 @@ class ScriptedEngine:
     delay: Delay = lambda call, num_tokens: 0.01 * num_tokens
     fail: Callable[[EngineCall], EngineError | None] = lambda call: None
     drop_drafts: bool = False
+    guess: Script | None = None
     log_prob: Callable[[tuple[int, ...]], float] = lambda context: 0.0
     calls: list[RecordedCall] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
@@ -116,8 +118,10 @@ class ScriptedEngine:
         self.max_in_flight = max(self.max_in_flight, len(self.in_flight))
         try:
             generation = self._write(call)
-            passes = 1 if call.draft_ids is not None else len(generation.token_ids)
-            await asyncio.sleep(self.delay(call, passes))
+            num_passes = 1 if call.draft_ids is not None else len(generation.token_ids)
+            if call.num_draft_tokens:
+                generation, num_passes = self._guessed(call, generation)
+            await asyncio.sleep(self.delay(call, num_passes))
         except asyncio.CancelledError:
             self.cancelled.append(call.request_id)
             raise
@@ -128,6 +132,23 @@ class ScriptedEngine:
 
     async def close(self) -> None:
         assert not self.in_flight, self.in_flight
+
+    def _guessed(self, call: EngineCall, generation: Generation) -> tuple[Generation, int]:
+        """The same tokens with the counts that guesses would have had, and in how many passes."""
+        if self.guess is None:
+            raise EngineRejected("num_draft_tokens: this engine holds no draft model")
+        text = (*call.input_ids.tolist(), *generation.token_ids)
+        num_passes = num_proposed = 0
+        at = len(call.input_ids)
+        while at < len(text):
+            wanted = min(call.num_draft_tokens, len(call.input_ids) + call.max_new_tokens - at - 1)
+            num_passes, num_proposed = num_passes + 1, num_proposed + wanted
+            behind = at + wanted
+            while at < min(behind, len(text)) and self.guess(text[:at], call.seed) == text[at]:
+                at += 1
+            at += 1
+        num_accepted = len(generation.token_ids) - num_passes
+        return replace(generation, num_draft_tokens=num_proposed, num_accepted_tokens=num_accepted), num_passes
 
     def _write(self, call: EngineCall) -> Generation:
         context = [int(token) for token in call.input_ids]

@@ -14,7 +14,14 @@ from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from lr_backend.build.spec import PACKAGE_ROOT, DeploymentSpec
-from lr_backend.contract import ENGINE_INPUTS, ENGINE_OUTPUTS, LOOKAHEAD_INPUTS, LOOKAHEAD_OUTPUTS, tensor_list_pbtxt
+from lr_backend.contract import (
+    ENGINE_INPUTS,
+    ENGINE_OUTPUTS,
+    LOOKAHEAD_INPUTS,
+    LOOKAHEAD_OUTPUTS,
+    TORCH_ENGINE_INPUTS,
+    tensor_list_pbtxt,
+)
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError
 
@@ -33,9 +40,9 @@ def engine_files(spec: DeploymentSpec, role: Role, model_dir: Path) -> dict[str,
         "model_dir": model_dir,
         "max_batch_size": engine.triton_max_batch_size,
         "max_queue_size": engine.max_queue_size,
-        "inputs": tensor_list_pbtxt("input", ENGINE_INPUTS),
+        "inputs": tensor_list_pbtxt("input", TORCH_ENGINE_INPUTS if spec.template(role) == "torch" else ENGINE_INPUTS),
         "outputs": tensor_list_pbtxt("output", ENGINE_OUTPUTS),
-        "parameters": engine.parameters(model_dir),
+        "parameters": spec.engine_parameters(role, model_dir),
     }
     return _render_folder(TEMPLATES / spec.template(role), role.value, values)
 

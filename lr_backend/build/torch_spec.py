@@ -22,6 +22,9 @@ class TorchEngineSpec(EngineSpec):
         kv_cache_free_mem_fraction: holds that budget within a share of the memory that is free once the model is loaded.
         max_num_tokens: most tokens of one iteration; longer prompts are prefilled in chunks.
         max_draft_len: most token drafts of one verification; 0 refuses drafts.
+        holds_draft_model: the target's engine has a draft model of its own, the deployment's, to guess tokens with (proposer
+            ``engine``). Native kernels only.
+        speculative_min_chance: its guesses for one pass end where all of them together are less likely than this to stand.
         overlap_prefill: compute longer chunks of prompts on a second thread, while others decode. Native kernels only.
         use_cuda_graphs: replay iterations that only decode as CUDA graphs; on a CPU it means nothing.
         random_weights: draw the weights at load; the checkpoint needs no weight files. For benchmarks of a size.
@@ -38,6 +41,8 @@ class TorchEngineSpec(EngineSpec):
     max_num_tokens: int = Field(ge=1)
     max_queue_size: int = Field(ge=1)
     max_draft_len: int = Field(default=0, ge=0)
+    holds_draft_model: bool = False
+    speculative_min_chance: float = Field(default=0.5, ge=0, le=1)
     enable_kv_cache_reuse: bool = True
     overlap_prefill: bool = True
     use_cuda_graphs: bool = True
@@ -94,14 +99,36 @@ class TorchDeployment(DeploymentSpec):
         engine: TorchEngineSpec = getattr(self, role.value)
         return engine
 
+    @model_validator(mode="after")
+    def _only_the_target_drafts(self) -> Self:
+        if self.draft.holds_draft_model or self.judge.holds_draft_model:
+            raise ValueError("holds_draft_model belongs to the section target: nobody drafts for the draft or the judge")
+        if self.target.holds_draft_model and not self.target.max_draft_len:
+            raise ValueError("target.holds_draft_model needs target.max_draft_len of at least 1")
+        return self
+
     def runtime_loop_settings(self) -> dict[str, Any]:
         if self.server.layout is not Layout.ONE_PROCESS:
             return {}
-        return {"engines": {role.value: self.engine(role).parameters(self.checkpoint_dir(role)) for role in Role}}
+        return {"engines": {role.value: self.engine_parameters(role, self.checkpoint_dir(role)) for role in Role}}
+
+    def engine_parameters(self, role: Role, model_dir: Path) -> dict[str, str]:
+        parameters = super().engine_parameters(role, model_dir)
+        if not self.engine(role).holds_draft_model:
+            return parameters
+        return parameters | {
+            "speculative_model_dir": str(self.checkpoint_dir(Role.DRAFT)),
+            "speculative_weight_dtype": self.draft.weight_dtype,
+            "speculative_min_chance": str(self.engine(role).speculative_min_chance),
+        }
 
     @property
     def accepts_all_drafts(self) -> bool:
         return self.target.max_draft_len > 0
+
+    @property
+    def engine_drafts(self) -> bool:
+        return self.target.holds_draft_model
 
 
 TorchDeployment.register("torch")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from lr_backend.errors import ConfigError
-from lr_backend.torch_engine.checkpoint import read_spec
+from lr_backend.torch_engine.checkpoint import ModelSpec, read_spec
 from lr_backend.torch_engine.config import EngineConfig
 from lr_backend.torch_engine.decode_graphs import CudaGraphRecorder, GraphSettings
+from lr_backend.torch_engine.drafter import Drafter
 from lr_backend.torch_engine.memory import free_bytes, with_kv_budget
 from lr_backend.torch_engine.model import DecoderModel, layer_shapes
 from lr_backend.torch_engine.native_model import NativeModel, why_not
@@ -34,11 +37,17 @@ def open_runner(
             config.checkpoint_dir,
             max_seq_len=config.max_seq_len,
             num_threads=config.num_threads or 1,
-            kind=native_kind(config),
+            kind=native_kind(config.checkpoint_dir, config.weight_dtype, config.num_threads or 1),
         )
+        draft = _draft_model(config, native.spec)
         # Attention reads the pool itself: there is no second copy of what decodes.
-        config = with_kv_budget(config, native.spec, free_bytes(config.device), copies=1)
-        return config, NativeRunner(native, num_blocks=config.num_blocks, tokens_per_block=config.tokens_per_block)
+        specs = [native.spec, draft.spec] if draft else [native.spec]
+        config = with_kv_budget(config, specs, free_bytes(config.device))
+        pool = {"num_blocks": config.num_blocks, "tokens_per_block": config.tokens_per_block}
+        drafter = Drafter(draft, **pool, min_chance=config.speculative_min_chance) if draft else None
+        return config, NativeRunner(native, **pool, drafter=drafter)
+    if config.speculative_model_dir is not None:
+        raise ConfigError("speculative_model_dir: only the native kernels draft")
     if model is None and config.random_weights:
         spec, dtype = read_spec(config.checkpoint_dir), getattr(torch, config.dtype)
         model = random_model(spec, dtype=dtype, device=config.device, max_seq_len=config.max_seq_len)
@@ -51,18 +60,40 @@ def open_runner(
         weight_dtype="float16" if config.weight_dtype == "bfloat16" else config.weight_dtype,
         num_threads=config.num_threads,
     )
-    config = with_kv_budget(config, model.spec, free_bytes(config.device), copies=2)
+    # The pool's, and the decode window's, which may grow as large.
+    config = with_kv_budget(config, [model.spec, model.spec], free_bytes(config.device))
     if graphs is None and config.device == "cuda" and config.use_cuda_graphs:
         graphs = GraphSettings(CudaGraphRecorder)
     return config, TorchRunner(model, num_blocks=config.num_blocks, tokens_per_block=config.tokens_per_block, graphs=graphs)
 
 
-def native_kind(config: EngineConfig) -> str:
-    """How the decoder in C keeps its weights: as asked for, or what is faster here."""
-    if config.weight_dtype != "auto":
-        return config.weight_dtype
-    spec = read_spec(config.checkpoint_dir)
-    return fastest_kind(native_packers(), layer_shapes(spec), spec.num_layers, config.num_threads or 1)
+def _draft_model(config: EngineConfig, spec: ModelSpec) -> NativeModel | None:
+    """The model that guesses for the one of ``spec``.
+
+    Raises:
+        CheckpointError: it cannot be served.
+        ConfigError: the decoder in C cannot compute it, or it has another vocabulary.
+    """
+    folder = config.speculative_model_dir
+    if folder is None:
+        return None
+    own = read_spec(folder)
+    if reason := why_not(own):
+        raise ConfigError(f"speculative_model_dir={str(folder)!r}: {reason}")
+    if own.vocab_size != spec.vocab_size:
+        sizes = f"vocabularies of {own.vocab_size} and {spec.vocab_size} tokens"
+        raise ConfigError(f"speculative_model_dir={str(folder)!r}: {sizes}; both models must have the same")
+    num_threads = config.num_threads or 1
+    kind = native_kind(folder, config.speculative_weight_dtype, num_threads)
+    return NativeModel.load(folder, max_seq_len=config.max_seq_len, num_threads=num_threads, kind=kind)
+
+
+def native_kind(checkpoint_dir: Path, weight_dtype: str, num_threads: int) -> str:
+    """How the decoder in C keeps a model's weights: as asked for, or what is faster here."""
+    if weight_dtype != "auto":
+        return weight_dtype
+    spec = read_spec(checkpoint_dir)
+    return fastest_kind(native_packers(), layer_shapes(spec), spec.num_layers, num_threads)
 
 
 def is_native(config: EngineConfig) -> bool:

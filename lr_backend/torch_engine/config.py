@@ -38,6 +38,10 @@ class EngineConfig:
         max_queue_size: requests that may wait; the next one is refused at once.
         max_seq_len: prompt and output of one request together.
         max_draft_len: most draft tokens of one verification; 0 refuses drafts, as upstream without the mode.
+        speculative_model_dir: a draft model of the same vocabulary for the engine itself to guess with, for the requests that ask
+            for it (``num_draft_tokens``); None: there is none. Native kernels only.
+        speculative_weight_dtype: ``weight_dtype`` of that model.
+        speculative_min_chance: its guesses for one pass end where all of them together are less likely than this to stand.
         enable_kv_cache_reuse: keep and share the blocks of computed prefixes.
         overlap_prefill: compute longer chunks of prompts on a second thread, while others decode. Native kernels only.
         use_cuda_graphs: replay iterations that only decode as CUDA graphs; on a CPU it means nothing. Their memory is not counted
@@ -61,6 +65,9 @@ class EngineConfig:
     max_queue_size: int = 256
     max_seq_len: int = 2048
     max_draft_len: int = 16
+    speculative_model_dir: Path | None = None
+    speculative_weight_dtype: str = "auto"
+    speculative_min_chance: float = 0.5
     enable_kv_cache_reuse: bool = True
     overlap_prefill: bool = True
     use_cuda_graphs: bool = True
@@ -75,6 +82,10 @@ class EngineConfig:
         if self.weight_dtype in ("float16", "bfloat16", "int8"):
             packable = (self.device, self.dtype) == ("cpu", "float32")
             require(packable, "weight_dtype", self.weight_dtype, "only with device cpu and dtype float32")
+        dtype = self.speculative_weight_dtype
+        require(dtype in WEIGHT_DTYPES, "speculative_weight_dtype", dtype, f"one of {', '.join(WEIGHT_DTYPES)}")
+        chance = self.speculative_min_chance
+        require(0.0 <= chance <= 1.0, "speculative_min_chance", chance, "from 0 to 1")
         require(self.kernels in KERNELS, "kernels", self.kernels, f"one of {', '.join(KERNELS)}")
         if self.kernels == "native":
             rule = "only with device cpu and dtype float32"

@@ -231,15 +231,14 @@ class TorchEngine:
 
     def _compute(self, chunks: list[Chunk]) -> None:
         """One iteration, or several at once where all only decode and nobody waits."""
-        gained = self._runner.run_ahead(chunks)
-        if gained is None:
+        ahead = self._runner.run_ahead(chunks)
+        if ahead is None:
             self._counters.num_iterations += 1
             self._complete(chunks, lambda: self._runner.run(chunks))
             return
-        self._counters.num_iterations += 1
-        if gained:
-            self._counters.num_iterations += gained[0].num_stored
-            self._counters.num_batch_rows += gained[0].num_stored * len(gained)
+        gained, num_passes = ahead
+        self._counters.num_iterations += num_passes
+        self._counters.num_batch_rows += (num_passes - 1) * len(gained)
         self._advance(chunks, gained)
 
     def _wait_for_lane(self, lane: SideLane) -> None:
@@ -293,12 +292,14 @@ class TorchEngine:
         sequence.tokens += emitted
         sequence.num_computed = min(sequence.num_computed + new.num_stored, len(sequence.tokens))
         sequence.log_probs += new.log_probs[: len(emitted)]
-        sequence.num_accepted = min(new.num_accepted, len(emitted))
+        num_accepted = min(new.num_accepted, len(emitted))
+        sequence.num_accepted += num_accepted
+        sequence.num_proposed += new.num_proposed
         sequence.first_token_ns = sequence.first_token_ns or now_ns
         sequence.last_token_ns = now_ns
         counters.num_tokens_decoded += len(emitted)
-        counters.num_draft_tokens += len(sequence.drafts)
-        counters.num_accepted_tokens += sequence.num_accepted
+        counters.num_draft_tokens += len(sequence.drafts) + new.num_proposed
+        counters.num_accepted_tokens += num_accepted
         return ended or sequence.is_verification
 
     def _finish(self, sequence: Sequence) -> None:
@@ -372,6 +373,7 @@ class TorchEngine:
             config.tokens_per_block,
             reuse=config.enable_kv_cache_reuse,
             copy_prefix=self._runner.copy_prefix,
+            allocated=self._runner.allocated,
         )
         return Scheduler(cache, max_batch_size=config.max_batch_size, max_num_tokens=config.max_num_tokens)
 

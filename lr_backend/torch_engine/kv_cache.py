@@ -24,6 +24,8 @@ ROOT_KEY = b""
 
 CopyPrefix = Callable[[int, int, int], None]
 """(source block, target block, number of tokens)."""
+Allocated = Callable[[Sequence[int]], None]
+"""(blocks that begin anew)."""
 
 
 def block_key(parent: bytes, tokens: Sequence[int]) -> bytes:
@@ -59,11 +61,20 @@ class BlockTable:
 class KvCache:
     """Blocks ``0`` to ``num_blocks - 1``; the engine's thread owns it."""
 
-    def __init__(self, num_blocks: int, tokens_per_block: int, *, reuse: bool, copy_prefix: CopyPrefix) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        tokens_per_block: int,
+        *,
+        reuse: bool,
+        copy_prefix: CopyPrefix,
+        allocated: Allocated = lambda blocks: None,
+    ) -> None:
         self.num_blocks = num_blocks
         self.tokens_per_block = tokens_per_block
         self.reuse = reuse
         self._copy_prefix = copy_prefix
+        self._allocated = allocated
         self._free = deque(range(num_blocks))
         self._references = [0] * num_blocks
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -227,6 +238,7 @@ class KvCache:
                 self._forget(block)
             self._references[block] = 1
             blocks.append(block)
+        self._allocated(blocks)
         return blocks
 
     def _forget(self, block: int) -> None:

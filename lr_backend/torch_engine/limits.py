@@ -29,6 +29,7 @@ def plan_run(request: EngineRequest, config: EngineConfig, vocab_size: int) -> R
         raise EngineRejected(f"draft_input_ids: length {num_drafts} exceeds max_draft_len {config.max_draft_len}")
     if num_prompt >= config.max_seq_len:
         raise EngineRejected(f"input_ids: length {num_prompt} leaves no room for output in max_seq_len {config.max_seq_len}")
+    _check_engine_drafts(request, config)
     _check_ids("input_ids", request.input_ids, vocab_size)
     _check_ids("draft_input_ids", request.draft_ids, vocab_size)
     if request.end_id is not None:
@@ -44,6 +45,17 @@ def plan_run(request: EngineRequest, config: EngineConfig, vocab_size: int) -> R
             f"input_ids: {num_prompt} tokens and {max_new_tokens} of output exceed the KV cache of {capacity} tokens"
         )
     return RunPlan(drafts, max_new_tokens)
+
+
+def _check_engine_drafts(request: EngineRequest, config: EngineConfig) -> None:
+    if (wanted := request.num_draft_tokens) == 0:
+        return
+    if config.speculative_model_dir is None:
+        raise EngineRejected(f"num_draft_tokens: {wanted} wanted, and this engine holds no draft model")
+    if request.draft_ids:
+        raise EngineRejected("num_draft_tokens: not beside draft_input_ids; either the engine drafts or the caller")
+    if wanted > config.max_draft_len:
+        raise EngineRejected(f"num_draft_tokens: {wanted} exceeds max_draft_len {config.max_draft_len}")
 
 
 def _check_ids(name: str, ids: Items[int], vocab_size: int) -> None:

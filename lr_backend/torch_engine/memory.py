@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -35,10 +35,10 @@ def freed_at_once() -> Iterator[None]:
         set_option(_M_MMAP_THRESHOLD, _LARGEST_KEPT)
 
 
-def with_kv_budget(config: EngineConfig, spec: ModelSpec, free_bytes: int, *, copies: int) -> EngineConfig:
+def with_kv_budget(config: EngineConfig, specs: Sequence[ModelSpec], free_bytes: int) -> EngineConfig:
     """``config`` with its pool in tokens: as many as were asked for, within ``kv_cache_free_mem_fraction`` of ``free_bytes``.
 
-    ``copies``: of a token's keys and values: the pool's, and one more where there is a decode window that may grow as large.
+    ``specs``: of whom each token has keys and values: the model's pool, a draft model's, a decode window that may grow as large.
 
     Raises:
         ConfigError: not even one sequence of ``max_seq_len`` fits.
@@ -46,7 +46,7 @@ def with_kv_budget(config: EngineConfig, spec: ModelSpec, free_bytes: int, *, co
     fraction = config.kv_cache_free_mem_fraction
     if fraction is None:
         return config
-    affordable = int(fraction * free_bytes) // (copies * bytes_a_token(spec, getattr(torch, config.dtype)))
+    affordable = int(fraction * free_bytes) // sum(bytes_a_token(spec, getattr(torch, config.dtype)) for spec in specs)
     if affordable < config.max_seq_len:
         raise ConfigError(
             f"kv_cache_free_mem_fraction={fraction}: of {free_bytes >> 20} MiB free, {affordable} tokens;"

@@ -6,7 +6,6 @@ import ctypes
 import threading
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
-from functools import lru_cache
 from pathlib import Path
 from typing import Self
 
@@ -15,14 +14,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lr_backend.errors import EngineError
 from lr_backend.torch_engine.attention import Span
 from lr_backend.torch_engine.checkpoint import ModelSpec, TensorFiles, check_length, read_spec
 from lr_backend.torch_engine.memory import freed_at_once
 from lr_backend.torch_engine.native_library import library, locked_library
 from lr_backend.torch_engine.native_weights import LANES, Matrix, Weights
 from lr_backend.torch_engine.rope import rope_table
-from lr_backend.torch_engine.sequence import Sequence
 
 _Pointer = ctypes.c_void_p
 _Size = ctypes.c_int64
@@ -55,15 +52,6 @@ class _Batch(ctypes.Structure):
         *((name, _Size) for name in ("num_chunks", "num_rows", "num_logits")),
         *((name, _Pointer) for name in ("tokens", "starts", "counts", "first_blocks", "blocks", "logit_counts")),
         *((name, _Pointer) for name in ("logits", "scratch")),
-    )
-
-
-class _Run(ctypes.Structure):
-    _fields_ = (
-        *((name, _Size) for name in ("num_sequences", "max_steps")),
-        *((name, _Pointer) for name in ("tokens", "starts", "ones", "first_blocks", "blocks", "top_ks", "offsets")),
-        *((name, _Pointer) for name in ("seeds", "temperatures", "top_ps", "ends", "drawn", "log_probs")),
-        *((name, _Pointer) for name in ("logits", "scratch", "candidates", "interrupt")),
     )
 
 
@@ -105,8 +93,8 @@ class NativeModel:
         self._num_threads = num_threads
         self._weights = Weights(kind)
         self._model = self._structure(files, max_seq_len)
-        self._address = ctypes.addressof(self._model)
-        self._scratch_a_row = opened.decoder_scratch(self._address, 1)
+        self.address = ctypes.addressof(self._model)
+        self._scratch_a_row: int = opened.decoder_scratch(self.address, 1)
         self._local = threading.local()
 
     @classmethod
@@ -133,85 +121,40 @@ class NativeModel:
             tokens: of all chunks, one after another.
             spans: of each chunk its place in its sequence, and the blocks that hold it and all before.
         """
-        first_blocks, blocks = _one_after_another(span.blocks for span in spans)
-        _kept, pointers = _joined(
+        first_blocks, blocks = one_after_another(span.blocks for span in spans)
+        _kept, pointers = joined(
             tokens, [span.start for span in spans], [span.count for span in spans], first_blocks, blocks, num_logits
         )
         num_rows = sum(num_logits)
         logits = torch.empty(num_rows, self.spec.vocab_size)
-        scratch = self._scratch_of(len(tokens))
-        self._compute(pool, _Batch(len(spans), len(tokens), num_rows, *pointers, logits.data_ptr(), scratch.data_ptr()))
+        scratch = self.scratch(self.scratch_floats(len(tokens)))
+        self._compute(pool, _Batch(len(spans), len(tokens), num_rows, *pointers, logits.data_ptr(), scratch))
         return logits
 
     def copy_prefix(self, pool: NativePool, source: int, target: int, num_tokens: int) -> None:
         """Copy the first tokens' keys and values of one block to another, in all layers."""
-        locked_library().decoder_copy_prefix(self._address, ctypes.addressof(pool.struct), source, target, num_tokens)
+        locked_library().decoder_copy_prefix(self.address, ctypes.addressof(pool.struct), source, target, num_tokens)
 
-    def run_ahead(
-        self, pool: NativePool, sequences: Items[Sequence], starts: list[int], max_steps: int, interrupt: ctypes.c_int32
-    ) -> tuple[list[list[int]], list[list[float]]]:
-        """Decode sequences at most ``max_steps`` times, for which their blocks have room; their last tokens stand at ``starts``.
-
-        It ends with the step in which one draws a token that may end it, or in which ``interrupt`` is found set. Returns the
-        tokens and their log-probabilities (none if nobody wants them) of each sequence.
-
-        Raises:
-            EngineError: logits that are not finite.
-        """
-        count, vocab_size = len(sequences), self.spec.vocab_size
-        requests = [one.request for one in sequences]
-        first_blocks, blocks = _one_after_another(one.table.blocks for one in sequences)
-        ends = [_possible_ends(request.end_id, request.stop_words.words, vocab_size) for request in requests]
-        _kept, pointers = _joined(
-            [one.tokens[-1] for one in sequences],
-            starts,
-            [1] * count,
-            first_blocks,
-            blocks,
-            [request.sampling.top_k for request in requests],
-            [one.num_generated for one in sequences],
-        )
-        seeds = np.array([request.seed for request in requests], dtype=np.uint64)
-        temperatures = np.array([0.0 if request.sampling.greedy else request.sampling.temperature for request in requests])
-        top_ps = np.array([request.sampling.top_p for request in requests])
-        end_flags = np.array([0 if flags is None else flags.ctypes.data for flags in ends], dtype=np.uint64)
-        drawn = np.empty((max_steps, count), dtype=np.int64)
-        wanted = any(request.return_log_probs for request in requests)
-        log_probs = np.empty((max_steps, count)) if wanted else np.empty((0, count))
-        logits, candidates = np.empty((count, vocab_size), dtype=np.float32), np.empty(vocab_size, dtype=np.int64)
-        run = _Run(
-            count,
-            max_steps,
-            *pointers,
-            *(array.ctypes.data for array in (seeds, temperatures, top_ps, end_flags, drawn)),
-            log_probs.ctypes.data if wanted else None,
-            logits.ctypes.data,
-            self._scratch_of(count).data_ptr(),
-            candidates.ctypes.data,
-            ctypes.addressof(interrupt),
-        )
-        num_steps = self._compute_ahead(pool, run)
-        if num_steps < 0:
-            raise EngineError("the model computed logits that are not finite")
-        return drawn[:num_steps].T.tolist(), log_probs[:num_steps].T.tolist()
-
-    def _compute_ahead(self, pool: NativePool, run: _Run) -> int:
-        """Without the interpreter's lock."""
+    def run(self, pool: NativePool, run: ctypes.Structure) -> int:
+        """What ``decoder_run`` of the C source does, without the interpreter's lock."""
         address = ctypes.addressof(pool.struct)
-        num_steps: int = self._library.decoder_run(self._address, address, ctypes.addressof(run), self._num_threads)
-        return num_steps
+        num_passes: int = self._library.decoder_run(self.address, address, ctypes.addressof(run), self._num_threads)
+        return num_passes
 
     def _compute(self, pool: NativePool, batch: _Batch) -> None:
         """Without the interpreter's lock."""
-        self._library.decoder_forward(self._address, ctypes.addressof(pool.struct), ctypes.addressof(batch), self._num_threads)
+        self._library.decoder_forward(self.address, ctypes.addressof(pool.struct), ctypes.addressof(batch), self._num_threads)
 
-    def _scratch_of(self, num_rows: int) -> Tensor:
-        """Memory to compute in, of the calling thread."""
-        needed = self._scratch_a_row * num_rows
+    def scratch_floats(self, num_rows: int) -> int:
+        """Numbers of :meth:`scratch` that a pass over so many rows needs."""
+        return self._scratch_a_row * num_rows
+
+    def scratch(self, num_floats: int) -> int:
+        """Address of memory to compute in, of the calling thread; good until the thread asks for more."""
         scratch: Tensor | None = getattr(self._local, "scratch", None)
-        if scratch is None or scratch.numel() < needed:
-            self._local.scratch = scratch = torch.empty(needed)
-        return scratch
+        if scratch is None or scratch.numel() < num_floats:
+            self._local.scratch = scratch = torch.empty(num_floats)
+        return scratch.data_ptr()
 
     def _structure(self, files: TensorFiles, max_seq_len: int) -> _Model:
         spec = self.spec
@@ -262,7 +205,7 @@ class NativeModel:
         )
 
 
-def _one_after_another(tables: Iterable[Items[int]]) -> tuple[list[int], list[int]]:
+def one_after_another(tables: Iterable[Items[int]]) -> tuple[list[int], list[int]]:
     """Where each table begins in all of them joined, and that."""
     firsts: list[int] = []
     joined: list[int] = []
@@ -272,7 +215,7 @@ def _one_after_another(tables: Iterable[Items[int]]) -> tuple[list[int], list[in
     return firsts, joined
 
 
-def _joined(*lists: list[int]) -> tuple[npt.NDArray[np.int64], list[int]]:
+def joined(*lists: list[int]) -> tuple[npt.NDArray[np.int64], list[int]]:
     """All numbers in one array, and the address of each list in it; good as long as the array is kept."""
     numbers = np.array([number for values in lists for number in values], dtype=np.int64)
     at, pointers = numbers.ctypes.data, []
@@ -280,14 +223,3 @@ def _joined(*lists: list[int]) -> tuple[npt.NDArray[np.int64], list[int]]:
         pointers.append(at)
         at += 8 * len(values)
     return numbers, pointers
-
-
-@lru_cache(maxsize=64)
-def _possible_ends(end_id: int | None, stop_words: frozenset[tuple[int, ...]], vocab_size: int) -> npt.NDArray[np.uint8] | None:
-    """Not 0 for every token with which a run may end; None when it has no such token."""
-    tokens = [word[-1] for word in stop_words if word[-1] < vocab_size] + ([] if end_id is None else [end_id])
-    if not tokens:
-        return None
-    flags = np.zeros(vocab_size, dtype=np.uint8)
-    flags[tokens] = 1
-    return flags

@@ -8,7 +8,9 @@ from ctypes import c_int32
 from torch import Tensor
 
 from lr_backend.torch_engine.checkpoint import ModelSpec
+from lr_backend.torch_engine.drafter import Drafter
 from lr_backend.torch_engine.native_model import NativeModel, NativePool
+from lr_backend.torch_engine.native_run import run_ahead
 from lr_backend.torch_engine.runner import Output, flattened, span_of
 from lr_backend.torch_engine.scheduler import Chunk
 from lr_backend.torch_engine.sequence import NewTokens
@@ -17,8 +19,10 @@ from lr_backend.torch_engine.sequence import NewTokens
 class NativeRunner:
     """The :class:`~lr_backend.torch_engine.runner.Runner` of a CPU."""
 
-    def __init__(self, model: NativeModel, *, num_blocks: int, tokens_per_block: int) -> None:
+    def __init__(self, model: NativeModel, *, num_blocks: int, tokens_per_block: int, drafter: Drafter | None = None) -> None:
+        """``drafter``: for the requests that want the engine to draft; its blocks are those of the pool."""
         self._model = model
+        self._drafter = drafter
         self._interrupt = c_int32(0)
         self._pool = NativePool(model.spec, num_blocks=num_blocks, tokens_per_block=tokens_per_block)
 
@@ -35,39 +39,44 @@ class NativeRunner:
         num_logits = [chunk.num_logits for chunk in chunks]
         return self._model.forward(self._pool, tokens, [span_of(chunk) for chunk in chunks], num_logits), outputs
 
-    def run_ahead(self, chunks: Items[Chunk]) -> list[NewTokens] | None:
+    def run_ahead(self, chunks: Items[Chunk]) -> tuple[list[NewTokens], int] | None:
         if not all(chunk.num_logits == 0 or _yields_a_token(chunk) for chunk in chunks):
             return None
         if prompts := [chunk.without_last() for chunk in chunks if chunk.count > chunk.num_logits]:
             self.run(prompts)
         decoding = [chunk for chunk in chunks if chunk.num_logits]
         if not decoding:
-            return []
+            return [], 1
         sequences = [chunk.sequence for chunk in decoding]
         size = self._pool.tokens_per_block
-        num_steps = min(len(one.sequence.table.blocks) * size - one.end + 1 for one in decoding)
-        num_steps = min(num_steps, *(one.max_new_tokens - one.num_generated for one in sequences))
-        if len(decoding) < len(chunks):  # a prompt that is not through wants its next piece
-            num_steps = 1
-        steps, log_probs = self._model.run_ahead(
-            self._pool, sequences, [chunk.end - 1 for chunk in decoding], num_steps, self._interrupt
-        )
-        return [
-            NewTokens(one, tokens, values if one.request.return_log_probs else [], num_stored=len(tokens) - 1)
-            for one, tokens, values in zip(sequences, steps, log_probs, strict=True)
+        rooms = [
+            min(len(one.table.blocks) * size - len(one.tokens) + 1, one.max_new_tokens - one.num_generated) for one in sequences
         ]
+        # A prompt that is not through wants its next piece.
+        max_passes = max(rooms) if len(decoding) == len(chunks) else 1
+        return run_ahead(self._model, self._pool, self._drafter, sequences, rooms, max_passes, self._interrupt)
 
     def interrupt(self, wanted: bool) -> None:
         self._interrupt.value = wanted
 
     def copy_prefix(self, source: int, target: int, num_tokens: int) -> None:
         self._model.copy_prefix(self._pool, source, target, num_tokens)
+        if self._drafter:
+            self._drafter.copy_prefix(source, target, num_tokens)
+
+    def allocated(self, blocks: Items[int]) -> None:
+        if self._drafter:
+            self._drafter.allocated(blocks)
 
     def clear(self, blocks: Items[int]) -> None:
         self._pool.clear(blocks)
+        if self._drafter:
+            self._drafter.clear(blocks)
 
     def reset(self) -> None:
         self._pool.reset()
+        if self._drafter:
+            self._drafter.reset()
 
 
 def _yields_a_token(chunk: Chunk) -> bool:

@@ -15,11 +15,11 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from lr_backend.contract import ENGINE_INPUTS, TensorMap, decode_stop_words
+from lr_backend.contract import TORCH_ENGINE_INPUTS, TensorMap, decode_stop_words
 from lr_backend.engine import EngineCall, EngineTiming, Generation, Sampling
 from lr_backend.errors import EngineRejected, InvalidRequest
 
-_SPECS = {spec.name: spec for spec in ENGINE_INPUTS}
+_SPECS = {spec.name: spec for spec in TORCH_ENGINE_INPUTS}
 MAX_SEED = 2**64 - 1
 
 
@@ -63,6 +63,7 @@ class EngineRequest:
         max_new_tokens: of a plain run; a verification ends by itself after at most ``len(draft_ids) + 1``.
         draft_logits: float32 [K, vocabulary]; None: the drafts are known by their ids only.
         accept_all_drafts: the drafts stand whatever their probability.
+        num_draft_tokens: tokens that the engine's own draft model may guess for each pass; 0: none.
         end_id: never emitted, ends the run; None: there is none.
         exclude_input: the answer leaves the prompt out.
         stop: this is no run but the cancelling of another of the same id.
@@ -76,6 +77,7 @@ class EngineRequest:
     draft_ids: tuple[int, ...] = ()
     draft_logits: npt.NDArray[np.float32] | None = None
     accept_all_drafts: bool = False
+    num_draft_tokens: int = 0
     end_id: int | None = None
     stop_words: StopWords = StopWords()
     min_tokens: int = 0
@@ -111,6 +113,7 @@ class EngineRequest:
             draft_ids=draft_ids,
             draft_logits=reader.draft_logits(len(draft_ids)),
             accept_all_drafts=reader.accept_all_drafts(len(draft_ids)),
+            num_draft_tokens=reader.integer("num_draft_tokens", default=0, least=0),
             end_id=reader.end_id(),
             stop_words=reader.stop_words(),
             min_tokens=reader.integer("min_tokens", default=0, least=0),
@@ -138,6 +141,7 @@ class EngineRequest:
             draft_ids=draft_ids,
             draft_logits=None if call.draft_logits is None else _checked_draft_logits(call.draft_logits, len(draft_ids)),
             accept_all_drafts=call.accept_all_drafts,
+            num_draft_tokens=call.num_draft_tokens,
             stop_words=StopWords() if call.stop_words is None else _stop_words(np.asarray(call.stop_words)),
             min_tokens=call.min_tokens,
             return_log_probs=call.return_log_probs,

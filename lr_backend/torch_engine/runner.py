@@ -58,8 +58,8 @@ class Runner(Protocol):
         """
         ...
 
-    def run_ahead(self, chunks: Items[Chunk]) -> list[NewTokens] | None:
-        """Decode these sequences, one token each so far, until one may have ended, :meth:`interrupt` or no more room.
+    def run_ahead(self, chunks: Items[Chunk]) -> tuple[list[NewTokens], int] | None:
+        """Decode these sequences until one may have ended, :meth:`interrupt` or no more room; and how many passes that took.
 
         None where that cannot be done: then nothing has happened, and :meth:`run` is to be used.
         """
@@ -71,6 +71,10 @@ class Runner(Protocol):
 
     def copy_prefix(self, source: int, target: int, num_tokens: int) -> None:
         """Copy the first tokens' keys and values of one block to another, in all layers."""
+        ...
+
+    def allocated(self, blocks: Items[int]) -> None:
+        """These blocks begin anew: what they held is of no use."""
         ...
 
     def clear(self, blocks: Items[int]) -> None:

@@ -23,6 +23,7 @@ class Sequence:
         tokens: prompt and output so far.
         drafts: those of the request's that fit ``max_seq_len``.
         max_new_tokens: likewise.
+        num_proposed, num_accepted: drafts of the engine itself, and of all drafts those that stood.
         num_computed: how many of ``tokens + drafts`` have keys and values in the pool.
         keys: chain keys of the full blocks of what was known when it was queued: the prompt, after a preemption the output too.
     """
@@ -38,6 +39,7 @@ class Sequence:
     table: BlockTable = field(default_factory=BlockTable)
     num_computed: int = 0
     log_probs: list[float] = field(default_factory=list)
+    num_proposed: int = 0
     num_accepted: int = 0
     num_reused: int = 0
     num_allocated_blocks: int = 0
@@ -69,6 +71,11 @@ class Sequence:
         return bool(self.request.draft_ids)
 
     @property
+    def num_draft_tokens(self) -> int:
+        """Tokens that the engine may guess ahead: one of those that are left is the model's own."""
+        return min(self.request.num_draft_tokens, self.max_new_tokens - self.num_generated - 1)
+
+    @property
     def num_pending(self) -> int:
         """Tokens to compute before the next output; 1 while it decodes."""
         return len(self.tokens) + len(self.drafts) - self.num_computed
@@ -87,7 +94,7 @@ class Sequence:
             request=self.request,
             token_ids=tuple(self.tokens[self.num_prompt_tokens :]),
             log_probs=tuple(self.log_probs),
-            num_draft_tokens=len(self.drafts),
+            num_draft_tokens=len(self.drafts) + self.num_proposed,
             num_accepted_tokens=self.num_accepted,
             num_reused_tokens=self.num_reused,
             num_allocated_blocks=self.num_allocated_blocks,
@@ -106,7 +113,8 @@ class NewTokens:
     Attributes:
         log_probs: of the tokens, if the request wants them.
         num_stored: how many of the tokens have their keys and values already: all but the last.
-        num_accepted: how many of them are drafts.
+        num_accepted: how many of them are drafts; of the engine's own guesses, how many each pass brought beyond one.
+        num_proposed: how many drafts the engine itself put forward for them.
     """
 
     sequence: Sequence
@@ -114,3 +122,4 @@ class NewTokens:
     log_probs: list[float]
     num_stored: int
     num_accepted: int = 0
+    num_proposed: int = 0

@@ -70,7 +70,7 @@ class TorchRunner:
         attention = IterationAttention(self.store, groups, stored)
         return self.model.forward(ids, places, attention, selected[0] if selected else None), outputs
 
-    def run_ahead(self, chunks: Items[Chunk]) -> list[NewTokens] | None:
+    def run_ahead(self, chunks: Items[Chunk]) -> tuple[list[NewTokens], int] | None:
         return None
 
     def interrupt(self, wanted: bool) -> None:
@@ -78,6 +78,9 @@ class TorchRunner:
 
     def copy_prefix(self, source: int, target: int, num_tokens: int) -> None:
         self.store.copy_prefix(source, target, num_tokens)
+
+    def allocated(self, blocks: Items[int]) -> None:
+        pass
 
     def clear(self, blocks: Items[int]) -> None:
         self.window.forget()

@@ -556,8 +556,8 @@ def test_auto_is_one_of_the_kinds_that_were_timed(checkpoint: Path, monkeypatch:
     timed: list[set[str]] = []
     monkeypatch.setattr(backends, "fastest_kind", lambda packers, *rest: timed.append(set(packers)) or "float16")
 
-    assert backends.native_kind(EngineConfig(checkpoint, weight_dtype="auto")) == "float16"
-    assert backends.native_kind(EngineConfig(checkpoint, weight_dtype="int8")) == "int8"
+    assert backends.native_kind(checkpoint, "auto", 1) == "float16"
+    assert backends.native_kind(checkpoint, "int8", 1) == "int8"
     with_instructions = {"bfloat16": pairs_are_fast(), "int8": bytes_are_fast()}
     assert timed == [{"float16"} | {kind for kind, fast in with_instructions.items() if fast}]
 

@@ -70,14 +70,14 @@ def test_a_tokens_bytes_follow_from_the_model(checkpoint: Path) -> None:
 )
 def test_the_smaller_budget_counts(checkpoint: Path, fraction: float | None, free_tokens: int, pool: int) -> None:
     config = EngineConfig(checkpoint, max_tokens_in_paged_kv_cache=1000, kv_cache_free_mem_fraction=fraction, max_seq_len=256)
-    budgeted = with_kv_budget(config, read_spec(checkpoint), free_tokens * BYTES_A_TOKEN, copies=2)
+    budgeted = with_kv_budget(config, [read_spec(checkpoint)] * 2, free_tokens * BYTES_A_TOKEN)
     assert budgeted.max_tokens_in_paged_kv_cache == pool
 
 
 def test_memory_for_less_than_one_sequence_is_refused_by_name(checkpoint: Path) -> None:
     config = EngineConfig(checkpoint, kv_cache_free_mem_fraction=0.5, max_seq_len=256)
     with pytest.raises(ConfigError, match=r"kv_cache_free_mem_fraction=0\.5: .* 250 tokens; .* max_seq_len has 256"):
-        with_kv_budget(config, read_spec(checkpoint), 1000 * BYTES_A_TOKEN, copies=2)
+        with_kv_budget(config, [read_spec(checkpoint)] * 2, 1000 * BYTES_A_TOKEN)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

@@ -23,23 +23,6 @@
 typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
 typedef int8_t bvec __attribute__((vector_size(LANES)));
 
-/* Sequences that decode on their own until something happens. */
-typedef struct {
-    int64_t num_sequences, max_steps;
-    int64_t *tokens, *starts;             /* [sequences]: the next token to compute and its position; they move on */
-    const int64_t *ones;                  /* [sequences]: 1, 1, ... */
-    const int64_t *first_blocks, *blocks; /* as in Batch, for max_steps more tokens */
-    const int64_t *top_ks, *offsets;      /* [sequences]; offset: output tokens so far */
-    const uint64_t *seeds;                /* [sequences] */
-    const double *temperatures, *top_ps;  /* [sequences] */
-    const uint64_t *ends;                 /* [sequences]: address of one byte a token, not 0 where it may end a run; or 0 */
-    int64_t *drawn;                       /* [max_steps, sequences] */
-    double *log_probs;                    /* [max_steps, sequences], of the model itself; or NULL */
-    float *logits, *scratch;              /* [sequences, vocabulary]; as in Batch */
-    void *candidates;
-    const volatile int32_t *interrupt; /* not 0: somebody waits */
-} Run;
-
 enum Store { SET, ADD, GATED };
 
 /* Rows in eight bits, each by its own largest entry; or in bfloat16. */
@@ -473,47 +456,4 @@ void decoder_forward(const Model *model, const Pool *pool, const Batch *batch, i
     }
 #endif
     run(model, pool, batch, 0, 1);
-}
-
-/* Logarithm of the sum of all e^logit. */
-static double log_total(const float *logits, int64_t vocab_size) {
-    float best = logits[0];
-    double total = 0.0;
-    for (int64_t v = 1; v < vocab_size; v++) best = logits[v] > best ? logits[v] : best;
-    for (int64_t v = 0; v < vocab_size; v++) total += (double)expf(logits[v] - best);
-    return (double)best + log(total);
-}
-
-static int is_finite(const float *logits, int64_t vocab_size) {
-    float sum = 0.0f;
-    for (int64_t v = 0; v < vocab_size; v++) sum += logits[v] * 0.0f;
-    return sum == 0.0f;
-}
-
-/* Decode step by step until a sequence draws a token that may end it, somebody waits, or max_steps are done. Returns the number
- * of steps, or -1 for logits that are not finite. */
-int64_t decoder_run(const Model *model, const Pool *pool, const Run *given, int64_t num_threads) {
-    const Run run = *given;
-    int64_t count = run.num_sequences, vocab_size = model->head.num_outputs;
-    const Batch batch = {count,     count,      count,           run.tokens, run.starts, run.ones,
-                         run.first_blocks, run.blocks, run.ones, run.logits, run.scratch};
-    for (int64_t step = 0; step < run.max_steps; step++) {
-        int ended = 0;
-        decoder_forward(model, pool, &batch, num_threads);
-        for (int64_t s = 0; s < count; s++) {
-            const float *logits = run.logits + s * vocab_size;
-            if (!is_finite(logits, vocab_size)) return -1;
-            double uniform = uniform_of(run.seeds[s], run.offsets[s] + step, DRAW);
-            int64_t token =
-                draw_token(logits, vocab_size, run.temperatures[s], run.top_ks[s], run.top_ps[s], uniform, run.candidates);
-            const uint8_t *ends = (const uint8_t *)(uintptr_t)run.ends[s];
-            ended |= ends && ends[token];
-            run.drawn[step * count + s] = token;
-            if (run.log_probs) run.log_probs[step * count + s] = (double)logits[token] - log_total(logits, vocab_size);
-            run.tokens[s] = token;
-            run.starts[s]++;
-        }
-        if (ended || *run.interrupt) return step + 1;
-    }
-    return run.max_steps;
 }

@@ -69,4 +69,7 @@ INLINE int64_t start_of(const Batch *batch, enum Part part, int64_t chunk) {
 void attend(const Model *model, const Pool *pool, const Batch *batch, enum Part part, int64_t index, const float *qkv,
             float *out, int64_t first, int64_t last);
 
+/* Keys and values of all rows go to the pool, and the logits of the rows that yield some to batch->logits. */
+void decoder_forward(const Model *model, const Pool *pool, const Batch *batch, int64_t num_threads);
+
 #endif
