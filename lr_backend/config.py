@@ -165,6 +165,8 @@ class LoopConfig(BaseModel):
         accepts_all_drafts: the target's engine can be made to take token drafts as they are and to say how likely they were
             (``draft_acceptance_threshold`` 0 of one call, ``return_log_probs``); the ``likelihood`` verifier needs it. Triton's
             ``tensorrtllm`` cannot: it keeps the threshold a batch, and its context logits exclude draft tokens.
+        engine_drafts: the target's engine holds the draft model too and guesses by itself where a call asks for it
+            (``num_draft_tokens``); the proposer ``engine`` needs it.
         engines: parameters of the torch engines that the step loop's own process runs, by role; empty: it calls the server's
             models of these names by BLS.
         cascade: where the ``cascade`` verifier's cheap score is clear.
@@ -193,6 +195,7 @@ class LoopConfig(BaseModel):
     embedding_dir: Path | None = None
     random_asks_judge: bool = False
     accepts_all_drafts: bool = False
+    engine_drafts: bool = False
     engines: dict[str, dict[str, str]] = Field(default_factory=dict)
     cascade: Cascade = Cascade()
     audit: AuditSettings = AuditSettings()
@@ -200,11 +203,14 @@ class LoopConfig(BaseModel):
     limits: Limits = Limits()
     defaults: dict[str, Any] = Field(default_factory=dict)
 
-    def lacks(self, verifier: str) -> str | None:
-        """What a verifier needs and this server has not, as the rule that a request for it breaks; None: it can be served."""
-        if verifier == "embedding" and self.embedding_dir is None:
+    def lacks(self, name: str) -> str | None:
+        """What a verifier or a proposer needs and this server has not, as the rule that a request for it breaks; None: it can be
+        served."""
+        if name == "engine" and not self.engine_drafts:
+            return "this server's target engine holds no draft model (target.holds_draft_model)"
+        if name == "embedding" and self.embedding_dir is None:
             return "this server has no embedding model (embedding_dir)"
-        if verifier == "likelihood" and not self.accepts_all_drafts:
+        if name == "likelihood" and not self.accepts_all_drafts:
             return "this server's target engine gives no log-probabilities of drafted tokens (tensorrtllm cannot)"
         return None
 

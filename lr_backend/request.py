@@ -84,6 +84,8 @@ class ProposerName(StrEnum):
     """The drafted step that the target's is compared with, then prompt lookup."""
     DRAFT_MODEL = "draft_model"
     """The draft model, from the target's own prefix; beside a drafted step once the target leaves it."""
+    ENGINE = "engine"
+    """The target's engine itself, with a draft model of its own: no call and no wait for a verification."""
 
 
 class DraftLengthPolicy(StrEnum):

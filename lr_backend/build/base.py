@@ -22,7 +22,14 @@ from lr_backend.request import LookaheadRequest
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 """The source checkout: specs are looked up by name and templates are found here."""
 
-_FILLED_BY_BUILD = ("tokenizer_dir", "judge_tokenizer_dir", "vocab_size", "tokens_per_block", "accepts_all_drafts")
+_FILLED_BY_BUILD = (
+    "tokenizer_dir",
+    "judge_tokenizer_dir",
+    "vocab_size",
+    "tokens_per_block",
+    "accepts_all_drafts",
+    "engine_drafts",
+)
 
 
 class Section(BaseModel):
@@ -181,6 +188,7 @@ class DeploymentSpec(Section):
                 "vocab_size": vocab_size,
                 "tokens_per_block": self.engine(Role.TARGET).tokens_per_block,
                 "accepts_all_drafts": self.accepts_all_drafts,
+                "engine_drafts": self.engine_drafts,
                 **self._embedding_dir(),
             }
         )
@@ -189,6 +197,15 @@ class DeploymentSpec(Section):
     def accepts_all_drafts(self) -> bool:
         """Whether the target can be made to take token drafts as they are and to say how likely they were."""
         return False
+
+    @property
+    def engine_drafts(self) -> bool:
+        """Whether the target's engine holds the draft model too and guesses by itself where a call asks for it."""
+        return False
+
+    def engine_parameters(self, role: Role, model_dir: Path) -> dict[str, str]:
+        """``parameters`` of one role's ``config.pbtxt``. ``model_dir`` holds what its engine loads."""
+        return self.engine(role).parameters(model_dir)
 
     def runtime_loop_settings(self) -> dict[str, Any]:
         """The runtime's own defaults for ``[lookahead]``."""
@@ -256,8 +273,10 @@ def _checked_loop_config(spec: DeploymentSpec) -> LoopConfig:
         request = LookaheadRequest.parse({**config.defaults, "text_input": "any"})
     except InvalidRequest as error:
         raise ValueError(f"lookahead.defaults.{error.message}") from error
-    if (missing := config.lacks(request.verifier)) is not None:
-        raise ValueError(f"lookahead.defaults.verifier={request.verifier.value}: {missing}")
+    for field in ("verifier", "proposer"):
+        value = getattr(request, field).value
+        if (missing := config.lacks(value)) is not None:
+            raise ValueError(f"lookahead.defaults.{field}={value}: {missing}")
     limits = config.limits
     bounds = {
         "max_tokens": limits.max_tokens,

@@ -57,6 +57,7 @@ class CallSpan:
 
     ``index`` is that of the step that the call works on; ``job`` is None outside the tree, and where nothing is traced.
     ``token_drafts``: the draft model's; ``num_proposed`` and ``num_accepted`` are then what the target made of its tokens.
+    Otherwise they are the drafts that the call verified, be they its own or guesses of the engine itself.
     """
 
     role: Role
@@ -84,6 +85,7 @@ class Ledger:
             index of the step that the move committed).
         token_drafts: calls for token drafts that wait for their verification, by id.
         verifications: tokens proposed and accepted, one pair a verification of token drafts.
+        num_engine_passes: passes of calls whose drafts the engine itself guessed.
     """
 
     clock: Clock
@@ -106,6 +108,7 @@ class Ledger:
     num_steps_accepted: int = 0
     num_proposed: int = 0
     num_accepted: int = 0
+    num_engine_passes: int = 0
     num_reused_tokens: int = 0
     first_step_s: float | None = None
     _run_length: int = 0
@@ -141,6 +144,12 @@ class Ledger:
         self.verifications.append((len(proposed), num_accepted))
         if call_id is not None and (span := self.token_drafts.pop(call_id, None)) is not None:
             span.num_proposed, span.num_accepted = len(proposed), num_accepted
+
+    def engine_drafted(self, generation: Generation) -> None:
+        """Count the drafts that an engine guessed by itself, which only it can say."""
+        self.num_proposed += generation.num_draft_tokens
+        self.num_accepted += generation.num_accepted_tokens
+        self.num_engine_passes += len(generation.token_ids) - generation.num_accepted_tokens
 
     def step_committed(self, num_tokens: int, *, num_reasoning: int) -> None:
         self.num_steps += 1
@@ -201,8 +210,8 @@ class Ledger:
 
     @staticmethod
     def _passes(span: CallSpan) -> int:
-        """Sequence-passes of the target: one a token, or one for a whole verification."""
-        return 1 if span.num_proposed else span.num_tokens
+        """Sequence-passes of the target: one a token but for those that were taken over, at least one for a verification."""
+        return max(span.num_tokens - span.num_accepted, 1 if span.num_proposed else 0)
 
 
 class MeteredEngine:
@@ -224,7 +233,7 @@ class MeteredEngine:
 
     async def generate(self, call: EngineCall) -> Generation:
         span = self._begin(call)
-        if self._ledger.traced:
+        if self._ledger.traced or call.num_draft_tokens:
             call = replace(call, return_perf_metrics=True)
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -243,6 +252,9 @@ class MeteredEngine:
         span.num_tokens = len(generation.token_ids)
         if call.draft_ids is not None:
             span.num_accepted = num_equal(call.draft_ids.tolist(), generation.token_ids)
+        if call.num_draft_tokens:
+            span.num_proposed, span.num_accepted = generation.num_draft_tokens, generation.num_accepted_tokens
+            self._ledger.engine_drafted(generation)
         span.num_reused_tokens = generation.num_reused_tokens
         span.queue_s = generation.timing.queue_s
         self._ledger.num_reused_tokens += generation.num_reused_tokens

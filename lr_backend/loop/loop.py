@@ -29,7 +29,7 @@ from lr_backend.loop.audit import AuditDesk, RequestAudit
 from lr_backend.loop.ledger import Job, Ledger, MeteredEngine, made_for
 from lr_backend.loop.pace import DepthChooser, Evidence, Pace
 from lr_backend.loop.segments import Lengths, make_segmenter
-from lr_backend.loop.speculation import DraftWait, token_speculation
+from lr_backend.loop.speculation import DraftWait, num_engine_drafts, token_speculation
 from lr_backend.loop.steps import StepRules
 from lr_backend.loop.text import TextStream
 from lr_backend.loop.tree import Decision, Node, Tree, append
@@ -107,7 +107,7 @@ class LookaheadLoop:
         audits: the server's desk for audits; None: nothing is audited.
 
     Raises:
-        InvalidRequest: this server lacks what the request's verifier or its audits need.
+        InvalidRequest: this server lacks what the request's verifier, its proposer or its audits need.
     """
 
     def __init__(
@@ -149,8 +149,8 @@ class LookaheadLoop:
         draft = MeteredEngine(engines.draft, Role.DRAFT, self.ledger, timeout_s=None if patient else timeouts.draft_s)
         judge = MeteredEngine(engines.judge, Role.JUDGE, self.ledger, timeout_s=None)
         speculation = token_speculation(request, config, engines.draft, self.ledger, request_id, self._pace)
-        self._target_writer = self._writer(self._target, Role.TARGET, speculation)
-        self._draft_writer = self._writer(draft, Role.DRAFT, None)
+        self._target_writer = self._writer(self._target, Role.TARGET, speculation, num_engine_drafts(request, config))
+        self._draft_writer = self._writer(draft, Role.DRAFT)
         self._exact = ExactVerifier()
         self._judge_calls = count()
         parts = VerifierParts(self._target, judge, models.tokenizer, models.judge_prompt, models.judge_tokenizer, models.embedder)
@@ -495,7 +495,9 @@ class LookaheadLoop:
     def _plain(self, step: Step) -> str:
         return str(self._models.tokenizer.decode(list(step.ids), skip_special_tokens=True))
 
-    def _writer(self, engine: Engine, role: Role, speculation: TokenSpeculation | None) -> StepWriter:
+    def _writer(
+        self, engine: Engine, role: Role, speculation: TokenSpeculation | None = None, num_engine_drafts: int = 0
+    ) -> StepWriter:
         return StepWriter(
             engine=engine,
             role=role,
@@ -506,6 +508,7 @@ class LookaheadLoop:
             ledger=self.ledger,
             speculation=speculation,
             segmenter=self._segmenter,
+            num_engine_drafts=num_engine_drafts,
         )
 
 

@@ -8,6 +8,7 @@ from typing import Self
 
 from lr_backend.config import LoopConfig
 from lr_backend.engine import Engine, Role, Sampling
+from lr_backend.errors import InvalidRequest
 from lr_backend.loop.ledger import Ledger, MeteredEngine
 from lr_backend.loop.pace import Pace, Waiting
 from lr_backend.loop.seeds import token_draft_seed
@@ -52,9 +53,11 @@ def token_speculation(
         draft: the draft's engine, not metered yet.
         pace: what the server has measured.
     """
-    num_draft_tokens = min(request.num_draft_tokens, config.limits.max_draft_len)
+    num_draft_tokens = num_tokens_ahead(request, config)
+    if request.proposer is ProposerName.ENGINE:
+        return None
     sampled_off = config.draft_logits == "off" and not request.sampling.greedy
-    if not request.mode.speculates_tokens or num_draft_tokens == 0 or sampled_off:
+    if num_draft_tokens == 0 or sampled_off:
         return None
     adaptive = request.draft_length is DraftLengthPolicy.AUTO
     by_draft = request.proposer is ProposerName.DRAFT_MODEL
@@ -69,6 +72,24 @@ def token_speculation(
         lately=None if request.deterministic else pace.verifications[request.proposer, request.mode],
         one_hot_vocab=config.vocab_size if config.draft_logits == "one_hot" else 0,
     )
+
+
+def num_engine_drafts(request: LookaheadRequest, config: LoopConfig) -> int:
+    """Tokens that the target's engine may guess by itself for each of its passes.
+
+    Raises:
+        InvalidRequest: this server's engine cannot.
+    """
+    if request.proposer is not ProposerName.ENGINE:
+        return 0
+    if (missing := config.lacks(request.proposer)) is not None:
+        raise InvalidRequest("proposer", request.proposer.value, missing)
+    return num_tokens_ahead(request, config)
+
+
+def num_tokens_ahead(request: LookaheadRequest, config: LoopConfig) -> int:
+    """Token drafts for one pass of the target, at most; 0 in a mode that has none."""
+    return min(request.num_draft_tokens, config.limits.max_draft_len) if request.mode.speculates_tokens else 0
 
 
 def _draft_model(

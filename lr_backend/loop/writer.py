@@ -124,6 +124,7 @@ class StepWriter:
         request_id: prefix of every call's id; ids in flight are unique.
         speculation: None decodes a step in one call.
         segmenter: where steps end; None: at the delimiter.
+        num_engine_drafts: tokens that the engine may guess by itself for each of its passes; for those without ``speculation``.
     """
 
     engine: Engine
@@ -135,6 +136,7 @@ class StepWriter:
     ledger: Ledger
     speculation: TokenSpeculation | None = None
     segmenter: Segmenter | None = None
+    num_engine_drafts: int = 0
     _history: History = field(init=False)
     _calls: count[int] = field(default_factory=count)
 
@@ -246,6 +248,7 @@ class StepWriter:
             if draft_ids is not None and self.speculation is not None and one_hot
             else None,
             return_log_probs=scored,
+            num_draft_tokens=self.num_engine_drafts,
         )
         return await self.engine.generate(call)
 

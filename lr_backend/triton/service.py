@@ -136,7 +136,9 @@ class LookaheadService:
     def _count_drafts(self, outcome: Outcome) -> None:
         for num_proposed, num_accepted in outcome.ledger.verifications:
             self.drafts.verified(num_proposed, num_accepted)
-        if outcome.ledger.verifications:
+        if num_passes := outcome.ledger.num_engine_passes:
+            self.drafts.guessed_by_engine(num_passes, outcome.ledger.num_proposed, outcome.ledger.num_accepted)
+        if outcome.ledger.verifications or num_passes:
             self.on_drafts()
 
     def _prompt(self, request: LookaheadRequest) -> IntArray:

@@ -36,6 +36,7 @@ class DraftCounts:
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_at: list[int] = field(default_factory=list)
+    num_accepted_elsewhere: int = 0
     _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
     def verified(self, num_proposed: int, num_accepted: int) -> None:
@@ -48,13 +49,20 @@ class DraftCounts:
             for position in range(num_accepted):
                 self.num_accepted_at[position] += 1
 
+    def guessed_by_engine(self, num_passes: int, num_proposed: int, num_accepted: int) -> None:
+        """Drafts that the target's engine guessed itself: it says how many stood, not at which positions."""
+        with self._lock:
+            self.num_drafts += num_passes
+            self.num_draft_tokens += num_proposed
+            self.num_accepted_elsewhere += num_accepted
+
     def values(self) -> Iterator[tuple[Key, float]]:
         """Every counter as it stands."""
         with self._lock:
             totals = {
                 DRAFTS: self.num_drafts,
                 DRAFT_TOKENS: self.num_draft_tokens,
-                ACCEPTED_TOKENS: sum(self.num_accepted_at),
+                ACCEPTED_TOKENS: sum(self.num_accepted_at) + self.num_accepted_elsewhere,
             }
             by_position = list(self.num_accepted_at)
         for name, count in totals.items():

@@ -158,6 +158,20 @@ def test_the_draft_model_drafts_tokens_for_the_target(client: Client, questions:
     assert different <= 1
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_target_that_guesses_itself_says_what_it_says_anyway(client: Client, questions: list[Problem], stream: bool) -> None:
+    """Token for token at any temperature, in fewer passes."""
+    for index, problem in enumerate(questions):
+        options = Options(max_tokens=400, temperature=0.6, seed=index, stream=stream)
+        plain, guessed = (client.ask(problem.question, replace(options, mode=mode, proposer="engine")) for mode in ("ar", "sd"))
+        assert guessed.text == plain.text
+        usage = guessed.usage
+        assert usage.completion_tokens == plain.usage.completion_tokens == plain.usage.num_target_passes
+        assert usage.num_target_passes == usage.completion_tokens - usage.num_accepted_tokens < 0.5 * usage.completion_tokens
+        assert 0.5 < usage.token_acceptance_rate <= 1.0
+        assert (usage.num_draft_calls, plain.usage.num_draft_tokens) == (0, 0)
+
+
 def test_generate_sends_one_response_and_generate_stream_many(server: TritonServer, questions: list[Problem]) -> None:
     body = {"text_input": questions[0].question, "max_tokens": 300, "temperature": 0.0, "lossless": True}
 

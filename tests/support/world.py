@@ -63,6 +63,7 @@ CONFIG = LoopConfig(
     tokenizer_dir="unused",
     judge_tokenizer_dir="unused",
     markers=("<tool>",),
+    engine_drafts=True,
     limits=Limits(max_step_tokens=12, max_tokens=400, max_depth=16, max_width=8, max_draft_len=16),
     timeouts=Timeouts(target_s=1000, draft_s=1000, judge_s=1000, request_s=10000),
 )
@@ -150,7 +151,7 @@ class World:
 
     @classmethod
     def of(cls, target: Script, draft: Script, alike: Alike = lambda a, b: False, **config: Any) -> World:
-        engines = [ScriptedEngine(script) for script in (target, draft, judge_script(alike))]
+        engines = [ScriptedEngine(target, guess=draft), ScriptedEngine(draft), ScriptedEngine(judge_script(alike))]
         return cls(*engines, config=CONFIG.model_copy(update=config))
 
     @property

@@ -40,7 +40,7 @@ shapes = st.fixed_dictionaries(
         "num_draft_tokens": st.sampled_from([0, 1, 4, 12]),
         "ngram_max": st.integers(1, 4),
         "max_tokens": st.sampled_from([1, 7, 30, 200]),
-        "proposer": st.sampled_from(["ngram", "draft_step", "draft_model"]),
+        "proposer": st.sampled_from(["ngram", "draft_step", "draft_model", "engine"]),
         "draft_length": st.sampled_from(["fixed", "auto"]),
         "await_draft": st.sampled_from(["never", "always", "auto"]),
         "stream": st.booleans(),

@@ -54,6 +54,18 @@ class Family:
         self.metrics.num_calls += 1
 
 
+def test_what_an_engine_guesses_itself_has_no_positions() -> None:
+    counts = DraftCounts()
+    counts.verified(3, 2)
+    counts.guessed_by_engine(5, 20, 14)
+    assert dict(counts.values()) == {
+        (DRAFTS, ()): 6.0,
+        (DRAFT_TOKENS, ()): 23.0,
+        (ACCEPTED_TOKENS, ()): 16.0,
+        **{(ACCEPTED_PER_POSITION, (("position", str(position)),)): 1.0 for position in range(2)},
+    }
+
+
 @pytest.fixture
 def shown() -> Iterator[tuple[Metrics, SpeculationMetrics]]:
     family = Metrics()
