@@ -23,7 +23,6 @@ from rich.table import Table
 from bench.engine import CHECKPOINT, config_of, device_line, random_tokens, torch_engine
 from lr_backend.engine import Sampling
 from lr_backend.torch_engine import engine as engine_module
-from lr_backend.torch_engine import native_runner
 from lr_backend.torch_engine.attention import DecodeGroup, IterationAttention
 from lr_backend.torch_engine.config import EngineConfig
 from lr_backend.torch_engine.decode_window import DecodeWindow
@@ -32,6 +31,7 @@ from lr_backend.torch_engine.inprocess import run_all
 from lr_backend.torch_engine.kv_store import KvStore
 from lr_backend.torch_engine.model import DecoderModel
 from lr_backend.torch_engine.native_model import NativeModel
+from lr_backend.torch_engine.native_run import RunAhead
 from lr_backend.torch_engine.native_runner import NativeRunner
 from lr_backend.torch_engine.product import ByteProduct, DenseProduct, HalfProduct
 from lr_backend.torch_engine.request import EngineRequest
@@ -48,7 +48,7 @@ PARTS: tuple[tuple[str, Any, str], ...] = (
     ("inputs: lists to tensors", NativeRunner, "run"),
     ("inputs: lists to tensors", NativeModel, "forward"),
     ("inputs: lists to tensors", NativeRunner, "run_ahead"),
-    ("inputs: lists to tensors", native_runner, "run_ahead"),
+    ("inputs: lists to tensors", RunAhead, "__call__"),
     ("in C: decoder, draws", NativeModel, "_compute"),
     ("in C: decoder, draws", NativeModel, "run"),
     ("embedding, norms, rotary, silu", DecoderModel, "forward"),

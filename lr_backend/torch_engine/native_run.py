@@ -11,11 +11,22 @@ import numpy.typing as npt
 
 from lr_backend.errors import EngineError
 from lr_backend.torch_engine.drafter import Drafter
-from lr_backend.torch_engine.native_model import NativeModel, NativePool, joined, one_after_another
+from lr_backend.torch_engine.native_model import NativeModel, NativePool, one_after_another
 from lr_backend.torch_engine.sequence import NewTokens, Sequence
 
 _Pointer = ctypes.c_void_p
 _Size = ctypes.c_int64
+
+
+class _Sequence(ctypes.Structure):
+    _fields_ = (
+        ("tokens", _Pointer),
+        *((name, _Size) for name in ("count", "seen", "start", "room", "max_drafts", "first_block", "offset", "top_k")),
+        *((name, ctypes.c_double) for name in ("temperature", "top_p")),
+        ("seed", ctypes.c_uint64),
+        *((name, _Pointer) for name in ("ends", "log_probs")),
+        *((name, _Size) for name in ("num_proposed", "num_accepted")),
+    )
 
 
 class _Run(ctypes.Structure):
@@ -23,111 +34,132 @@ class _Run(ctypes.Structure):
         *((name, _Size) for name in ("num_sequences", "max_passes")),
         *((name, _Pointer) for name in ("draft", "draft_pool")),
         ("min_chance", ctypes.c_double),
-        *((name, _Pointer) for name in ("firsts", "tokens", "counts", "seen", "starts", "rooms", "num_drafts")),
-        *((name, _Pointer) for name in ("first_blocks", "blocks", "top_ks", "offsets", "proposed", "accepted", "work")),
-        *((name, _Pointer) for name in ("seeds", "temperatures", "top_ps", "ends", "log_probs")),
-        *((name, _Pointer) for name in ("logits", "scratch", "candidates", "interrupt")),
+        *((name, _Pointer) for name in ("sequences", "blocks", "work", "logits", "scratch", "candidates", "interrupt")),
     )
 
 
-def run_ahead(
-    model: NativeModel,
-    pool: NativePool,
-    drafter: Drafter | None,
-    sequences: Items[Sequence],
-    rooms: list[int],
-    max_passes: int,
-    interrupt: ctypes.c_int32,
-) -> tuple[list[NewTokens], int]:
-    """Decode sequences of which nothing but the last token is left to compute, at most ``max_passes`` times.
+class _Memory:
+    """Eight bytes a place, kept from call to call: new memory costs a small model as much as a product."""
 
-    It ends with the pass in which one draws a token that may end it or has no more room, or in which ``interrupt`` is found set.
-    Returns what each has gained, and the number of passes.
+    def __init__(self) -> None:
+        self.places = np.empty(0, dtype=np.int64)
+        self.address = 0
 
-    Args:
-        drafter: guesses for those sequences that ask for it.
-        rooms: how many tokens each may gain, at least one: its blocks have room for them.
+    def reserve(self, count: int) -> None:
+        """Room for so many; what was there is lost where that is more than ever before."""
+        if count > len(self.places):
+            self.places = np.empty(2 * count, dtype=np.int64)
+            self.address = self.places.ctypes.data
 
-    Raises:
-        EngineError: logits that are not finite.
-    """
-    count, vocab_size = len(sequences), model.spec.vocab_size
-    requests = [one.request for one in sequences]
-    num_drafts = [one.num_draft_tokens if drafter else 0 for one in sequences]
-    # The last token at least: it is computed next, by the draft too.
-    starts = [
-        drafter.num_seen(one.table.blocks, len(one.tokens) - 1) if drafter and wanted else len(one.tokens) - 1
-        for one, wanted in zip(sequences, num_drafts, strict=True)
-    ]
-    known = [len(one.tokens) - start for one, start in zip(sequences, starts, strict=True)]
-    tokens: list[int] = []
-    firsts: list[int] = []
-    for one, start, room in zip(sequences, starts, rooms, strict=True):
-        firsts.append(len(tokens))
-        tokens += one.tokens[start:]
-        tokens += [0] * room
-    first_blocks, blocks = one_after_another(one.table.blocks for one in sequences)
-    width, num_places, num_rows = max(num_drafts), len(tokens), count + sum(num_drafts)
-    numbers, pointers = joined(
-        firsts,
-        tokens,
-        known,
-        [0] * count,
-        starts,
-        rooms,
-        num_drafts,
-        first_blocks,
-        blocks,
-        [request.sampling.top_k for request in requests],
-        [one.num_generated - number for one, number in zip(sequences, known, strict=True)],
-        [0] * count,
-        [0] * count,
-        [0] * (num_places + (6 + width) * count),
-    )
-    seeds = np.array([request.seed for request in requests], dtype=np.uint64)
-    temperatures = np.array([0.0 if request.sampling.greedy else request.sampling.temperature for request in requests])
-    top_ps = np.array([request.sampling.top_p for request in requests])
-    ends = [_possible_ends(request.end_id, request.stop_words.words, vocab_size) for request in requests]
-    end_flags = np.array([0 if flags is None else flags.ctypes.data for flags in ends], dtype=np.uint64)
-    log_probs = np.empty(num_places if any(request.return_log_probs for request in requests) else 0)
-    logits, candidates = np.empty((num_rows, vocab_size), dtype=np.float32), np.empty(vocab_size, dtype=np.int64)
-    num_floats = max(model.scratch_floats(num_rows), drafter.model.scratch_floats(num_places) if drafter else 0)
-    run = _Run(
-        count,
-        max_passes,
-        drafter.model.address if drafter else None,
-        ctypes.addressof(drafter.pool.struct) if drafter else None,
-        drafter.min_chance if drafter else 1.0,
-        *pointers,
-        *(array.ctypes.data for array in (seeds, temperatures, top_ps, end_flags)),
-        log_probs.ctypes.data if len(log_probs) else None,
-        logits.ctypes.data,
-        model.scratch(num_floats),
-        candidates.ctypes.data,
-        ctypes.addressof(interrupt),
-    )
-    num_passes = model.run(pool, run)
-    if num_passes < 0:
-        raise EngineError("the model computed logits that are not finite")
-    at = (np.array(pointers) - numbers.ctypes.data) // numbers.itemsize
-    counts, seen, proposed, accepted = (numbers[at[place] : at[place] + count].tolist() for place in (2, 3, 11, 12))
-    gained = []
-    for index, one in enumerate(sequences):
-        first, last = firsts[index] + known[index], firsts[index] + counts[index]
-        drawn = numbers[at[1] + first : at[1] + last].tolist()
-        scores = log_probs[first:last].tolist() if one.request.return_log_probs else []
-        gained.append(NewTokens(one, drawn, scores, len(drawn) - 1, accepted[index], proposed[index]))
-        if drafter and num_drafts[index]:
-            drafter.has_seen(one.table.blocks, starts[index], starts[index] + seen[index])
-    return gained, num_passes
+    def at(self, place: int) -> int:
+        return self.address + 8 * place
+
+
+class RunAhead:
+    """Runs of one model, and of the draft model that guesses for it if there is one; the engine's thread owns it."""
+
+    def __init__(self, model: NativeModel, pool: NativePool, drafter: Drafter | None) -> None:
+        self._model, self._pool, self._drafter = model, pool, drafter
+        self._draft = (drafter.model.address, ctypes.addressof(drafter.pool.struct)) if drafter else (None, None)
+        self._integers, self._logits, self._scores = _Memory(), _Memory(), _Memory()
+
+    def __call__(
+        self, sequences: Items[Sequence], rooms: list[int], max_passes: int, interrupt: ctypes.c_int32
+    ) -> tuple[list[NewTokens], int]:
+        """Decode sequences of which nothing but the last token is left to compute, at most ``max_passes`` times.
+
+        It ends with the pass in which one draws a token that may end it or has no more room, or in which ``interrupt`` is found
+        set. Returns what each has gained, and the number of passes.
+
+        Args:
+            rooms: how many tokens each may gain, at least one: its blocks have room for them.
+
+        Raises:
+            EngineError: logits that are not finite.
+        """
+        model, drafter, count, vocab_size = self._model, self._drafter, len(sequences), self._model.spec.vocab_size
+        max_drafts = [one.num_draft_tokens if drafter else 0 for one in sequences]
+        # The last token at least: it is computed next, by the draft too.
+        starts = [
+            drafter.num_seen(one.table.blocks, len(one.tokens) - 1) if drafter and wanted else len(one.tokens) - 1
+            for one, wanted in zip(sequences, max_drafts, strict=True)
+        ]
+        first_blocks, blocks = one_after_another(one.table.blocks for one in sequences)
+        num_rows = count + sum(max_drafts)
+        num_places = sum(rooms) + sum(len(one.tokens) for one in sequences) - sum(starts)
+        self._integers.reserve(len(blocks) + 2 * num_places + (6 + max(max_drafts)) * count + vocab_size)
+        self._integers.places[: len(blocks)] = blocks
+        self._logits.reserve((num_rows * vocab_size + 1) // 2)
+        self._scores.reserve(num_places)
+        # Held here until the run is over: the cache may forget them meanwhile.
+        ends = [_possible_ends(one.request.end_id, one.request.stop_words.words, vocab_size) for one in sequences]
+        described = (_Sequence * count)()
+        first = 0
+        for index, (one, start, room) in enumerate(zip(sequences, starts, rooms, strict=True)):
+            request, known, place = one.request, one.tokens[start:], len(blocks) + first
+            self._integers.places[place : place + len(known)] = known
+            sampling = request.sampling
+            described[index] = _Sequence(
+                self._integers.at(place),
+                len(known),
+                0,
+                start,
+                room,
+                max_drafts[index],
+                first_blocks[index],
+                one.num_generated - len(known),
+                sampling.top_k,
+                0.0 if sampling.greedy else sampling.temperature,
+                sampling.top_p,
+                request.seed,
+                ends[index][1],
+                self._scores.at(first) if request.return_log_probs else None,
+                0,
+                0,
+            )
+            first += len(known) + room
+        work = len(blocks) + num_places
+        num_floats = max(model.scratch_floats(num_rows), drafter.model.scratch_floats(num_places) if drafter else 0)
+        run = _Run(
+            count,
+            max_passes,
+            *self._draft,
+            drafter.min_chance if drafter else 1.0,
+            ctypes.addressof(described),
+            self._integers.address,
+            self._integers.at(work),
+            self._logits.address,
+            model.scratch(num_floats),
+            self._integers.at(work + num_places + (6 + max(max_drafts)) * count),
+            ctypes.addressof(interrupt),
+        )
+        num_passes = model.run(self._pool, run)
+        if num_passes < 0:
+            raise EngineError("the model computed logits that are not finite")
+        return [self._gained(*those) for those in zip(sequences, described, starts, strict=True)], num_passes
+
+    def _gained(self, one: Sequence, described: _Sequence, start: int) -> NewTokens:
+        """What a run brought a sequence of which the tokens from ``start`` on were described."""
+        known = len(one.tokens) - start
+        first = (described.tokens - self._integers.address) // 8
+        drawn = self._integers.places[first + known : first + described.count].tolist()
+        scores: list[float] = []
+        if one.request.return_log_probs:
+            first = (described.log_probs - self._scores.address) // 8
+            scores = self._scores.places[first + known : first + described.count].view(np.float64).tolist()
+        if self._drafter and described.max_drafts:
+            self._drafter.has_seen(one.table.blocks, start, start + described.seen)
+        return NewTokens(one, drawn, scores, len(drawn) - 1, described.num_accepted, described.num_proposed)
 
 
 @lru_cache(maxsize=64)
-def _possible_ends(end_id: int | None, stop_words: frozenset[tuple[int, ...]], vocab_size: int) -> npt.NDArray[np.uint8] | None:
-    """Not 0 for every token with which a run may end; None when it has no such token."""
+def _possible_ends(
+    end_id: int | None, stop_words: frozenset[tuple[int, ...]], vocab_size: int
+) -> tuple[npt.NDArray[np.uint8] | None, int | None]:
+    """Not 0 for every token with which a run may end, and the address of that; None when it has no such token."""
     tokens = [word[-1] for word in stop_words if word[-1] < vocab_size] + ([] if end_id is None else [end_id])
     if not tokens:
-        return None
+        return None, None
     flags = np.zeros(vocab_size, dtype=np.uint8)
     flags[tokens] = 1
-    return flags
+    return flags, flags.ctypes.data

@@ -10,7 +10,7 @@ from torch import Tensor
 from lr_backend.torch_engine.checkpoint import ModelSpec
 from lr_backend.torch_engine.drafter import Drafter
 from lr_backend.torch_engine.native_model import NativeModel, NativePool
-from lr_backend.torch_engine.native_run import run_ahead
+from lr_backend.torch_engine.native_run import RunAhead
 from lr_backend.torch_engine.runner import Output, flattened, span_of
 from lr_backend.torch_engine.scheduler import Chunk
 from lr_backend.torch_engine.sequence import NewTokens
@@ -25,6 +25,7 @@ class NativeRunner:
         self._drafter = drafter
         self._interrupt = c_int32(0)
         self._pool = NativePool(model.spec, num_blocks=num_blocks, tokens_per_block=tokens_per_block)
+        self._run_ahead = RunAhead(model, self._pool, drafter)
 
     @property
     def spec(self) -> ModelSpec:
@@ -54,7 +55,7 @@ class NativeRunner:
         ]
         # A prompt that is not through wants its next piece.
         max_passes = max(rooms) if len(decoding) == len(chunks) else 1
-        return run_ahead(self._model, self._pool, self._drafter, sequences, rooms, max_passes, self._interrupt)
+        return self._run_ahead(sequences, rooms, max_passes, self._interrupt)
 
     def interrupt(self, wanted: bool) -> None:
         self._interrupt.value = wanted

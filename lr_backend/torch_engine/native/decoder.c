@@ -16,7 +16,7 @@
 
 #include "vectors.h"
 
-#define AHEAD 64 /* inputs: weights come from a far cache, and its own prefetcher starts anew with every page */
+#define AHEAD 256 /* inputs: weights come from a far cache, and its own prefetcher starts anew with every page */
 #define DEPTH 128 /* inputs at a time where rows take turns: their weights and a turn's rows stay in the nearest cache */
 #define SPAN (8 * MAX_ROWS) /* rows that take turns */
 

@@ -9,32 +9,40 @@
 #include <math.h>
 #include <string.h>
 
+/* A sequence that decodes. */
+typedef struct {
+    int64_t *tokens;      /* some of it, the last one to be computed next, and room for what is drawn */
+    int64_t count;        /* how many tokens there are; what is drawn is added */
+    int64_t seen;         /* of how many of them the draft has keys and values */
+    int64_t start;        /* position of the first of them */
+    int64_t room;         /* how many may be drawn; at least one */
+    int64_t max_drafts;   /* how many may be drafted in a pass */
+    int64_t first_block;  /* where its blocks begin in blocks */
+    int64_t offset;       /* of the noise of the first of its tokens, were it drawn */
+    int64_t top_k;
+    double temperature, top_p;
+    uint64_t seed;
+    const uint8_t *ends;  /* one byte a token, not 0 where it may end a run; or NULL */
+    double *log_probs;    /* as tokens, of the model itself; or NULL */
+    int64_t num_proposed; /* drafts */
+    int64_t num_accepted; /* tokens that passes brought beyond one each */
+} Sequence;
+
 typedef struct {
     int64_t num_sequences, max_passes;
-    const Model *draft;                   /* NULL: nobody drafts */
-    const Pool *draft_pool;               /* the draft's keys and values, in blocks of the same numbers */
-    double min_chance;                    /* drafting ends where all drafts so far are less likely to stand */
-    const int64_t *firsts;                /* [sequences]: where a sequence's tokens begin in tokens and log_probs */
-    int64_t *tokens;                      /* some tokens of each, the last one to be computed next, and room for what is drawn */
-    int64_t *counts;                      /* [sequences]: how many there are; what is drawn is added */
-    int64_t *seen;                        /* [sequences]: of how many of them the draft has keys and values */
-    const int64_t *starts;                /* [sequences]: position of the first of them */
-    int64_t *rooms;                       /* [sequences]: how many may be drawn; at least one */
-    const int64_t *num_drafts;            /* [sequences]: how many may be drafted in a pass */
-    const int64_t *first_blocks, *blocks; /* as in Batch */
-    const int64_t *top_ks, *offsets;      /* [sequences]; offset: of the noise of the first token in tokens, were it drawn */
-    int64_t *proposed, *accepted;         /* [sequences]: drafts; accepted: tokens that passes brought beyond one each */
-    int64_t *work;                        /* integers: see decoder_run_work */
-    const uint64_t *seeds;                /* [sequences] */
-    const double *temperatures, *top_ps;  /* [sequences] */
-    const uint64_t *ends;                 /* [sequences]: address of one byte a token, not 0 where it may end a run; or 0 */
-    double *log_probs;                    /* as tokens, of the model itself; or NULL */
-    float *logits, *scratch;              /* of 1 + num_drafts rows a sequence; as in Batch, of the larger batch */
+    const Model *draft;    /* NULL: nobody drafts */
+    const Pool *draft_pool; /* the draft's keys and values, in blocks of the same numbers */
+    double min_chance;     /* drafting ends where all drafts so far are less likely to stand */
+    Sequence *sequences;
+    const int64_t *blocks; /* as in Batch */
+    int64_t *work;         /* integers: 6 + max_drafts of the most a sequence, and one for each place of all their tokens */
+    float *logits;         /* of 1 + max_drafts rows a sequence */
+    float *scratch;        /* as in Batch, of the larger batch */
     void *candidates;
     const volatile int32_t *interrupt; /* not 0: somebody waits */
 } Run;
 
-/* A batch under construction, in a run's work. */
+/* A batch under construction, in a run's work; members: whose chunk each is. */
 typedef struct {
     int64_t num_chunks, num_rows, num_logits;
     int64_t *tokens, *starts, *counts, *first_blocks, *logit_counts, *members;
@@ -55,18 +63,18 @@ static int is_finite(const float *logits, int64_t vocab_size) {
     return sum == 0.0f;
 }
 
-/* The next chunk: count tokens of one sequence from place first of its own on, so many of which yield logits. */
+/* The next chunk: count tokens of one sequence from place on, so many of which yield logits. */
 static void add_chunk(Rows *rows, const Run *run, int64_t s, const int64_t *tokens, int64_t place, int64_t count, int64_t num_logits) {
     int64_t c = rows->num_chunks++;
     memcpy(rows->tokens + rows->num_rows, tokens, sizeof(int64_t) * (size_t)count);
-    rows->starts[c] = run->starts[s] + place, rows->counts[c] = count, rows->first_blocks[c] = run->first_blocks[s];
-    rows->logit_counts[c] = num_logits, rows->members[c] = s;
+    rows->starts[c] = run->sequences[s].start + place, rows->first_blocks[c] = run->sequences[s].first_block;
+    rows->counts[c] = count, rows->logit_counts[c] = num_logits, rows->members[c] = s;
     rows->num_rows += count, rows->num_logits += num_logits;
 }
 
 static void compute(const Model *model, const Pool *pool, const Run *run, const Rows *rows, int64_t num_threads) {
-    const Batch batch = {rows->num_chunks, rows->num_rows,     rows->num_logits, rows->tokens,       rows->starts, rows->counts,
-                         rows->first_blocks, run->blocks, rows->logit_counts, run->logits, run->scratch};
+    const Batch batch = {rows->num_chunks,   rows->num_rows, rows->num_logits,   rows->tokens, rows->starts, rows->counts,
+                         rows->first_blocks, run->blocks,    rows->logit_counts, run->logits,  run->scratch};
     decoder_forward(model, pool, &batch, num_threads);
 }
 
@@ -79,11 +87,11 @@ static void draft_ahead(const Run *run, Rows *rows, int64_t width, int64_t *draf
     int64_t vocab_size = run->draft->head.num_outputs;
     begin(rows);
     for (int64_t s = 0; s < run->num_sequences; s++) {
-        int64_t seen = run->seen[s], count = run->counts[s];
+        Sequence *one = run->sequences + s;
         chances[s] = 1.0;
-        if (run->num_drafts[s] < 1 || run->rooms[s] < 2) continue;
-        add_chunk(rows, run, s, run->tokens + run->firsts[s] + seen, seen, count - seen, 1);
-        run->seen[s] = count;
+        if (one->max_drafts < 1 || one->room < 2) continue;
+        add_chunk(rows, run, s, one->tokens + one->seen, one->seen, one->count - one->seen, 1);
+        one->seen = one->count;
     }
     for (int64_t at = 0; rows->num_chunks; at++) {
         compute(run->draft, run->draft_pool, run, rows, num_threads);
@@ -91,6 +99,7 @@ static void draft_ahead(const Run *run, Rows *rows, int64_t width, int64_t *draf
         begin(rows);
         for (int64_t c = 0; c < num_chunks; c++) {
             int64_t s = rows->members[c];
+            Sequence *one = run->sequences + s;
             const float *logits = run->logits + c * vocab_size;
             /* A draft that computes nonsense has nothing to say. */
             if (!is_finite(logits, vocab_size)) continue;
@@ -99,48 +108,39 @@ static void draft_ahead(const Run *run, Rows *rows, int64_t width, int64_t *draf
             if (chances[s] < run->min_chance) continue;
             drafts[s * width + at] = token;
             num_drafted[s] = at + 1;
-            if (at + 1 == run->num_drafts[s] || at + 2 == run->rooms[s]) continue;
-            add_chunk(rows, run, s, drafts + s * width + at, run->counts[s] + at, 1, 1);
-            run->seen[s]++;
+            if (at + 1 == one->max_drafts || at + 2 == one->room) continue;
+            add_chunk(rows, run, s, drafts + s * width + at, one->count + at, 1, 1);
+            one->seen++;
         }
     }
 }
 
 /* What one sequence draws from the logits of its last token and of its drafts, as long as these are what is drawn. Whether that may
  * end the run; -1 for logits that are not finite. */
-static int draw(const Run *run, int64_t s, const float *logits, int64_t vocab_size, const int64_t *drafts, int64_t num_drafts) {
-    const uint8_t *ends = (const uint8_t *)(uintptr_t)run->ends[s];
-    int64_t known = run->counts[s];
+static int draw(const Run *run, Sequence *one, const float *logits, int64_t vocab_size, const int64_t *drafts, int64_t num_drafts) {
+    int64_t known = one->count;
     for (int64_t i = 0; i <= num_drafts; i++, logits += vocab_size) {
         if (!is_finite(logits, vocab_size)) return -1;
-        int64_t place = run->firsts[s] + run->counts[s];
-        double uniform = uniform_of(run->seeds[s], run->offsets[s] + run->counts[s], DRAW);
-        int64_t token =
-            draw_token(logits, vocab_size, run->temperatures[s], run->top_ks[s], run->top_ps[s], uniform, run->candidates);
+        double uniform = uniform_of(one->seed, one->offset + one->count, DRAW);
+        int64_t token = draw_token(logits, vocab_size, one->temperature, one->top_k, one->top_p, uniform, run->candidates);
         int stands = i < num_drafts && token == drafts[i];
-        run->tokens[place] = token;
-        if (run->log_probs) run->log_probs[place] = (double)logits[token] - log_total(logits, vocab_size);
-        run->counts[s]++, run->rooms[s]--;
-        run->accepted[s] += i > 0;
-        if (run->seen[s] > known + i + stands) run->seen[s] = known + i + stands;
-        if (ends && ends[token]) return 1;
+        one->tokens[one->count] = token;
+        if (one->log_probs) one->log_probs[one->count] = (double)logits[token] - log_total(logits, vocab_size);
+        one->count++, one->room--;
+        one->num_accepted += i > 0;
+        if (one->seen > known + i + stands) one->seen = known + i + stands;
+        if (one->ends && one->ends[token]) return 1;
         if (!stands) break;
     }
     /* Near the end of its blocks a pass is worth less: there may be more of them. */
-    return run->rooms[s] <= run->num_drafts[s];
-}
-
-/* Integers that a run of so many sequences, whose tokens have so many places, needs to work with. */
-int64_t decoder_run_work(int64_t num_sequences, int64_t num_places, int64_t width) {
-    return num_places + (6 + width) * num_sequences;
+    return one->room <= one->max_drafts;
 }
 
 /* Decode until a sequence draws a token that may end it or has no more room, somebody waits, or max_passes are done. Returns the
  * number of passes, or -1 for logits that are not finite. */
-int64_t decoder_run(const Model *model, const Pool *pool, const Run *given, int64_t num_threads) {
-    const Run *run = given;
+int64_t decoder_run(const Model *model, const Pool *pool, const Run *run, int64_t num_threads) {
     int64_t count = run->num_sequences, vocab_size = model->head.num_outputs, width = 0;
-    for (int64_t s = 0; s < count; s++) width = run->num_drafts[s] > width ? run->num_drafts[s] : width;
+    for (int64_t s = 0; s < count; s++) width = run->sequences[s].max_drafts > width ? run->sequences[s].max_drafts : width;
     int64_t *num_drafted = run->work, *drafts = num_drafted + count, *lists = drafts + count * width;
     Rows rows = {.starts = lists, .counts = lists + count, .first_blocks = lists + 2 * count, .logit_counts = lists + 3 * count,
                  .members = lists + 4 * count, .tokens = lists + 5 * count};
@@ -150,15 +150,16 @@ int64_t decoder_run(const Model *model, const Pool *pool, const Run *given, int6
         if (run->draft) draft_ahead(run, &rows, width, drafts, num_drafted, chances, num_threads);
         begin(&rows);
         for (int64_t s = 0; s < count; s++) {
-            int64_t last = run->counts[s] - 1, *tokens = run->tokens + run->firsts[s] + last;
-            memcpy(tokens + 1, drafts + s * width, sizeof(int64_t) * (size_t)num_drafted[s]);
-            add_chunk(&rows, run, s, tokens, last, 1 + num_drafted[s], 1 + num_drafted[s]);
-            run->proposed[s] += num_drafted[s];
+            Sequence *one = run->sequences + s;
+            int64_t last = one->count - 1;
+            memcpy(one->tokens + one->count, drafts + s * width, sizeof(int64_t) * (size_t)num_drafted[s]);
+            add_chunk(&rows, run, s, one->tokens + last, last, 1 + num_drafted[s], 1 + num_drafted[s]);
+            one->num_proposed += num_drafted[s];
         }
         compute(model, pool, run, &rows, num_threads);
         const float *logits = run->logits;
         for (int64_t s = 0; s < count; s++) {
-            int so = draw(run, s, logits, vocab_size, drafts + s * width, num_drafted[s]);
+            int so = draw(run, run->sequences + s, logits, vocab_size, drafts + s * width, num_drafted[s]);
             if (so < 0) return -1;
             ended |= so;
             logits += (1 + num_drafted[s]) * vocab_size;
