@@ -71,13 +71,15 @@ class Row:
 def all_rows(config: LoopConfig, other_threads: Iterable[int] = ()) -> tuple[Row, ...]:
     """Every row that a server of this configuration can serve: ``ar`` first, the default ``lr_sd`` last.
 
-    ``lr`` and ``lr_sd`` are the rows of their group that take every default.
+    ``sd``, ``lr`` and ``lr_sd`` are the rows of their group that take every default.
     """
     alone = [Row(_setting(threads), {"mode": "ar"}, threads) for threads in other_threads]
     sd: dict[str, dict[str, Any]] = {
+        "sd": {},
         "sd num_draft_tokens 4": {"num_draft_tokens": 4},
         "sd num_draft_tokens 16": {"num_draft_tokens": 16},
-        "sd draft_length auto": {"draft_length": "auto", "num_draft_tokens": 16},
+        "sd proposer ngram": {"proposer": "ngram"},
+        "sd proposer ngram, draft_length auto": {"proposer": "ngram", "draft_length": "auto", "num_draft_tokens": 16},
         "sd proposer draft_model": {"proposer": "draft_model", "draft_length": "auto"},
     }
     lr: dict[str, dict[str, Any]] = {
@@ -97,19 +99,20 @@ def all_rows(config: LoopConfig, other_threads: Iterable[int] = ()) -> tuple[Row
     others = [name for name in VerifierName if name is not config_verifier(config) and config.lacks(name.value) is None]
     lr |= {f"lr verifier {name.value}": {"verifier": name.value} for name in others}
     both: dict[str, dict[str, Any]] = {
-        "lr_sd proposer ngram": {"proposer": "ngram"},
+        "lr_sd depth auto": {"max_depth": 8, "depth": "auto"},
         "lr_sd num_draft_tokens 4": {"num_draft_tokens": 4},
         "lr_sd num_draft_tokens 16": {"num_draft_tokens": 16},
-        "lr_sd await_draft always": {"await_draft": "always"},
-        "lr_sd await_draft auto": {"await_draft": "auto"},
+        "lr_sd proposer ngram": {"proposer": "ngram"},
+        "lr_sd proposer draft_step": {"proposer": "draft_step"},
+        "lr_sd proposer draft_step, await_draft always": {"proposer": "draft_step", "await_draft": "always"},
+        "lr_sd proposer draft_step, await_draft auto": {"proposer": "draft_step", "await_draft": "auto"},
         "lr_sd lossless": {"lossless": True},
         "lr_sd": {},
     }
     return (
         Row(BASELINE, {"mode": "ar"}),
         *alone,
-        Row("sd", {"mode": "sd", "proposer": "ngram"}),
-        *(Row(name, {"mode": "sd", "proposer": "ngram", **fields}) for name, fields in sd.items()),
+        *(Row(name, {"mode": "sd", **fields}) for name, fields in sd.items()),
         *(Row(name, {"mode": "lr", **fields}) for name, fields in lr.items()),
         *(Row(name, {"mode": "lr_sd", **fields}) for name, fields in both.items()),
     )

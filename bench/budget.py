@@ -38,7 +38,7 @@ PROBE_DRAFTS = 4
 """Token drafts of the row that shows their acceptance."""
 PROBES = (
     Row("probe lr", {"mode": "lr"}),
-    Row("probe sd", {"mode": "sd", "proposer": "draft_model", "num_draft_tokens": PROBE_DRAFTS}),
+    Row("probe sd", {"mode": "sd", "proposer": "engine", "num_draft_tokens": PROBE_DRAFTS}),
 )
 
 
@@ -51,7 +51,7 @@ class Way:
 
     @property
     def row(self) -> Row:
-        tokens: dict[str, Any] = {"proposer": "draft_model", "num_draft_tokens": self.num_positions - 1}
+        tokens: dict[str, Any] = {"proposer": "engine", "num_draft_tokens": self.num_positions - 1}
         steps: dict[str, Any] = {"max_depth": self.num_steps}
         name = f"{self.num_steps} x {self.num_positions}"
         if self.num_steps == 1:

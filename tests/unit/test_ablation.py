@@ -88,7 +88,7 @@ def test_the_rows_begin_with_the_baselines_and_end_with_the_default() -> None:
 
     assert names[:2] == ["ar", "ar at 2 threads"]
     assert names[-1] == "lr_sd"
-    assert len(set(names)) == len(names) <= 31
+    assert len(set(names)) == len(names) <= 36
     assert row("lr_sd").fields == {"mode": "lr_sd"}
     assert {"lr depth 4", "lr depth auto", "lr width 4", "lr verifier exact", "lr_sd proposer ngram", "lr_sd lossless"} <= {
         *names

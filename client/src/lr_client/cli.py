@@ -77,7 +77,7 @@ def ask(
     verifier_threshold: Annotated[
         float | None, typer.Option(help="From where on the verifier's score accepts.")
     ] = None,
-    proposer: Annotated[str | None, typer.Option(help="ngram, draft_step or draft_model.")] = None,
+    proposer: Annotated[str | None, typer.Option(help="ngram, draft_step, draft_model or engine.")] = None,
     audit_rate: Annotated[
         float | None, typer.Option(help="Share of accepted steps that the server's auditor judges again.")
     ] = None,

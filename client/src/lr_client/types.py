@@ -45,7 +45,7 @@ class Options:
         verifier: who compares a drafted step with the target's: ``exact``, ``judge``,
             ``cascade``, ``embedding``, ``score``, ``likelihood`` or ``random``.
         verifier_threshold: from where on the verifier's score accepts.
-        proposer: where token drafts come from: ``ngram``, ``draft_step`` or ``draft_model``.
+        proposer: where token drafts come from: ``ngram``, ``draft_step``, ``draft_model`` or ``engine``.
         audit_rate: share of the accepted drafted steps that the server's auditor judges again; the answer
             does not wait for it.
         risk_budget: highest tolerable share of wrong ones among them; while the server measures more beyond
