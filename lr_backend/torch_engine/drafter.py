@@ -1,7 +1,7 @@
 """The draft model that an engine holds beside its own, and which of the blocks' tokens it has keys and values of.
 
 Its pool has blocks of the same numbers as the engine's: a sequence has one table, and a prefix that is reused is reused in both.
-What the draft has not seen of a sequence it computes when it next drafts for it.
+It reads prompts along with the engine; what it has not seen of a sequence all the same, it computes when it next drafts for it.
 """
 
 from __future__ import annotations
@@ -9,11 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
+from lr_backend.torch_engine.attention import Span
 from lr_backend.torch_engine.native_model import NativeModel, NativePool
+from lr_backend.torch_engine.sequence import Sequence
+
+MAX_ROWS = 256
+"""Tokens that it reads at a time: memory to compute in grows with them."""
 
 
 class Drafter:
-    """Owned by the engine's thread.
+    """Two threads may use it at a time, with different sequences.
 
     Attributes:
         min_chance: it stops where all drafts of a pass so far are less likely than this to stand, by its own word.
@@ -24,6 +29,15 @@ class Drafter:
         self.min_chance = min_chance
         self.pool = NativePool(model.spec, num_blocks=num_blocks, tokens_per_block=tokens_per_block)
         self._seen = [0] * num_blocks
+
+    def read(self, sequence: Sequence, num_tokens: int) -> None:
+        """Have it see the first ``num_tokens`` tokens of a sequence, which has blocks for them."""
+        blocks = sequence.table.blocks
+        seen = self.num_seen(blocks, num_tokens)
+        for start in range(seen, num_tokens, MAX_ROWS):
+            tokens = sequence.tokens[start : min(num_tokens, start + MAX_ROWS)]
+            self.model.forward(self.pool, tokens, [Span(start, len(tokens), blocks)], [0])
+            self.has_seen(blocks, start, start + len(tokens))
 
     def num_seen(self, blocks: Items[int], num_tokens: int) -> int:
         """How many of a sequence's first ``num_tokens`` tokens it has keys and values of: all before the first that it lacks."""

@@ -55,6 +55,10 @@ class _Memory:
         return self.address + 8 * place
 
 
+MAX_UNSEEN = 64
+"""Tokens that a draft catches up with in its first pass; of more it reads all but the last before."""
+
+
 class RunAhead:
     """Runs of one model, and of the draft model that guesses for it if there is one; the engine's thread owns it."""
 
@@ -80,10 +84,8 @@ class RunAhead:
         model, drafter, count, vocab_size = self._model, self._drafter, len(sequences), self._model.spec.vocab_size
         max_drafts = [one.num_draft_tokens if drafter else 0 for one in sequences]
         # The last token at least: it is computed next, by the draft too.
-        starts = [
-            drafter.num_seen(one.table.blocks, len(one.tokens) - 1) if drafter and wanted else len(one.tokens) - 1
-            for one, wanted in zip(sequences, max_drafts, strict=True)
-        ]
+        pairs = zip(sequences, max_drafts, strict=True)
+        starts = [self._start_drafting(one) if wanted else len(one.tokens) - 1 for one, wanted in pairs]
         first_blocks, blocks = one_after_another(one.table.blocks for one in sequences)
         num_rows = count + sum(max_drafts)
         num_places = sum(rooms) + sum(len(one.tokens) for one in sequences) - sum(starts)
@@ -137,6 +139,16 @@ class RunAhead:
         if num_passes < 0:
             raise EngineError("the model computed logits that are not finite")
         return [self._gained(*those) for those in zip(sequences, described, starts, strict=True)], num_passes
+
+    def _start_drafting(self, one: Sequence) -> int:
+        """How many of a sequence's tokens the draft has seen, when there are not many that it has not."""
+        assert self._drafter is not None
+        last = len(one.tokens) - 1
+        seen = self._drafter.num_seen(one.table.blocks, last)
+        if last - seen > MAX_UNSEEN:
+            self._drafter.read(one, last)
+            return last
+        return seen
 
     def _gained(self, one: Sequence, described: _Sequence, start: int) -> NewTokens:
         """What a run brought a sequence of which the tokens from ``start`` on were described."""

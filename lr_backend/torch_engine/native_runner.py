@@ -38,7 +38,12 @@ class NativeRunner:
     def run(self, chunks: Items[Chunk]) -> tuple[Tensor, list[Output]]:
         tokens, _, outputs = flattened(chunks)
         num_logits = [chunk.num_logits for chunk in chunks]
-        return self._model.forward(self._pool, tokens, [span_of(chunk) for chunk in chunks], num_logits), outputs
+        logits = self._model.forward(self._pool, tokens, [span_of(chunk) for chunk in chunks], num_logits)
+        if self._drafter:
+            for chunk in chunks:
+                if chunk.count > 1 and chunk.sequence.num_draft_tokens:
+                    self._drafter.read(chunk.sequence, chunk.end)
+        return logits, outputs
 
     def run_ahead(self, chunks: Items[Chunk]) -> tuple[list[NewTokens], int] | None:
         if not all(chunk.num_logits == 0 or _yields_a_token(chunk) for chunk in chunks):

@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from lr_backend.engine import Sampling
 from lr_backend.errors import ConfigError, EngineRejected
+from lr_backend.torch_engine import drafter as drafter_module
+from lr_backend.torch_engine import native_run
 from lr_backend.torch_engine.config import EngineConfig
 from lr_backend.torch_engine.drafter import Drafter
 from lr_backend.torch_engine.engine import TorchEngine
@@ -104,6 +106,23 @@ def test_a_draft_that_is_the_target_is_always_right(make_engine: MakeEngine, ena
         for one, answer in zip(asked, ask(engine, *asked), strict=True)
     ]
     for answer in ask(engine, *drafted(continued, 6)):
+        assert answer.num_accepted_tokens == answer.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize(("most", "rows"), [(0, 3), (7, 5), (64, 256)])
+def test_it_reads_what_it_has_not_seen_in_pieces(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, most: int, rows: int
+) -> None:
+    """Prompts along with the engine, by both of its threads; and what others have computed without it before it first guesses."""
+    monkeypatch.setattr(native_run, "MAX_UNSEEN", most)
+    monkeypatch.setattr(drafter_module, "MAX_ROWS", rows)
+    engine = make_engine(max_num_tokens=24)
+    asked = questions(Sampling())
+    ask(engine, *asked)
+    for answer in ask(engine, *drafted(asked, 4)):
+        assert answer.num_accepted_tokens == answer.num_draft_tokens > 0
+    unknown = [request(prompt(90, 30 + seed), 60, num_draft_tokens=5) for seed in range(4)]
+    for answer in ask(engine, *unknown):
         assert answer.num_accepted_tokens == answer.num_draft_tokens > 0
 
 
