@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -11,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lr_backend.cli import app
+from lr_backend.engine import Role
 from lr_backend.errors import TraceError
 from lr_backend.plan.fitting import acceptance_rate, fit, fit_by_verifier, sibling_acceptance_rate
 from lr_backend.plan.overrides import Overrides
@@ -104,6 +106,26 @@ def test_a_call_that_did_nothing_but_wait_is_left_out() -> None:
     changed = [trace.model_copy(update={"calls": (waiting(trace.calls[0]), *trace.calls[1:])}) for trace in traces]
 
     assert fit(changed).target_token_s == pytest.approx(fit(traces).target_token_s, rel=0.02)
+
+
+def test_an_engine_that_guesses_by_itself_writes_as_fast_as_it_does() -> None:
+    """Its calls have drafts and take many passes; a verification takes one, and is left out."""
+
+    def guessed(call: Call) -> Call:
+        drafts = {"num_draft_tokens": 2 * call.num_tokens, "num_accepted_tokens": call.num_tokens // 2}
+        return call.model_copy(update=drafts) if call.role is Role.TARGET and call.num_tokens > 3 else call
+
+    def verified(call: Call) -> Call:
+        drafts = {"num_draft_tokens": call.num_tokens, "num_accepted_tokens": max(0, call.num_tokens - 1)}
+        return call.model_copy(update=drafts) if call.role is Role.TARGET else call
+
+    def changed(change: Callable[[Call], Call]) -> list[Trace]:
+        return [trace.model_copy(update={"calls": tuple(map(change, trace.calls))}) for trace in traces]
+
+    traces = recorded(replace(BASE, call_s=0.005))
+    assert fit(changed(guessed)) == fit(traces)
+    with pytest.raises(TraceError, match="completed calls of the target without token drafts"):
+        fit(changed(verified))
 
 
 def test_what_the_loop_takes_between_calls_is_its_own() -> None:
