@@ -83,44 +83,26 @@ class RunAhead:
         """
         model, drafter, count, vocab_size = self._model, self._drafter, len(sequences), self._model.spec.vocab_size
         max_drafts = [one.num_draft_tokens if drafter else 0 for one in sequences]
-        # The last token at least: it is computed next, by the draft too.
-        pairs = zip(sequences, max_drafts, strict=True)
-        starts = [self._start_drafting(one) if wanted else len(one.tokens) - 1 for one, wanted in pairs]
+        starts = [self._start(one, drafts) for one, drafts in zip(sequences, max_drafts, strict=True)]
         first_blocks, blocks = one_after_another(one.table.blocks for one in sequences)
-        num_rows = count + sum(max_drafts)
-        num_places = sum(rooms) + sum(len(one.tokens) for one in sequences) - sum(starts)
-        self._integers.reserve(len(blocks) + 2 * num_places + (6 + max(max_drafts)) * count + vocab_size)
+        # Integers: all blocks, all tokens with room for more, what the run works with, and a candidate a token of the vocabulary.
+        num_rows, num_places = count + sum(max_drafts), sum(rooms) + sum(len(one.tokens) for one in sequences) - sum(starts)
+        work = len(blocks) + num_places
+        candidates = work + num_places + (6 + max(max_drafts)) * count
+        self._integers.reserve(candidates + vocab_size)
         self._integers.places[: len(blocks)] = blocks
         self._logits.reserve((num_rows * vocab_size + 1) // 2)
         self._scores.reserve(num_places)
         # Held here until the run is over: the cache may forget them meanwhile.
         ends = [_possible_ends(one.request.end_id, one.request.stop_words.words, vocab_size) for one in sequences]
         described = (_Sequence * count)()
-        first = 0
+        place = len(blocks)
         for index, (one, start, room) in enumerate(zip(sequences, starts, rooms, strict=True)):
-            request, known, place = one.request, one.tokens[start:], len(blocks) + first
-            self._integers.places[place : place + len(known)] = known
-            sampling = request.sampling
-            described[index] = _Sequence(
-                self._integers.at(place),
-                len(known),
-                0,
-                start,
-                room,
-                max_drafts[index],
-                first_blocks[index],
-                one.num_generated - len(known),
-                sampling.top_k,
-                0.0 if sampling.greedy else sampling.temperature,
-                sampling.top_p,
-                request.seed,
-                ends[index][1],
-                self._scores.at(first) if request.return_log_probs else None,
-                0,
-                0,
+            score = place - len(blocks)
+            described[index] = self._described(
+                one, start, room, max_drafts[index], first_blocks[index], ends[index][1], place, score
             )
-            first += len(known) + room
-        work = len(blocks) + num_places
+            place += len(one.tokens) - start + room
         num_floats = max(model.scratch_floats(num_rows), drafter.model.scratch_floats(num_places) if drafter else 0)
         run = _Run(
             count,
@@ -132,7 +114,7 @@ class RunAhead:
             self._integers.at(work),
             self._logits.address,
             model.scratch(num_floats),
-            self._integers.at(work + num_places + (6 + max(max_drafts)) * count),
+            self._integers.at(candidates),
             ctypes.addressof(interrupt),
         )
         num_passes = model.run(self._pool, run)
@@ -140,15 +122,41 @@ class RunAhead:
             raise EngineError("the model computed logits that are not finite")
         return [self._gained(*those) for those in zip(sequences, described, starts, strict=True)], num_passes
 
-    def _start_drafting(self, one: Sequence) -> int:
-        """How many of a sequence's tokens the draft has seen, when there are not many that it has not."""
-        assert self._drafter is not None
+    def _described(
+        self, one: Sequence, start: int, room: int, max_drafts: int, first_block: int, ends: int | None, place: int, score: int
+    ) -> _Sequence:
+        """A sequence from ``start`` on, its tokens written to their places and their log-probabilities to come."""
+        request, sampling, known = one.request, one.request.sampling, one.tokens[start:]
+        self._integers.places[place : place + len(known)] = known
+        return _Sequence(
+            self._integers.at(place),
+            len(known),
+            0,
+            start,
+            room,
+            max_drafts,
+            first_block,
+            one.num_generated - len(known),
+            sampling.top_k,
+            0.0 if sampling.greedy else sampling.temperature,
+            sampling.top_p,
+            request.seed,
+            ends,
+            self._scores.at(score) if request.return_log_probs else None,
+            0,
+            0,
+        )
+
+    def _start(self, one: Sequence, max_drafts: int) -> int:
+        """From where on a sequence is described: its last token, computed next, and those before that its draft has not seen."""
         last = len(one.tokens) - 1
-        seen = self._drafter.num_seen(one.table.blocks, last)
-        if last - seen > MAX_UNSEEN:
-            self._drafter.read(one, last)
+        if self._drafter is None or not max_drafts:
             return last
-        return seen
+        seen = self._drafter.num_seen(one.table.blocks, last)
+        if last - seen <= MAX_UNSEEN:
+            return seen
+        self._drafter.read(one, last)
+        return last
 
     def _gained(self, one: Sequence, described: _Sequence, start: int) -> NewTokens:
         """What a run brought a sequence of which the tokens from ``start`` on were described."""
