@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 
 from lr_backend.engine import Engine, EngineCall, Generation, Role
 from lr_backend.errors import EngineError, EngineTimeout
+from lr_backend.loop.clock import Clock
 from lr_backend.loop.tree import Decision, Node
 from lr_backend.request import Mode, StepRecord, Usage, rate
 from lr_backend.tokens import num_equal
 from lr_backend.trace.schema import Purpose
 from lr_backend.verify.verdict import Reason
-
-Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -26,6 +26,7 @@ from lr_backend.contract import IntArray
 from lr_backend.engine import Engine, Role, Sampling
 from lr_backend.errors import EngineError, EngineRejected, TargetUnavailable
 from lr_backend.loop.audit import AuditDesk, RequestAudit
+from lr_backend.loop.clock import running_clock
 from lr_backend.loop.ledger import Job, Ledger, MeteredEngine, made_for
 from lr_backend.loop.pace import DepthChooser, Evidence, Pace
 from lr_backend.loop.segments import Lengths, make_segmenter
@@ -133,7 +134,7 @@ class LookaheadLoop:
         self._text = TextStream(models.tokenizer, request.stop)
         self._finish: FinishReason | None = None
         self._reasoning = self._may_reason(prompt_ids)
-        clock = asyncio.get_running_loop().time
+        clock = running_clock()
         self.ledger = Ledger(clock, len(prompt_ids), traced=request.trace)
         self._pace = pace or Pace(clock)
         self._depth = DepthChooser(self._pace, min(request.max_depth, config.limits.max_depth))

@@ -13,19 +13,18 @@ alone in its batch is slower than without lookahead. So the whole of it is put o
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from math import ceil
 
 from lr_backend.loop.average import Average
+from lr_backend.loop.clock import Clock
 from lr_backend.loop.confidence import Confidence
 from lr_backend.loop.depth import speedup, useful_depth
 from lr_backend.loop.payoff import Verifications
 from lr_backend.request import Mode, ProposerName, VerifierName
-
-Clock = Callable[[], float]
 
 LEAST_GAIN = 1.03
 """Predicted speedup below which lookahead is not worth the risk that the prediction is wrong."""

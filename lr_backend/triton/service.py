@@ -18,6 +18,7 @@ from lr_backend.config import LoopConfig
 from lr_backend.contract import IntArray
 from lr_backend.errors import Cancelled, EngineRejected, InvalidRequest, LookaheadError, Overloaded
 from lr_backend.loop.audit import AuditDesk
+from lr_backend.loop.clock import running_clock
 from lr_backend.loop.loop import Committed, Engines, LookaheadLoop, Models, Outcome
 from lr_backend.loop.pace import Pace
 from lr_backend.loop.tracing import build_trace
@@ -99,7 +100,7 @@ class LookaheadService:
             else:
                 parts.append(committed.text)
 
-        self._pace = self._pace or Pace(asyncio.get_running_loop().time)
+        self._pace = self._pace or Pace(running_clock())
         shared = (self._engines, self._models, self._config, emit, self._pace, self.audits)
         loop = LookaheadLoop(request, prompt_ids, request_id, *shared)
         outcome = await self._unless_cancelled(loop, replies)
