@@ -296,6 +296,8 @@ def test_nothing_is_speculated_below_an_end(
 
     assert END not in outcome.completion_ids[:-1]
     completion = outcome.completion_ids
+    # A target that writes alone, and that nobody watches, writes on past the reasoning: only an end token is an end to it.
+    by_steps = shape["stream"] or (shape["max_depth"] and shape["depth"] == "fixed")
     for engine in (world.target, world.draft):
         for recorded in engine.calls:
             written = tuple(recorded.call.input_ids[len(PROMPT) :].tolist())
@@ -307,7 +309,7 @@ def test_nothing_is_speculated_below_an_end(
             assert all(written[: index + 1] == completion[: index + 1] for index in closing)
             if recorded.call.draft_ids is not None:
                 drafts = recorded.call.draft_ids.tolist()
-                assert not set(drafts[:-1]) & ({END} if CLOSE in written else {END, CLOSE})
+                assert not set(drafts[:-1]) & ({END, CLOSE} if by_steps and CLOSE not in written else {END})
 
 
 @given(salts, modes, shapes, salts)
