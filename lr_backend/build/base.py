@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError,
 
 from lr_backend.build.placement import Placement
 from lr_backend.config import CANCEL_RESERVE, LoopConfig
+from lr_backend.contract import ENGINE_INPUTS, TensorSpec
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError, InvalidRequest
 from lr_backend.request import LookaheadRequest
@@ -88,6 +89,11 @@ class EngineSpec(Section):
     def triton_max_batch_size(self) -> int:
         """Requests that Triton may hand over in one ``execute``; how many run at a time is the engine's own affair."""
         return 64
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """Tensors that the engine takes."""
+        return ENGINE_INPUTS
 
     def parameters(self, model_dir: Path) -> dict[str, str]:
         """``parameters`` of the model's ``config.pbtxt``. ``model_dir`` holds what the engine loads."""

@@ -14,14 +14,7 @@ from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from lr_backend.build.spec import PACKAGE_ROOT, DeploymentSpec
-from lr_backend.contract import (
-    ENGINE_INPUTS,
-    ENGINE_OUTPUTS,
-    LOOKAHEAD_INPUTS,
-    LOOKAHEAD_OUTPUTS,
-    TORCH_ENGINE_INPUTS,
-    tensor_list_pbtxt,
-)
+from lr_backend.contract import ENGINE_OUTPUTS, LOOKAHEAD_INPUTS, LOOKAHEAD_OUTPUTS, tensor_list_pbtxt
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError
 
@@ -40,7 +33,7 @@ def engine_files(spec: DeploymentSpec, role: Role, model_dir: Path) -> dict[str,
         "model_dir": model_dir,
         "max_batch_size": engine.triton_max_batch_size,
         "max_queue_size": engine.max_queue_size,
-        "inputs": tensor_list_pbtxt("input", TORCH_ENGINE_INPUTS if spec.template(role) == "torch" else ENGINE_INPUTS),
+        "inputs": tensor_list_pbtxt("input", engine.inputs),
         "outputs": tensor_list_pbtxt("output", ENGINE_OUTPUTS),
         "parameters": spec.engine_parameters(role, model_dir),
     }

@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from lr_backend.build.base import DeploymentSpec, EngineSpec, Layout
+from lr_backend.contract import TORCH_ENGINE_INPUTS, TensorSpec
 from lr_backend.engine import Role
 
 
@@ -60,6 +61,10 @@ class TorchEngineSpec(EngineSpec):
     @property
     def num_drafts(self) -> int:
         return self.max_draft_len
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        return TORCH_ENGINE_INPUTS
 
     def parameters(self, model_dir: Path) -> dict[str, str]:
         """With upstream's keys where upstream has one."""

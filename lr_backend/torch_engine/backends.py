@@ -33,12 +33,7 @@ def open_runner(
         ConfigError: a setting cannot be kept: no kernel for the weights, too little memory for the KV cache.
     """
     if model is None and graphs is None and is_native(config):
-        native = NativeModel.load(
-            config.checkpoint_dir,
-            max_seq_len=config.max_seq_len,
-            num_threads=config.num_threads or 1,
-            kind=native_kind(config.checkpoint_dir, config.weight_dtype, config.num_threads or 1),
-        )
+        native = _native_model(config, config.checkpoint_dir, config.weight_dtype)
         draft = _draft_model(config, native.spec)
         # Attention reads the pool itself: there is no second copy of what decodes.
         specs = [native.spec, draft.spec] if draft else [native.spec]
@@ -83,8 +78,12 @@ def _draft_model(config: EngineConfig, spec: ModelSpec) -> NativeModel | None:
     if own.vocab_size != spec.vocab_size:
         sizes = f"vocabularies of {own.vocab_size} and {spec.vocab_size} tokens"
         raise ConfigError(f"speculative_model_dir={str(folder)!r}: {sizes}; both models must have the same")
+    return _native_model(config, folder, config.speculative_weight_dtype)
+
+
+def _native_model(config: EngineConfig, folder: Path, weight_dtype: str) -> NativeModel:
     num_threads = config.num_threads or 1
-    kind = native_kind(folder, config.speculative_weight_dtype, num_threads)
+    kind = native_kind(folder, weight_dtype, num_threads)
     return NativeModel.load(folder, max_seq_len=config.max_seq_len, num_threads=num_threads, kind=kind)
 
 

@@ -122,7 +122,7 @@ class NativeModel:
             spans: of each chunk its place in its sequence, and the blocks that hold it and all before.
         """
         first_blocks, blocks = one_after_another(span.blocks for span in spans)
-        _kept, pointers = joined(
+        _kept, pointers = _joined(
             tokens, [span.start for span in spans], [span.count for span in spans], first_blocks, blocks, num_logits
         )
         num_rows = sum(num_logits)
@@ -215,7 +215,7 @@ def one_after_another(tables: Iterable[Items[int]]) -> tuple[list[int], list[int
     return firsts, joined
 
 
-def joined(*lists: list[int]) -> tuple[npt.NDArray[np.int64], list[int]]:
+def _joined(*lists: list[int]) -> tuple[npt.NDArray[np.int64], list[int]]:
     """All numbers in one array, and the address of each list in it; good as long as the array is kept."""
     numbers = np.array([number for values in lists for number in values], dtype=np.int64)
     at, pointers = numbers.ctypes.data, []

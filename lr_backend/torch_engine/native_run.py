@@ -14,6 +14,9 @@ from lr_backend.torch_engine.drafter import Drafter
 from lr_backend.torch_engine.native_model import NativeModel, NativePool, one_after_another
 from lr_backend.torch_engine.sequence import NewTokens, Sequence
 
+MAX_UNSEEN = 64
+"""Tokens that a draft catches up with in its first pass; of more it reads all but the last before."""
+
 _Pointer = ctypes.c_void_p
 _Size = ctypes.c_int64
 
@@ -53,10 +56,6 @@ class _Memory:
 
     def at(self, place: int) -> int:
         return self.address + 8 * place
-
-
-MAX_UNSEEN = 64
-"""Tokens that a draft catches up with in its first pass; of more it reads all but the last before."""
 
 
 class RunAhead:

@@ -30,14 +30,14 @@ typedef struct {
 
 typedef struct {
     int64_t num_sequences, max_passes;
-    const Model *draft;    /* NULL: nobody drafts */
+    const Model *draft;     /* NULL: nobody drafts */
     const Pool *draft_pool; /* the draft's keys and values, in blocks of the same numbers */
-    double min_chance;     /* drafting ends where all drafts so far are less likely to stand */
+    double min_chance;      /* drafting ends where all drafts so far are less likely to stand */
     Sequence *sequences;
-    const int64_t *blocks; /* as in Batch */
-    int64_t *work;         /* integers: 6 + max_drafts of the most a sequence, and one for each place of all their tokens */
-    float *logits;         /* of 1 + max_drafts rows a sequence */
-    float *scratch;        /* as in Batch, of the larger batch */
+    const int64_t *blocks;  /* as in Batch */
+    int64_t *work;          /* integers: 6 + max_drafts of the most a sequence, and one for each place of all their tokens */
+    float *logits;          /* of 1 + max_drafts rows a sequence */
+    float *scratch;         /* as in Batch, of the larger batch */
     void *candidates;
     const volatile int32_t *interrupt; /* not 0: somebody waits */
 } Run;
@@ -159,9 +159,9 @@ int64_t decoder_run(const Model *model, const Pool *pool, const Run *run, int64_
         compute(model, pool, run, &rows, num_threads);
         const float *logits = run->logits;
         for (int64_t s = 0; s < count; s++) {
-            int so = draw(run, run->sequences + s, logits, vocab_size, drafts + s * width, num_drafted[s]);
-            if (so < 0) return -1;
-            ended |= so;
+            int may_end = draw(run, run->sequences + s, logits, vocab_size, drafts + s * width, num_drafted[s]);
+            if (may_end < 0) return -1;
+            ended |= may_end;
             logits += (1 + num_drafted[s]) * vocab_size;
         }
         if (ended || pass == run->max_passes || *run->interrupt) return pass;
