@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test contract lint test-gpu bench-engine bench-gpu bench-ablation bench-systems bench-peers load eval-demo check-models \
-	image-check clean
+	profiles image-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -62,8 +62,14 @@ bench-peers: venv ## transformers, the target alone and the paper's synchronous 
 load: venv ## each mode under rising load, by NVIDIA's perf_analyzer (downloaded once; about 15 minutes)
 	$(BIN)/python -m bench.load
 
+profiles: venv ## the pace of H100, H200, B200 and L40S, anew from NVIDIA's kernel tables (an environment of its own, 500 MB)
+	$(PYTHON) -m venv $(VENV)-profiles
+	$(VENV)-profiles/bin/pip install --quiet --disable-pip-version-check -c tools/constraints-profiles.txt aiconfigurator-core
+	$(BIN)/python tools/hardware_profiles.py wanted > $(VENV)-profiles/wanted.json
+	$(VENV)-profiles/bin/python tools/hardware_profiles.py write $(VENV)-profiles/wanted.json --output lr_backend/hardware/profiles
+
 check-models: venv ## the demo models against their figures (500 problems, 2,000 pairs)
 	$(BIN)/python -m demo.check
 
 clean: ## remove what the other targets made; compiled engines stay
-	rm -rf $(VENV) out engines/built/demo engines/built/demo.log
+	rm -rf $(VENV) $(VENV)-profiles out engines/built/demo engines/built/demo.log

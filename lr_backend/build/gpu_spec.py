@@ -93,6 +93,16 @@ class GpuEngineSpec(EngineSpec):
             raise ValueError(f"max_num_tokens must be at least max_batch_size x (max_draft_len + 1) = {least}")
         return self
 
+    @property
+    def weight_dtype(self) -> str:
+        """What the weights are held in: ``dtype``, or ``fp8`` where they are quantised."""
+        return self.dtype
+
+    @property
+    def kv_dtype(self) -> str:
+        """What keys and values are held in."""
+        return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
+
     def common_parameters(self) -> dict[str, str]:
         """What both runtimes render, under upstream's keys."""
         budget, fraction = self.max_tokens_in_paged_kv_cache, self.kv_cache_free_gpu_mem_fraction
@@ -134,6 +144,10 @@ class TrtllmEngineSpec(GpuEngineSpec):
     @property
     def num_drafts(self) -> int:
         return self.max_draft_len
+
+    @property
+    def weight_dtype(self) -> str:
+        return self.dtype if self.quantization == "none" else self.quantization
 
     @property
     def triton_max_batch_size(self) -> int:

@@ -24,6 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "request": {"engine", "errors"},
     "config": {"errors"},
     "parameters": {"errors"},
+    "hardware": {"errors"},
     "verify": {"engine", "errors", "step", "contract", "request", "config"},
     "propose": {"contract", "engine", "errors", "request"},
     "trace": {"engine", "errors", "request"},

@@ -1,0 +1,172 @@
+"""A hardware profile: what NVIDIA's kernel tables say of one model on one system.
+
+``make profiles`` writes them (``tools/hardware_profiles.py``), this module reads them. A profile holds three tables in
+milliseconds (everything but attention, by tokens; attention of prompts; attention of decodes) and where each comes from.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+from lr_backend.errors import ConfigError
+from lr_backend.hardware.tables import Grid, Line
+
+PROFILES = Path(__file__).with_name("profiles")
+SCHEMA, VERSION = "lookahead-hardware-profile", 1
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileKey:
+    """Which profile.
+
+    Attributes:
+        system: the tables' name of a machine: ``h200_sxm`` and so on.
+        model: name on the Hugging Face hub, without its owner.
+        tp_size: cards over which each weight is split.
+        dtype: of the weights: ``bfloat16`` or ``fp8``.
+    """
+
+    system: str
+    model: str
+    tp_size: int
+    dtype: str
+
+    @property
+    def file_name(self) -> str:
+        return f"{self.system}.{self.model}.tp{self.tp_size}.{self.dtype}.json"
+
+    @classmethod
+    def of(cls, system: str, hub: str, tp_size: int, dtype: str) -> Self:
+        """The key of a model by its full name on the hub."""
+        return cls(system, hub.rpartition("/")[2], tp_size, dtype)
+
+    def __str__(self) -> str:
+        return f"{self.model} at TP {self.tp_size} in {self.dtype} on {self.system}"
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """The limits of one card, by its data sheet. ``flop_per_s`` is that of the profile's dtype."""
+
+    memory_bytes_per_s: float
+    flop_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What an iteration reads and computes on each of its cards."""
+
+    weight_bytes: float
+    kv_bytes_per_token: float
+    flop_per_token: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One model on one system. All tables are in milliseconds.
+
+    Attributes:
+        num_layers, vocab_size: of the model; the latter is the width of its logits.
+        dense_ms: everything but attention, by tokens of the iteration.
+        context_attention_ms: attention of new prompt tokens (first axis) behind computed ones (second axis), one request.
+        decode_attention_ms: attention of one new token in each of some sequences (first axis), by the tokens that each holds.
+        source: package, release and licence of the tables, and the share of time by kind of source.
+        checks: whole iterations as the package itself adds them up.
+    """
+
+    key: ProfileKey
+    num_layers: int
+    vocab_size: int
+    dense_ms: Line
+    context_attention_ms: Grid
+    decode_attention_ms: Grid
+    card: Card
+    work: Work
+    source: Mapping[str, Any]
+    checks: tuple[Mapping[str, float], ...]
+
+    @cached_property
+    def context_launch_ms(self) -> float:
+        """Attention of prompts however little there is to attend: the launches of its kernels, a layer after another."""
+        return self.context_attention_ms.least
+
+    @property
+    def label(self) -> str:
+        """What must stand beside every figure that this profile is part of."""
+        return (
+            f"iteration times from NVIDIA's kernel tables (measured, partly interpolated), {self.source['package']} "
+            f"{self.source['package_version']}, {self.source['database']}; not a run on {self.key.system}"
+        )
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read one document.
+
+        Raises:
+            ConfigError: it cannot be read, is of another version, or holds no profile.
+        """
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"hardware profile {path.name} cannot be read: {error}") from error
+        kind = document.get("schema") if isinstance(document, dict) else None
+        if kind != SCHEMA:
+            raise ConfigError(f"{path.name} is no hardware profile: schema is {kind!r}, not {SCHEMA!r}")
+        if document.get("version") != VERSION:
+            versions = f"is of version {document.get('version')}, and version {VERSION} is read"
+            raise ConfigError(f"hardware profile {path.name} {versions}: make profiles")
+        try:
+            return cls._from(document)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"hardware profile {path.name} is damaged: {error!r}") from error
+
+    @classmethod
+    def _from(cls, document: Mapping[str, Any]) -> Self:
+        card, dtype = document["card"], str(document["dtype"])
+        flop_per_s = card["fp8_flop_per_s" if dtype == "fp8" else "bfloat16_flop_per_s"]
+        dense, context, decode = (document[name] for name in ("dense", "context_attention", "decode_attention"))
+        return cls(
+            key=ProfileKey.of(str(document["system"]), str(document["model"]), int(document["tp_size"]), dtype),
+            num_layers=int(document["num_layers"]),
+            vocab_size=int(document["vocab_size"]),
+            dense_ms=Line(tuple(dense["tokens"]), tuple(dense["ms"])),
+            context_attention_ms=_grid(context["new_tokens"], context["prefix_tokens"], context["ms"]),
+            decode_attention_ms=_grid(decode["sequences"], decode["kv_tokens"], decode["ms"]),
+            card=Card(float(card["memory_bytes_per_s"]), float(flop_per_s)),
+            work=Work(**{name: float(value) for name, value in document["per_card"].items()}),
+            source=document["source"],
+            checks=tuple(document["checks"]),
+        )
+
+
+def _grid(xs: list[float], ys: list[float], rows: list[list[float]]) -> Grid:
+    return Grid(tuple(xs), tuple(ys), tuple(map(tuple, rows)))
+
+
+def available(folder: Path = PROFILES) -> Iterator[ProfileKey]:
+    """Every profile that is there, by its file's name."""
+    for path in sorted(folder.glob("*.json")):
+        system, _, rest = path.stem.partition(".")
+        model, tp_size, dtype = rest.rsplit(".", 2)
+        yield ProfileKey(system, model, int(tp_size.removeprefix("tp")), dtype)
+
+
+def find(key: ProfileKey, folder: Path = PROFILES) -> Profile:
+    """The profile of a key.
+
+    Raises:
+        ConfigError: the system is not known, it has no profile of this model, or that one cannot be read.
+    """
+    known = list(available(folder))
+    systems = sorted({one.system for one in known})
+    if key.system not in systems:
+        raise ConfigError(f"there is no hardware profile of the system {key.system!r}; known: {', '.join(systems) or 'none'}")
+    if key not in known:
+        others = ", ".join(f"{one.model} TP {one.tp_size} {one.dtype}" for one in known if one.system == key.system)
+        raise ConfigError(f"there is no hardware profile of {key}; of that system: {others}")
+    return Profile.load(folder / key.file_name)
