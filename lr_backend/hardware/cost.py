@@ -1,0 +1,125 @@
+"""What one iteration of an engine takes: the one cost function of the planner, the paced engine and the emulation.
+
+An iteration of in-flight batching computes the new tokens of requests that join (their prompts, or what is new of them behind
+cached prefixes) together with one token of every request that decodes:
+
+    dense(all tokens)  +  attention of the joins  +  attention of the decodes  +  host
+
+The attention of all joins is one kernel a layer: launched once, and then each join adds what it attends to. Each decode reads all
+keys and values of its own sequence: branches that share a prefix share the memory, not the reading.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from lr_backend.hardware.overheads import Overheads
+from lr_backend.hardware.profile import Profile
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Tokens of one request that an iteration computes at once: a prompt's, or draft tokens to verify.
+
+    Attributes:
+        num_cached: tokens before them whose keys and values are there already.
+        num_drafts: how many of the new tokens are draft tokens that the caller wants verified.
+        with_logits: these came with logits of their own.
+    """
+
+    num_new: int
+    num_cached: int
+    num_drafts: int = 0
+    with_logits: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Iteration:
+    """The work of one iteration.
+
+    Attributes:
+        num_decodes: sequences that compute one token each.
+        kv_tokens: tokens in all of those together.
+        num_draft_tokens: verified along with the decodes, where the engine drafts by itself; of all of them together.
+    """
+
+    joins: tuple[Join, ...] = ()
+    num_decodes: int = 0
+    kv_tokens: int = 0
+    num_draft_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(join.num_new for join in self.joins) + self.num_decodes + self.num_draft_tokens
+
+
+class CostModel(Protocol):
+    """How long iterations of one model take."""
+
+    def seconds(self, iteration: Iteration) -> float:
+        """The iteration's time, alone on its cards."""
+        ...
+
+    def demand(self, iteration: Iteration) -> float:
+        """How much of what limits a card the iteration uses while it runs alone, from 0 to 1."""
+        ...
+
+
+@dataclass(frozen=True)
+class ProfileCosts:
+    """The costs of a model with a hardware profile, served by a runtime with these overheads."""
+
+    profile: Profile
+    overheads: Overheads
+
+    def seconds(self, iteration: Iteration) -> float:
+        joins = iteration.joins
+        kernels_ms = self.kernels_ms(iteration)
+        most_drafts = max((join.num_drafts for join in joins), default=0)
+        found_ms = self.overheads.iteration_ms(kernels_ms, len(joins), iteration.num_decodes, most_drafts)
+        with_logits = sum(join.num_drafts for join in joins if join.with_logits)
+        return (found_ms + self.overheads.draft_logits_inside_ms(with_logits)) / 1e3
+
+    def kernels_ms(self, iteration: Iteration) -> float:
+        """Time on the card, as the tables have it."""
+        profile = self.profile
+        found = profile.dense_ms.at(iteration.num_tokens)
+        if iteration.joins:
+            launch = profile.context_launch_ms
+            attention = (profile.context_attention_ms.at(join.num_new, join.num_cached) for join in iteration.joins)
+            found += launch + sum(max(0.0, ms - launch) for ms in attention)
+        if iteration.num_decodes:
+            # A sequence with draft tokens of the engine's own attends in one kernel, which reads its keys and values once.
+            found += profile.decode_attention_ms.at(iteration.num_decodes, iteration.kv_tokens / iteration.num_decodes)
+        return found
+
+    def demand(self, iteration: Iteration) -> float:
+        card, work = self.profile.card, self.profile.work
+        kv_tokens = iteration.kv_tokens + sum(join.num_cached + join.num_new for join in iteration.joins)
+        read_s = (work.weight_bytes + work.kv_bytes_per_token * kv_tokens) / card.memory_bytes_per_s
+        computed_s = work.flop_per_token * iteration.num_tokens / card.flop_per_s
+        return min(1.0, max(read_s, computed_s) / self.seconds(iteration))
+
+
+@dataclass(frozen=True, slots=True)
+class LinearCosts:
+    """The costs of a machine of which only recorded requests are known.
+
+    Attributes:
+        token_s: an iteration that decodes one sequence.
+        crowding: how much longer an iteration takes for each further sequence, as a share of that.
+        prompt_token_s: each token of a join.
+    """
+
+    token_s: float
+    crowding: float = 0.0
+    prompt_token_s: float = 0.0
+
+    def seconds(self, iteration: Iteration) -> float:
+        num_sequences = iteration.num_decodes + len(iteration.joins)
+        num_new = sum(join.num_new for join in iteration.joins)
+        return self.token_s * (1.0 + self.crowding * (num_sequences - 1)) + self.prompt_token_s * num_new
+
+    def demand(self, iteration: Iteration) -> float:
+        return 1.0
