@@ -3,7 +3,8 @@
 Decoding reads every weight once a token, so on a CPU its speed is the memory's. Weights packed to float16 halve that traffic;
 in int8, with integer arithmetic, they quarter it and a verification costs hardly more than a token. Both kernels are FBGEMM's
 and read the weights once for up to a dozen rows, where a float32 product of 2 to 8 rows packs them anew each time. Each row is
-computed alike whatever stands beside it, so a batch changes no result.
+computed alike whatever stands beside it, so a batch changes no result; but in float16 only on a processor with AVX-512: elsewhere
+the kernel adds up in an order that depends on the number of rows.
 """
 
 from __future__ import annotations
