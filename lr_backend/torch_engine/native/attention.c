@@ -36,7 +36,7 @@ INLINE int64_t seen_of(const Reader *reader, const Piece *piece) {
 
 /* Scores of one piece's keys, LANES * width of them, for readers of the same block. Each is computed alike alone and in company. */
 INLINE void score_keys(const Reader *readers, int num, const float *key, int64_t num_slots, int width, int64_t dim, float scale,
-                       float (*scores)[TILE]) {
+                       float (*scores)[TILE], int wide) {
     vec a[MAX_READERS][2][2];
 #pragma GCC unroll 4
     for (int n = 0; n < num; n++) a[n][0][0] = a[n][0][1] = a[n][1][0] = a[n][1][1] = (vec){};
@@ -47,8 +47,8 @@ INLINE void score_keys(const Reader *readers, int num, const float *key, int64_t
 #pragma GCC unroll 4
             for (int n = 0; n < num; n++) {
                 float factor = readers[n].query[i + k];
-                a[n][k][0] += one * factor;
-                if (width > 1) a[n][k][1] += two * factor;
+                a[n][k][0] += times(one, factor, wide);
+                if (width > 1) a[n][k][1] += times(two, factor, wide);
             }
         }
 #pragma GCC unroll 4
@@ -84,7 +84,8 @@ INLINE void weigh(Reader *reader, const Piece *pieces, int num_pieces, float *sc
 }
 
 /* The first count values of a piece, times the weights, for readers of the same block. */
-INLINE void add_values(const Reader *readers, int num, const float *value, int64_t count, int64_t dim, float (*weights)[TILE]) {
+INLINE void add_values(const Reader *readers, int num, const float *value, int64_t count, int64_t dim, float (*weights)[TILE],
+                       int wide) {
     int64_t i = 0;
     for (; i + 4 * LANES <= dim; i += 4 * LANES) {
         vec b[MAX_READERS][4];
@@ -99,7 +100,7 @@ INLINE void add_values(const Reader *readers, int num, const float *value, int64
 #pragma GCC unroll 4
             for (int n = 0; n < num; n++)
 #pragma GCC unroll 4
-                for (int v = 0; v < 4; v++) b[n][v] += of[v] * weights[n][j];
+                for (int v = 0; v < 4; v++) b[n][v] += times(of[v], weights[n][j], wide);
         }
 #pragma GCC unroll 4
         for (int n = 0; n < num; n++)
@@ -112,7 +113,7 @@ INLINE void add_values(const Reader *readers, int num, const float *value, int64
         for (int n = 0; n < num; n++) b[n] = loaded(readers[n].out + i);
         for (int64_t j = 0; j < count; j++)
 #pragma GCC unroll 4
-            for (int n = 0; n < num; n++) b[n] += loaded(value + j * dim + i) * weights[n][j];
+            for (int n = 0; n < num; n++) b[n] += times(loaded(value + j * dim + i), weights[n][j], wide);
 #pragma GCC unroll 4
         for (int n = 0; n < num; n++) stored(readers[n].out + i, b[n]);
     }
@@ -125,9 +126,9 @@ INLINE void add_values(const Reader *readers, int num, const float *value, int64
     case 3: WORK(3); break;     \
     default: WORK(MAX_READERS); \
     }
-#define SCORE(NUM) score_keys(readers + n, NUM, block + slot, num_slots, 1, dim, scale, scores)
-#define SCORE_MORE(NUM) score_keys(readers + n, NUM, block + slot, num_slots, 2, dim, scale, scores)
-#define ADD(NUM) add_values(readers + n, NUM, block + (num_slots + slot) * dim, seen, dim, scores)
+#define SCORE(NUM) score_keys(readers + n, NUM, block + slot, num_slots, 1, dim, scale, scores, wide)
+#define SCORE_MORE(NUM) score_keys(readers + n, NUM, block + slot, num_slots, 2, dim, scale, scores, wide)
+#define ADD(NUM) add_values(readers + n, NUM, block + (num_slots + slot) * dim, seen, dim, scores, wide)
 
 /* Readers from n on, at most MAX_READERS, that read a piece from the same block, and how many of its keys the last of them sees. */
 INLINE int company(const Reader *readers, int n, int num_readers, const Piece *piece, int64_t size, int64_t *seen) {
@@ -145,7 +146,7 @@ INLINE int company(const Reader *readers, int n, int num_readers, const Piece *p
 /* Attention of one key head for a few readers: scores of a tile of keys, weights of their values, the sum of these; and the next
  * tile. Where a tile and its pieces begin depends on the position alone. */
 INLINE void attend_tiles(const Model *model, const Pool *pool, int64_t index, int64_t head, Reader *readers, int num_readers,
-                         int64_t dim) {
+                         int64_t dim, int wide) {
     int64_t size = pool->tokens_per_block, num_slots = pool->num_slots, longest = 0;
     float scale = 1.0f / sqrtf((float)dim), tile[MAX_GROUP][TILE];
     for (int n = 0; n < num_readers; n++) {
@@ -187,13 +188,23 @@ INLINE void attend_tiles(const Model *model, const Pool *pool, int64_t index, in
     }
 }
 
-FOR_EACH_CPU static void attend_group(const Model *model, const Pool *pool, int64_t index, int64_t head, Reader *readers,
-                                      int num_readers) {
+INLINE void attend_group_of(const Model *model, const Pool *pool, int64_t index, int64_t head, Reader *readers, int num_readers,
+                            int wide) {
     switch (model->head_dim) {
-    case 64: attend_tiles(model, pool, index, head, readers, num_readers, 64); break;
-    case 128: attend_tiles(model, pool, index, head, readers, num_readers, 128); break;
-    default: attend_tiles(model, pool, index, head, readers, num_readers, model->head_dim);
+    case 64: attend_tiles(model, pool, index, head, readers, num_readers, 64, wide); break;
+    case 128: attend_tiles(model, pool, index, head, readers, num_readers, 128, wide); break;
+    default: attend_tiles(model, pool, index, head, readers, num_readers, model->head_dim, wide);
     }
+}
+
+#define GROUP_ARGUMENTS const Model *model, const Pool *pool, int64_t index, int64_t head, Reader *readers, int num_readers
+
+FOR_WIDE static void wide_group(GROUP_ARGUMENTS) { attend_group_of(model, pool, index, head, readers, num_readers, 1); }
+
+FOR_NARROW static void narrow_group(GROUP_ARGUMENTS) { attend_group_of(model, pool, index, head, readers, num_readers, 0); }
+
+static void attend_group(GROUP_ARGUMENTS) {
+    (is_wide() ? wide_group : narrow_group)(model, pool, index, head, readers, num_readers);
 }
 
 void attend(const Model *model, const Pool *pool, const Batch *batch, enum Part part, int64_t index, const float *qkv,

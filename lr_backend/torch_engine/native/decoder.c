@@ -19,6 +19,7 @@
 #define AHEAD 256 /* inputs: weights come from a far cache, and its own prefetcher starts anew with every page */
 #define DEPTH 128 /* inputs at a time where rows take turns: their weights and a turn's rows stay in the nearest cache */
 #define SPAN (8 * MAX_ROWS) /* rows that take turns */
+#define MAX_NARROW_ROWS 2   /* four halves of sums a row and four of weights fill the registers of AVX2 */
 
 typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
 typedef int8_t bvec __attribute__((vector_size(LANES)));
@@ -37,6 +38,13 @@ typedef struct {
 INLINE vec upper(uvec bits, enum Format format) {
     bits = format == FLOAT16 ? (uvec)((ivec)bits >> 3) & 0x8fffe000u : bits & 0xffff0000u;
     vec value;
+    memcpy(&value, &bits, sizeof value);
+    return format == FLOAT16 ? value * 0x1p112f : value;
+}
+
+INLINE half_vec upper_half(half_uvec bits, enum Format format) {
+    bits = format == FLOAT16 ? (half_uvec)((half_ivec)bits >> 3) & 0x8fffe000u : bits & 0xffff0000u;
+    half_vec value;
     memcpy(&value, &bits, sizeof value);
     return format == FLOAT16 ? value * 0x1p112f : value;
 }
@@ -60,32 +68,50 @@ INLINE void weights_of(const void *panel, int64_t i, enum Format format, vec wei
     weights[0] = upper(bits << 16, format), weights[1] = upper(bits, format);
 }
 
+/* The same in halves, in the order in which they stand in memory. */
+INLINE void half_weights_of(const void *panel, int64_t i, enum Format format, half_vec weights[4]) {
+    if (format == FLOAT32) {
+        for (int h = 0; h < 4; h++) memcpy(weights + h, (const float *)panel + i * PANEL + h * LANES / 2, sizeof *weights);
+        return;
+    }
+    for (int h = 0; h < 2; h++) {
+        half_uvec bits;
+        memcpy(&bits, (const uint16_t *)panel + i * PANEL + h * LANES, sizeof bits);
+        weights[h] = upper_half(bits << 16, format);
+        weights[2 + h] = upper_half(bits, format);
+    }
+}
+
 INLINE void store_part(float *to, vec value, int64_t count) {
     float part[LANES];
     memcpy(part, &value, sizeof part);
     memcpy(to, part, sizeof(float) * (size_t)(count < LANES ? count : LANES));
 }
 
-/* sums [rows][2] += x [rows, depth] times a panel; for each input, step bytes more are fetched from ahead on. */
-INLINE void panel_rows(const void *panel, enum Format format, int num_rows, int64_t depth, const float *x, int64_t x_stride,
-                       const char *ahead, int64_t step, vec (*sums)[2]) {
-    vec a[MAX_ROWS][2], w[2];
-#pragma GCC unroll 12
-    for (int r = 0; r < num_rows; r++) a[r][0] = sums[r][0], a[r][1] = sums[r][1];
-    for (int64_t i = 0; i < depth; i++) {
-        __builtin_prefetch(ahead + i * step);
-        if (format == FLOAT32) __builtin_prefetch(ahead + i * step + PANEL * 2);
-        weights_of(panel, i, format, w);
-#pragma GCC unroll 12
-        for (int r = 0; r < num_rows; r++) {
-            float factor = x[r * x_stride + i];
-            a[r][0] += w[0] * factor;
-            a[r][1] += w[1] * factor;
-        }
+/* sums [rows][2] += x [rows, depth] times a panel; for each input, step bytes more are fetched from ahead on. A register holds
+ * NUMBERS, of which a panel has PARTS; of MOST rows the registers hold all sums. */
+#define PANEL_ROWS(NAME, NUMBERS, PARTS, MOST, WEIGHTS)                                                                       \
+    INLINE void NAME(const void *panel, enum Format format, int num_rows, int64_t depth, const float *x, int64_t x_stride,   \
+                     const char *ahead, int64_t step, vec (*sums)[2]) {                                                       \
+        NUMBERS a[MOST][PARTS], w[PARTS];                                                                                     \
+        _Pragma("GCC unroll 12") for (int r = 0; r < num_rows; r++)                                                           \
+            _Pragma("GCC unroll 4") for (int p = 0; p < PARTS; p++)                                                           \
+                memcpy(a[r] + p, (float *)sums[r] + p * (PANEL / PARTS), sizeof(NUMBERS));                       \
+        for (int64_t i = 0; i < depth; i++) {                                                                                 \
+            __builtin_prefetch(ahead + i * step);                                                                             \
+            if (format == FLOAT32) __builtin_prefetch(ahead + i * step + PANEL * 2);                                          \
+            WEIGHTS(panel, i, format, w);                                                                                     \
+            _Pragma("GCC unroll 12") for (int r = 0; r < num_rows; r++) {                                                     \
+                float factor = x[r * x_stride + i];                                                                           \
+                _Pragma("GCC unroll 4") for (int p = 0; p < PARTS; p++) a[r][p] += w[p] * factor;                             \
+            }                                                                                                                 \
+        }                                                                                                                     \
+        _Pragma("GCC unroll 12") for (int r = 0; r < num_rows; r++)                                                           \
+            _Pragma("GCC unroll 4") for (int p = 0; p < PARTS; p++)                                                           \
+                memcpy((float *)sums[r] + p * (PANEL / PARTS), a[r] + p, sizeof(NUMBERS));                       \
     }
-#pragma GCC unroll 12
-    for (int r = 0; r < num_rows; r++) sums[r][0] = a[r][0], sums[r][1] = a[r][1];
-}
+PANEL_ROWS(wide_rows, vec, 2, MAX_ROWS, weights_of)
+PANEL_ROWS(narrow_rows, half_vec, 4, MAX_NARROW_ROWS, half_weights_of)
 
 /* LANES numbers of which so many are left: zero beyond. */
 INLINE vec loaded_or_zero(const float *from, int64_t left) {
@@ -182,9 +208,11 @@ INLINE void byte_rows(const Matrix *matrix, int64_t panel, const Rounded *x, int
     }
 }
 
-#define CASE(ROWS, FORMAT)                                                              \
-    case ROWS:                                                                          \
-        panel_rows(block, FORMAT, ROWS, inputs, from, depth, ahead, step, sums + done); \
+#define CASE(ROWS, FORMAT)                                                                            \
+    case ROWS:                                                                                        \
+        if (wide) wide_rows(block, FORMAT, ROWS, inputs, from, depth, ahead, step, sums + done);      \
+        if (!wide && ROWS <= MAX_NARROW_ROWS)                                                         \
+            narrow_rows(block, FORMAT, ROWS, inputs, from, depth, ahead, step, sums + done);          \
         break;
 #define CASES(FORMAT)                                                                                           \
     switch (rows) {                                                                                             \
@@ -194,8 +222,9 @@ INLINE void byte_rows(const Matrix *matrix, int64_t panel, const Rounded *x, int
 
 /* sums [rows][2] = x [rows, inputs] times one panel. More rows than registers hold take turns, DEPTH inputs at a time, while what
  * comes next is fetched little by little. */
-INLINE void panel_products(const Matrix *matrix, int64_t index, const float *x, int64_t num_rows, vec (*sums)[2]) {
-    int64_t depth = matrix->num_inputs, num_parts = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
+INLINE void panel_products(const Matrix *matrix, int64_t index, const float *x, int64_t num_rows, vec (*sums)[2], int wide) {
+    int64_t max_rows = wide ? MAX_ROWS : MAX_NARROW_ROWS;
+    int64_t depth = matrix->num_inputs, num_parts = (num_rows + max_rows - 1) / max_rows;
     int64_t size = PANEL * (matrix->format == FLOAT32 ? 4 : 2), step = size / num_parts, most = num_parts > 1 ? DEPTH : depth;
     const char *panel = (const char *)matrix->panels + index * depth * size;
     for (int64_t r = 0; r < num_rows; r++) sums[r][0] = sums[r][1] = (vec){};
@@ -219,8 +248,8 @@ INLINE void panel_products(const Matrix *matrix, int64_t index, const float *x, 
 }
 
 /* y [rows, outputs] = or += x [rows, inputs] times the matrix, for panels first to last. INT8 and PAIRS take the rounded rows. */
-FOR_EACH_CPU static void product(const Matrix *matrix, enum Store store, const float *x, const Rounded *rounded, float *y,
-                                 int64_t y_stride, int64_t num_rows, int64_t first, int64_t last) {
+INLINE void product_of(const Matrix *matrix, enum Store store, const float *x, const Rounded *rounded, float *y,
+                       int64_t y_stride, int64_t num_rows, int64_t first, int64_t last, int wide) {
     int64_t depth = matrix->num_inputs, width = store == GATED ? LANES : PANEL;
     int64_t num_spans = (num_rows + SPAN - 1) / SPAN;
     for (int64_t p = first; p < last; p++) {
@@ -233,7 +262,7 @@ FOR_EACH_CPU static void product(const Matrix *matrix, enum Store store, const f
             } else if (matrix->format == PAIRS) {
                 pair_rows(matrix, p, rounded, t, rows, sums);
             } else {
-                panel_products(matrix, p, x + t * depth, rows, sums);
+                panel_products(matrix, p, x + t * depth, rows, sums, wide);
             }
             for (int64_t r = 0; r < rows; r++) {
                 float *to = y + (t + r) * y_stride + p * width;
@@ -263,6 +292,22 @@ FOR_EACH_CPU static void product(const Matrix *matrix, enum Store store, const f
             }
         }
     }
+}
+
+#define PRODUCT_ARGUMENTS                                                                                                   \
+    const Matrix *matrix, enum Store store, const float *x, const Rounded *rounded, float *y, int64_t y_stride,             \
+        int64_t num_rows, int64_t first, int64_t last
+
+FOR_WIDE static void wide_product(PRODUCT_ARGUMENTS) {
+    product_of(matrix, store, x, rounded, y, y_stride, num_rows, first, last, 1);
+}
+
+FOR_NARROW static void narrow_product(PRODUCT_ARGUMENTS) {
+    product_of(matrix, store, x, rounded, y, y_stride, num_rows, first, last, 0);
+}
+
+static void product(PRODUCT_ARGUMENTS) {
+    (is_wide() ? wide_product : narrow_product)(matrix, store, x, rounded, y, y_stride, num_rows, first, last);
 }
 
 /* to = x / sqrt(mean(x^2) + eps) * weight, over width entries */

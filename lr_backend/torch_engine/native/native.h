@@ -12,15 +12,33 @@ typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
 
+/* Half as many lanes: what a processor without AVX-512 holds in a register. */
+typedef float half_vec __attribute__((vector_size(2 * LANES)));
+typedef int32_t half_ivec __attribute__((vector_size(2 * LANES)));
+typedef uint32_t half_uvec __attribute__((vector_size(2 * LANES)));
+
 #define INLINE static inline __attribute__((always_inline))
 
 /* One function for each level of instructions; the loader picks the machine's. */
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
+#define FOR_EACH_LEVEL
 #define FOR_EACH_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #elif defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
 #define FOR_EACH_CPU __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define FOR_EACH_CPU
+#endif
+
+/* The same for the inner loops, which are written for whole vectors and for halves: a loop over vectors that no register holds is
+ * compiled to one over memory, nine times slower. is_wide() says which of the two to call. */
+#ifdef FOR_EACH_LEVEL
+#define FOR_WIDE __attribute__((target("arch=x86-64-v4")))
+#define FOR_NARROW __attribute__((target_clones("arch=x86-64-v3", "default")))
+INLINE int is_wide(void) { return __builtin_cpu_supports("x86-64-v4") != 0; }
+#else
+#define FOR_WIDE
+#define FOR_NARROW
+INLINE int is_wide(void) { return LANES * sizeof(float) <= __BIGGEST_ALIGNMENT__; }
 #endif
 
 /* One token of logits [vocabulary]; temperature 0 is greedy. candidates: room for 8 bytes a token. */

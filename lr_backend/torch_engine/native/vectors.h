@@ -14,6 +14,16 @@ INLINE vec loaded(const float *from) {
 
 INLINE void stored(float *to, vec value) { memcpy(to, &value, sizeof value); }
 
+/* v times a number. Where a register holds half a vector, the number is spread over one: over a whole one the compiler would spread
+ * it through memory. */
+INLINE vec times(vec v, float number, int wide) {
+    if (wide) return v * number;
+    half_vec half = number - (half_vec){};
+    vec whole;
+    memcpy(&whole, &half, sizeof half), memcpy((char *)&whole + sizeof half, &half, sizeof half);
+    return v * whole;
+}
+
 #define FOLD(v, mask) ((v) + __builtin_shuffle((v), mask))
 
 INLINE float total(vec v) {
