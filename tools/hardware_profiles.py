@@ -31,8 +31,9 @@ DEPLOYED = "TensorRT-LLM 1.2.1"
 
 SYSTEMS = {"9.0": ("h100_sxm", "h200_sxm", "b200_sxm"), "8.9": ("l40s",)}
 """Systems to ask for, by the compute capability that a spec is written for. Of Ada cards the tables hold the L40S alone."""
-TARGET_TP_SIZES = (1, 2, 4)
-"""The target is asked for at each of these, so that equal numbers of GPUs can be compared; a quantised one at its own alone."""
+TP_SIZES = (1, 2, 4)
+"""The target is asked for at each of these, so that equal numbers of GPUs can be compared, and so is the draft: where an engine
+drafts by itself, its draft model has its own parallelism. A quantised model is asked for at its own alone."""
 
 _POWERS = tuple(2**power for power in range(14))
 TOKENS = tuple(sorted({*_POWERS, 12, 24, 48, 96, 144, 160, 192, 224, 384, 768, 1536, 3072, 6144}))
@@ -71,8 +72,8 @@ def wanted() -> list[dict[str, Any]]:
         for role in Role:
             engine = spec.engine(role)
             shape = known_models()[engine.hub]
-            own_only = role is not Role.TARGET or engine.weight_dtype == "fp8"
-            for tp_size in (engine.tp_size,) if own_only else TARGET_TP_SIZES:
+            own_only = role is Role.JUDGE or engine.weight_dtype == "fp8"
+            for tp_size in (engine.tp_size,) if own_only else TP_SIZES:
                 for system in SYSTEMS[spec.hardware.compute_capability]:
                     entry = {
                         "model": engine.hub,
@@ -200,6 +201,7 @@ def _source(system: str, by_source: Mapping[str, Mapping[str, float]]) -> dict[s
             "silicon": "kernels timed on the card, interpolated between the sizes that were timed",
             "mixed": "scaled by a model from kernels timed at other sizes",
             "empirical": "no timing: computed from bytes, with an efficiency and a latency found by experience",
+            "estimated": "modelled from measured components: no timing of this kernel on the card",
         },
         "holds": "kernel and all-reduce time alone; host time, launches, sampling and hops are not in it",
     }
@@ -268,15 +270,22 @@ def _compact(document: Mapping[str, Any]) -> str:
 
 
 def write(entries: Sequence[Mapping[str, Any]], output: Path, say: Callable[[str], None]) -> None:
-    """One file an entry, and none of an earlier run beside them."""
-    output.mkdir(parents=True, exist_ok=True)
-    for old in output.glob("*.json"):
-        old.unlink()
+    """One file an entry, and none of an earlier run beside them; what is there stays until all are made."""
+    made: dict[str, str] = {}
     for entry in entries:
         document = profile(entry)
         name = f"{entry['system']}.{entry['model'].rpartition('/')[2]}.tp{entry['tp_size']}.{entry['dtype']}.json"
-        (output / name).write_text(_compact(document), encoding="utf-8")
+        if name in made:
+            raise SystemExit(
+                f"{name}: two entries, which differ in the dtype of their KV cache alone; a name has no place for it"
+            )
+        made[name] = _compact(document)
         say(f"{name}: a decode of one sequence of 1,000 tokens {document['checks'][0]['ms']:.2f} ms")
+    output.mkdir(parents=True, exist_ok=True)
+    for old in output.glob("*.json"):
+        old.unlink()
+    for name, text in made.items():
+        (output / name).write_text(text, encoding="utf-8")
 
 
 def main() -> None:

@@ -42,12 +42,14 @@ class Iteration:
         num_decodes: sequences that compute one token each.
         kv_tokens: tokens in all of those together.
         num_draft_tokens: verified along with the decodes, where the engine drafts by itself; of all of them together.
+        num_draft_passes: of the engine's own draft model, for these.
     """
 
     joins: tuple[Join, ...] = ()
     num_decodes: int = 0
     kv_tokens: int = 0
     num_draft_tokens: int = 0
+    num_draft_passes: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -102,6 +104,42 @@ class ProfileCosts:
         return min(1.0, max(read_s, computed_s) / self.seconds(iteration))
 
 
+@dataclass(frozen=True)
+class DraftingCosts:
+    """The costs of an engine that drafts by itself: its draft model's passes, and then one of its own that verifies.
+
+    The draft model reads what joins, too. Its passes are one graph; the host work of a round does not overlap.
+    """
+
+    target: ProfileCosts
+    draft: Profile
+
+    def seconds(self, iteration: Iteration) -> float:
+        return self.target.seconds(iteration) + self._drafting_s(iteration)
+
+    def _drafting_s(self, iteration: Iteration) -> float:
+        overheads = self.target.overheads
+        drafting = ProfileCosts(self.draft, overheads)
+        found_ms = 0.0
+        if iteration.joins:
+            found_ms += drafting.kernels_ms(Iteration(iteration.joins))
+        if iteration.num_draft_passes:
+            one_pass_ms = drafting.kernels_ms(Iteration((), iteration.num_decodes, iteration.kv_tokens))
+            found_ms += overheads.round_ms + iteration.num_draft_passes * (one_pass_ms + overheads.draft_pass_ms)
+        return found_ms / 1e3
+
+    def demand(self, iteration: Iteration) -> float:
+        """Of its two parts, each by its time."""
+        verifying_s, drafting_s = self.target.seconds(iteration), self._drafting_s(iteration)
+        passes = (
+            Iteration((), iteration.num_decodes, iteration.kv_tokens)
+            if iteration.num_draft_passes
+            else Iteration(iteration.joins)
+        )
+        draft_demand = ProfileCosts(self.draft, self.target.overheads).demand(passes) if drafting_s else 0.0
+        return (self.target.demand(iteration) * verifying_s + draft_demand * drafting_s) / (verifying_s + drafting_s)
+
+
 @dataclass(frozen=True, slots=True)
 class LinearCosts:
     """The costs of a machine of which only recorded requests are known.
@@ -110,16 +148,21 @@ class LinearCosts:
         token_s: an iteration that decodes one sequence.
         crowding: how much longer an iteration takes for each further sequence, as a share of that.
         prompt_token_s: each token of a join.
+        verification_s: what an iteration takes longer in which draft tokens are verified that came with a call.
+        share_of_cores: what it takes of the cores that all roles share while it computes; 0: it has cores of its own.
     """
 
     token_s: float
     crowding: float = 0.0
     prompt_token_s: float = 0.0
+    verification_s: float = 0.0
+    share_of_cores: float = 0.0
 
     def seconds(self, iteration: Iteration) -> float:
         num_sequences = iteration.num_decodes + len(iteration.joins)
         num_new = sum(join.num_new for join in iteration.joins)
-        return self.token_s * (1.0 + self.crowding * (num_sequences - 1)) + self.prompt_token_s * num_new
+        verifying_s = self.verification_s if any(join.num_drafts for join in iteration.joins) else 0.0
+        return self.token_s * (1.0 + self.crowding * (num_sequences - 1)) + self.prompt_token_s * num_new + verifying_s
 
     def demand(self, iteration: Iteration) -> float:
-        return 1.0
+        return self.share_of_cores

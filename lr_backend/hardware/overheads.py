@@ -55,7 +55,10 @@ KERNELS_A_LAYER_MIXED = Constant(
 # The executor's loop -------------------------------------------------------------------------------------------------
 
 LOOP_MS = Constant(
-    0.30, 0.15, 0.60, "assumed: idle time between iterations; executorImpl.cpp schedules, copies, samples and answers in turn"
+    0.30,
+    0.15,
+    0.60,
+    "assumed: idle time between iterations, whatever is in them; executorImpl.cpp schedules and launches in turn",
 )
 LOOP_MS_A_TP_DOUBLING = Constant(
     0.10, 0.03, 0.20, "measured minus table of Llama-3.1-8B on H100 grows so with TP (silicon_sample.csv of the tables' package)"
@@ -113,12 +116,14 @@ class Overheads:
             ``cuda_graph_mode`` says so, which upstream and our specs leave off.
         poll_ms: ``recv_poll_period_ms``, at which orchestrator and leader look for messages; None: there is no orchestrator.
         loop_ms: of each iteration, whatever is in it.
+        loop_samples: ``loop_ms`` was measured with sampling and the books of requests in it.
     """
 
     profile: Profile
     replays_graphs: bool
     poll_ms: float | None
     loop_ms: float
+    loop_samples: bool = False
     bound: Bound = Bound.VALUE
 
     @classmethod
@@ -129,7 +134,8 @@ class Overheads:
     @classmethod
     def llmapi(cls, profile: Profile, bound: Bound = Bound.VALUE) -> Self:
         """An engine of the LLM API: graphs, host work that overlaps, no orchestrator."""
-        return cls(profile, replays_graphs=True, poll_ms=None, loop_ms=_loop_ms(LLMAPI_LOOP_MS, profile, bound), bound=bound)
+        loop_ms = _loop_ms(LLMAPI_LOOP_MS, profile, bound)
+        return cls(profile, replays_graphs=True, poll_ms=None, loop_ms=loop_ms, loop_samples=True, bound=bound)
 
     def iteration_ms(self, kernels_ms: float, num_joins: int, num_decodes: int, num_draft_tokens: int) -> float:
         """An iteration with all that it takes beside its kernels.
@@ -140,9 +146,10 @@ class Overheads:
         if num_joins or not self.replays_graphs:
             launches = self.profile.num_layers * self._kernels_a_layer(mixed=num_joins > 0 and num_decodes > 0)
             kernels_ms = max(kernels_ms + launches * self._at(EAGER_GAP_US) / 1e3, launches * self._at(LAUNCH_US) / 1e3)
-        requests_ms = (num_joins + num_decodes) * self._at(REQUEST_US) / 1e3 + num_joins * self._at(JOIN_MS)
-        drafts_ms = num_draft_tokens * self._at(DRAFT_STEP_MS)
-        return kernels_ms + self.loop_ms + requests_ms + self._at(SAMPLING_MS) + drafts_ms
+        found_ms = kernels_ms + self.loop_ms + num_joins * self._at(JOIN_MS) + num_draft_tokens * self._at(DRAFT_STEP_MS)
+        if not self.loop_samples:
+            found_ms += (num_joins + num_decodes) * self._at(REQUEST_US) / 1e3 + self._at(SAMPLING_MS)
+        return found_ms
 
     @property
     def hop_ms(self) -> float:
@@ -151,6 +158,16 @@ class Overheads:
             return 0.0
         slack_ms = self._at(POLL_SLACK_MS) if self.poll_ms else 0.0
         return self._at(MESSAGE_MS) + (self.poll_ms + slack_ms) / 2.0
+
+    @property
+    def round_ms(self) -> float:
+        """Host work of a round in which the engine drafts by itself."""
+        return self._at(LLMAPI_ROUND_MS)
+
+    @property
+    def draft_pass_ms(self) -> float:
+        """Of each pass of the engine's own draft model, beside its kernels."""
+        return self._at(LLMAPI_DRAFT_STEP_MS)
 
     def draft_logits_ms(self, num_draft_tokens: int) -> float:
         """What the one-hot logits of so many draft tokens take on the way to the executor."""

@@ -7,9 +7,11 @@ milliseconds (everything but attention, by tokens; attention of prompts; attenti
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import isfinite
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,6 +19,7 @@ from lr_backend.errors import ConfigError
 from lr_backend.hardware.tables import Grid, Line
 
 PROFILES = Path(__file__).with_name("profiles")
+_NAME = re.compile(r"(?P<system>[^.]+)\.(?P<model>.+)\.tp(?P<tp_size>\d+)\.(?P<dtype>[^.]+)\.json")
 SCHEMA, VERSION = "lookahead-hardware-profile", 1
 
 
@@ -96,12 +99,14 @@ class Profile:
         return self.context_attention_ms.least
 
     @property
+    def measured_share(self) -> float:
+        """Of the time of everything but attention, what was timed on the card."""
+        return float(self.source["share_of_time_by_source"]["dense"].get("silicon", 0.0))
+
+    @property
     def label(self) -> str:
         """What must stand beside every figure that this profile is part of."""
-        return (
-            f"iteration times from NVIDIA's kernel tables (measured, partly interpolated), {self.source['package']} "
-            f"{self.source['package_version']}, {self.source['database']}; not a run on {self.key.system}"
-        )
+        return label_of([self])
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -122,7 +127,7 @@ class Profile:
             raise ConfigError(f"hardware profile {path.name} {versions}: make profiles")
         try:
             return cls._from(document)
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"hardware profile {path.name} is damaged: {error!r}") from error
 
     @classmethod
@@ -130,11 +135,11 @@ class Profile:
         card, dtype = document["card"], str(document["dtype"])
         flop_per_s = card["fp8_flop_per_s" if dtype == "fp8" else "bfloat16_flop_per_s"]
         dense, context, decode = (document[name] for name in ("dense", "context_attention", "decode_attention"))
-        return cls(
+        profile = cls(
             key=ProfileKey.of(str(document["system"]), str(document["model"]), int(document["tp_size"]), dtype),
             num_layers=int(document["num_layers"]),
             vocab_size=int(document["vocab_size"]),
-            dense_ms=Line(tuple(dense["tokens"]), tuple(dense["ms"])),
+            dense_ms=Line(_numbers(dense["tokens"]), _numbers(dense["ms"])),
             context_attention_ms=_grid(context["new_tokens"], context["prefix_tokens"], context["ms"]),
             decode_attention_ms=_grid(decode["sequences"], decode["kv_tokens"], decode["ms"]),
             card=Card(float(card["memory_bytes_per_s"]), float(flop_per_s)),
@@ -142,18 +147,39 @@ class Profile:
             source=document["source"],
             checks=tuple(document["checks"]),
         )
+        assert profile.label  # it says where it comes from
+        return profile
+
+
+def label_of(profiles: Sequence[Profile]) -> str:
+    """What must stand beside every figure that these profiles are part of."""
+    source = profiles[0].source
+    how = "measured, partly interpolated"
+    if min(one.measured_share for one in profiles) < 0.5:
+        how = "mostly modelled, partly measured"
+    systems = " and ".join(dict.fromkeys(one.key.system for one in profiles))
+    return (
+        f"iteration times from NVIDIA's kernel tables ({how}), {source['package']} {source['package_version']}, "
+        f"{source['database']}; not a run on {systems}"
+    )
 
 
 def _grid(xs: list[float], ys: list[float], rows: list[list[float]]) -> Grid:
-    return Grid(tuple(xs), tuple(ys), tuple(map(tuple, rows)))
+    return Grid(_numbers(xs), _numbers(ys), tuple(map(_numbers, rows)))
+
+
+def _numbers(values: list[float]) -> tuple[float, ...]:
+    """Raises: ValueError: one is none."""
+    if not all(isinstance(value, int | float) and isfinite(value) for value in values):
+        raise ValueError(f"not all of these are numbers: {values}")
+    return tuple(values)
 
 
 def available(folder: Path = PROFILES) -> Iterator[ProfileKey]:
     """Every profile that is there, by its file's name."""
     for path in sorted(folder.glob("*.json")):
-        system, _, rest = path.stem.partition(".")
-        model, tp_size, dtype = rest.rsplit(".", 2)
-        yield ProfileKey(system, model, int(tp_size.removeprefix("tp")), dtype)
+        if (match := _NAME.fullmatch(path.name)) is not None:
+            yield ProfileKey(match["system"], match["model"], int(match["tp_size"]), match["dtype"])
 
 
 def find(key: ProfileKey, folder: Path = PROFILES) -> Profile:

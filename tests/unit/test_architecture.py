@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LEAVES = {"errors", "contract", "step", "tokens", "engine", "request", "config", "parameters"}
+LEAVES = {"errors", "contract", "step", "tokens", "engine", "request", "config", "parameters", "hardware"}
 LEAF_MODULES = {"lr_backend.build.nvidia", "lr_backend.build.placement"}
 """Values that every part may know of."""
 
@@ -23,19 +23,22 @@ ALLOWED: dict[str, set[str]] = {
     "engine": {"contract", "errors"},
     "request": {"engine", "errors"},
     "config": {"errors"},
-    "parameters": {"errors"},
-    "hardware": {"errors"},
+    "hardware": {"engine", "errors"},
+    "parameters": {"errors", "hardware"},
     "verify": {"engine", "errors", "step", "contract", "request", "config"},
     "propose": {"contract", "engine", "errors", "request"},
     "trace": {"engine", "errors", "request"},
     "loop": {"verify", "propose", "trace", *LEAVES},
     "torch_engine": LEAVES,
+    "emulated": {"torch_engine", *LEAVES},
     "llmapi": {"torch_engine", *LEAVES},
     "build": LEAVES,
-    "triton": {"loop", "verify", "propose", "trace", "torch_engine", "llmapi", *LEAVES},
+    "triton": {"loop", "verify", "propose", "trace", "torch_engine", "emulated", "llmapi", *LEAVES},
     "testing": {"contract", "engine", "errors"},
-    "plan": {"loop", "verify", "trace", "testing", *LEAVES},
-    "cli": {"build", "plan", "trace", "triton", *LEAVES},
+    "plan": {"loop", "verify", "trace", "testing", "emulated", *LEAVES},
+    "cli_errors": {"errors"},
+    "cli_plan": {"build", "plan", "emulated", "trace", "cli_errors", *LEAVES},
+    "cli": {"build", "plan", "trace", "triton", "cli_plan", "cli_errors", *LEAVES},
 }
 
 

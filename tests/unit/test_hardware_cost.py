@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lr_backend.build.spec import PACKAGE_ROOT
 from lr_backend.hardware import overheads as constants
 from lr_backend.hardware.cost import Iteration, Join, LinearCosts, ProfileCosts
 from lr_backend.hardware.overheads import Bound, Constant, Overheads
@@ -122,8 +123,21 @@ def test_every_constant_names_its_source() -> None:
     assert {field.name for field in fields(Constant)} == {"value", *(bound.value for bound in Bound), "source"}
 
 
+def test_the_page_on_production_pace_has_every_constant_as_it_is() -> None:
+    page = (PACKAGE_ROOT / "docs" / "benchmarks" / "pace.md").read_text()
+    for name, one in vars(constants).items():
+        if isinstance(one, Constant):
+            value, low, high = (_shown(name, getattr(one, bound)) for bound in (Bound.VALUE, Bound.LOW, Bound.HIGH))
+            assert f"| `{name}` | {value} | {low} to {high} | {one.source} |" in page
+
+
+def _shown(name: str, value: float) -> str:
+    return f"{value / 1e9:g} GB/s" if name == "COPY_BYTES_PER_S" else f"{value:g}"
+
+
 def test_linear_costs_count_sequences_and_prompt_tokens() -> None:
     costs = LinearCosts(token_s=0.01, crowding=0.1, prompt_token_s=0.001)
     assert costs.seconds(Iteration((), 1, 500)) == 0.01
     assert costs.seconds(Iteration((Join(20, 100),), 2, 500)) == pytest.approx(0.012 + 0.02)
-    assert costs.demand(Iteration((), 1, 500)) == 1.0
+    assert costs.demand(Iteration((), 1, 500)) == 0.0
+    assert LinearCosts(0.01, share_of_cores=0.5).demand(Iteration((), 1, 500)) == 0.5
