@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lr_backend.errors import ConfigError
+from lr_backend.hardware.pace import EnginePace
 
 CHECKPOINT_KEY = "gpt_model_path"
 """Upstream's name for the checkpoint or engine directory."""
@@ -92,4 +93,5 @@ _BY_TYPE: Mapping[str, Read] = {
     "float | None": _number,
     "bool": _boolean,
     "tuple[int, ...]": _integers,
+    "EnginePace | None": lambda key, text: EnginePace.from_json(text),
 }

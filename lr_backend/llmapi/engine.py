@@ -181,7 +181,7 @@ class LlmApiEngine:
                 continue
             run.last_token_ns = time.monotonic_ns()
             run.first_token_ns = run.first_token_ns or run.last_token_ns
-            emitted, ended = cut_at_end(run.request, run.tokens, fresh, run.max_new_tokens)
+            emitted, ended = cut_at_end(run.request, len(run.tokens), run.tokens, fresh, run.max_new_tokens)
             run.tokens.extend(emitted)
             if ended:
                 self._count_dropped(len(fresh) - len(emitted))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from lr_backend.errors import ConfigError
+from lr_backend.hardware.pace import EnginePace
 from lr_backend.parameters import CHECKPOINT_KEY, read_parameters, readers_of, require
 
 DTYPES = ("float32", "bfloat16")
@@ -48,6 +49,8 @@ class EngineConfig:
             in ``kv_cache_free_mem_fraction``: leave them some.
         random_weights: draw the weights instead of reading them; the checkpoint needs ``config.json`` alone. For benchmarks.
         exclude_input_in_output: what holds for requests that do not say.
+        pace: of an engine that :func:`~lr_backend.emulated.open.open_engine` opens: iterations last as long as those of the
+            hardware that it stands for, and calls take its hops; None: as long as they take here.
         reproduce_upstream_draft_bias: sampling with token-only drafts follows upstream's biased rule. For tests.
     """
 
@@ -73,6 +76,7 @@ class EngineConfig:
     use_cuda_graphs: bool = True
     random_weights: bool = False
     exclude_input_in_output: bool = False
+    pace: EnginePace | None = None
     reproduce_upstream_draft_bias: bool = False
 
     def __post_init__(self) -> None:

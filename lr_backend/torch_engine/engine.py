@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any
@@ -19,18 +20,19 @@ import torch
 from torch import Tensor
 
 from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, LookaheadError, Overloaded
+from lr_backend.torch_engine.advance import advance, stamp
 from lr_backend.torch_engine.backends import open_runner
 from lr_backend.torch_engine.checkpoint import ModelSpec
 from lr_backend.torch_engine.config import EngineConfig
 from lr_backend.torch_engine.decode_graphs import GraphSettings
 from lr_backend.torch_engine.kv_cache import KvCache
-from lr_backend.torch_engine.limits import cut_at_end, plan_run
+from lr_backend.torch_engine.limits import plan_run
 from lr_backend.torch_engine.model import DecoderModel
 from lr_backend.torch_engine.outputs import choose_tokens
 from lr_backend.torch_engine.request import EngineRequest, EngineResponse
 from lr_backend.torch_engine.runner import Output
 from lr_backend.torch_engine.scheduler import Chunk, Scheduler
-from lr_backend.torch_engine.sequence import NewTokens, OnDone, Sequence
+from lr_backend.torch_engine.sequence import NewTokens, OnDone, OnTokens, Sequence
 from lr_backend.torch_engine.side_lane import SideLane
 from lr_backend.torch_engine.stats import Counters, EngineStats
 
@@ -43,10 +45,21 @@ _logger = logging.getLogger(__name__)
 class TorchEngine:
     """Serves one model. All public methods may be called from any thread."""
 
-    def __init__(self, config: EngineConfig, model: DecoderModel | None = None, graphs: GraphSettings | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: DecoderModel | None = None,
+        graphs: GraphSettings | None = None,
+        *,
+        max_passes: int | None = None,
+        niceness: int = 0,
+    ) -> None:
         """Load the checkpoint (unless a model is given) and start the engine's thread.
 
-        ``graphs``: how decode iterations are recorded; None: as CUDA graphs where ``config`` has them.
+        Args:
+            graphs: how decode iterations are recorded; None: as CUDA graphs where ``config`` has them.
+            max_passes: decode passes after which tokens are told to whoever asked for them (:meth:`submit`); None: at the end.
+            niceness: of the thread that computes, beside that of the process.
 
         Raises:
             CheckpointError: the checkpoint cannot be served.
@@ -54,6 +67,7 @@ class TorchEngine:
         """
         self.config, self._runner = open_runner(config, model, graphs)
         self._lane = SideLane(self._runner.run, self._notify) if self._runner.is_concurrent and config.overlap_prefill else None
+        self._max_passes, self._niceness = max_passes, niceness
         self._cancelled_aside: list[Sequence] = []
         self._scheduler = self._new_scheduler()
         self._counters = Counters()
@@ -73,8 +87,10 @@ class TorchEngine:
         """What the checkpoint says of the model."""
         return self._runner.spec
 
-    def submit(self, request: EngineRequest, on_done: OnDone) -> None:
+    def submit(self, request: EngineRequest, on_done: OnDone, on_tokens: OnTokens | None = None) -> None:
         """Queue a request; ``on_done`` gets its response or error, exactly once, from the engine's thread.
+
+        ``on_tokens`` gets its tokens as they come, before ``on_done``, and all of a pass even where the run ends within it.
 
         A request with ``stop`` cancels the one of the same id and is answered at once, whether there was one or not.
 
@@ -92,6 +108,7 @@ class TorchEngine:
             order=0,
             request=request,
             on_done=on_done,
+            on_tokens=on_tokens,
             drafts=plan.drafts,
             max_new_tokens=plan.max_new_tokens,
             tokens_per_block=self.config.tokens_per_block,
@@ -159,6 +176,8 @@ class TorchEngine:
             if self.config.num_threads is not None:
                 # OpenMP keeps this number by thread, so it is set on the one that computes.
                 torch.set_num_threads(self.config.num_threads)
+            if self._niceness:
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + self._niceness)
             with torch.inference_mode():
                 while self._take_work():
                     if not self._scheduler.idle:
@@ -216,10 +235,10 @@ class TorchEngine:
             if self._lane:
                 aside, chunks = self._lane.divide(chunks)
                 if aside:
-                    _stamp(aside, now)
+                    stamp(aside, now)
                     self._lane.start(aside)
             if chunks:
-                _stamp(chunks, now)
+                stamp(chunks, now)
                 self._compute(chunks)
         except Exception as error:
             _logger.exception("iteration failed")
@@ -231,7 +250,9 @@ class TorchEngine:
 
     def _compute(self, chunks: list[Chunk]) -> None:
         """One iteration, or several at once where all only decode and nobody waits."""
-        ahead = self._runner.run_ahead(chunks)
+        # What drafts is told pass by pass.
+        drafting = self._max_passes and any(chunk.sequence.request.num_draft_tokens for chunk in chunks)
+        ahead = self._runner.run_ahead(chunks, 1 if drafting else self._max_passes)
         if ahead is None:
             self._counters.num_iterations += 1
             self._complete(chunks, lambda: self._runner.run(chunks))
@@ -267,40 +288,11 @@ class TorchEngine:
 
     def _advance(self, chunks: list[Chunk], gained: list[NewTokens]) -> None:
         """Book what was computed, give out the new tokens, finish the sequences that ended."""
-        counters, cache = self._counters, self._scheduler.cache
-        counters.num_batch_rows += len(chunks)
-        now = time.monotonic_ns()
-        for chunk in chunks:
-            sequence = chunk.sequence
-            counters.num_tokens_prefilled += chunk.count if not sequence.num_generated else 0
-            sequence.num_computed = min(chunk.end, len(sequence.tokens))
-            if sequence.num_computed // cache.tokens_per_block > len(sequence.table.keys):
-                cache.register(sequence.table, sequence.tokens, sequence.num_computed)
-            if (chunk.count > 1 and chunk.num_logits) or (not chunk.num_logits and sequence.num_pending == 1):
-                # Branches of the same answer come next: they continue this prompt.
-                cache.share_partial(sequence.table, sequence.tokens, sequence.num_computed)
         for new in gained:
-            if self._take_tokens(new, now):
-                self._finish(new.sequence)
-
-    def _take_tokens(self, new: NewTokens, now_ns: int) -> bool:
-        """Append a sequence's new tokens as far as they are emitted; whether it ended."""
-        sequence, counters = new.sequence, self._counters
-        output = sequence.tokens[sequence.num_prompt_tokens :] if sequence.request.stop_words.words else []
-        output_length = sequence.num_generated
-        emitted, ended = cut_at_end(sequence.request, output or range(output_length), new.token_ids, sequence.max_new_tokens)
-        sequence.tokens += emitted
-        sequence.num_computed = min(sequence.num_computed + new.num_stored, len(sequence.tokens))
-        sequence.log_probs += new.log_probs[: len(emitted)]
-        num_accepted = min(new.num_accepted, len(emitted))
-        sequence.num_accepted += num_accepted
-        sequence.num_proposed += new.num_proposed
-        sequence.first_token_ns = sequence.first_token_ns or now_ns
-        sequence.last_token_ns = now_ns
-        counters.num_tokens_decoded += len(emitted)
-        counters.num_draft_tokens += len(sequence.drafts) + new.num_proposed
-        counters.num_accepted_tokens += num_accepted
-        return ended or sequence.is_verification
+            if new.sequence.on_tokens is not None:
+                new.sequence.on_tokens(new)
+        for sequence in advance(self._scheduler, self._counters, chunks, gained, time.monotonic_ns()):
+            self._finish(sequence)
 
     def _finish(self, sequence: Sequence) -> None:
         self._scheduler.remove(sequence)
@@ -400,9 +392,3 @@ class TorchEngine:
             self._errands.append(run)
             self._awaken()
         return future
-
-
-def _stamp(chunks: Iterable[Chunk], now_ns: int) -> None:
-    """Note when each sequence was first scheduled."""
-    for chunk in chunks:
-        chunk.sequence.first_scheduled_ns = chunk.sequence.first_scheduled_ns or now_ns

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from lr_backend.engine import EngineCall, Generation
 from lr_backend.errors import EngineError, EngineUnavailable, LookaheadError, Overloaded
-from lr_backend.torch_engine.engine import TorchEngine
 from lr_backend.torch_engine.request import EngineRequest, EngineResponse
+
+
+class Submits(Protocol):
+    """An engine: see :class:`~lr_backend.torch_engine.engine.TorchEngine`."""
+
+    def submit(self, request: EngineRequest, on_done: Callable[[EngineResponse | LookaheadError], None], /) -> None: ...
+
+    def cancel(self, request_id: str) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class InProcessEngine:
     """``generate`` and ``close`` of one engine. Several event loops may use it at a time."""
 
-    def __init__(self, engine: TorchEngine) -> None:
+    def __init__(self, engine: Submits) -> None:
         """Takes the engine over: :meth:`close` closes it."""
         self.engine = engine
 
@@ -62,7 +72,7 @@ def _engine_error(error: LookaheadError) -> EngineError:
     return error if isinstance(error, EngineError) else EngineUnavailable(error.message)
 
 
-def run_all(engine: TorchEngine, requests: Sequence[EngineRequest]) -> list[EngineResponse]:
+def run_all(engine: Submits, requests: Sequence[EngineRequest]) -> list[EngineResponse]:
     """All at once, without an event loop; answers in order of the requests.
 
     Raises:

@@ -67,7 +67,7 @@ class KvCache:
         tokens_per_block: int,
         *,
         reuse: bool,
-        copy_prefix: CopyPrefix,
+        copy_prefix: CopyPrefix = lambda source, target, num_tokens: None,
         allocated: Allocated = lambda blocks: None,
     ) -> None:
         self.num_blocks = num_blocks

@@ -45,7 +45,7 @@ class NativeRunner:
                     self._drafter.read(chunk.sequence, chunk.end)
         return logits, outputs
 
-    def run_ahead(self, chunks: Items[Chunk]) -> tuple[list[NewTokens], int] | None:
+    def run_ahead(self, chunks: Items[Chunk], max_passes: int | None = None) -> tuple[list[NewTokens], int] | None:
         if not all(chunk.num_logits == 0 or _yields_a_token(chunk) for chunk in chunks):
             return None
         if prompts := [chunk.without_last() for chunk in chunks if chunk.count > chunk.num_logits]:
@@ -59,8 +59,8 @@ class NativeRunner:
             min(len(one.table.blocks) * size - len(one.tokens) + 1, one.max_new_tokens - one.num_generated) for one in sequences
         ]
         # A prompt that is not through wants its next piece.
-        max_passes = max(rooms) if len(decoding) == len(chunks) else 1
-        return self._run_ahead(sequences, rooms, max_passes, self._interrupt)
+        most = min(max_passes or max(rooms), max(rooms)) if len(decoding) == len(chunks) else 1
+        return self._run_ahead(sequences, rooms, most, self._interrupt)
 
     def interrupt(self, wanted: bool) -> None:
         self._interrupt.value = wanted

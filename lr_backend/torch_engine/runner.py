@@ -58,10 +58,10 @@ class Runner(Protocol):
         """
         ...
 
-    def run_ahead(self, chunks: Items[Chunk]) -> tuple[list[NewTokens], int] | None:
+    def run_ahead(self, chunks: Items[Chunk], max_passes: int | None = None) -> tuple[list[NewTokens], int] | None:
         """Decode these sequences until one may have ended, :meth:`interrupt` or no more room; and how many passes that took.
 
-        None where that cannot be done: then nothing has happened, and :meth:`run` is to be used.
+        ``max_passes``: at most so many. None where that cannot be done: then nothing has happened, and :meth:`run` is to be used.
         """
         ...
 

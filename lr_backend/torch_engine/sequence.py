@@ -14,6 +14,10 @@ OnDone = Callable[[EngineResponse | LookaheadError], None]
 """Called once a request, from the engine's thread (or the closing one); must not block."""
 
 
+OnTokens = Callable[["NewTokens"], None]
+"""Called with what an iteration has brought to one request, from the engine's thread; must not block."""
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """State of one request, owned by the engine's thread after it was submitted.
@@ -34,6 +38,7 @@ class Sequence:
     drafts: tuple[int, ...]
     max_new_tokens: int
     tokens_per_block: int
+    on_tokens: OnTokens | None = None
     tokens: list[int] = field(init=False)
     keys: list[bytes] = field(init=False)
     table: BlockTable = field(default_factory=BlockTable)

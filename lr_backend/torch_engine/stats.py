@@ -13,6 +13,7 @@ class EngineStats:
         num_batch_rows: sequences of all iterations together.
         num_tokens_prefilled: prompt tokens (and draft tokens) computed, not reused.
         num_tokens_decoded: tokens given out.
+        paced_s, late_s: of an engine with a pace, what its iterations were to take, and what they took beyond that.
     """
 
     num_iterations: int = 0
@@ -28,6 +29,8 @@ class EngineStats:
     num_cancelled: int = 0
     num_failed: int = 0
     num_integrity_failures: int = 0
+    paced_s: float = 0.0
+    late_s: float = 0.0
     num_waiting: int = 0
     num_running: int = 0
     num_blocks_used: int = 0

@@ -70,7 +70,7 @@ class TorchRunner:
         attention = IterationAttention(self.store, groups, stored)
         return self.model.forward(ids, places, attention, selected[0] if selected else None), outputs
 
-    def run_ahead(self, chunks: Items[Chunk]) -> tuple[list[NewTokens], int] | None:
+    def run_ahead(self, chunks: Items[Chunk], max_passes: int | None = None) -> tuple[list[NewTokens], int] | None:
         return None
 
     def interrupt(self, wanted: bool) -> None:

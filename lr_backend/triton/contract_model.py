@@ -6,22 +6,15 @@ instance are batched in flight although the model is not decoupled. Triton's mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from lr_backend.errors import Cancelled, EngineRejected, EngineUnavailable, InvalidRequest, LookaheadError, Overloaded
+from lr_backend.torch_engine.inprocess import Submits
 from lr_backend.torch_engine.request import EngineRequest, EngineResponse
 
 REQUIRED_OUTPUTS = ("output_ids", "sequence_length")
-
-
-class Submits(Protocol):
-    """An engine: see :class:`~lr_backend.torch_engine.engine.TorchEngine`."""
-
-    def submit(self, request: EngineRequest, on_done: Callable[[EngineResponse | LookaheadError], None]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Metrics(Protocol):

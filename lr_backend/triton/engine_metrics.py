@@ -12,6 +12,8 @@ from lr_backend.triton.refresher import Refresher
 GAUGES = ("num_waiting", "num_running", "num_blocks_used", "num_blocks_cached", "num_blocks_free")
 HELP = {
     "busy_s": "Seconds spent in iterations",
+    "paced_s": "Seconds that the iterations of a paced engine were to take",
+    "late_s": "Seconds that they took beyond",
     "num_batch_rows": "Sequences of all iterations together",
     "num_tokens_prefilled": "Prompt and draft tokens computed",
     "num_tokens_reused": "Prompt tokens taken from the KV cache",
@@ -30,7 +32,7 @@ COUNTERS = counters_of(EngineStats, GAUGES)
 
 def metric_name(name: str, gauges: Sequence[str] = GAUGES) -> str:
     """``num_draft_tokens`` -> ``lr_engine_draft_tokens_total`` (counters) or ``lr_engine_waiting`` (gauges)."""
-    stem = "busy_seconds" if name == "busy_s" else name.removeprefix("num_")
+    stem = f"{name.removesuffix('_s')}_seconds" if name.endswith("_s") else name.removeprefix("num_")
     return f"lr_engine_{stem}" if name in gauges else f"lr_engine_{stem}_total"
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
+from lr_backend.emulated.engine import PacedEngine
+from lr_backend.emulated.open import open_engine
 from lr_backend.errors import LookaheadError
 from lr_backend.torch_engine.config import EngineConfig
 from lr_backend.torch_engine.engine import TorchEngine
@@ -20,17 +23,26 @@ from lr_backend.triton.threads import share_interpreter
 def engine_config(model_config: Mapping[str, Any], model_dir: Path) -> EngineConfig:
     """Engine settings from a parsed ``config.pbtxt``: its parameters and ``max_batch_size``.
 
+    Engines that share cards meet on a file beside their models.
+
     Raises:
         ConfigError: naming what is wrong.
     """
-    return EngineConfig.from_parameters(model_parameters(model_config, model_dir), **batch_size_default(model_config))
+    config = EngineConfig.from_parameters(model_parameters(model_config, model_dir), **batch_size_default(model_config))
+    if config.pace is None or not config.pace.cards:
+        return config
+    return replace(config, pace=replace(config.pace, board=model_dir.parent / BOARD))
+
+
+BOARD = "cards.board"
+"""In a model repository: what its engines ask of the cards that they share."""
 
 
 class TritonPythonModel(ContractModel):
     """One engine; Triton loads one instance of it."""
 
     pb = pb_utils
-    _engine: TorchEngine
+    _engine: TorchEngine | PacedEngine
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the checkpoint and start the engine. A failure here keeps the model from becoming ready."""
@@ -39,7 +51,7 @@ class TritonPythonModel(ContractModel):
         try:
             require_one_response(model_config)
             self._config = engine_config(model_config, Path(args.get("model_repository", ".")))
-            self._engine = TorchEngine(self._config)
+            self._engine = open_engine(self._config)
         except LookaheadError as error:
             raise pb_utils.TritonModelException(error.public()) from error
         self._exclude_input = self._config.exclude_input_in_output

@@ -29,6 +29,7 @@ from types import TracebackType
 from typing import IO, Self
 
 from lr_backend.errors import LookaheadError
+from lr_backend.hardware.lateness import Lateness
 from lr_backend.triton import guard
 from lr_backend.triton.backend_dir import PACKAGE, find_tritonserver, prepare_backend_dir, server_environment
 from lr_backend.triton.launch import ONE_RANK, PLAIN, LaunchPlan
@@ -166,6 +167,27 @@ class TritonServer:
     @property
     def metrics_url(self) -> str:
         return f"{self._client_host}:{self.ports.metrics}"
+
+    def counter(self, name: str) -> dict[str, float]:
+        """The metric ``name`` of every engine, by its label ``role``.
+
+        Raises:
+            ServerError: the server does not answer.
+        """
+        text = self._get("/metrics", self.ports.metrics)
+        if text is None:
+            raise ServerError("the server's metrics do not answer")
+        lines = re.finditer(rf'^{name}{{role="([^"]*)"}} (\S+)$', text.decode(), re.MULTILINE)
+        return {match[1]: float(match[2]) for match in lines}
+
+    def lateness(self) -> dict[str, Lateness]:
+        """Of every engine that has kept a pace until now; up to a second old.
+
+        Raises:
+            ServerError: the server does not answer.
+        """
+        paced, late = (self.counter(f"lr_engine_{name}_seconds_total") for name in ("paced", "late"))
+        return {role: Lateness(paced_s, late.get(role, 0.0)) for role, paced_s in paced.items() if paced_s > 0.0}
 
     @property
     def _client_host(self) -> str:

@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from bench.remote_engine import RemoteEngine
+from lr_backend.emulated.open import open_engine
 from lr_backend.engine import Engine
+from lr_backend.hardware.pace import EnginePace
+from lr_backend.hardware.profile import ProfileKey
 from lr_backend.testing import ScriptedEngine, run_virtual
 from lr_backend.torch_engine.inprocess import InProcessEngine
 from tests.support.llmapi_engines import by_torch, in_process, llmapi_engine
-from tests.support.torch_engines import VOCAB, tiny_engine
+from tests.support.torch_engines import VOCAB, engine_config, tiny_engine
 
 ADDRESS = os.environ.get("LOOKAHEAD_ENGINE", "")
 MAX_SEQ_LEN = 256
@@ -70,6 +73,13 @@ def scripted() -> Endpoint:
 def torch_engine(checkpoint: Path, device: str, kernels: str) -> Endpoint:
     settings: dict[str, Any] = {"device": device, "kernels": kernels, "max_seq_len": MAX_SEQ_LEN, "max_draft_len": 16}
     return Endpoint(lambda: InProcessEngine(tiny_engine(checkpoint, **settings)))
+
+
+def paced_engine(checkpoint: Path) -> Endpoint:
+    """A tiny model that answers as fast as a small one on a B200 would."""
+    pace = EnginePace(ProfileKey("b200_sxm", "Qwen3-1.7B", 1, "bfloat16"))
+    config = engine_config(checkpoint, max_seq_len=MAX_SEQ_LEN, max_draft_len=16, pace=pace)
+    return Endpoint(lambda: InProcessEngine(open_engine(config)))
 
 
 def llmapi(checkpoint: Path) -> Endpoint:

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from demo.run import demo_spec, serving
+from demo.asking import demo_spec, serving
 from lr_backend.contract import encode_stop_words
 from lr_backend.engine import Engine, EngineCall, Generation, Sampling
 from lr_backend.errors import EngineRejected
-from tests.conformance.endpoints import ADDRESS, Endpoint, llmapi, remote, scripted, torch_engine
+from tests.conformance.endpoints import ADDRESS, Endpoint, llmapi, paced_engine, remote, scripted, torch_engine
 from tests.support.torch_engines import NEEDS_LIBRARY, tiny_checkpoint
 
 SAMPLED = Sampling(temperature=1.0)
@@ -28,7 +28,7 @@ TRITON = pytest.param("torch-triton", marks=pytest.mark.integration)
 GIVEN = pytest.param("given", marks=pytest.mark.skipif(not ADDRESS, reason="LOOKAHEAD_ENGINE names no engine"))
 
 
-@pytest.fixture(scope="module", params=["scripted", "torch-cpu", NATIVE, CUDA, "llmapi", TRITON, GIVEN])
+@pytest.fixture(scope="module", params=["scripted", "torch-cpu", NATIVE, CUDA, "paced", "llmapi", TRITON, GIVEN])
 def endpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
     folder: Path = tmp_path_factory.mktemp("engine")
     match request.param:
@@ -40,6 +40,8 @@ def endpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
             yield torch_engine(tiny_checkpoint(folder, head_dim=16), "cpu", "native")
         case "torch-cuda":
             yield torch_engine(tiny_checkpoint(folder), "cuda", "torch")
+        case "paced":
+            yield paced_engine(tiny_checkpoint(folder))
         case "llmapi":
             yield llmapi(tiny_checkpoint(folder))
         case "torch-triton":

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from lr_backend.engine import Sampling
 from lr_backend.llmapi.config import LlmApiConfig
 from lr_backend.llmapi.engine import LlmApiEngine
 from lr_backend.llmapi.upstream import make_llm
-from lr_backend.torch_engine.engine import TorchEngine
 from lr_backend.torch_engine.inprocess import InProcessEngine
 from tests.support.fake_llmapi import Ask, Choice, Choose, FakeSamplingParams, fake_upstream
 from tests.support.torch_engines import ask, request, tiny_engine
@@ -45,4 +44,4 @@ def _sampling(params: FakeSamplingParams) -> Sampling:
 
 def in_process(engine: LlmApiEngine) -> InProcessEngine:
     """The engine protocol over it: the adapter knows an engine by ``submit``, ``cancel`` and ``close`` alone."""
-    return InProcessEngine(cast(TorchEngine, engine))
+    return InProcessEngine(engine)

@@ -45,7 +45,7 @@ def tiny_checkpoint(folder: Path, **changes: Any) -> Path:
     return write_random_checkpoint(folder, **shape | changes)
 
 
-def tiny_engine(checkpoint: Path, **changes: Any) -> TorchEngine:
+def engine_config(checkpoint: Path, **changes: Any) -> EngineConfig:
     settings: dict[str, Any] = {
         "num_threads": 1,
         "tokens_per_block": 4,
@@ -55,8 +55,12 @@ def tiny_engine(checkpoint: Path, **changes: Any) -> TorchEngine:
         "max_seq_len": 256,
         "max_draft_len": 8,
     }
+    return EngineConfig(checkpoint, **settings | changes)
+
+
+def tiny_engine(checkpoint: Path, **changes: Any) -> TorchEngine:
     graphs = changes.pop("graphs", None)
-    return TorchEngine(EngineConfig(checkpoint, **settings | changes), graphs=graphs)
+    return TorchEngine(engine_config(checkpoint, **changes), graphs=graphs)
 
 
 MakeEngine = Callable[..., TorchEngine]

@@ -106,12 +106,12 @@ def test_cutting_a_run_at_once_equals_token_by_token(
 ) -> None:
     asked = request((1,), stop_words=words, end_id=end_id, min_tokens=min_tokens)
     limit = len(output) + room
-    together = cut_at_end(asked, output, new, limit)
+    together = cut_at_end(asked, len(output), output, new, limit)
 
     emitted: list[int] = []
     ended = False
     for token in new:
-        one, ended = cut_at_end(asked, output + emitted, [token], limit)
+        one, ended = cut_at_end(asked, len(output + emitted), output + emitted, [token], limit)
         emitted += one
         if ended:
             break
@@ -161,14 +161,14 @@ def test_a_run_is_cut_where_the_rule_says(
 ) -> None:
     asked = request((1,), stop_words=words, end_id=end_id, min_tokens=min_tokens)
     limit = len(output) + room
-    assert cut_at_end(asked, output, new, limit) == by_the_rule(words, end_id, min_tokens, output, new, limit)
+    assert cut_at_end(asked, len(output), output, new, limit) == by_the_rule(words, end_id, min_tokens, output, new, limit)
 
 
 def test_a_token_costs_the_same_whatever_the_number_of_stop_words() -> None:
     words = [CountedWord((1000 + number,)) for number in range(5000)] + [CountedWord((1, 1000 + number)) for number in range(256)]
     asked = request((1,), stop_words=words)
     CountedWord.num_looked_at = 0
-    emitted, ended = cut_at_end(asked, [], [token % 7 for token in range(500)] + [6000 - 1], 1000)
+    emitted, ended = cut_at_end(asked, 0, [], [token % 7 for token in range(500)] + [6000 - 1], 1000)
     assert (len(emitted), ended) == (501, True)
     assert CountedWord.num_looked_at < 50, "words are looked up, not gone through"
 

@@ -1,0 +1,215 @@
+"""The iterations of an engine with in-flight batching: who takes part in each, how long it takes, and what comes of it.
+
+Prompts and decodes share an iteration, requests join and leave between two. Scheduler, KV blocks and the rules by which calls
+end are the embedded engine's; tokens are taken from feeds. No clock and no thread: whoever drives it lets the time pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Self
+
+from lr_backend.emulated.feed import Feed
+from lr_backend.errors import LookaheadError
+from lr_backend.hardware.cost import CostModel, Iteration, Join
+from lr_backend.torch_engine.advance import advance, stamp
+from lr_backend.torch_engine.config import EngineConfig
+from lr_backend.torch_engine.kv_cache import KvCache
+from lr_backend.torch_engine.scheduler import Chunk, Scheduler
+from lr_backend.torch_engine.sequence import NewTokens, Sequence
+from lr_backend.torch_engine.stats import Counters, EngineStats
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What bounds the iterations of an engine. Sizes are in tokens, but for ``max_batch_size``: sequences."""
+
+    num_blocks: int
+    tokens_per_block: int
+    max_batch_size: int
+    max_num_tokens: int
+    enable_kv_cache_reuse: bool = True
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> Self:
+        return cls(**{name: getattr(config, name) for name in cls.__slots__})
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A sequence that has left: with what it wrote, or because its text could not be computed."""
+
+    sequence: Sequence
+    failure: LookaheadError | None = None
+
+
+class Timeline:
+    """One engine's iterations. Not for several threads at a time.
+
+    Attributes:
+        counters: totals since the start.
+    """
+
+    def __init__(self, sizes: Sizes, costs: CostModel, *, one_hot: bool = False) -> None:
+        """``one_hot``: sampled draft tokens of a call are charged for logits of their own."""
+        self._costs, self._one_hot = costs, one_hot
+        cache = KvCache(sizes.num_blocks, sizes.tokens_per_block, reuse=sizes.enable_kv_cache_reuse)
+        self._scheduler = Scheduler(cache, max_batch_size=sizes.max_batch_size, max_num_tokens=sizes.max_num_tokens)
+        self._feeds: dict[Sequence, Feed] = {}
+        self._chunks: list[Chunk] = []
+        self._iteration = Iteration()
+        self.counters = Counters()
+
+    @property
+    def idle(self) -> bool:
+        return self._scheduler.idle
+
+    @property
+    def sequences(self) -> tuple[Sequence, ...]:
+        """Those that wait or run."""
+        return (*self._scheduler.waiting, *self._scheduler.running)
+
+    def admit(self, sequence: Sequence, feed: Feed) -> None:
+        """It joins one of the next iterations."""
+        self._feeds[sequence] = feed
+        self._scheduler.add(sequence)
+
+    def cancel(self, sequence: Sequence) -> bool:
+        """Between two iterations it leaves with what it has; False where it has left already."""
+        if sequence not in self._feeds:
+            return False
+        self.counters.num_cancelled += 1
+        self._leave(sequence)
+        return True
+
+    def begin(self, now_ns: int) -> None:
+        """The next iteration starts; what the engine drafts by itself in it is not known yet."""
+        self._chunks = self._scheduler.schedule()
+        stamp(self._chunks, now_ns)
+        self._iteration = described(self._chunks, one_hot=self._one_hot)
+
+    @property
+    def num_alike(self) -> int:
+        """How many iterations from this one on may be ended as one, if nobody comes or is cancelled: at least one.
+
+        All of them only decode, with texts and blocks at hand, and nobody leaves before the last.
+        """
+        it = self._iteration
+        if it.joins or not it.num_decodes or any(chunk.sequence.num_draft_tokens > 0 for chunk in self._chunks):
+            return 1
+        size = self._scheduler.cache.tokens_per_block
+        rooms = (len(one.sequence.table.blocks) * size - len(one.sequence.tokens) + 1 for one in self._chunks)
+        ready = (self._feeds[chunk.sequence].num_ready for chunk in self._chunks)
+        return max(1, min(min(rooms), min(ready)))
+
+    def seconds_each(self, num_alike: int) -> list[float]:
+        """What each of so many iterations takes."""
+        if num_alike == 1:
+            return [self.seconds]
+        it = self._iteration
+        steps = (Iteration((), it.num_decodes, it.kv_tokens + index * it.num_decodes) for index in range(num_alike))
+        return [self._costs.seconds(one) for one in steps]
+
+    @property
+    def awaited(self) -> list[Feed]:
+        """Feeds of which the iteration needs a pass."""
+        return [self._feeds[chunk.sequence] for chunk in self._chunks if chunk.num_logits]
+
+    @property
+    def seconds(self) -> float:
+        """What the iteration takes, as far as its passes are known."""
+        return self._costs.seconds(self._with_drafts())
+
+    @property
+    def demand(self) -> float:
+        """What it asks of its cards."""
+        return self._costs.demand(self._with_drafts())
+
+    def end(self, now_ns: int, num_alike: int = 1) -> list[Ended]:
+        """So many iterations are over, and all :attr:`awaited` feeds are ready; returns who has left."""
+        gained, ended = [], []
+        for chunk in self._chunks:
+            sequence = chunk.sequence
+            if not chunk.num_logits:
+                continue
+            try:
+                gained.append(_gained(sequence, self._feeds[sequence], num_alike))
+            except LookaheadError as error:
+                ended.append(Ended(sequence, error))
+        self.counters.num_iterations += num_alike
+        self.counters.num_batch_rows += (num_alike - 1) * len(self._chunks)
+        ended += [Ended(sequence) for sequence in advance(self._scheduler, self.counters, self._chunks, gained, now_ns)]
+        for one in ended:
+            self.counters.num_failed += one.failure is not None
+            self._leave(one.sequence)
+        self._chunks = []
+        return ended
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges now."""
+        scheduler, cache = self._scheduler, self._scheduler.cache
+        return EngineStats(
+            **asdict(self.counters),
+            num_tokens_reused=scheduler.num_reused_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            num_waiting=len(scheduler.waiting),
+            num_running=len(scheduler.running),
+            num_blocks_used=cache.num_held,
+            num_blocks_cached=cache.num_cached,
+            num_blocks_free=cache.num_free,
+        )
+
+    def check_integrity(self) -> None:
+        """Raises: AssertionError: naming what does not add up among the blocks."""
+        self._scheduler.cache.check_integrity(one.table for one in self._scheduler.running)
+
+    def _leave(self, sequence: Sequence) -> None:
+        self._feeds.pop(sequence, None)
+        self._scheduler.remove(sequence)
+        self.counters.num_requests += 1
+
+    def _with_drafts(self) -> Iteration:
+        """The iteration with what the engine itself has drafted in it, as far as that is known."""
+        known = [feed.peek() for feed in self.awaited if feed.num_ready]
+        num_proposed = [one.num_proposed for one in known]
+        if not any(num_proposed):
+            return self._iteration
+        it = self._iteration
+        return Iteration(it.joins, it.num_decodes, it.kv_tokens, sum(num_proposed), max(num_proposed))
+
+
+def described(chunks: list[Chunk], *, one_hot: bool = False) -> Iteration:
+    """What an iteration of these chunks computes."""
+    joins: list[Join] = []
+    num_decodes = kv_tokens = 0
+    for chunk in chunks:
+        sequence = chunk.sequence
+        if chunk.count == 1 and sequence.num_generated and not sequence.drafts:
+            num_decodes += 1
+            kv_tokens += chunk.end
+        else:
+            num_drafts = chunk.num_logits - 1 if chunk.num_logits else 0
+            joins.append(Join(chunk.count, chunk.start, num_drafts, one_hot and not sequence.request.sampling.greedy))
+    return Iteration(tuple(joins), num_decodes, kv_tokens)
+
+
+def _gained(sequence: Sequence, feed: Feed, num_passes: int) -> NewTokens:
+    """The next passes of a sequence.
+
+    Raises:
+        LookaheadError: it could not be computed.
+    """
+    if num_passes > 1:  # of one token each
+        passes = [feed.take() for _ in range(num_passes)]
+        token_ids = [token for one in passes for token in one.token_ids]
+        return NewTokens(sequence, token_ids, [score for one in passes for score in one.log_probs], num_passes - 1)
+    found = feed.take()
+    num_more = len(found.token_ids) - 1
+    return NewTokens(
+        sequence,
+        list(found.token_ids),
+        list(found.log_probs),
+        num_stored=num_more,
+        num_accepted=num_more,
+        num_proposed=found.num_proposed,
+    )

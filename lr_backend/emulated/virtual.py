@@ -1,0 +1,169 @@
+"""A timeline driven by the clock of an event loop: on a virtual one, minutes of an engine's life pass in milliseconds."""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_left
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import accumulate, count
+
+from lr_backend.emulated.feed import TextSource
+from lr_backend.emulated.timeline import Sizes, Timeline
+from lr_backend.engine import EngineCall, Generation
+from lr_backend.errors import EngineError, LookaheadError
+from lr_backend.hardware.machine import Place
+from lr_backend.hardware.sharing import CardSharing, slowdown
+from lr_backend.torch_engine.request import EngineRequest, EngineResponse
+from lr_backend.torch_engine.sequence import Sequence
+
+LOOKS = 4
+"""Into so many parts work on shared cards is cut; before each it is seen what the others ask of them by then."""
+
+
+class SharedCards:
+    """What is asked of each card just now, and how much that slows down whoever runs on it."""
+
+    def __init__(self, sharing: CardSharing) -> None:
+        self._sharing = sharing
+        self._busy: dict[int, tuple[tuple[int, ...], float]] = {}
+        self._numbers = count()
+
+    async def work(self, seconds: float, cards: tuple[int, ...], demand: float) -> None:
+        """Take so long alone, or longer where others are busy on the same cards."""
+        if not cards or not demand:
+            await asyncio.sleep(seconds)
+            return
+        with self._asking(cards, demand):
+            for _ in range(LOOKS):
+                await asyncio.sleep(seconds / LOOKS * self._slowdown(cards))
+
+    @contextmanager
+    def _asking(self, cards: tuple[int, ...], demand: float) -> Iterator[None]:
+        number = next(self._numbers)
+        self._busy[number] = (cards, demand)
+        try:
+            yield
+        finally:
+            del self._busy[number]
+
+    def _slowdown(self, cards: tuple[int, ...]) -> float:
+        return max(slowdown((demand for those, demand in self._busy.values() if card in those), self._sharing) for card in cards)
+
+
+class LoopThread:
+    """What makes all engine calls, one after another; each takes it so long."""
+
+    def __init__(self, seconds: float, shared: SharedCards, demand: float) -> None:
+        self._seconds, self._shared, self._demand = seconds, shared, demand
+        self._turn = asyncio.Lock()
+
+    async def make_call(self) -> None:
+        if self._seconds:
+            async with self._turn:
+                await self._shared.work(self._seconds, (0,), self._demand)
+
+
+class VirtualEngine:
+    """One role's engine on the running event loop's clock."""
+
+    def __init__(
+        self, place: Place, source: TextSource, shared: SharedCards, loop_thread: LoopThread, call_demand: float = 0.0
+    ) -> None:
+        self._place, self._source, self._shared, self._loop_thread = place, source, shared, loop_thread
+        self._call_demand = call_demand
+        num_blocks = place.kv_tokens // place.tokens_per_block
+        sizes = Sizes(num_blocks, place.tokens_per_block, place.max_batch_size, place.max_num_tokens)
+        self.timeline = Timeline(sizes, place.costs, one_hot=place.one_hot)
+        self._numbers = count()
+        self._runner: asyncio.Task[None] | None = None
+        self._cancelled: list[Sequence] = []
+        self._news: asyncio.Future[None] | None = None
+
+    async def generate(self, call: EngineCall) -> Generation:
+        request, way = EngineRequest.from_call(call), self._place.way
+        await self._loop_thread.make_call()
+        num_drafts = len(request.draft_ids) if self._place.one_hot and not request.sampling.greedy else 0
+        await self._shared.work(way.there_s + num_drafts * way.draft_token_s, (0,), self._call_demand)
+        result = await self._run(request)
+        if way.back_s:
+            await asyncio.sleep(way.back_s)
+        return result.generation()
+
+    async def close(self) -> None:
+        """Wait until the last iteration is over."""
+        if self._runner is not None:
+            await self._runner
+
+    async def _run(self, request: EngineRequest) -> EngineResponse:
+        done: asyncio.Future[EngineResponse] = asyncio.get_running_loop().create_future()
+
+        def on_done(result: EngineResponse | LookaheadError) -> None:
+            if done.cancelled():
+                return
+            if isinstance(result, EngineResponse):
+                done.set_result(result)
+            else:
+                done.set_exception(result if isinstance(result, EngineError) else EngineError(result.message))
+
+        most = len(request.draft_ids) + 1 if request.draft_ids else request.max_new_tokens
+        sequence = Sequence(
+            order=next(self._numbers),
+            request=request,
+            on_done=on_done,
+            drafts=request.draft_ids,
+            max_new_tokens=most,
+            tokens_per_block=self._place.tokens_per_block,
+            arrival_ns=_now_ns(),
+        )
+        self.timeline.admit(sequence, self._source.begin(request))
+        self._tell()
+        if self._runner is None or self._runner.done():
+            self._runner = asyncio.create_task(self._iterate())
+        try:
+            return await done
+        except asyncio.CancelledError:
+            asyncio.get_running_loop().call_later(self._place.way.there_s, self._cancel, sequence)
+            raise
+
+    def _cancel(self, sequence: Sequence) -> None:
+        self._cancelled.append(sequence)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Somebody came or goes."""
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
+
+    async def _iterate(self) -> None:
+        timeline = self.timeline
+        while not timeline.idle:
+            timeline.begin(_now_ns())
+            num_alike = timeline.num_alike if not self._place.cards else 1
+            if num_alike > 1:
+                num_alike = await self._alike(timeline.seconds_each(num_alike))
+            else:
+                await self._shared.work(timeline.seconds, self._place.cards, timeline.demand)
+            for one in timeline.end(_now_ns(), num_alike):
+                one.sequence.on_done(one.failure or one.sequence.response())
+            await asyncio.sleep(0)  # whoever was answered may join the next iteration
+            for sequence in self._cancelled:
+                timeline.cancel(sequence)
+            self._cancelled.clear()
+
+    async def _alike(self, seconds: list[float]) -> int:
+        """Let iterations pass, up to the one in which somebody comes or goes; returns how many."""
+        loop = asyncio.get_running_loop()
+        ends = list(accumulate(seconds, initial=loop.time()))[1:]
+        self._news = loop.create_future()
+        timer = loop.call_at(ends[-1], self._tell)
+        await self._news
+        timer.cancel()
+        self._news = None
+        passed = min(bisect_left(ends, loop.time()), len(ends) - 1)
+        await asyncio.sleep(ends[passed] - loop.time())
+        return passed + 1
+
+
+def _now_ns() -> int:
+    return int(1e9 * asyncio.get_running_loop().time())
