@@ -2,23 +2,103 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
-from lr_backend.plan.simulation import Scenario
-from lr_backend.plan.table import plan
+from lr_backend.engine import Role
+from lr_backend.hardware.cost import CostModel, Iteration, LinearCosts
+from lr_backend.hardware.machine import Machine, Way
+from lr_backend.plan.simulation import Policy, Scenario
+from lr_backend.plan.table import plan_row
 
-FREE: Mapping[str, Mapping[str, Any]] = {
-    "verdicts": {"verdict_s": 0.0},
-    "hand-overs": {"call_s": 0.0},
-    "the loop's own time": {"loop_s": 0.0},
-    "prompts of branches": {"target_prompt_s": 0.0, "draft_prompt_s": 0.0},
-    "crowded iterations": {"crowding": 0.0},
-    "shared cores": {"num_cores": None},
+
+@dataclass(frozen=True)
+class FreePrompts:
+    """The same costs where what joins takes no longer than what decodes."""
+
+    costs: CostModel
+
+    def seconds(self, iteration: Iteration) -> float:
+        return self.costs.seconds(self._decoding(iteration))
+
+    def demand(self, iteration: Iteration) -> float:
+        return self.costs.demand(self._decoding(iteration))
+
+    @staticmethod
+    def _decoding(iteration: Iteration) -> Iteration:
+        tokens = sum(join.num_cached + join.num_new for join in iteration.joins)
+        return replace(
+            iteration, joins=(), num_decodes=iteration.num_decodes + len(iteration.joins), kv_tokens=iteration.kv_tokens + tokens
+        )
+
+
+@dataclass(frozen=True)
+class FreeCompany:
+    """The same costs where sequences in an iteration beside one take no time."""
+
+    costs: CostModel
+
+    def seconds(self, iteration: Iteration) -> float:
+        return self.costs.seconds(self._alone(iteration))
+
+    def demand(self, iteration: Iteration) -> float:
+        return self.costs.demand(self._alone(iteration))
+
+    @staticmethod
+    def _alone(iteration: Iteration) -> Iteration:
+        if iteration.joins:
+            longest = max(iteration.joins, key=lambda join: join.num_new)
+            return replace(iteration, joins=(longest,), num_decodes=0, kv_tokens=0)
+        mean = iteration.kv_tokens // max(1, iteration.num_decodes)
+        return replace(iteration, num_decodes=min(1, iteration.num_decodes), kv_tokens=mean)
+
+
+def _free_verdicts(machine: Machine) -> Machine:
+    judge = replace(machine.places[Role.JUDGE], costs=LinearCosts(0.0))
+    return replace(machine, places={**machine.places, Role.JUDGE: judge})
+
+
+def _free_hand_overs(machine: Machine) -> Machine:
+    return replace(machine, places={role: replace(place, way=Way()) for role, place in machine.places.items()})
+
+
+def _free_prompts(costs: CostModel) -> CostModel:
+    return replace(costs, prompt_token_s=0.0) if isinstance(costs, LinearCosts) else FreePrompts(costs)
+
+
+def _free_company(costs: CostModel) -> CostModel:
+    return replace(costs, crowding=0.0) if isinstance(costs, LinearCosts) else FreeCompany(costs)
+
+
+def _with_costs(wrap: Callable[[CostModel], CostModel]) -> Callable[[Machine], Machine]:
+    def changed(machine: Machine) -> Machine:
+        places = dict(machine.places)
+        for role in (Role.TARGET, Role.DRAFT):
+            places[role] = replace(places[role], costs=wrap(places[role].costs))
+        return replace(machine, places=places)
+
+    return changed
+
+
+def _alone_on_cards(machine: Machine) -> Machine:
+    return replace(machine, places={role: replace(place, cards=()) for role, place in machine.places.items()}, call_demand=0.0)
+
+
+FREE: Mapping[str, Callable[[Machine], Machine]] = {
+    "verdicts": _free_verdicts,
+    "hand-overs": _free_hand_overs,
+    "the loop's own time": lambda machine: replace(machine, loop_s=0.0),
+    "prompts of branches": _with_costs(_free_prompts),
+    "crowded iterations": _with_costs(_free_company),
+    "shared cores": _alone_on_cards,
 }
-"""Costs by name, and the scenario's fields without each."""
+"""Costs by name, and the machine without each."""
 NOTHING, ALL = "nothing", "all of these"
+
+
+def engines_alone(machine: Machine) -> Machine:
+    """The machine with every cost but its engines' own taken away."""
+    return _alone_on_cards(_free_hand_overs(replace(machine, loop_s=0.0)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +109,16 @@ class Without:
     speedup: float
 
 
-def losses(scenario: Scenario, max_depth: int, width: int = 1, num_requests: int = 1) -> list[Without]:
-    """The policy as it is, without each cost that the scenario has, and without all.
+def losses(scenario: Scenario, policy: Policy) -> list[Without]:
+    """The policy as it is, without each cost that changes anything, and without all.
 
     Raises:
         ValueError: a depth or width out of range.
     """
-    changes: dict[str, Mapping[str, Any]] = {NOTHING: {}}
-    changes |= {name: fields for name, fields in FREE.items() if replace(scenario, **fields) != scenario}
-    changes[ALL] = {name: value for fields in FREE.values() for name, value in fields.items()}
-    return [
-        Without(name, plan(replace(scenario, **fields), (max_depth,), (width,), num_requests)[0].speedup)
-        for name, fields in changes.items()
-    ]
+    machine = scenario.machine
+    bare = machine
+    for free in FREE.values():
+        bare = free(bare)
+    without = {name: free(machine) for name, free in FREE.items()}
+    machines = {NOTHING: machine, **{name: other for name, other in without.items() if other != machine}, ALL: bare}
+    return [Without(name, plan_row(replace(scenario, machine=one), policy).speedup) for name, one in machines.items()]

@@ -1,11 +1,14 @@
-"""What somebody says of a scenario, over what was fitted or is assumed. Times are ratios to the target's, as people know them."""
+"""What somebody says of texts and times, over what was fitted or assumed; times as ratios to the target's."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
-from lr_backend.plan.simulation import Scenario
+from lr_backend.emulated.workload import Workload
+from lr_backend.hardware.machine import LinearTimes
+
+Record = TypeVar("Record", Workload, LinearTimes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +16,9 @@ class Overrides:
     """What is given; None leaves it as it is.
 
     Attributes:
-        acceptance_rate, crowding, num_cores, step_tokens, step_spread, num_steps, answer_tokens: as in :class:`Scenario`.
+        acceptance_rate, token_agreement, step_tokens, step_spread, num_steps, answer_tokens, prompt_tokens: as in
+            :class:`~lr_backend.emulated.workload.Workload`.
+        crowding, num_cores: as in :class:`~lr_backend.hardware.machine.LinearTimes`.
         cost_ratio: time of a drafted step over that of a target step of as many tokens.
         verdict_cost, call_cost: time of a verdict, and of an engine call beside its tokens, over that of a target step.
     """
@@ -28,24 +33,33 @@ class Overrides:
     step_spread: float | None = None
     num_steps: int | None = None
     answer_tokens: int | None = None
+    prompt_tokens: int | None = None
+    token_agreement: float | None = None
 
-    def applied_to(self, scenario: Scenario) -> Scenario:
-        """The scenario with what is given.
+    def of_texts(self, workload: Workload) -> Workload:
+        """The workload with what is given.
 
         Raises:
             ValueError: a value is out of range.
         """
-        step_s = (self.step_tokens or scenario.step_tokens) * scenario.target_token_s
-        fields: dict[str, Any] = {
-            "acceptance_rate": self.acceptance_rate,
-            "draft_token_s": None if self.cost_ratio is None else self.cost_ratio * scenario.target_token_s,
+        return _with(workload, {field.name: getattr(self, field.name, None) for field in fields(Workload)})
+
+    def of_times(self, times: LinearTimes, step_tokens: int) -> LinearTimes:
+        """The times with what is given, for steps of so many tokens.
+
+        Raises:
+            ValueError: a value is out of range.
+        """
+        step_s = step_tokens * times.target_token_s
+        given = {
+            "draft_token_s": None if self.cost_ratio is None else self.cost_ratio * times.target_token_s,
             "verdict_s": None if self.verdict_cost is None else self.verdict_cost * step_s,
             "call_s": None if self.call_cost is None else self.call_cost * step_s,
             "crowding": self.crowding,
             "num_cores": self.num_cores,
-            "step_tokens": self.step_tokens,
-            "step_spread": self.step_spread,
-            "num_steps": self.num_steps,
-            "answer_tokens": self.answer_tokens,
         }
-        return replace(scenario, **{name: value for name, value in fields.items() if value is not None})
+        return _with(times, given)
+
+
+def _with(record: Record, given: dict[str, Any]) -> Record:
+    return replace(record, **{name: value for name, value in given.items() if value is not None})

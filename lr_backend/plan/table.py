@@ -1,9 +1,9 @@
-"""The planner's table: predicted speedup by depth and width beside what the paper's formula allows."""
+"""The planner's table: predicted speedup of policies beside what the paper's formula allows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from lr_backend.loop.depth import ceiling
@@ -28,31 +28,45 @@ class PlanRow:
     target_batch: float
 
 
-def plan(
-    scenario: Scenario, depths: Sequence[int], widths: Iterable[int] = (1,), num_requests: int = 1, num_seeds: int | None = None
-) -> list[PlanRow]:
+def plan(scenario: Scenario, depths: Sequence[int], widths: Iterable[int] = (1,), policy: Policy | None = None) -> list[PlanRow]:
     """A row for each width and depth; all rows answer the same questions.
 
     Args:
-        num_seeds: texts; by default as many as short answers need to say as much as long ones.
+        policy: the rest of it.
 
     Raises:
         ValueError: a depth or width out of range.
     """
-    num_seeds = num_seeds or max(LEAST_SEEDS, -(-LEAST_STEPS // scenario.num_steps))
-    alone = [simulate(scenario, Policy(Mode.AR, num_requests=num_requests), seed).latency_s for seed in range(num_seeds)]
-    rows = []
-    for width in widths:
-        for depth in depths:
-            policy = Policy(max_depth=depth, width=width, num_requests=num_requests)
-            found = [simulate(scenario, policy, seed) for seed in range(num_seeds)]
-            gains = [one / other.latency_s for one, other in zip(alone, found, strict=True)]
-            gain = sum(alone) / sum(one.latency_s for one in found)
-            batch = fmean(one.target_batch for one in found)
-            rows.append(PlanRow(depth, width, gain, min(gains), max(gains), _ceiling(scenario, depth), batch))
-    return rows
+    policy = policy or Policy()
+    return [
+        plan_row(scenario, replace(policy, max_depth=depth, width=width), alone)
+        for alone in [_alone(scenario, policy.num_requests)]
+        for width in widths
+        for depth in depths
+    ]
+
+
+def plan_row(scenario: Scenario, policy: Policy, alone: Sequence[float] | None = None) -> PlanRow:
+    """The row of one policy. ``alone``: what the target takes for each text, where that is known.
+
+    Raises:
+        ValueError: a depth or width out of range.
+    """
+    alone = _alone(scenario, policy.num_requests) if alone is None else alone
+    found = [simulate(scenario, policy, seed) for seed in range(len(alone))]
+    gains = [one / other.latency_s for one, other in zip(alone, found, strict=True)]
+    gain = sum(alone) / sum(one.latency_s for one in found)
+    batch = fmean(one.target_batch for one in found)
+    return PlanRow(policy.max_depth, policy.width, gain, min(gains), max(gains), _ceiling(scenario, policy.max_depth), batch)
+
+
+def _alone(scenario: Scenario, num_requests: int) -> list[float]:
+    """Latencies of the target alone, of as many texts as short answers need to say as much as long ones."""
+    num_seeds = max(LEAST_SEEDS, -(-LEAST_STEPS // scenario.workload.num_steps))
+    return [simulate(scenario, Policy(Mode.AR, num_requests=num_requests), seed).latency_s for seed in range(num_seeds)]
 
 
 def _ceiling(scenario: Scenario, depth: int) -> float:
-    cost_ratio = min(1.0, scenario.draft_token_s / scenario.target_token_s)
-    return ceiling(min(scenario.acceptance_rate, 0.999), cost_ratio, max(1, depth))
+    workload = scenario.workload
+    cost_ratio = min(1.0, scenario.machine.cost_ratio(workload.prompt_tokens))
+    return ceiling(min(workload.acceptance_rate, 0.999), cost_ratio, max(1, depth))

@@ -29,9 +29,10 @@ from bench.ablation import (
     markdown,
     mean_step_tokens,
 )
+from demo.asking import demo_spec
 from demo.check import Share
 from demo.measure import Sample
-from demo.run import demo_spec
+from lr_backend.hardware.machine import LinearTimes
 from lr_backend.loop.depth import ceiling
 
 CONFIG = demo_spec().loop_config()
@@ -127,8 +128,7 @@ def test_hardware_is_summed_up_as_the_simulator_takes_it() -> None:
     assert hardware.crowding == pytest.approx(0.2)
     assert hardware.num_cores == pytest.approx(1.6)
     scenario = hardware.scenario(0.5, 20)
-    assert (scenario.target_token_s, scenario.draft_token_s) == pytest.approx((0.010, 0.002))
-    assert (scenario.call_s, scenario.verdict_s) == (0.0, 0.0)
+    assert scenario.machine == LinearTimes(0.010, 0.002, crowding=0.2, num_cores=hardware.num_cores).machine()
     assert (FREE.crowding, FREE.num_cores) == (0.0, None)
     assert replace(FREE, beside_draft=3.0).num_cores == 1.0
 

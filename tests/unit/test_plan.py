@@ -3,33 +3,49 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
 
 from lr_backend.cli import app
 from lr_backend.loop.depth import ceiling
+from lr_backend.plan import simulation, table
+from lr_backend.plan.fitting import Fitted
 from lr_backend.plan.losses import losses
-from lr_backend.plan.simulation import Policy, Scenario, simulate, speedup
+from lr_backend.plan.simulation import Policy, Prediction
 from lr_backend.plan.table import plan
-from lr_backend.request import DepthPolicy, Mode
+from lr_backend.request import Mode
+from tests.support.scenarios import changed, fitted
 
-LONG = Scenario(0.6, num_steps=500)
-SHORT = replace(LONG, num_steps=60)
+LONG = fitted(acceptance_rate=0.6, num_steps=250)
+SHORT = changed(LONG, num_steps=60)
+
+
+@pytest.fixture
+def few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "LEAST_STEPS", 60)
+
+
+def simulate(known: Fitted, policy: Policy, seed: int = 0) -> Prediction:
+    return simulation.simulate(known.scenario, policy, seed)
+
+
+def speedup(known: Fitted, policy: Policy) -> float:
+    return simulation.speedup(known.scenario, policy)
 
 
 @pytest.mark.parametrize(("alpha", "c", "k"), [(0.5, 0.1, 4), (0.7, 0.2, 8), (0.63, 0.3, 2), (0.6, 0.1, 1)])
 def test_without_overheads_it_gains_what_the_formulas_say(alpha: float, c: float, k: int) -> None:
-    scenario = replace(LONG, acceptance_rate=alpha, draft_token_s=c)
+    scenario = changed(LONG, acceptance_rate=alpha, draft_token_s=c)
     met = simulate(scenario, Policy(max_depth=k)).step_acceptance_rate
+    assert met is not None
     assert met == pytest.approx(alpha, abs=0.07)
     assert speedup(scenario, Policy(max_depth=k)) == pytest.approx(ceiling(met, c, k), rel=0.08)
 
 
 def test_the_target_alone_takes_a_tokens_time_a_token() -> None:
     alone = simulate(SHORT, Policy(Mode.AR))
-    assert alone.latency_s == pytest.approx(alone.usages[0].completion_tokens * SHORT.target_token_s)
+    assert alone.latency_s == pytest.approx(alone.usages[0].completion_tokens * SHORT.times.target_token_s)
     assert alone.target_batch == 1.0
 
 
@@ -38,7 +54,7 @@ def test_the_target_alone_takes_a_tokens_time_a_token() -> None:
 )
 def test_every_overhead_costs(change: dict[str, float]) -> None:
     policy = Policy(max_depth=4)
-    assert speedup(replace(SHORT, **change), policy) < speedup(SHORT, policy)
+    assert speedup(changed(SHORT, **change), policy) < speedup(SHORT, policy)
 
 
 def test_branches_share_the_targets_iterations() -> None:
@@ -47,45 +63,45 @@ def test_branches_share_the_targets_iterations() -> None:
 
 def test_drafts_that_are_never_accepted_gain_nothing() -> None:
     """A little less: after a correction the next step joins the batch when the iteration of what it replaces is over."""
-    gain = speedup(replace(SHORT, acceptance_rate=0.0), Policy(max_depth=4))
-    assert 1.0 - 1.0 / SHORT.step_tokens < gain <= 1.0
+    gain = speedup(changed(SHORT, acceptance_rate=0.0), Policy(max_depth=4))
+    assert 1.0 - 1.0 / SHORT.workload.step_tokens < gain <= 1.0
 
 
 def test_width_finds_more_acceptable_steps() -> None:
-    scenario = replace(SHORT, acceptance_rate=0.4)
+    scenario = changed(SHORT, acceptance_rate=0.4)
     assert speedup(scenario, Policy(width=3)) > speedup(scenario, Policy(width=1))
 
 
 def test_width_finds_nothing_where_further_candidates_are_never_accepted() -> None:
-    scenario = replace(SHORT, acceptance_rate=0.4, sibling_acceptance_rate=0.0)
+    scenario = changed(SHORT, acceptance_rate=0.4, sibling_acceptance_rate=0.0)
     wide, narrow = (simulate(scenario, Policy(width=width)).step_acceptance_rate for width in (3, 1))
     assert wide == pytest.approx(narrow, abs=0.15)
 
 
 def test_one_thread_makes_all_calls_one_after_another() -> None:
     """A hand-over holds up nobody else; what the loop itself takes holds up all that it does next."""
-    handed_over, in_turns = (replace(SHORT, **{name: 3.0}) for name in ("call_s", "loop_s"))
+    handed_over, in_turns = (changed(SHORT, **{name: 3.0}) for name in ("call_s", "loop_s"))
     wide = Policy(width=3, max_depth=4)
     assert speedup(in_turns, wide) < 0.7 * speedup(handed_over, wide)
 
 
 def test_the_targets_own_steps_need_no_verdict() -> None:
-    scenario = replace(SHORT, acceptance_rate=0.6, exact_rate=0.6, verdict_s=10.0)
-    asked, spared = (simulate(one, Policy()).usages[0] for one in (replace(scenario, exact_rate=0.0), scenario))
+    scenario = changed(SHORT, acceptance_rate=0.6, exact_rate=0.6, verdict_s=10.0)
+    asked, spared = (simulate(one, Policy()).usages[0] for one in (changed(scenario, exact_rate=0.0), scenario))
     assert spared.num_judge_calls < asked.num_judge_calls
     assert spared.num_steps_accepted_by.get("exact", 0) > 10
 
 
 def test_many_requests_leave_a_crowded_target_nothing_to_gain_and_depth_auto_sees_it() -> None:
-    scenario = replace(SHORT, crowding=1.0, num_steps=100)
+    scenario = changed(SHORT, crowding=1.0, num_steps=100)
     fixed = speedup(scenario, Policy(max_depth=4, num_requests=4))
-    chosen = speedup(scenario, Policy(max_depth=4, depth=DepthPolicy.AUTO, num_requests=4))
+    chosen = speedup(scenario, Policy(max_depth=4, num_requests=4, fields={"depth": "auto"}))
     assert fixed < 0.9
     assert chosen > 0.95
 
 
 def test_the_same_seed_predicts_the_same() -> None:
-    varied = replace(SHORT, step_spread=0.5)
+    varied = changed(SHORT, step_spread=0.5)
     assert simulate(varied, Policy(), 3) == simulate(varied, Policy(), 3) != simulate(varied, Policy(), 4)
 
 
@@ -94,7 +110,7 @@ def test_the_same_seed_predicts_the_same() -> None:
 )
 def test_scenarios_that_mean_nothing_are_refused_by_name(change: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(change))):
-        replace(SHORT, **change)
+        changed(SHORT, **change)
 
 
 @pytest.mark.parametrize("policy", [Policy(max_depth=17), Policy(width=0), Policy(num_requests=0)])
@@ -103,8 +119,9 @@ def test_policies_that_mean_nothing_are_refused(policy: Policy) -> None:
         simulate(SHORT, policy)
 
 
+@pytest.mark.usefixtures("few_texts")
 def test_the_command_prints_a_row_a_depth() -> None:
-    arguments = ("--alpha", "0.6", "--c", "0.2", "--k", "1", "--k", "3", "--verdict", "0.1", "--steps", "30", "--json")
+    arguments = ("--alpha", "0.6", "--c", "0.2", "--k", "1", "--k", "3", "--verdict", "0.1", "--step-tokens", "8", "--json")
     result = CliRunner().invoke(app, ["plan", *arguments])
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in result.output.splitlines()]
@@ -112,19 +129,22 @@ def test_the_command_prints_a_row_a_depth() -> None:
     assert rows[0]["speedup"] < rows[1]["speedup"] < rows[1]["ceiling"] * 1.1
 
 
+@pytest.mark.usefixtures("few_texts")
 def test_each_cost_taken_away_gains_and_all_of_them_most() -> None:
-    scenario = replace(SHORT, verdict_s=4.0, loop_s=0.5, crowding=0.2, num_cores=1.5)
-    found = {one.without: one.speedup for one in losses(scenario, 4)}
+    small = changed(SHORT, step_tokens=8)
+    scenario = changed(small, verdict_s=1.5, loop_s=0.2, crowding=0.2, num_cores=1.5)
+    found = {one.without: one.speedup for one in losses(scenario.scenario, Policy(max_depth=4))}
 
     assert list(found) == ["nothing", "verdicts", "the loop's own time", "crowded iterations", "shared cores", "all of these"]
-    assert found["nothing"] == pytest.approx(plan(scenario, (4,))[0].speedup)
+    assert found["nothing"] == pytest.approx(plan(scenario.scenario, (4,))[0].speedup)
     assert min(found.values()) == found["nothing"]
     assert max(found.values()) == found["all of these"]
-    assert found["all of these"] == pytest.approx(plan(SHORT, (4,))[0].speedup)
+    assert found["all of these"] == pytest.approx(plan(small.scenario, (4,))[0].speedup)
 
 
+@pytest.mark.usefixtures("few_texts")
 def test_the_command_says_what_each_cost_takes_from_the_best_row() -> None:
-    arguments = ["--alpha", "0.7", "--c", "0.1", "--verdict", "0.3", "--k", "1", "--k", "4", "--steps", "20"]
+    arguments = ["--alpha", "0.7", "--c", "0.1", "--verdict", "0.3", "--k", "1", "--k", "4", "--step-tokens", "6"]
     result = CliRunner().invoke(app, ["plan", *arguments, "--costs", "--json"])
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in result.output.splitlines()]
@@ -145,6 +165,6 @@ def test_the_command_names_what_is_out_of_range() -> None:
 
 def test_what_comes_after_the_reasoning_gains_nothing() -> None:
     """As long as the reasoning, and written at the target's own pace: then half of the time is left as it was."""
-    scenario = replace(SHORT, answer_tokens=SHORT.num_steps * SHORT.step_tokens)
+    scenario = changed(SHORT, answer_tokens=SHORT.workload.num_steps * SHORT.workload.step_tokens)
     gain, of_the_reasoning = (speedup(one, Policy(max_depth=4)) for one in (scenario, SHORT))
     assert gain == pytest.approx(2.0 / (1.0 + 1.0 / of_the_reasoning), rel=0.02)

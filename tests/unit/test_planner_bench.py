@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from bench.planner import FIXED, SHAPES, at_acceptance, lines_of, predicted, row_of
 from demo.measure import ModeReport
-from lr_backend.plan.simulation import Scenario
+from lr_backend.plan import table
 from lr_backend.plan.table import plan
 from lr_backend.request import LookaheadRequest
+from tests.support.scenarios import changed, fitted
 
-SCENARIO = Scenario(acceptance_rate=0.7, draft_token_s=0.1, num_steps=12, step_tokens=8)
+KNOWN = fitted(acceptance_rate=0.7, draft_token_s=0.1, num_steps=12, step_tokens=8)
+SCENARIO = KNOWN.scenario
+
+
+@pytest.fixture(autouse=True)
+def few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "LEAST_STEPS", 36)
 
 
 def measured(alpha: float | None, gain: float) -> ModeReport:
@@ -56,16 +61,16 @@ def test_a_line_says_how_far_off_both_predictions_are() -> None:
     assert four["off"] == pytest.approx(four["predicted"] / 2.0 - 1.0, abs=1e-4)
     # With two candidates 0.7 is that of the position; each has less.
     each = 1.0 - (1.0 - 0.7) ** 0.5
-    two = replace(SCENARIO, acceptance_rate=each)
+    two = changed(KNOWN, acceptance_rate=each).scenario
     assert lines[4, 2]["predicted_at_alpha"] == pytest.approx(plan(two, (4,), (2,))[0].speedup, abs=1e-4)
 
 
 def test_what_further_candidates_are_worth_is_known_from_the_traces() -> None:
     """Of 0.4 that the first leaves, they take a quarter."""
-    known = replace(SCENARIO, sibling_acceptance_rate=0.25)
-    assert at_acceptance(known, 0.7, 2).acceptance_rate == pytest.approx(0.6)
-    assert at_acceptance(known, 0.7, 1).acceptance_rate == pytest.approx(0.7)
-    assert at_acceptance(known, 0.1, 2).acceptance_rate == 0.0
+    known = changed(KNOWN, sibling_acceptance_rate=0.25).scenario
+    assert at_acceptance(known, 0.7, 2).workload.acceptance_rate == pytest.approx(0.6)
+    assert at_acceptance(known, 0.7, 1).workload.acceptance_rate == pytest.approx(0.7)
+    assert at_acceptance(known, 0.1, 2).workload.acceptance_rate == 0.0
 
 
 def test_nothing_compared_counts_as_nothing_accepted() -> None:
