@@ -10,10 +10,9 @@ import shlex
 import signal
 import sys
 import threading
-from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -23,17 +22,16 @@ from rich.table import Table
 
 import lr_backend
 from lr_backend.build.gpu_build import build_gpu_deployment
+from lr_backend.build.paced import paced
 from lr_backend.build.report import BuildReport, memory_table
 from lr_backend.build.repository import build_repository
-from lr_backend.build.spec import DeploymentSpec, GpuDeployment
+from lr_backend.build.spec import DeploymentSpec, GpuDeployment, TorchDeployment
 from lr_backend.build.trtllm_commands import NGC_TOOLS, Toolchain
+from lr_backend.cli_errors import fail, refuse
+from lr_backend.cli_plan import plan
 from lr_backend.engine import Role
-from lr_backend.errors import LookaheadError
-from lr_backend.plan.fitting import fit_by_verifier
-from lr_backend.plan.losses import losses
-from lr_backend.plan.overrides import Overrides
-from lr_backend.plan.simulation import Scenario
-from lr_backend.plan.table import plan as make_plan
+from lr_backend.errors import ConfigError, LookaheadError
+from lr_backend.hardware.lateness import Lateness
 from lr_backend.trace.analysis import analyse
 from lr_backend.trace.chrome import chrome_json
 from lr_backend.trace.html import page
@@ -94,7 +92,7 @@ def build(
         else:
             report = build_repository(deployment, output, role=role, dry_run=dry_run, command=command)
     except LookaheadError as error:
-        _fail(error)
+        fail(error)
     for line in report.checked:
         console.print(f"[green]checked[/] {line}", highlight=False, soft_wrap=True)
     for name in report.files:
@@ -117,97 +115,7 @@ def _print_plan(console: Console, report: BuildReport) -> None:
         console.print(step.command.shell(), highlight=False, markup=False, soft_wrap=True)
 
 
-@app.command()
-def plan(
-    alpha: Annotated[float | None, typer.Option(help="Share of drafted steps that are accepted.")] = None,
-    c: Annotated[float | None, typer.Option(help="Time of a drafted step over that of a target step, each model alone.")] = None,
-    traces: Annotated[
-        list[Path] | None,
-        typer.Option("--trace", help="A recorded trace, to fit all that is not given to; repeat it for more of them."),
-    ] = None,
-    k: Annotated[list[int] | None, typer.Option(help="Depths to predict; by default 1 to 8.")] = None,
-    width: Annotated[list[int] | None, typer.Option(help="Widths to predict; by default 1.")] = None,
-    verdict: Annotated[float | None, typer.Option(help="Time of a verdict over that of a target step; by default 0.")] = None,
-    call: Annotated[float | None, typer.Option(help="Hand-over of an engine call over a target step; by default 0.")] = None,
-    crowding: Annotated[
-        float | None, typer.Option(help="Share by which a further sequence lengthens an iteration; by default 0.")
-    ] = None,
-    cores: Annotated[
-        float | None, typer.Option(help="Cores that the three models share; by default each has its own. Never fitted.")
-    ] = None,
-    requests: Annotated[int, typer.Option(help="Requests at a time.")] = 1,
-    step_tokens: Annotated[int | None, typer.Option(help="Mean length of a step; by default 24.")] = None,
-    step_spread: Annotated[float | None, typer.Option(help="Steps vary by this share around it; by default 0.3.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Steps of an answer; by default 60.")] = None,
-    answer_tokens: Annotated[int | None, typer.Option(help="Tokens after the reasoning; by default none.")] = None,
-    costs: Annotated[bool, typer.Option("--costs", help="Also the best row with each cost taken away, and all of them.")] = False,
-    json_lines: Annotated[bool, typer.Option("--json", help="Print one JSON line a row instead of a table.")] = False,
-) -> None:
-    """Predict speedups by running the real step loop on a virtual clock, over engines that only take time.
-
-    Give --alpha and --c, or traces from which they and all the rest are fitted. What is given counts more than what is fitted.
-    """
-    if not traces and (alpha is None or c is None):
-        _refuse("--alpha and --c are needed where there is no --trace")
-    given = Overrides(alpha, c, verdict, call, crowding, cores, step_tokens, step_spread, steps, answer_tokens)
-    try:
-        found = _scenarios([Trace.load(path) for path in traces or ()], cores)
-        scenarios = {name: given.applied_to(scenario) for name, scenario in found.items()}
-        plans = {name: make_plan(one, k or range(1, 9), width or (1,), requests) for name, one in scenarios.items()}
-        best = {name: max(rows, key=lambda row: row.speedup) for name, rows in plans.items()}
-        lost = {name: losses(scenarios[name], row.max_depth, row.width, requests) for name, row in best.items() if costs}
-    except ValueError as error:
-        _refuse(str(error))
-    except LookaheadError as error:
-        _fail(error)
-    if json_lines:
-        for name, rows in plans.items():
-            for row in rows:
-                line: dict[str, object] = {key: round(value, 4) for key, value in asdict(row).items()}
-                typer.echo(json.dumps({"verifier": name, **line} if traces else line))
-            for one in lost.get(name, ()):
-                shape = {"max_depth": best[name].max_depth, "width": best[name].width}
-                line = {**shape, "without": one.without, "speedup": round(one.speedup, 4)}
-                typer.echo(json.dumps({"verifier": name, **line} if traces else line))
-        return
-    console = Console()
-    for name, scenario in scenarios.items():
-        if traces:
-            console.print(_fitted_line(name, scenario, len(traces)), highlight=False, soft_wrap=True)
-        ratio = scenario.draft_token_s / scenario.target_token_s
-        title = f"alpha {scenario.acceptance_rate:.3g}, c {ratio:.3g}, {requests} at a time"
-        table = Table("width", "depth", "speedup (range)", "formula", "target batch", title=f"{name}: {title}" if name else title)
-        for row in plans[name]:
-            gain = f"{row.speedup:.2f} ({row.low:.2f} to {row.high:.2f})"
-            table.add_row(f"{row.width}", f"{row.max_depth}", gain, f"{row.ceiling:.2f}", f"{row.target_batch:.2f}")
-        console.print(table)
-        if name in lost:
-            table = Table("without", "speedup", title=f"depth {best[name].max_depth}, width {best[name].width}")
-            for one in lost[name]:
-                table.add_row(one.without, f"{one.speedup:.2f}")
-            console.print(table)
-
-
-def _scenarios(traces: list[Trace], cores: float | None) -> dict[str, Scenario]:
-    """What to start from, by verifier: the traces' scenarios; without traces one of no name."""
-    if not traces:
-        return {"": Scenario(1.0, step_spread=0.3)}
-    return {name.value: scenario for name, scenario in fit_by_verifier(traces, cores).items()}
-
-
-def _fitted_line(name: str, scenario: Scenario, num_traces: int) -> str:
-    target, draft, verdict, call, loop = (
-        f"{1e3 * seconds:.3g} ms"
-        for seconds in (scenario.target_token_s, scenario.draft_token_s, scenario.verdict_s, scenario.call_s, scenario.loop_s)
-    )
-    prompts = " and ".join(f"{1e3 * seconds:.3g}" for seconds in (scenario.target_prompt_s, scenario.draft_prompt_s))
-    return (
-        f"fitted to {num_traces} traces, verifier {name}: a target token {target} (each further sequence "
-        f"{scenario.crowding:+.0%}), a draft token {draft}, new prompt tokens {prompts} ms, a verdict {verdict}, "
-        f"a call {call}, the loop {loop}; "
-        f"{scenario.num_steps} steps of {scenario.step_tokens} tokens, give or take {scenario.step_spread:.0%}, "
-        f"and {scenario.answer_tokens} tokens of answer"
-    )
+app.command()(plan)
 
 
 @app.command()
@@ -220,11 +128,28 @@ def serve(
     repository: Annotated[Path | None, typer.Option(help="Where the model repository is rendered.")] = None,
     tritonserver: Annotated[Path | None, typer.Option(help="By default the one on PATH, then the wheel's.")] = None,
     log_file: Annotated[Path | None, typer.Option(help="By default beside the repository.")] = None,
+    pace: Annotated[
+        str | None,
+        typer.Option(help="Serve the models at the pace of engines on this system: h100_sxm, h200_sxm, b200_sxm, l40s."),
+    ] = None,
+    paced_as: Annotated[
+        str | None, typer.Option(help="With --pace: the deployment whose engines they stand for; by default the spec's own.")
+    ] = None,
+    slow_motion: Annotated[
+        float,
+        typer.Option(
+            help="With --pace: everything takes so many times as long, where this machine falls behind.", min=1, max=100
+        ),
+    ] = 1.0,
 ) -> None:
     """Build what is stale, start Triton, wait for a real answer, and serve until Ctrl-C or SIGTERM."""
+    if pace is None and (paced_as is not None or slow_motion != 1.0):
+        refuse("--paced-as and --slow-motion go with --pace")
     console = Console()
     try:
         deployment = DeploymentSpec.load(spec)
+        if pace is not None:
+            deployment = _paced(deployment, pace, paced_as, slow_motion)
         machine = _ready_machine(deployment, tritonserver)
         report = build_repository(deployment, repository, only_if_stale=True, command="lookahead serve")
         _say_built(console, report)
@@ -242,8 +167,15 @@ def serve(
         )
         status = _run(console, TritonServer(report.output, options), deployment)
     except LookaheadError as error:
-        _fail(error)
+        fail(error)
     raise typer.Exit(status)
+
+
+def _paced(deployment: DeploymentSpec, system: str, like: str | None, slow_motion: float) -> TorchDeployment:
+    """Raises: ConfigError: it is no deployment of models that can be paced, or there is no profile."""
+    if not isinstance(deployment, TorchDeployment):
+        raise ConfigError(f"--pace: {deployment.name} is served by GPUs at their own pace; the runtime torch can stand for them")
+    return paced(deployment, system, like, slow_motion=slow_motion)
 
 
 def _ready_machine(deployment: DeploymentSpec, tritonserver: Path | None) -> Machine:
@@ -268,7 +200,7 @@ def doctor(
     try:
         deployment = DeploymentSpec.load(spec)
     except LookaheadError as error:
-        _fail(error)
+        fail(error)
     findings = check(probe(tritonserver), deployment.placements)
     console = Console()
     if not console.is_terminal:
@@ -316,13 +248,13 @@ def _hand_on(module: str, function: str, context: typer.Context) -> None:
     try:
         command = getattr(importlib.import_module(module), function)
     except ModuleNotFoundError as error:
-        _refuse(f"{error.name} is not installed: pip install 'lookahead-server[bench]'")
+        refuse(f"{error.name} is not installed: pip install 'lookahead-server[bench]'")
     single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     single.command()(command)
     try:
         single(list(context.args), prog_name=f"lookahead {context.info_name}")
     except LookaheadError as error:
-        _fail(error)
+        fail(error)
 
 
 @app.command()
@@ -341,7 +273,7 @@ def health(url: Annotated[str, typer.Option(help="HTTP address of the server.")]
     """Say whether a server has every model ready; exit status 0 if so, else 1."""
     reason = why_not_ready(url)
     if reason is not None:
-        _fail(LookaheadError(reason))
+        fail(LookaheadError(reason))
     Console().print(f"{url} is ready", highlight=False, markup=False)
 
 
@@ -355,7 +287,7 @@ def trace(
     try:
         loaded = Trace.load(file)
     except LookaheadError as error:
-        _fail(error)
+        fail(error)
     analysis = analyse(loaded)
     console = Console()
     console.print(report(loaded, analysis))
@@ -369,7 +301,7 @@ def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        _fail(LookaheadError(f"cannot write {path}: {error.strerror}"))
+        fail(LookaheadError(f"cannot write {path}: {error.strerror}"))
 
 
 class _StopRequest:
@@ -399,9 +331,13 @@ def _run(console: Console, server: TritonServer, deployment: DeploymentSpec) -> 
             answer = None if stop.event.is_set() else warm_up(server.http_url)
         if answer is not None:
             console.print(_panel(server, deployment, answer))
+            if label := deployment.loop_config().pace:
+                console.print(f"[yellow]{label}[/]", highlight=False, soft_wrap=True)
         while not stop.event.wait(_WAKE_S):
             if not server.running:
                 raise ServerError(f"the server died with status {server.wait()}", useful_lines(server.log_text()))
+        if deployment.loop_config().pace:
+            console.print(str(sum(server.lateness().values(), Lateness())), highlight=False, soft_wrap=True)
         console.print("stopping: requests in flight may finish")
         return _drain(server, stop)
     finally:
@@ -434,15 +370,3 @@ def _say_built(console: Console, report: BuildReport) -> None:
     for line in report.checked:
         console.print(f"[green]checked[/] {line}", highlight=False, soft_wrap=True)
     console.print(f"{'built' if report.written else 'up to date'}: {report.output}", highlight=False, soft_wrap=True)
-
-
-def _refuse(message: str) -> NoReturn:
-    """One line on stderr about options that cannot be, and exit status 2."""
-    Console(stderr=True).print(f"error: {message}", style="red", highlight=False, markup=False, soft_wrap=True)
-    raise typer.Exit(2) from None
-
-
-def _fail(error: LookaheadError) -> NoReturn:
-    """One line on stderr (a server's reasons may follow on their own), and exit status 1."""
-    Console(stderr=True).print(f"error: {error.message}", style="red", highlight=False, markup=False, soft_wrap=True)
-    raise typer.Exit(1)

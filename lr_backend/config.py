@@ -169,6 +169,7 @@ class LoopConfig(BaseModel):
             (``num_draft_tokens``); the proposer ``engine`` needs it.
         engines: parameters of the torch engines that the step loop's own process runs, by role; empty: it calls the server's
             models of these names by BLS.
+        pace: at whose pace the engines run, as it must stand beside every time; empty: at this machine's own.
         cascade: where the ``cascade`` verifier's cheap score is clear.
         audit: who audits accepted steps, for requests that ask for it (``audit_rate``, ``risk_budget``).
         defaults: request fields taken where a request does not give them.
@@ -197,6 +198,7 @@ class LoopConfig(BaseModel):
     accepts_all_drafts: bool = False
     engine_drafts: bool = False
     engines: dict[str, dict[str, str]] = Field(default_factory=dict)
+    pace: str = ""
     cascade: Cascade = Cascade()
     audit: AuditSettings = AuditSettings()
     timeouts: Timeouts = Timeouts()

@@ -30,6 +30,7 @@ _FILLED_BY_BUILD = (
     "tokens_per_block",
     "accepts_all_drafts",
     "engine_drafts",
+    "pace",
 )
 
 
@@ -142,19 +143,22 @@ class DeploymentSpec(Section):
         return ()
 
     @classmethod
-    def load(cls, name_or_path: str | Path) -> DeploymentSpec:
+    def load(cls, name_or_path: str | Path) -> Self:
         """Read a spec by path (it ends in ``.toml``) or by name from ``engines/`` of the working folder or the checkout.
 
         Raises:
-            ConfigError: no such file, no TOML, an unknown key, a value out of range, an unknown runtime.
+            ConfigError: no such file, no TOML, an unknown key, a value out of range, an unknown runtime, or one of another class.
         """
         path = _find(name_or_path)
         try:
             raw = tomllib.loads(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ConfigError(f"{path.name} cannot be read: {error}") from error
+        kind = cls._class_of(raw, path.name)
+        if not issubclass(kind, cls):  # before it is read: it may name another spec in turn
+            raise ConfigError(f"{path.name}: the runtime {raw['runtime']!r} is no {cls.__name__}")
         try:
-            spec = cls._class_of(raw, path.name).model_validate(raw)
+            spec = kind.model_validate(raw)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             # A role's section is one of several classes; pydantic puts the name of the one that it tried into the place.

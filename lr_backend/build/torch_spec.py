@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from lr_backend.build.base import DeploymentSpec, EngineSpec, Layout
+from lr_backend.build.pace import pace_of
 from lr_backend.contract import TORCH_ENGINE_INPUTS, TensorSpec
 from lr_backend.engine import Role
+from lr_backend.hardware.pace import EnginePace
+from lr_backend.hardware.profile import find, label_of
+from lr_backend.hardware.sharing import CardSharing
 
 
 class TorchEngineSpec(EngineSpec):
@@ -29,6 +34,9 @@ class TorchEngineSpec(EngineSpec):
         overlap_prefill: compute longer chunks of prompts on a second thread, while others decode. Native kernels only.
         use_cuda_graphs: replay iterations that only decode as CUDA graphs; on a CPU it means nothing.
         random_weights: draw the weights at load; the checkpoint needs no weight files. For benchmarks of a size.
+        pace: iterations last as long as on this system (``h200_sxm`` and so on) those of the same role of the deployment that
+            is stood for (``paced_as``); None: as long as they take here. An engine that holds a draft model is paced as the
+            LLM API's, one that does not as a compiled one.
     """
 
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -48,6 +56,7 @@ class TorchEngineSpec(EngineSpec):
     overlap_prefill: bool = True
     use_cuda_graphs: bool = True
     random_weights: bool = False
+    pace: str | None = None
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -93,9 +102,18 @@ class TorchEngineSpec(EngineSpec):
 
 
 class TorchDeployment(DeploymentSpec):
-    """Three checkpoints on the torch engine."""
+    """Three checkpoints on the torch engine.
+
+    Attributes:
+        paced_as: the deployment on GPUs for whose engines those with a ``pace`` stand: its models, parallelism and placement.
+        card_sharing: what runs where roles of that one share cards: CUDA MPS, or nothing, and then they take turns.
+        slow_motion: of engines with a pace: everything takes so many times as long, where this machine cannot keep the pace.
+    """
 
     runtime: Literal["torch"]
+    paced_as: str = "qwen3-32b"
+    card_sharing: CardSharing = CardSharing.MPS
+    slow_motion: float = Field(default=1.0, ge=1.0, le=100.0)
     target: TorchEngineSpec
     draft: TorchEngineSpec
     judge: TorchEngineSpec
@@ -112,13 +130,21 @@ class TorchDeployment(DeploymentSpec):
             raise ValueError("target.holds_draft_model needs target.max_draft_len of at least 1")
         return self
 
+    @model_validator(mode="after")
+    def _paced_engines_have_processes(self) -> Self:
+        if self.server.layout is Layout.ONE_PROCESS and any(self.engine(role).pace for role in Role):
+            raise ValueError("server.layout: a pace needs process_a_role, as the engines that are stood for have it")
+        return self
+
     def runtime_loop_settings(self) -> dict[str, Any]:
         if self.server.layout is not Layout.ONE_PROCESS:
-            return {}
+            return {"pace": self.pace_label}
         return {"engines": {role.value: self.engine_parameters(role, self.checkpoint_dir(role)) for role in Role}}
 
     def engine_parameters(self, role: Role, model_dir: Path) -> dict[str, str]:
         parameters = super().engine_parameters(role, model_dir)
+        if (pace := self.engine_pace(role)) is not None:
+            parameters["pace"] = pace.as_json()
         if not self.engine(role).holds_draft_model:
             return parameters
         return parameters | {
@@ -126,6 +152,31 @@ class TorchDeployment(DeploymentSpec):
             "speculative_weight_dtype": self.draft.weight_dtype,
             "speculative_min_chance": str(self.engine(role).speculative_min_chance),
         }
+
+    def engine_pace(self, role: Role) -> EnginePace | None:
+        """At whose pace a role's engine runs; None: at this machine's own.
+
+        Raises:
+            ConfigError: the deployment that is stood for cannot be read, or has no profile on that system.
+        """
+        engine = self.engine(role)
+        if engine.pace is None:
+            return None
+        pace = pace_of(self.paced_as, role, engine.pace, drafts_itself=engine.holds_draft_model)
+        return replace(pace, sharing=self.card_sharing, slow_motion=self.slow_motion)
+
+    @property
+    def pace_label(self) -> str:
+        """What must stand beside every time that is measured of the deployment; empty where it is this machine's own."""
+        paces = {role: pace for role in Role if (pace := self.engine_pace(role)) is not None}
+        if not paces:
+            return ""
+        parts = ["real server, loop and models", label_of([find(pace.profile) for pace in paces.values()])]
+        if own := [role.value for role in Role if role not in paces]:
+            parts.append(f"{' and '.join(own)} at this machine's own pace")
+        if self.slow_motion > 1.0:
+            parts.append(f"in slow motion: all of it takes {self.slow_motion:g} times as long here")
+        return "; ".join(parts)
 
     @property
     def accepts_all_drafts(self) -> bool:

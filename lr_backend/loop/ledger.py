@@ -68,6 +68,7 @@ class CallSpan:
     num_tokens: int = 0
     num_reused_tokens: int = 0
     queue_s: float = 0.0
+    engine_s: float = 0.0
     cancelled: bool = False
     failed: bool = False
     job: Job | None = None
@@ -255,7 +256,7 @@ class MeteredEngine:
             span.num_proposed, span.num_accepted = generation.num_draft_tokens, generation.num_accepted_tokens
             self._ledger.engine_drafted(generation)
         span.num_reused_tokens = generation.num_reused_tokens
-        span.queue_s = generation.timing.queue_s
+        span.queue_s, span.engine_s = generation.timing.queue_s, generation.timing.total_s
         self._ledger.num_reused_tokens += generation.num_reused_tokens
         return generation
 

@@ -12,8 +12,10 @@ from lr_backend.trace.schema import Call, CallOutcome, Purpose, Trace
 from lr_backend.verify.verdict import UNCOMPARED
 
 
-def build_trace(request: LookaheadRequest, request_id: str, finish_reason: FinishReason, usage: Usage, ledger: Ledger) -> Trace:
-    """The whole story of a request that has ended and whose ledger was ``traced``."""
+def build_trace(
+    request: LookaheadRequest, request_id: str, finish_reason: FinishReason, usage: Usage, ledger: Ledger, pace: str = ""
+) -> Trace:
+    """The whole story of a request that has ended and whose ledger was ``traced``; ``pace`` as in the trace."""
     ends = list(accumulate((record.num_tokens for record in ledger.records), initial=ledger.prompt_tokens))[1:]
     return Trace(
         request_id=request_id,
@@ -22,6 +24,7 @@ def build_trace(request: LookaheadRequest, request_id: str, finish_reason: Finis
         steps=tuple(ledger.records),
         calls=tuple(_call(span, ledger, ends) for span in ledger.spans),
         usage=usage,
+        pace=pace,
     )
 
 
@@ -56,6 +59,7 @@ def _call(span: CallSpan, ledger: Ledger, ends: Sequence[int]) -> Call:
         num_accepted_tokens=span.num_accepted,
         num_reused_tokens=span.num_reused_tokens,
         queue_ms=_ms(span.queue_s),
+        engine_ms=_ms(span.engine_s),
     )
 
 

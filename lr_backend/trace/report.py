@@ -20,6 +20,7 @@ def report(trace: Trace, analysis: Analysis) -> RenderableType:
     found = analysis.breakdown
     return Group(
         Text(_headline(trace), style="bold"),
+        *([Text(trace.pace, style="yellow")] if trace.pace else []),
         _table(found),
         Text(
             f"target: {percent(found.batched_share)} of its time batched, {percent(found.overlap_share)} overlapped with drafting"

@@ -106,7 +106,8 @@ class LookaheadService:
         outcome = await self._unless_cancelled(loop, replies)
         usage, finish_reason = outcome.usage, outcome.finish_reason
         self._count_drafts(outcome)
-        trace = build_trace(request, request_id, finish_reason, usage, outcome.ledger) if request.trace else None
+        about = (request, request_id, finish_reason, usage, outcome.ledger)
+        trace = build_trace(*about, pace=self._config.pace) if request.trace else None
         replies.send(final_tensors("".join(parts), finish_reason, usage, trace), final=True)
         log.info(
             "request_finished",

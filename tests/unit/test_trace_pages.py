@@ -229,3 +229,23 @@ def test_the_command_fails_in_one_line(
     assert result.exit_code == 1
     assert words in result.output
     assert "Traceback" not in result.output
+
+
+def test_the_pace_stands_beside_the_times(trace: Trace) -> None:
+    label = "iteration times from tables; not a run on <h200>"
+    paced = trace.model_copy(update={"pace": label})
+    analysis = analyse(paced)
+    assert "not a run on &lt;h200&gt;" in page(paced, analysis)
+    assert 'class="pace"' not in page(trace, analyse(trace))
+    console = Console(width=200)
+    with console.capture() as shown:
+        console.print(report(paced, analysis))
+    assert label in shown.get()
+
+
+def test_a_call_says_how_long_it_was_on_its_way(trace: Trace) -> None:
+    call = trace.calls[0]
+    half = call.model_copy(update={"engine_ms": call.duration_ms / 2})
+    slower = trace.model_copy(update={"calls": (half, *trace.calls[1:])})
+    said = page(slower, analyse(slower))
+    assert f"{milliseconds(half.engine_ms)} in the engine, {milliseconds(half.engine_ms)} on the way" in said

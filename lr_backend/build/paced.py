@@ -1,0 +1,82 @@
+"""A deployment on the torch engine at the pace of one on GPUs: that one's spec of engines and loop, over our own models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ValidationError
+
+from lr_backend.build.base import Layout
+from lr_backend.build.gpu_spec import GpuDeployment
+from lr_backend.build.pace import stood_for
+from lr_backend.build.torch_spec import TorchDeployment
+from lr_backend.engine import Role
+from lr_backend.errors import ConfigError
+
+OF_THE_LOOP = ("verification_cost", "drafted_token_cost", "draft_temperature", "soft_step_tokens", "min_step_tokens")
+"""Settings of ``[lookahead]`` that depend on what calls and tokens cost."""
+OF_THE_LIMITS = ("max_depth", "max_width", "max_draft_len", "max_in_flight_requests", "max_in_flight_calls")
+
+
+def paced(
+    spec: TorchDeployment, system: str, like: str | None = None, *, drafts_itself: bool = False, slow_motion: float = 1.0
+) -> TorchDeployment:
+    """The same models, served as the deployment ``like`` would be served on ``system``.
+
+    From that one come the pace of each role, the sizes of its iterations, the costs and limits that the loop is told, and the
+    defaults of a request; the models, the length of their texts and the KV memory stay.
+
+    Args:
+        like: name of a deployment on GPUs; None: the one that ``spec`` stands for anyway.
+        drafts_itself: the target drafts by itself, as an engine of the LLM API does.
+        slow_motion: everything takes so many times as long.
+
+    Raises:
+        ConfigError: there is no such deployment, or no profile of it on that system.
+    """
+    like = like or spec.paced_as
+    other = stood_for(like)
+    if drafts_itself and not spec.target.holds_draft_model:
+        raise ConfigError(f"{spec.name}: its target holds no draft model to draft with by itself")
+    roles = {role.value: _role(spec, other, role, system, drafts_itself) for role in Role}
+    server = spec.server.model_copy(update={"layout": Layout.PROCESS_A_ROLE, "thread_pool_size": other.server.thread_pool_size})
+    changed: dict[str, Any] = {"paced_as": like, "lookahead": _lookahead(spec, other), "server": server, **roles}
+    changed |= {"name": f"{spec.name}.{system}", "slow_motion": slow_motion}
+    try:
+        fresh = TorchDeployment.model_validate({**dict(spec), **{name: _plain(value) for name, value in changed.items()}})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"{spec.name} cannot stand for {like}: {where + ': ' if where else ''}{first['msg']}") from error
+    fresh._path = spec.path
+    for role in Role:
+        fresh.engine_pace(role)
+    return fresh
+
+
+def _role(spec: TorchDeployment, other: GpuDeployment, role: Role, system: str, drafts_itself: bool) -> dict[str, Any]:
+    own, engine = spec.engine(role), other.engine(role)
+    return {
+        **own.model_dump(),
+        "pace": system,
+        "max_batch_size": engine.max_batch_size,
+        "max_num_tokens": engine.max_num_tokens,
+        "max_draft_len": engine.num_drafts,
+        "holds_draft_model": own.holds_draft_model and drafts_itself,
+        "speculative_min_chance": 0.0,  # the LLM API drafts as many tokens as it is told to, whatever their chances
+    }
+
+
+def _lookahead(spec: TorchDeployment, other: GpuDeployment) -> dict[str, Any]:
+    own, theirs = spec.lookahead, other.lookahead
+    limits = {name: value for name, value in theirs.get("limits", {}).items() if name in OF_THE_LIMITS}
+    return {
+        **{name: value for name, value in own.items() if name not in OF_THE_LOOP},
+        **{name: theirs[name] for name in OF_THE_LOOP if name in theirs},
+        "limits": {**own.get("limits", {}), **limits},
+        "defaults": theirs.get("defaults", {}),
+    }
+
+
+def _plain(value: Any) -> Any:
+    return value.model_dump() if hasattr(value, "model_dump") else value
