@@ -6,7 +6,7 @@ N ?= 200
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test contract lint test-gpu bench-engine bench-gpu bench-ablation bench-systems bench-peers load eval-demo check-models \
+.PHONY: help venv demo test contract lint test-gpu bench-engine bench-gpu bench-ablation bench-pace bench-systems bench-peers load eval-demo check-models \
 	profiles image-check clean
 
 help: ## list the targets
@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml setup.py client/pyproject.toml constraints.txt $(wildca
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cpu,dev]' -e client
 	@touch $@
 
-demo: venv ## a question streamed live, then four modes side by side, through a real Triton
+demo: venv ## a question streamed live, then every mode side by side at the pace of H200s, through a real Triton
 	$(BIN)/python -m demo.run
 
 test: venv ## all tests; starts its own servers on free ports
@@ -52,6 +52,9 @@ image-check: venv ## builds both images without docker, runs the CPU one and ask
 eval-demo: venv ## speed and quality of the four modes over N problems (200), as a page under out/
 	$(BIN)/lookahead eval --dataset demo --end $(N) --time-limit-s 1800 --out out/eval-demo-$(N)
 	$(BIN)/lookahead report out/eval-demo-$(N)
+
+bench-pace: venv ## every mode at the pace of H200s, and how near the planner comes (10 to 20 minutes)
+	$(BIN)/python -m bench.pace
 
 bench-systems: venv ## random models of real shapes with scripted acceptance, against the paper's formulas
 	$(BIN)/lookahead bench-systems

@@ -33,18 +33,11 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.hardware import Hardware, hardware_ceiling, measure_hardware
+from demo.asking import MAX_TOKENS, REQUEST_TIMEOUT_S, console_of_any_width, demo_spec, in_turns, serving
 from demo.check import Share
 from demo.measure import ModeReport, Sample, report
 from demo.problems import Problem, check_answer, problems, same_step
-from demo.run import (
-    MAX_TOKENS,
-    REQUEST_TIMEOUT_S,
-    best_baseline,
-    console_of_any_width,
-    demo_spec,
-    in_turns,
-    serving,
-)
+from demo.run import best_baseline
 from lr_backend.config import LoopConfig
 from lr_backend.loop.depth import ceiling
 from lr_backend.request import LookaheadRequest, VerifierName, with_defaults

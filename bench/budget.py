@@ -26,9 +26,9 @@ from rich.table import Table
 
 from bench.ablation import PROBLEM_SEED, Row, ask, compare
 from bench.hardware import measure_hardware
+from demo.asking import console_of_any_width, demo_spec, serving
 from demo.measure import ModeReport, Sample, report
 from demo.problems import problems
-from demo.run import console_of_any_width, demo_spec, serving
 from lr_backend.config import Limits
 from lr_backend.loop.depth import ceiling
 from lr_backend.plan.budget import Rates, acceptance_from_length, token_speedup

@@ -26,9 +26,9 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.ablation import PROBLEM_SEED, Row, ask
+from demo.asking import console_of_any_width, demo_spec, in_turns, serving
 from demo.measure import paired_speedup
 from demo.problems import Problem, problems
-from demo.run import console_of_any_width, demo_spec, in_turns, serving
 
 ROWS = (
     Row("ar", {"mode": "ar"}),

@@ -10,12 +10,14 @@ from statistics import fmean
 
 import numpy as np
 
+from demo.asking import cost_ratio, seconds_a_token
 from demo.problems import Problem
-from demo.run import cost_ratio, seconds_a_token
 from demo.tokenizer import chat, load_tokenizer
 from lr_backend.build.spec import TorchDeployment
 from lr_backend.contract import IntArray
+from lr_backend.emulated.workload import Workload
 from lr_backend.engine import Role
+from lr_backend.hardware.machine import LinearTimes
 from lr_backend.plan.simulation import Policy, Scenario, speedup
 from lr_backend.request import DepthPolicy, LookaheadRequest
 from lr_backend.triton.server import TritonServer
@@ -60,16 +62,9 @@ class Hardware:
     def scenario(self, acceptance_rate: float, step_tokens: int) -> Scenario:
         """The loop on this hardware with no overhead."""
         alone = self.target_token_s[1]
-        return Scenario(
-            acceptance_rate,
-            target_token_s=alone,
-            draft_token_s=self.cost_ratio * alone,
-            crowding=self.crowding,
-            num_cores=self.num_cores,
-            step_tokens=max(2, step_tokens),
-            step_spread=STEP_SPREAD,
-            num_steps=SIMULATED_STEPS,
-        )
+        texts = Workload(acceptance_rate, step_tokens=max(2, step_tokens), step_spread=STEP_SPREAD, num_steps=SIMULATED_STEPS)
+        times = LinearTimes(alone, self.cost_ratio * alone, crowding=self.crowding, num_cores=self.num_cores)
+        return Scenario(texts, times.machine())
 
     def as_dict(self) -> dict[str, object]:
         return {**asdict(self), "crowding": self.crowding, "num_cores": self.num_cores}

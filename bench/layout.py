@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.timing import Spread
+from demo.asking import demo_spec, serving
 from demo.measure import paired_speedup, rotated
 from demo.problems import problems
-from demo.run import demo_spec, serving
 from lr_backend.build.base import Layout
 from lr_backend.engine import Role
 

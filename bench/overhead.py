@@ -9,11 +9,9 @@ loop's longest way: drafted, written, judged, rejected, begun again. The demo mo
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import tempfile
 import time
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -25,8 +23,8 @@ from lr_client import Client, Options, Usage
 from rich.console import Console
 from rich.table import Table
 
+from demo.asking import demo_spec, serving
 from demo.problems import problems
-from demo.run import demo_spec, serving
 from lr_backend.build.base import Layout
 from lr_backend.build.spec import TorchDeployment
 from lr_backend.engine import Role
@@ -93,10 +91,7 @@ def random_models(spec: TorchDeployment, folder: Path, shapes: Mapping[Role, Map
 def busy_seconds(server: TritonServer) -> dict[str, float]:
     """Seconds that each engine has spent in iterations."""
     time.sleep(2 * REFRESH_S)
-    with urllib.request.urlopen(f"http://{server.metrics_url}/metrics", timeout=10) as response:
-        lines = response.read().decode().splitlines()
-    busy = (line for line in lines if line.startswith("lr_engine_busy_seconds_total{"))
-    return {match[1]: float(line.rsplit(" ", 1)[1]) for line in busy if (match := re.search(r'role="(\w+)"', line))}
+    return server.counter("lr_engine_busy_seconds_total")
 
 
 def measure(spec: TorchDeployment, questions: Sequence[str], max_tokens: int) -> Overhead:

@@ -36,9 +36,10 @@ from bench.engine import device_line
 from bench.plots import Ratio, draw_ratios
 from bench.remote_engine import RemoteEngine
 from bench.synchronous import SynchronousLookahead, Texts
+from demo.asking import MAX_TOKENS, REQUEST_TIMEOUT_S, console_of_any_width, demo_spec, in_turns, serving
 from demo.measure import INTERVAL, NUM_RESAMPLES, ModeReport, Sample, report
 from demo.problems import Problem, check_answer, problems
-from demo.run import MAX_TOKENS, MODES, REQUEST_TIMEOUT_S, best_baseline, console_of_any_width, demo_spec, in_turns, serving
+from demo.run import MODES, best_baseline
 from demo.tokenizer import chat
 from lr_backend.build.spec import TorchDeployment
 from lr_backend.contract import IntArray, encode_stop_words

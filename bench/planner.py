@@ -29,13 +29,13 @@ from rich.table import Table
 
 from bench.ablation import PROBLEM_SEED, Row, ask, compare
 from bench.hardware import acceptance_of_each, measure_hardware
+from demo.asking import console_of_any_width, demo_spec, in_turns, serving
 from demo.measure import ModeReport, report
 from demo.problems import Problem, problems
-from demo.run import console_of_any_width, demo_spec, in_turns, serving
 from lr_backend.errors import TraceError
 from lr_backend.plan.fitting import fit
 from lr_backend.plan.losses import losses
-from lr_backend.plan.simulation import Scenario
+from lr_backend.plan.simulation import Policy, Scenario
 from lr_backend.plan.table import plan
 from lr_backend.trace.schema import Trace
 
@@ -85,10 +85,11 @@ def _gain(scenario: Scenario, max_depth: int, width: int) -> float:
 
 def at_acceptance(scenario: Scenario, alpha: float, width: int) -> Scenario:
     """The scenario in which ``alpha`` of the positions accept one of ``width`` candidates; what further ones are worth stays."""
-    further = scenario.sibling_acceptance_rate
-    if further is None:
-        return replace(scenario, acceptance_rate=acceptance_of_each(alpha, width))
-    return replace(scenario, acceptance_rate=max(0.0, 1.0 - (1.0 - alpha) / (1.0 - further) ** (width - 1)))
+    further = scenario.workload.sibling_acceptance_rate
+    rate = acceptance_of_each(alpha, width)
+    if further is not None:
+        rate = max(0.0, 1.0 - (1.0 - alpha) / (1.0 - further) ** (width - 1))
+    return replace(scenario, workload=replace(scenario.workload, acceptance_rate=rate))
 
 
 def lines_of(scenario: Scenario, found: Mapping[str, ModeReport]) -> list[dict[str, Any]]:
@@ -140,13 +141,14 @@ def main(
             ask(client, row, first, 0, temperature)
         # Two roles may not slow each other down where two and the hand-over of a call do.
         cores = cores or measure_hardware(server, spec, first).num_cores or os.cpu_count()
-        scenario = fit(record(client, questions[:num_recorded], temperature, console), cores)
+        fitted = fit(record(client, questions[:num_recorded], temperature, console), cores)
         samples = compare({None: client}, (BASELINE, *rows), questions[num_recorded:], temperature, console)
+    scenario = fitted.scenario
     lines = lines_of(scenario, report(samples, BASELINE.name))
     show(console, f"{num_recorded} problems recorded, {num_problems} others measured, temperature {temperature:g}", lines)
     output.parent.mkdir(parents=True, exist_ok=True)
-    without = {one.without: round(one.speedup, 4) for one in losses(scenario, LOSSES_AT)}
-    found = {"scenario": asdict(scenario), "rows": lines, f"depth {LOSSES_AT} without": without}
+    without = {one.without: round(one.speedup, 4) for one in losses(scenario, Policy(max_depth=LOSSES_AT))}
+    found = {"scenario": asdict(fitted), "rows": lines, f"depth {LOSSES_AT} without": without}
     output.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     for line in (*lines, {f"depth {LOSSES_AT} without": without}):
         console.print(json.dumps(line), soft_wrap=True, highlight=False, markup=False)

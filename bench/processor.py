@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.engine import device_line
+from demo.asking import ask, demo_spec, serving
 from demo.problems import problems
-from demo.run import ask, demo_spec, serving
 from lr_backend.build.base import Layout
 from lr_backend.engine import Role
 from lr_backend.torch_engine.config import EngineConfig
@@ -51,10 +51,10 @@ def main(
     rows: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder, serving(spec, Path(folder)) as server, Client(server.grpc_url) as client:
         for mode in MODES:
-            ask(client, questions[0], mode, temperature, 0)
+            ask(client, questions[0], {"mode": mode}, temperature, 0)
             before, started = seconds_by_model(psutil.Process(), models), time.perf_counter()
             num_tokens = sum(
-                ask(client, problem, mode, temperature, index)[0].usage.completion_tokens
+                ask(client, problem, {"mode": mode}, temperature, index)[0].usage.completion_tokens
                 for index, problem in enumerate(questions[1:])
             )
             wall_s = time.perf_counter() - started

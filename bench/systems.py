@@ -35,9 +35,9 @@ from bench.engine import device_line
 from bench.hardware import Hardware, hardware_ceiling, measure_hardware
 from bench.overhead import LARGE, STEP_TOKENS, TIMEOUT_S
 from bench.plots import draw_realised
+from demo.asking import demo_spec, serving
 from demo.measure import paired_speedup, rotated
 from demo.problems import problems
-from demo.run import demo_spec, serving
 from lr_backend.build.base import Layout
 from lr_backend.build.spec import TorchDeployment
 from lr_backend.engine import Role

@@ -1,6 +1,7 @@
-"""``make demo``: one problem streamed live, then the same problems in each of the four modes, through a real Triton.
+"""``make demo``: one problem streamed live, then problems answered in every mode, all through a real Triton.
 
-The baseline of every speedup is ``ar`` with ``stream=false``: one uninterrupted engine request, nothing else running, at the
+First at production pace, as on the hardware that the server is for (:mod:`demo.pace`), and then at this CPU's own pace. There the
+baseline of every speedup is ``ar`` with ``stream=false``: one uninterrupted engine request, nothing else running, at the
 thread setting that is best for it. So a second server runs the target alone at each other thread setting; ``ar`` is asked of
 both, and the faster one is the baseline. Modes take turns, so that a noisy machine is noisy to all of them.
 """
@@ -9,105 +10,39 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any
 
-import numpy as np
-import tritonclient.grpc as grpcclient
 import typer
-from lr_client import Client, FinishEvent, Options, Result
+from lr_client import Client, FinishEvent, Options
 from lr_client.render import ConsoleRenderer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from tritonclient.utils import np_to_triton_dtype
 
-from demo.measure import ModeReport, Sample, T, report, rotated
-from demo.problems import Problem, check_answer, problems
-from demo.tokenizer import chat, load_tokenizer
+from demo import pace
+from demo.asking import MAX_TOKENS, REQUEST_TIMEOUT_S, ask, console_of_any_width, cost_ratio, demo_spec, in_turns, serving
+from demo.measure import ModeReport, Sample, report
+from demo.problems import Problem, problems
 from lr_backend.build.base import Layout
-from lr_backend.build.repository import build_repository
-from lr_backend.build.spec import DeploymentSpec, TorchDeployment
-from lr_backend.contract import IntArray
-from lr_backend.engine import EngineCall, Role
+from lr_backend.build.spec import TorchDeployment
 from lr_backend.loop.depth import ceiling
 from lr_backend.request import LookaheadRequest
-from lr_backend.triton.server import ServerOptions, TritonServer
-
-Asked = TypeVar("Asked")
+from lr_backend.trace.analysis import analyse
+from lr_backend.trace.html import page
+from lr_backend.trace.schema import Trace
 
 MODES = ("ar", "sd", "lr", "lr_sd")
 PROBLEM_SEED = 2025
-MAX_TOKENS = 640
-REQUEST_TIMEOUT_S = 120.0
 WARM_UP_PROBLEMS = 2
-PIPED_WIDTH = 120
-
-
-def console_of_any_width() -> Console:
-    """A log is not 80 columns wide."""
-    console = Console()
-    return console if console.is_terminal else Console(width=PIPED_WIDTH)
-
-
-def demo_spec(layout: Layout | None = None) -> TorchDeployment:
-    """The deployment of the demo models; ``layout`` instead of its own."""
-    spec = DeploymentSpec.load("demo")
-    assert isinstance(spec, TorchDeployment)
-    return spec if layout is None else spec.model_copy(update={"server": spec.server.model_copy(update={"layout": layout})})
-
-
-@contextmanager
-def serving(spec: TorchDeployment, repository: Path, *, only: tuple[str, ...] = ()) -> Iterator[TritonServer]:
-    """A server over a freshly rendered repository; ``only`` keeps just these models."""
-    build_repository(spec, repository)
-    for model in repository.iterdir():
-        if only and model.is_dir() and model.name not in only:
-            shutil.rmtree(model)
-    options = ServerOptions(thread_pool_size=spec.server.thread_pool_size, exit_timeout_s=5)
-    with TritonServer(repository, options) as server:
-        server.wait_ready(spec.server.load_timeout_s)
-        yield server
-
-
-def ask(client: Client, problem: Problem, mode: str, temperature: float, index: int) -> tuple[Sample, Result]:
-    """One answer, timed by the client from submit to final response."""
-    options = Options(mode=mode, stream=False, max_tokens=MAX_TOKENS, temperature=temperature, seed=index)
-    started = time.perf_counter()
-    result = client.ask(problem.question, options, timeout_s=REQUEST_TIMEOUT_S)
-    latency_s = time.perf_counter() - started
-    return Sample(mode, index, check_answer(problem, result.text), latency_s, result.usage), result
-
-
-def seconds_a_token(url: str, model: str, prompt: IntArray, num_tokens: int = 96, rounds: int = 3) -> float:
-    """What one engine takes for a token when nothing else runs: the best of a few greedy calls through Triton."""
-    call = EngineCall(request_id="", input_ids=prompt, max_new_tokens=num_tokens)
-    inputs = []
-    for name, array in call.tensors().items():
-        tensor = grpcclient.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
-        tensor.set_data_from_numpy(array)
-        inputs.append(tensor)
-    times_s = []
-    with grpcclient.InferenceServerClient(url) as client:
-        for _ in range(rounds):
-            started = time.perf_counter()
-            client.infer(model, inputs)
-            times_s.append((time.perf_counter() - started) / num_tokens)
-    return min(times_s)
-
-
-def cost_ratio(server: TritonServer, spec: TorchDeployment, problem: Problem) -> float:
-    """c: a drafted step's time over a target step's of as many tokens, each model alone."""
-    tokenizer = load_tokenizer(spec.checkpoint_dir(Role.TARGET))
-    prompt = np.asarray(tokenizer.encode(chat(problem.question), add_special_tokens=False), dtype=np.int32)
-    draft_s, target_s = (seconds_a_token(server.grpc_url, role.value, prompt) for role in (Role.DRAFT, Role.TARGET))
-    return draft_s / target_s
+PACED_PROBLEMS, LEAST_PACED_PROBLEMS = 12, 4
+"""Problems at production pace: so many where nothing is in slow motion, and fewer in proportion."""
+SHORT = ("mode", "right", "tokens/s", "seconds", "speedup (95 %)")
+"""Columns of every table."""
+TIMELINE = "demo-timeline.html"
 
 
 def ceilings(rows: Mapping[str, ModeReport], c: float, max_depth: int) -> dict[str, float]:
@@ -120,21 +55,27 @@ def ceilings(rows: Mapping[str, ModeReport], c: float, max_depth: int) -> dict[s
     return found
 
 
-def show_one(client: Client, problem: Problem, temperature: float, console: Console) -> None:
-    """Stream one answer step by step, coloured by origin."""
-    console.rule("[bold]one question, live")
+def show_one(client: Client, problem: Problem, temperature: float, console: Console) -> Trace | None:
+    """Stream one answer step by step, coloured by origin, with steps and tokens speculated throughout; returns its trace."""
+    console.rule("[bold]one question, live, at production pace: lr_sd")
     console.print(f"[bold]{problem.question}[/]\n", highlight=False)
     renderer = ConsoleRenderer(console, legend=True)
-    options = Options(mode="lr_sd", max_tokens=MAX_TOKENS, temperature=temperature, seed=1, trace=True)
+    options = Options(max_tokens=MAX_TOKENS, temperature=temperature, seed=1, trace=True, **pace.ROWS["lr_sd"])
+    recorded = None
     try:
         with client.stream(problem.question, options, timeout_s=REQUEST_TIMEOUT_S) as stream:
             for event in stream:
                 renderer.show(event)
                 if isinstance(event, FinishEvent):
+                    recorded = event.trace
                     break
     finally:
         renderer.close()
-    console.print(f"[dim]right answer: {problem.answer}[/]\n")
+    console.print(f"[dim]right answer: {problem.answer}[/]")
+    trace = Trace.from_json(recorded) if recorded else None
+    if trace is not None:
+        console.print(f"[yellow]{trace.pace}[/]\n", highlight=False, soft_wrap=True)
+    return trace
 
 
 def compare(
@@ -143,27 +84,10 @@ def compare(
     """Every mode on every problem, in turns whose order rotates."""
     turns = [*((mode, client, mode) for mode, client in clients.items()), *((name, c, "ar") for name, c in baselines.items())]
     samples = []
-    for index, problem, (name, client, mode) in in_turns(turns, questions, "four modes in turn", console):
-        sample, _ = ask(client, problem, mode, temperature, index)
+    for index, problem, (name, client, mode) in in_turns(turns, questions, "at this CPU's own pace", console):
+        sample, _ = ask(client, problem, {"mode": mode}, temperature, index)
         samples.append(Sample(name, index, sample.correct, sample.latency_s, sample.usage))
     return samples
-
-
-def in_turns(turns: Sequence[T], questions: Sequence[Asked], title: str, console: Console) -> Iterator[tuple[int, Asked, T]]:
-    """Every turn of every problem (or set of problems), with its number, behind a progress bar.
-
-    Turns that follow one another ask different problems, as far apart as there are: else all but the first would find the
-    question, and what an answer begins with, in the KV cache, which spares whoever computes most prompts the most.
-    """
-    apart = max(1, len(questions) // len(turns))
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task(title, total=len(questions) * len(turns))
-        for number in range(len(questions)):
-            for place in rotated(range(len(turns)), number):
-                index = (number + apart * place) % len(questions)
-                yield index, questions[index], turns[place]
-                progress.advance(task)
 
 
 def best_baseline(samples: list[Sample]) -> tuple[list[Sample], str]:
@@ -180,32 +104,36 @@ def best_baseline(samples: list[Sample]) -> tuple[list[Sample], str]:
 def table(rows: Mapping[str, ModeReport], title: str) -> Table:
     """The comparison as people read it."""
     view = Table(title=title)
-    for name in (
-        "mode",
-        "right",
-        "tokens/s",
-        "seconds",
-        "speedup (95 %)",
-        "step acc.",
-        "accepted length",
-        "token acc.",
-        "passes/token",
-    ):
+    rates = ("step acc.", "accepted length", "token acc.", "passes/token")
+    for name in (*SHORT, *rates):
         view.add_column(name, justify="left" if name == "mode" else "right")
-    for mode in MODES:
-        row = rows[mode]
+    for mode, row in rows.items():
         view.add_row(
             mode,
             f"{row.correct}/{row.total}",
             f"{row.tokens_per_s:.0f}",
             f"{row.latency_s:.2f}",
-            f"{row.speedup:.2f} ({row.speedup_low:.2f} to {row.speedup_high:.2f})",
+            _speedup(row),
             _number(row.step_acceptance_rate),
             _number(row.mean_accepted_length),
             _number(row.token_acceptance_rate),
             _number(row.passes_per_token),
         )
     return view
+
+
+def small_table(rows: Mapping[str, ModeReport], title: str) -> Table:
+    """The same of what is not the point: as little as there is to know."""
+    view = Table(title=title, style="dim", box=None)
+    for name in SHORT:
+        view.add_column(name, style="dim", justify="left" if name == "mode" else "right")
+    for mode, row in rows.items():
+        view.add_row(mode, f"{row.correct}/{row.total}", f"{row.tokens_per_s:.0f}", f"{row.latency_s:.2f}", _speedup(row))
+    return view
+
+
+def _speedup(row: ModeReport) -> str:
+    return f"{row.speedup:.2f} ({row.speedup_low:.2f} to {row.speedup_high:.2f})"
 
 
 def _setting(threads: int) -> str:
@@ -216,20 +144,50 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def main(
-    num_problems: Annotated[int, typer.Option("--problems", min=1)] = 20,
-    temperature: Annotated[float, typer.Option(min=0.0, max=5.0)] = 0.6,
-    output: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("out/demo.json"),
-    layout: Annotated[Layout | None, typer.Option(help="Of processes, instead of the deployment's.")] = None,
-) -> None:
-    """Serve the demo models and compare the four modes."""
-    console = console_of_any_width()
-    spec = demo_spec(layout)
-    questions = list(islice(problems(PROBLEM_SEED, "test"), num_problems + 1))
+def at_production_pace(
+    spec: TorchDeployment,
+    questions: list[Problem],
+    num_problems: int | None,
+    temperature: float,
+    console: Console,
+    folder: Path,
+) -> tuple[pace.Paced, Trace | None]:
+    """One answer live, and every row on some problems; also the live one's trace."""
+    probes, questions = questions[:2], questions[2:]
+    with ExitStack() as stack:
+        with console.status("starting Triton at the pace of H200s: lookahead, target, draft and judge"):
+            stage = stack.enter_context(pace.stage(spec, pace.SYSTEM, probes, folder, console))
+        urls = f"Triton {stage.server.grpc_url} (gRPC), {stage.server.http_url} (HTTP): lookahead, target, draft, judge"
+        console.print(urls, highlight=False)
+        if stage.spec.slow_motion > 1.0:
+            slower = f"in slow motion: {stage.spec.slow_motion:g} times as long here; tables have the hardware's seconds"
+            console.print(f"[dim]{slower}[/]", highlight=False)
+        trace = show_one(stage.client, questions[0], temperature, console)
+        fewer = max(LEAST_PACED_PROBLEMS, int(PACED_PROBLEMS / stage.spec.slow_motion))
+        asked = questions[1 : 1 + (num_problems or fewer)]
+        found = pace.compare(stage, asked, temperature, console)
+    like = f"{len(asked)} problems at production pace, temperature {temperature:g}, one at a time"
+    console.print(table(found.rows, like))
+    share = found.realised_share("auto")
+    console.print("[dim]speedup: seconds of ar, one uninterrupted request with nothing else running, over the row's;[/]")
+    console.print(
+        f"[dim]auto: the request that chooses nothing; {share:.0%} of what the loop gains where nothing but engines takes time[/]"
+    )
+    console.print(f"[yellow]{found.spec.pace_label}[/]", highlight=False, soft_wrap=True)
+    console.print(f"[{'bold red' if found.lateness.void else 'dim'}]{found.lateness}[/]", highlight=False, soft_wrap=True)
+    for one in pace.hops(found):
+        console.print(f"[dim]{one}[/]", highlight=False)
+    console.print()
+    return found, trace
+
+
+def on_this_cpu(
+    spec: TorchDeployment, questions: list[Problem], temperature: float, console: Console, folder: Path
+) -> dict[str, Any]:
+    """The four modes unpaced, each against the best setting of ``ar``."""
     other_threads = {1, os.cpu_count() or 1} - {spec.target.num_threads}
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lookahead-demo-")))
-        with console.status("starting Triton with lookahead, target, draft and judge"):
+        with console.status("starting Triton without a pace"):
             server = stack.enter_context(serving(spec, folder / "all"))
             client = stack.enter_context(Client(server.grpc_url))
             baselines = {}
@@ -240,33 +198,42 @@ def main(
                 baselines[_setting(threads)] = stack.enter_context(Client(other.grpc_url))
             for index in range(WARM_UP_PROBLEMS):
                 for mode in MODES:
-                    ask(client, questions[0], mode, temperature, index)
+                    ask(client, questions[0], {"mode": mode}, temperature, index)
                 for other_client in baselines.values():
-                    ask(other_client, questions[0], "ar", temperature, index)
-        console.print(f"Triton {server.grpc_url} (gRPC), {server.http_url} (HTTP): lookahead, target, draft, judge\n")
-        show_one(client, questions[0], temperature, console)
+                    ask(other_client, questions[0], {"mode": "ar"}, temperature, index)
         c = cost_ratio(server, spec, questions[0])
         samples = compare(dict.fromkeys(MODES, client), baselines, questions[1:], temperature, console)
     samples, baseline = best_baseline(samples)
-    rows = report(samples, "ar")
-    console.print(table(rows, f"{num_problems} problems at temperature {temperature:g}, one at a time"))
+    rows = {mode: found for mode, found in report(samples, "ar").items() if mode in MODES}
     setting = baseline if baseline != "ar" else _setting(spec.target.num_threads)
-    console.print(f"[dim]speedup: seconds of {setting} (its best setting here), one uninterrupted request, over the mode's[/]")
     most = ceilings(rows, c, LookaheadRequest.parse({**spec.loop_config().defaults, "text_input": "any"}).max_depth)
-    told = ", ".join(f"{mode} {gain:.2f}" for mode, gain in most.items())
-    console.print(
-        f"[dim]ceiling if parallel steps and verdicts were free (a drafted step costs {c:.2f} of a target step): {told}[/]"
-    )
+    console.print(small_table(rows, f"this CPU at its own pace, {len(questions) - 1} problems: over {setting}, its best setting"))
+    return {"baseline": setting, "cost_ratio": c, "ceilings": most, "modes": {mode: rows[mode].as_dict() for mode in MODES}}
+
+
+def main(
+    num_problems: Annotated[int, typer.Option("--problems", min=1, help="At this CPU's own pace.")] = 12,
+    paced_problems: Annotated[int | None, typer.Option(min=1, help="At production pace; by default two minutes' worth.")] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, max=5.0)] = 0.6,
+    output: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("out/demo.json"),
+    layout: Annotated[Layout | None, typer.Option(help="Of processes at this CPU's own pace.")] = None,
+) -> None:
+    """Serve the demo models and compare the modes, at production pace and at this CPU's own."""
+    console = console_of_any_width()
+    most = 3 + max(num_problems, paced_problems or PACED_PROBLEMS)
+    questions = list(islice(problems(PROBLEM_SEED, "test"), most))
+    with tempfile.TemporaryDirectory(prefix="lookahead-demo-") as name:
+        folder = Path(name)
+        found, trace = at_production_pace(demo_spec(), questions, paced_problems, temperature, console, folder / "paced")
+        own = on_this_cpu(demo_spec(layout), questions[: num_problems + 1], temperature, console, folder)
     output.parent.mkdir(parents=True, exist_ok=True)
-    document = {
-        "temperature": temperature,
-        "baseline": setting,
-        "cost_ratio": c,
-        "ceilings": most,
-        "modes": {mode: rows[mode].as_dict() for mode in MODES},
-    }
+    document = {"temperature": temperature, **own, "pace": found.as_dict()}
     output.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     console.print(f"written to {output}")
+    if trace is not None:
+        timeline = output.with_name(TIMELINE)
+        timeline.write_text(page(trace, analyse(trace)), encoding="utf-8")
+        console.print(f"the live answer's timeline: {timeline}")
 
 
 if __name__ == "__main__":

@@ -282,8 +282,8 @@ def _client(url: str) -> Client:
 def _own_server(deployment: TorchDeployment, directory: RunDirectory, console: Console) -> Iterator[Client]:
     """A server of this spec, its engines timed while nothing else runs."""
     from bench.hardware import measure_hardware
+    from demo.asking import serving
     from demo.problems import problems
-    from demo.run import serving
 
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lookahead-eval-"))

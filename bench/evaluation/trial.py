@@ -16,7 +16,7 @@ from bench.evaluation.command import DATA_SEED, Settings, console_of_any_width, 
 from bench.evaluation.summary import BASELINE, DEFAULT_MARGIN
 from bench.evaluation.tasks import load
 from bench.evaluation.turns import turns
-from demo.run import MAX_TOKENS, demo_spec
+from demo.asking import MAX_TOKENS, demo_spec
 from lr_backend.build.spec import TorchDeployment
 from lr_backend.request import VerifierName
 

@@ -39,7 +39,7 @@ WIDTH = 150
 def machine() -> str:
     """What it runs on."""
     from bench.engine import device_line  # torch, which takes seconds to load
-    from demo.run import demo_spec
+    from demo.asking import demo_spec
     from lr_backend.engine import Role
     from lr_backend.torch_engine.config import EngineConfig
 
@@ -162,7 +162,7 @@ def main(
 
 
 def _demo_server(stack: ExitStack, console: Console) -> str:
-    from demo.run import demo_spec, serving
+    from demo.asking import demo_spec, serving
 
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lookahead-load-"))
     with console.status("starting Triton with lookahead, target, draft and judge"):

@@ -11,8 +11,8 @@ import psutil
 import pytest
 from lr_client import Client, Options
 
+from demo.asking import demo_spec, serving
 from demo.problems import problems
-from demo.run import demo_spec, serving
 from lr_backend.build.base import Layout
 from lr_backend.triton.server import TritonServer
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from lr_client import Client, FinishEvent, InvalidRequest, Options, StepEvent, TextEvent
 
+from demo.asking import demo_spec, serving
 from demo.problems import Problem, problems
-from demo.run import demo_spec, serving
 from lr_backend.build.base import Layout
 from lr_backend.request import Usage
 from lr_backend.trace.analysis import analyse

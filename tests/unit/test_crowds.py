@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from bench.crowds import ROWS, Row, Taken, lines_of, set_size
-from demo.run import in_turns
+from demo.asking import in_turns
 
 
 def turns(num_sets: int) -> list[tuple[int, Row]]:

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from lr_client import Usage
 from rich.console import Console
 
+from demo.asking import in_turns
 from demo.measure import ModeReport, Sample, paired_speedup, report
 from demo.problems import problems
-from demo.run import in_turns
 from lr_backend.loop.depth import ceiling
 
 seconds = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=20)

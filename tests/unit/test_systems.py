@@ -16,9 +16,9 @@ import bench.peers
 from bench.hardware import Hardware
 from bench.peers import rate_ratio
 from bench.systems import SHAPES, SIZES, Measured, Setting, ending_ids, figures, random_deployment, settings
+from demo.asking import demo_spec
 from demo.measure import Sample
 from demo.problems import problems
-from demo.run import demo_spec
 from demo.tokenizer import load_tokenizer
 from lr_backend.build.checkpoints import check_checkpoint
 from lr_backend.build.repository import build_repository

@@ -1,0 +1,246 @@
+"""The demo's headline: five ways to answer at the pace of H200s, on a machine without one.
+
+Triton, the step loop, the scheduler and the models' texts are real; how long an iteration lasts is what NVIDIA's kernel tables
+say of the deployment ``qwen3-32b`` on that system. A machine that falls behind shows it all in slow motion, and all times are
+divided by it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+from lr_client import Client
+from rich.console import Console
+
+from demo.asking import ask, in_turns, serving
+from demo.measure import ModeReport, Sample, report
+from demo.problems import Problem
+from lr_backend.build.paced import paced
+from lr_backend.build.spec import TorchDeployment
+from lr_backend.engine import Role
+from lr_backend.hardware.lateness import Lateness
+from lr_backend.hardware.machine import Machine
+from lr_backend.hardware.overheads import Bound
+from lr_backend.plan.fit_texts import by_verifier, fit_workload
+from lr_backend.plan.losses import engines_alone
+from lr_backend.plan.simulation import COSTS_OF_DRAFTS, Policy, Scenario
+from lr_backend.plan.table import plan_row
+from lr_backend.request import Mode
+from lr_backend.trace.schema import Call, Trace
+from lr_backend.triton.refresher import REFRESH_S
+from lr_backend.triton.server import TritonServer
+
+SYSTEM = "h200_sxm"
+BASELINE = "ar"
+DRAFT_TOKENS: Mapping[str, Any] = {"proposer": "draft_model", "num_draft_tokens": 8, "draft_length": "fixed"}
+AHEAD: Mapping[str, Any] = {"max_depth": 8, "depth": "fixed"}
+Row = Mapping[str, Any]
+"""Fields of a request, beside the deployment's defaults."""
+ROWS: Mapping[str, Row] = {
+    BASELINE: {"mode": "ar"},
+    "sd": {"mode": "sd", **DRAFT_TOKENS},
+    "lr": {"mode": "lr", **AHEAD},
+    "lr_sd": {"mode": "lr_sd", **AHEAD, **DRAFT_TOKENS},
+    "auto": {},
+}
+"""``auto`` chooses nothing."""
+SLOW_MOTIONS = (1.0, 2.0, 3.0)
+PROBE = {"max_tokens": 120}
+TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A server at some pace, and who asks it."""
+
+    spec: TorchDeployment
+    server: TritonServer
+    client: Client
+
+    def ask(self, problem: Problem, row: str, fields: Row, temperature: float, index: int) -> tuple[Sample, Trace | None]:
+        """One answer with its trace; its seconds are those of the hardware that is stood for."""
+        sample, result = ask(self.client, problem, {**fields, "trace": True}, temperature, index, TIMEOUT_S)
+        trace = Trace.from_json(result.trace) if result.trace else None
+        return replace(sample, mode=row, latency_s=sample.latency_s / self.spec.slow_motion), trace
+
+    def lateness(self) -> Lateness:
+        """Of all engines until now."""
+        time.sleep(2 * REFRESH_S)
+        return sum(self.server.lateness().values(), Lateness())
+
+
+@dataclass(frozen=True)
+class Paced:
+    """What rows took at some pace.
+
+    Attributes:
+        asked: fields of each row's requests.
+        traces: of each row, those of its answers.
+    """
+
+    spec: TorchDeployment
+    asked: Mapping[str, Row]
+    samples: Sequence[Sample]
+    traces: Mapping[str, Sequence[Trace]]
+    lateness: Lateness
+
+    @property
+    def system(self) -> str:
+        """Whose pace it was."""
+        return self.spec.target.pace or ""
+
+    @cached_property
+    def rows(self) -> dict[str, ModeReport]:
+        return report(self.samples, BASELINE)
+
+    def machine(self, bound: Bound = Bound.VALUE) -> Machine:
+        """The machine that its engines stood for, all constants at one end of their ranges."""
+        paces = {role: pace for role in Role if (pace := self.spec.engine_pace(role)) is not None}
+        sizes = {role: self.spec.engine(role) for role in Role}
+        return Machine.paced({role: replace(pace, bound=bound) for role, pace in paces.items()}, sizes)
+
+    def scenario(self, row: str, machine: Machine) -> Scenario:
+        """Texts like those of a row's own answers; where these have no drafted steps, like those of the other rows too."""
+        config = self.spec.loop_config()
+        settings = {name: getattr(config, name) for name in COSTS_OF_DRAFTS}
+        own = self.traces[row]
+        if not by_verifier(own):
+            ahead = (trace for name, traces in self.traces.items() if name != row for trace in traces)
+            own = [*own, *(trace for trace in ahead if trace.request.mode.speculates_steps and not _drafts_tokens(trace))]
+        return Scenario(fit_workload(own), machine, settings)
+
+    def policy(self, row: str) -> Policy:
+        fields = self._fields(row)
+        names: tuple[str, ...] = ("depth", "draft_length", "proposer", "num_draft_tokens")
+        return Policy(Mode(fields["mode"]), fields["max_depth"], fields={name: fields[name] for name in names if name in fields})
+
+    def gain(self, row: str, machine: Machine) -> float:
+        """Speedup of a row by the real loop on a virtual clock."""
+        return plan_row(self.scenario(row, machine), self.policy(row)).speedup
+
+    def realised_share(self, row: str) -> float:
+        """Its speedup over what the real loop gains on a virtual clock where nothing costs time but the engines."""
+        return self.rows[row].speedup / self.gain(row, engines_alone(self.machine()))
+
+    def _fields(self, row: str) -> dict[str, Any]:
+        return {"max_depth": 4, **self.spec.loop_config().defaults, **self.asked[row]}
+
+    def as_dict(self, row: str = "auto") -> dict[str, Any]:
+        """The document's ``pace``; ``row`` is the one whose realised share is told."""
+        target = self.spec.engine_pace(Role.TARGET)
+        assert target is not None
+        return {
+            "profile": target.label,
+            "label": self.spec.pace_label,
+            "slow_motion": self.spec.slow_motion,
+            "late_share": self.lateness.share,
+            "void": self.lateness.void,
+            "realised_share": self.realised_share(row),
+            "hops": [asdict(one) for one in hops(self)],
+            "modes": {name: found.as_dict() for name, found in self.rows.items()},
+        }
+
+
+def _drafts_tokens(trace: Trace) -> bool:
+    return trace.request.mode.speculates_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Hops:
+    """Milliseconds that calls of one role are on their way, there and back.
+
+    Attributes:
+        constant_ms: what the planner takes them for.
+    """
+
+    role: Role
+    num_calls: int
+    mean_ms: float
+    p50_ms: float
+    p99_ms: float
+    constant_ms: float
+
+    def __str__(self) -> str:
+        found = f"{self.p50_ms:.2f} ms (p99 {self.p99_ms:.2f}) of {self.num_calls}"
+        return f"{self.role} calls on their way: {found}; planned with {self.constant_ms:.2f} ms"
+
+
+def hops(found: Paced) -> list[Hops]:
+    """Of each role; calls that carry logits of draft tokens are left out."""
+    machine = found.machine()
+    result = []
+    for role in Role:
+        way = machine.places[role].way
+        on_the_way = [_way_ms(call) / found.spec.slow_motion for call in _plain_calls(found, role)]
+        if on_the_way:
+            p50, p99 = np.percentile(on_the_way, (50, 99))
+            constant_ms = 1e3 * (way.there_s + way.back_s)
+            result.append(Hops(role, len(on_the_way), fmean(on_the_way), float(p50), float(p99), constant_ms))
+    return result
+
+
+def _plain_calls(found: Paced, role: Role) -> Iterable[Call]:
+    traces = (trace for of_row in found.traces.values() for trace in of_row)
+    calls = (call for trace in traces for call in trace.calls if call.role is role and call.completed)
+    return (call for call in calls if call.engine_ms and not call.num_draft_tokens)
+
+
+def _way_ms(call: Call) -> float:
+    return call.duration_ms - call.engine_ms
+
+
+@contextmanager
+def stage(
+    spec: TorchDeployment,
+    system: str,
+    probes: Sequence[Problem],
+    folder: Path,
+    console: Console,
+    rows: Mapping[str, Row] = ROWS,
+    **options: Any,
+) -> Iterator[Stage]:
+    """A server at the pace of a system, as much in slow motion as this machine needs.
+
+    Args:
+        probes: problems whose beginnings are asked first, to see whether it falls behind.
+        options: of :func:`lr_backend.build.paced.paced`; one ``slow_motion`` and no other is tried, if it is given.
+    """
+    given = options.pop("slow_motion", None)
+    tried = SLOW_MOTIONS if given is None else (given,)
+    for slow_motion in tried:
+        deployment = paced(spec, system, slow_motion=slow_motion, **options)
+        with serving(deployment, folder / f"{slow_motion:g}") as server, Client(server.grpc_url) as client:
+            found = Stage(deployment, server, client)
+            before = Lateness()
+            for index, problem in enumerate(probes):
+                before = found.lateness()  # of the last problem alone: the first ones warm up
+                for row, fields in rows.items():
+                    found.ask(problem, row, {**fields, **PROBE}, 0.6, index)
+            lateness = found.lateness() - before
+            if slow_motion == tried[-1] or not lateness.void:
+                yield found
+                return
+            console.print(f"[dim]{lateness.share:.1%} late on this machine: slower motion[/]")
+
+
+def compare(
+    on: Stage, questions: Sequence[Problem], temperature: float, console: Console, rows: Mapping[str, Row] = ROWS
+) -> Paced:
+    """Every row on every problem, in turns whose order rotates."""
+    samples: list[Sample] = []
+    traces: dict[str, list[Trace]] = {row: [] for row in rows}
+    before = on.lateness()
+    for index, problem, row in in_turns(tuple(rows), questions, "at production pace", console):
+        sample, trace = on.ask(problem, row, rows[row], temperature, index)
+        samples.append(sample)
+        if trace is not None:
+            traces[row].append(trace)
+    return Paced(on.spec, rows, samples, traces, on.lateness() - before)
