@@ -1,8 +1,8 @@
 """``make bench-gpu``: how near the torch engine's decoding comes to what the card's memory allows, with and without CUDA graphs.
 
 Decoding reads every weight once an iteration, so the roof of one sequence's speed is the memory's bandwidth over the bytes that a
-token needs. The bandwidth is measured on the same card, by copying; the model has random weights, which cost the same. Prints a
-table and ends with one JSON line.
+token needs. The bandwidth is measured on the same card, by copying; the model has random weights, which cost the same. With
+``--system`` the kernel tables' time of the same iterations stands beside them. Prints a table and ends with one JSON line.
 """
 
 from __future__ import annotations
@@ -24,11 +24,17 @@ from rich.table import Table
 
 from bench.engine import NUM_DECODED, Ours, device_line, random_tokens, torch_engine
 from bench.timing import Spread, in_turns
+from lr_backend.errors import ConfigError
+from lr_backend.hardware.cost import Iteration, ProfileCosts
+from lr_backend.hardware.overheads import Overheads
+from lr_backend.hardware.profile import Profile, ProfileKey, find
 from lr_backend.torch_engine.checkpoint import ModelSpec
 from lr_backend.torch_engine.config import EngineConfig
 from lr_backend.torch_engine.memory import bytes_a_token
 from lr_backend.torch_engine.random_checkpoint import random_model, tensor_shapes
 
+_PROFILED = {"qwen3-32b": "Qwen3-32B", "qwen3-1.7b": "Qwen3-1.7B", "qwen3-8b": "Qwen3-8B"}
+"""Model of a hardware profile by shape."""
 BATCHES = (1, 4, 16, 64)
 NUM_COPIES = 10
 COPY_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}
@@ -53,6 +59,7 @@ def _qwen3(hidden: int, layers: int, heads: int, kv_heads: int, head_dim: int, i
 
 
 SHAPES: Mapping[str, ModelSpec] = {
+    "qwen3-32b": _qwen3(5120, 64, 64, 8, 128, 25600, 151936),
     "qwen3-8b": _qwen3(4096, 36, 32, 8, 128, 12288, 151936),
     "qwen3-1.7b": _qwen3(2048, 28, 16, 8, 128, 6144, 151936),
     "tiny": _qwen3(32, 2, 4, 2, 8, 48, 61),
@@ -147,12 +154,20 @@ def measure(spec: ModelSpec, device: str, dtype: str, prefix: int, num_rounds: i
     return GpuFigures(bandwidth, bytes_read_a_token(spec, computed, prefix + NUM_DECODED // 2), tokens_per_s)
 
 
-def show(console: Console, figures: GpuFigures, title: str) -> None:
-    """Print the table."""
+def table_ms(profile: Profile, batch: int, context: int) -> float:
+    """Kernel time of one decode iteration by the tables."""
+    return ProfileCosts(profile, Overheads.llmapi(profile)).kernels_ms(Iteration((), batch, batch * context))
+
+
+def show(console: Console, figures: GpuFigures, title: str, tables: Mapping[int, float] | None = None) -> None:
+    """Print the table; ``tables``: milliseconds of an iteration by the kernel tables, by batch."""
     launches = list(figures.tokens_per_s)
-    table = Table("tokens/s, median (lowest to highest)", *launches, title=title)
+    columns = () if tables is None else ("ms an iteration", "by the kernel tables")
+    table = Table("tokens/s, median (lowest to highest)", *launches, *columns, title=title)
     for batch in figures.tokens_per_s[launches[0]]:
-        table.add_row(f"batch {batch}", *(figures.tokens_per_s[launch][batch].text(0) for launch in launches))
+        found = [figures.tokens_per_s[launch][batch] for launch in launches]
+        beside = () if tables is None else (f"{1e3 * batch / found[0].median:.2f}", f"{tables[batch]:.2f}")
+        table.add_row(f"batch {batch}", *(one.text(0) for one in found), *beside)
     table.add_section()
     table.add_row("batch 1, share of the roof", *(f"{figures.share_of_roof(launch):.0%}" for launch in launches))
     console.print(table)
@@ -186,6 +201,7 @@ def main(
     prefix: Annotated[int, typer.Option(help="prompt tokens before the decoding")] = 300,
     rounds: Annotated[int, typer.Option(help="rounds of each figure")] = 5,
     batch: Annotated[list[int] | None, typer.Option(help="batch sizes; 1 is always among them")] = None,
+    system: Annotated[str | None, typer.Option(help="also what the kernel tables say of this system, such as h200_sxm")] = None,
 ) -> None:
     """Print tokens/s by batch, their share of the memory's roof, and one JSON line. Exit code 2: there is no such device."""
     if shape not in SHAPES:
@@ -194,11 +210,29 @@ def main(
         typer.echo("bench.gpu needs a CUDA device; --shape tiny --device cpu runs it without one")
         raise typer.Exit(2)
     batches = sorted({1, *(batch or BATCHES)})
+    tables, label = None, ""
+    if system is not None:
+        try:
+            profile = find(ProfileKey(system, _PROFILED.get(shape, shape), 1, dtype))
+        except ConfigError as error:
+            raise typer.BadParameter(error.message) from error
+        label = profile.label
+        tables = {size: table_ms(profile, size, prefix + NUM_DECODED // 2) for size in batches}
     figures = measure(SHAPES[shape], device, dtype, prefix, rounds, batches)
     config = config_for(device, dtype, prefix, max(batches))
     console, where = Console(width=110), device_line(config)
-    show(console, figures, f"{shape}, random weights, {dtype}, prefix {prefix}\n{where}")
-    line = {"shape": shape, "dtype": dtype, "prefix": prefix, **summary(figures), "device": where}
+    show(console, figures, f"{shape}, random weights, {dtype}, prefix {prefix}\n{where}", tables)
+    if label:
+        console.print(f"[yellow]the last column: {label}[/]", soft_wrap=True, highlight=False)
+    line = {
+        "shape": shape,
+        "dtype": dtype,
+        "prefix": prefix,
+        **summary(figures),
+        "tables_ms": tables,
+        "tables_label": label,
+        "device": where,
+    }
     console.print(json.dumps(line), soft_wrap=True, highlight=False)
 
 

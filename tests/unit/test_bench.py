@@ -21,7 +21,7 @@ from bench.overhead import LARGE, Overhead, random_models
 from bench.profile import Stopwatch
 from bench.timing import Spread, in_turns, ratio
 from bench.verifiers import Case, VerifierFigures
-from demo.run import demo_spec
+from demo.asking import demo_spec
 from demo.tokenizer import load_tokenizer
 from lr_backend.build.checkpoints import check_checkpoint
 from lr_backend.engine import Role

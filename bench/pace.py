@@ -1,0 +1,274 @@
+"""``make bench-pace``: every mode at production pace, and how near the planner comes to it.
+
+Problems are answered by the demo's models behind a real Triton whose engines keep the pace of ``qwen3-32b`` on some system
+(:mod:`demo.pace`): as compiled engines are, and then with a target that drafts by itself, as the LLM API's does. Each answer
+leaves its trace.
+
+From a row's own traces comes a workload, and the real loop runs over it on a virtual clock: with the costs of the kernel tables,
+and with costs that were fitted to the traces as if no table were known. Both predict the milliseconds of a token, the paced
+server has measured them, and the table says how far they are apart. Triton's own hops are real, so the tables are asked twice:
+with the constant that the planner has for a hop, and with the hops of this machine. The last column has the speedup by the
+tables where every constant that they lack is at the worse and at the better end of its range.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from demo.asking import console_of_any_width, demo_spec
+from demo.pace import AHEAD, BASELINE, ROWS, SYSTEM, Hops, Paced, Row, compare, hops, stage
+from demo.problems import Problem, problems
+from lr_backend.cli_errors import fail
+from lr_backend.errors import LookaheadError, TraceError
+from lr_backend.hardware.machine import Machine
+from lr_backend.hardware.overheads import Bound
+from lr_backend.plan.fit_times import TimedTraces
+from lr_backend.plan.simulation import Policy, Scenario, simulate
+from lr_backend.request import Mode, ProposerName
+
+PROBLEM_SEED = 77
+SD_ROWS: Mapping[str, Row] = {
+    "sd, 4 draft tokens": {**ROWS["sd"], "num_draft_tokens": 4},
+    "sd, ngram": {"mode": "sd", "proposer": "ngram", "num_draft_tokens": 8, "draft_length": "fixed"},
+}
+"""Other sources of draft tokens than the default row's."""
+BY_ITSELF: Mapping[str, Any] = {"proposer": "engine", "draft_length": "fixed"}
+INSIDE: Mapping[str, Row] = {
+    BASELINE: ROWS[BASELINE],
+    "sd": {"mode": "sd", **BY_ITSELF, "num_draft_tokens": 8},
+    "sd, 4 draft tokens": {"mode": "sd", **BY_ITSELF, "num_draft_tokens": 4},
+    "lr": ROWS["lr"],
+    "lr_sd": {"mode": "lr_sd", **AHEAD, **BY_ITSELF, "num_draft_tokens": 8},
+}
+NUM_STEPS, NUM_STEPS_AT_A_BOUND = 1000, 150
+"""Steps of all texts that a prediction is made of: acceptance is chance. The ends of the constants' ranges need fewer, since they
+are only compared with their middle, over the same texts."""
+LIMITS = {Mode.AR: 0.05, Mode.LR: 0.05, Mode.SD: 0.08, Mode.LR_SD: 0.08}
+"""How far a prediction may be off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """One row: milliseconds a token, measured and predicted.
+
+    Attributes:
+        planned: by the kernel tables and the constants that they lack; None: scripted texts repeat nothing, so that nothing can
+            be said of a proposer that looks for repetitions.
+        here: the same with hops as long as they were on this machine.
+        fitted: by times that were fitted to traces; None: nothing can be fitted to these.
+        low, high: speedup by the tables where all constants are at the worse end of their range, and at the better.
+    """
+
+    row: str
+    measured: float
+    planned: float | None
+    here: float | None
+    fitted: float | None
+    limit: float
+    low: float | None
+    high: float | None
+
+    @property
+    def off(self) -> list[float]:
+        return [found / self.measured - 1.0 for found in (self.planned, self.here, self.fitted) if found is not None]
+
+    @property
+    def within(self) -> bool:
+        return all(abs(off) <= self.limit for off in self.off)
+
+
+def agreements(found: Paced) -> list[Agreement]:
+    """What is measured of every row, beside what is predicted."""
+    return [_agreement(found, row) for row in found.rows]
+
+
+def _agreement(found: Paced, row: str) -> Agreement:
+    policy = found.policy(row)
+    measured, limit = 1e3 / found.rows[row].tokens_per_s, LIMITS[policy.mode]
+    if policy.fields.get("proposer") == ProposerName.NGRAM and policy.mode.speculates_tokens:
+        return Agreement(row, measured, None, None, None, limit, None, None)
+    scenario = found.scenario(row, found.machine())
+    predicted, alone = (ms_a_token(scenario, one) for one in (policy, Policy(Mode.AR)))
+    middle, low, high = (_gain(scenario, policy, found.machine(bound)) for bound in (Bound.VALUE, Bound.HIGH, Bound.LOW))
+    return Agreement(
+        row=row,
+        measured=measured,
+        planned=predicted,
+        here=ms_a_token(replace(scenario, machine=with_hops(found.machine(), hops(found))), policy),
+        fitted=by_fitted_times(found, row),
+        limit=limit,
+        low=alone / predicted * low / middle,
+        high=alone / predicted * high / middle,
+    )
+
+
+def by_fitted_times(found: Paced, row: str) -> float | None:
+    """Milliseconds a token with times fitted to the traces of this row and of its likes; None: there are too few calls.
+
+    A target that drafts by itself is taken as it writes, with its drafting in the time of a token.
+    """
+    policy = found.policy(row)
+    likes: tuple[str, ...] = ("lr", BASELINE)
+    if policy.fields.get("proposer") == ProposerName.ENGINE and policy.mode.speculates_tokens:
+        policy = replace(policy, mode=Mode.LR if policy.mode.speculates_steps else Mode.AR, fields={})
+        likes = ()
+    traces = [trace for name in dict.fromkeys((row, *likes)) for trace in found.traces[name]]
+    try:
+        machine = TimedTraces.of(traces).times.machine()
+    except TraceError:
+        return None
+    return ms_a_token(found.scenario(row, machine), policy) / found.spec.slow_motion
+
+
+def ms_a_token(scenario: Scenario, policy: Policy, num_steps: int = NUM_STEPS) -> float:
+    """Of answers of so many steps together, on the virtual clock."""
+    num_texts = -(-num_steps // scenario.workload.num_steps)
+    usages = [usage for seed in range(num_texts) for usage in simulate(scenario, policy, seed).usages]
+    return 1e3 * sum(usage.latency_s for usage in usages) / sum(usage.completion_tokens for usage in usages)
+
+
+def _gain(scenario: Scenario, policy: Policy, machine: Machine) -> float:
+    scenario = replace(scenario, machine=machine)
+    alone, ours = (ms_a_token(scenario, one, NUM_STEPS_AT_A_BOUND) for one in (Policy(Mode.AR), policy))
+    return alone / ours
+
+
+def with_hops(machine: Machine, measured: Iterable[Hops]) -> Machine:
+    """The machine with calls that are on their way for as long as they were here."""
+    places = dict(machine.places)
+    for one in measured:
+        place = places[one.role]
+        beyond_s = (one.mean_ms - one.constant_ms) / 2e3
+        way = replace(place.way, there_s=place.way.there_s + beyond_s, back_s=place.way.back_s + beyond_s)
+        places[one.role] = replace(place, way=way)
+    return replace(machine, places=places)
+
+
+# What is shown ---------------------------------------------------------------------------------------------------------
+
+
+def show(console: Console, title: str, found: Paced, lines: Sequence[Agreement]) -> None:
+    table = Table(title=title)
+    rates, times = ("right", "step acc.", "token acc.", "speedup (95 %)"), ("planned", "hops as here", "fitted")
+    for name in ("row", *rates, "ms a token", *times, "constants"):
+        table.add_column(name, justify="left" if name == "row" else "right")
+    for line in lines:
+        row = found.rows[line.row]
+        table.add_row(
+            line.row,
+            f"{row.correct}/{row.total}",
+            *("-" if rate is None else f"{rate:.2f}" for rate in (row.step_acceptance_rate, row.token_acceptance_rate)),
+            f"{row.speedup:.2f} ({row.speedup_low:.2f} to {row.speedup_high:.2f})",
+            f"{line.measured:.2f}",
+            _beside(line.planned, line),
+            _beside(line.here, line),
+            _beside(line.fitted, line),
+            "-" if line.low is None else f"{line.low:.2f} to {line.high:.2f}",
+        )
+    console.print(table)
+    console.print(f"[yellow]{found.spec.pace_label}[/]", highlight=False, soft_wrap=True)
+    console.print(f"[{'bold red' if found.lateness.void else 'dim'}]{found.lateness}[/]", highlight=False, soft_wrap=True)
+    for one in hops(found):
+        console.print(f"[dim]{one}[/]", highlight=False)
+
+
+def _beside(predicted: float | None, line: Agreement) -> str:
+    if predicted is None:
+        return "-"
+    off = predicted / line.measured - 1.0
+    colour = "green" if abs(off) <= line.limit else "red"
+    return f"{predicted:.2f} [{colour}]({off:+.0%})[/]"
+
+
+def document(found: Paced, lines: Sequence[Agreement], row: str) -> dict[str, Any]:
+    return {
+        **found.as_dict(row),
+        "agreement": [{**asdict(line), "off": line.off, "within": line.within} for line in lines],
+    }
+
+
+def summary(external: Paced, inside: Paced) -> dict[str, Any]:
+    """The last line: a mode's figure is its default row's, of ``sd`` its best."""
+
+    def best(found: Paced) -> float:
+        return max(row.speedup for name, row in found.rows.items() if name.split(",")[0] == "sd")
+
+    def gain(found: Paced, row: str) -> float:
+        return found.rows[row].speedup
+
+    late = external.lateness + inside.lateness
+    told = {
+        "profile": external.system,
+        "label": external.spec.pace_label,
+        "late_share": late.share,
+        "runtime": "compiled",
+        **{name: best(external) if name == "sd" else gain(external, name) for name in ROWS},
+        "inside": {"sd": best(inside), "lr_sd": gain(inside, "lr_sd")},
+        "realised_share": external.realised_share("auto"),
+        "right": {name: external.rows[name].correct / external.rows[name].total for name in ROWS},
+    }
+    rounded: dict[str, Any] = json.loads(json.dumps(told), parse_float=lambda text: round(float(text), 4))
+    return rounded
+
+
+def main(
+    num_problems: Annotated[int, typer.Option("--problems", min=2)] = 16,
+    system: Annotated[str, typer.Option(help="Whose pace.")] = SYSTEM,
+    paced_as: Annotated[str | None, typer.Option(help="The deployment that is stood for, instead of the demo's own.")] = None,
+    slow_motion: Annotated[float | None, typer.Option(min=1.0, max=100.0, help="By default what this machine needs.")] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, max=5.0)] = 0.6,
+    output: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("out/pace.json"),
+) -> None:
+    """Print a table for each kind of token speculation, and last one line of JSON."""
+    try:
+        _run(num_problems, system, paced_as, slow_motion, temperature, output)
+    except LookaheadError as error:
+        fail(error)
+
+
+def _run(
+    num_problems: int, system: str, paced_as: str | None, slow_motion: float | None, temperature: float, output: Path
+) -> None:
+    console = console_of_any_width()
+    asked = list(islice(problems(PROBLEM_SEED, "test"), 2 + num_problems))
+    documents: dict[str, Any] = {}
+    measured: dict[str, Paced] = {}
+    for kind, rows in (("compiled engines", {**ROWS, **SD_ROWS}), ("a target that drafts by itself", INSIDE)):
+        by_itself = rows is INSIDE
+        options = {"like": paced_as, "drafts_itself": by_itself, "slow_motion": slow_motion}
+        found = _measure(console, rows, asked, system, temperature, **options)
+        slow_motion = found.spec.slow_motion
+        lines = agreements(found)
+        title = f"{kind}: {num_problems} problems, temperature {temperature:g}, one at a time"
+        show(console, title, found, lines)
+        name = "inside" if by_itself else "external"
+        documents[name], measured[name] = document(found, lines, "sd" if by_itself else "auto"), found
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(documents, indent=2) + "\n", encoding="utf-8")
+    console.print(f"written to {output}")
+    console.print(json.dumps(summary(measured["external"], measured["inside"])), soft_wrap=True, highlight=False, markup=False)
+
+
+def _measure(
+    console: Console, rows: Mapping[str, Row], asked: Sequence[Problem], system: str, temperature: float, **options: Any
+) -> Paced:
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lookahead-pace-")))
+        with console.status("starting Triton"):
+            on = stack.enter_context(stage(demo_spec(), system, asked[:2], folder, console, rows=rows, **options))
+        return compare(on, asked[2:], temperature, console, rows)
+
+
+if __name__ == "__main__":
+    typer.run(main)
