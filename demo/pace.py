@@ -26,7 +26,7 @@ from demo.problems import Problem
 from lr_backend.build.paced import paced
 from lr_backend.build.spec import TorchDeployment
 from lr_backend.engine import Role
-from lr_backend.hardware.lateness import Lateness
+from lr_backend.hardware.lateness import MAX_LATE_SHARE, Lateness
 from lr_backend.hardware.machine import Machine
 from lr_backend.hardware.overheads import Bound
 from lr_backend.plan.fit_texts import by_verifier, fit_workload
@@ -54,6 +54,8 @@ ROWS: Mapping[str, Row] = {
 """``auto`` chooses nothing."""
 SLOW_MOTIONS = (1.0, 2.0, 3.0)
 PROBE = {"max_tokens": 120}
+PROBE_LATE_SHARE = 0.6 * MAX_LATE_SHARE
+"""A probe is short: what it comes to leaves room for what it has not seen."""
 TIMEOUT_S = 600.0
 
 
@@ -225,7 +227,7 @@ def stage(
                 for row, fields in rows.items():
                     found.ask(problem, row, {**fields, **PROBE}, 0.6, index)
             lateness = found.lateness() - before
-            if slow_motion == tried[-1] or not lateness.void:
+            if slow_motion == tried[-1] or lateness.share <= PROBE_LATE_SHARE:
                 yield found
                 return
             console.print(f"[dim]{lateness.share:.1%} late on this machine: slower motion[/]")
