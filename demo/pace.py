@@ -115,8 +115,8 @@ class Paced:
         settings = {name: getattr(config, name) for name in COSTS_OF_DRAFTS}
         own = self.traces[row]
         if not by_verifier(own):
-            ahead = (trace for name, traces in self.traces.items() if name != row for trace in traces)
-            own = [*own, *(trace for trace in ahead if trace.request.mode.speculates_steps and not _drafts_tokens(trace))]
+            others = (trace for name, traces in self.traces.items() if name != row for trace in traces)
+            own = [*own, *(trace for trace in others if trace.request.mode is Mode.LR)]
         return Scenario(fit_workload(own), machine, settings)
 
     def policy(self, row: str) -> Policy:
@@ -151,10 +151,6 @@ class Paced:
         }
 
 
-def _drafts_tokens(trace: Trace) -> bool:
-    return trace.request.mode.speculates_tokens
-
-
 @dataclass(frozen=True, slots=True)
 class Hops:
     """Milliseconds that calls of one role are on their way, there and back.
@@ -181,7 +177,7 @@ def hops(found: Paced) -> list[Hops]:
     result = []
     for role in Role:
         way = machine.places[role].way
-        on_the_way = [_way_ms(call) / found.spec.slow_motion for call in _plain_calls(found, role)]
+        on_the_way = [call.way_ms / found.spec.slow_motion for call in _plain_calls(found, role)]
         if on_the_way:
             p50, p99 = np.percentile(on_the_way, (50, 99))
             constant_ms = 1e3 * (way.there_s + way.back_s)
@@ -193,10 +189,6 @@ def _plain_calls(found: Paced, role: Role) -> Iterable[Call]:
     traces = (trace for of_row in found.traces.values() for trace in of_row)
     calls = (call for trace in traces for call in trace.calls if call.role is role and call.completed)
     return (call for call in calls if call.engine_ms and not call.num_draft_tokens)
-
-
-def _way_ms(call: Call) -> float:
-    return call.duration_ms - call.engine_ms
 
 
 @contextmanager

@@ -199,9 +199,7 @@ def _title(call: Call) -> str:
     if call.num_draft_tokens:
         lines.append(f"token drafts: {call.num_accepted_tokens} of {call.num_draft_tokens} accepted")
     if call.engine_ms:
-        lines.append(
-            f"{milliseconds(call.engine_ms)} in the engine, {milliseconds(call.duration_ms - call.engine_ms)} on the way"
-        )
+        lines.append(f"{milliseconds(call.engine_ms)} in the engine, {milliseconds(call.way_ms)} on the way")
     if call.queue_ms:
         lines.append(f"{milliseconds(call.queue_ms)} in the engine's queue")
     return "\n".join(lines)

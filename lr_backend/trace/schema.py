@@ -98,6 +98,11 @@ class Call(BaseModel):
         return self.end_ms - self.start_ms
 
     @property
+    def way_ms(self) -> float:
+        """Time outside the engine, on the way there and back, where the engine says how long it was inside."""
+        return self.duration_ms - self.engine_ms
+
+    @property
     def interval(self) -> tuple[float, float]:
         """Start and end, in milliseconds."""
         return self.start_ms, self.end_ms
