@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from lr_backend.build.pace import machine_of, pace_of
+from lr_backend.build.pace import machine_of, pace_of, stood_for
 from lr_backend.cli_errors import fail, refuse
 from lr_backend.config import LoopConfig
 from lr_backend.emulated.workload import Workload
@@ -61,6 +61,10 @@ def plan(
         list[Path] | None,
         typer.Option("--trace", help="A recorded trace, to fit all that is not given to; repeat it for more of them."),
     ] = None,
+    workload: Annotated[
+        str | None,
+        typer.Option(help="How texts behave: one of `lookahead workload`, by name, or a file (.toml); instead of --trace."),
+    ] = None,
     system: Annotated[
         str | None, typer.Option(help="Take all times from the kernel tables of this system: h100_sxm, h200_sxm, b200_sxm, l40s.")
     ] = None,
@@ -98,8 +102,8 @@ def plan(
 ) -> None:
     """Predict speedups by running the real step loop on a virtual clock, over engines that only take time.
 
-    Times come from --system, from --trace, or from --c and the like; how texts behave from --trace or --alpha and the like. What
-    is given counts more than what is fitted.
+    Times come from --system, from --trace, or from --c and the like; how texts behave from --trace, --workload, or --alpha and
+    the like. What is given by itself counts more than what is fitted or read.
     """
     given = Overrides(
         alpha, c, verdict, call, crowding, cores, step_tokens, step_spread, steps, answer_tokens, prompt_tokens, token_agreement
@@ -108,8 +112,10 @@ def plan(
     for option, value in times.items():
         if system is not None and value is not None:
             refuse(f"{option} is what --system says; give one of the two")
-    if not traces and (alpha is None or (c is None and system is None)):
-        refuse("--alpha and either --c or --system are needed where there is no --trace")
+    if traces and workload is not None:
+        refuse("--workload is what --trace is fitted to; give one of the two")
+    if not traces and ((alpha is None and workload is None) or (c is None and system is None)):
+        refuse("--alpha or --workload and either --c or --system are needed where there is no --trace")
     fields: dict[str, Any] = {}
     if mode.speculates_tokens:
         fields = {"proposer": proposer.value, "num_draft_tokens": draft_tokens}
@@ -117,15 +123,17 @@ def plan(
     depths, widths = (k or range(1, 9), width or (1,)) if mode.speculates_steps else ((1,), (1,))
     try:
         recorded = [Trace.load(path) for path in traces or ()]
+        texts = Workload(1.0, step_spread=ASSUMED_SPREAD) if workload is None else Workload.load(workload)
         by_itself = mode.speculates_tokens and proposer is ProposerName.ENGINE
         if system is None:
-            scenarios = _scenarios(recorded, given)
+            scenarios = _scenarios(recorded, texts, given)
         else:
-            other, machine = machine_of(spec, system, drafts_itself=by_itself, card_sharing=card_sharing)
+            other = stood_for(spec)
+            machine = machine_of(other, system, drafts_itself=by_itself, card_sharing=card_sharing)
             most = other.target.num_drafts
             if mode.speculates_tokens and not by_itself and draft_tokens > most:
                 refuse(f"--draft-tokens {draft_tokens}: the target of {spec} takes at most {most}")
-            scenarios = _of_system(recorded, given, machine, other.loop_config())
+            scenarios = _of_system(recorded, texts, given, machine, other.loop_config())
         found = {}
         for name, (scenario, fitted) in scenarios.items():
             rows = make_plan(scenario, depths, widths, policy)
@@ -145,21 +153,20 @@ def plan(
         _print_tables(Console(), found, f"{mode}, {requests} at a time", [about, label], len(recorded))
 
 
-def _scenarios(traces: Sequence[Trace], given: Overrides) -> dict[str, tuple[Scenario, Fitted | None]]:
-    """What to predict for, by verifier of the traces; without traces one of no name."""
+def _scenarios(traces: Sequence[Trace], texts: Workload, given: Overrides) -> dict[str, tuple[Scenario, Fitted | None]]:
+    """What to predict for, by verifier of the traces; without traces one of no name, over ``texts``."""
     if not traces:
-        assumed = Fitted(Workload(1.0, step_spread=ASSUMED_SPREAD), LinearTimes())
-        return {"": (_given(assumed, given).scenario, None)}
+        return {"": (_given(Fitted(texts, LinearTimes()), given).scenario, None)}
     fitted = {name.value: _given(one, given) for name, one in fit_by_verifier(traces, given.num_cores).items()}
     return {name: (one.scenario, one) for name, one in fitted.items()}
 
 
 def _of_system(
-    traces: Sequence[Trace], given: Overrides, machine: Machine, config: LoopConfig
+    traces: Sequence[Trace], texts: Workload, given: Overrides, machine: Machine, config: LoopConfig
 ) -> dict[str, tuple[Scenario, Fitted | None]]:
     """The same with all times from a machine's tables."""
     settings = {name: getattr(config, name) for name in COSTS_OF_DRAFTS}
-    workloads: Mapping[str, Workload] = {"": Workload(1.0, step_spread=ASSUMED_SPREAD)}
+    workloads: Mapping[str, Workload] = {"": texts}
     if traces:
         workloads = {name.value: fit_workload(group) for name, group in by_verifier(traces).items()}
     return {name: (Scenario(given.of_texts(one), machine, settings), None) for name, one in workloads.items()}
@@ -202,7 +209,7 @@ def _print_tables(console: Console, found: Mapping[str, Planned], what: str, not
 
 def system_label(spec: str, system: str) -> str:
     """What must stand beside a plan for a system."""
-    return label_of([find(pace_of(spec, role, system).profile) for role in Role])
+    return label_of([find(pace_of(stood_for(spec), role, system).profile) for role in Role])
 
 
 def _system_line(scenario: Scenario, policy: Policy) -> str:

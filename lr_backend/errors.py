@@ -20,6 +20,9 @@ This module imports nothing of the project.
 
 from __future__ import annotations
 
+from collections.abc import Container
+from typing import Any, Protocol
+
 
 class LookaheadError(Exception):
     """Base of every failure that this project raises on purpose."""
@@ -117,3 +120,18 @@ class CheckpointError(ConfigError):
     """A checkpoint directory cannot be served."""
 
     code = "LR_CHECKPOINT"
+
+
+class _Validation(Protocol):
+    def errors(self, *, include_url: bool) -> Any: ...
+
+
+def first_error(error: _Validation, leave_out: Container[object] = ()) -> str:
+    """The first thing that pydantic found wrong, in one line with its place.
+
+    Args:
+        leave_out: parts of a place that say nothing, as the name of the class that was tried.
+    """
+    first = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in first["loc"] if part not in leave_out)
+    return f"{where + ': ' if where else ''}{str(first['msg']).removeprefix('Value error, ')}"

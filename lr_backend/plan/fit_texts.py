@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import SequenceMatcher
@@ -20,7 +21,9 @@ from lr_backend.tokens import num_equal
 from lr_backend.trace.schema import Purpose, Trace
 from lr_backend.verify.verdict import UNCOMPARED, Reason
 
-MAX_SPREAD = 0.95
+MAX_SPREAD, MAX_HIT_RATE = 0.95, 0.8
+_WORDS = re.compile(r"\n\n|\S+")
+"""The end of a step is a word of its own: nothing is found across it that has not stood across one before."""
 
 
 def fit_workload(traces: Sequence[Trace]) -> Workload:
@@ -40,6 +43,7 @@ def fit_workload(traces: Sequence[Trace]) -> Workload:
         **acceptance(ahead),
         token_agreement=_token_agreement(traces),
         word_agreement=_word_agreement(ahead),
+        ngram_hit_rate=_ngram_hit_rate(traces),
         prompt_tokens=max(3, round(fmean(trace.usage.prompt_tokens for trace in ahead))),
         step_tokens=max(2, round(mean)),
         step_spread=_spread(lengths, mean),
@@ -161,6 +165,19 @@ def _word_agreement(traces: Iterable[Trace]) -> float:
             blocks = SequenceMatcher(None, drafted[start:], target[start:], autojunk=False).get_matching_blocks()
             same, total = same + sum(block.size for block in blocks), total + len(drafted) - start
     return same / total if total else 0.0
+
+
+def _ngram_hit_rate(traces: Iterable[Trace]) -> float:
+    """Share of the target's words that are found by looking up where the two before them stood last."""
+    found = total = 0
+    for trace in traces:
+        words = _WORDS.findall("".join(record.target_text or record.text for record in trace.steps))
+        followers: dict[tuple[str, str], str] = {}
+        for first, second, word in zip(words, words[1:], words[2:], strict=False):
+            found += followers.get((first, second)) == word
+            followers[first, second] = word
+        total += len(words)
+    return min(MAX_HIT_RATE, found / total) if total else 0.0
 
 
 def _verdict_lengths(traces: Iterable[Trace], step_tokens: float) -> dict[str, int]:

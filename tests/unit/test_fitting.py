@@ -305,7 +305,7 @@ def test_the_command_says_what_it_fitted(files: list[str]) -> None:
 
 def test_the_command_names_what_it_lacks(tmp_path: Path) -> None:
     neither = CliRunner().invoke(app, ["plan", "--alpha", "0.5"])
-    assert (neither.exit_code, "--alpha and either --c or --system are needed" in neither.output) == (2, True)
+    assert (neither.exit_code, "--alpha or --workload and either --c or --system are needed" in neither.output) == (2, True)
 
     path = tmp_path / "ar.json"
     path.write_text(recorded(BASE, Policy(Mode.AR), range(1))[0].as_json())

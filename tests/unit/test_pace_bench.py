@@ -19,11 +19,12 @@ from lr_backend.hardware.lateness import Lateness
 from lr_backend.plan.simulation import COSTS_OF_DRAFTS, Scenario, simulate
 from lr_backend.trace.schema import Trace
 
-TEXTS = Workload(0.7, token_agreement=0.8, word_agreement=0.5, prompt_tokens=150, step_tokens=25, step_spread=0.2, num_steps=12)
+TEXTS = Workload(0.7, token_agreement=0.8, word_agreement=0.5, prompt_tokens=150, step_tokens=25, num_steps=12)
 ASKED = {name: fields for name, fields in ROWS.items() if name != "auto"}
 NUM_ANSWERS = 12
 NUM_STEPS = NUM_ANSWERS * TEXTS.num_steps
-"""Predictions are made of the very texts that were answered, so that chance is the same on both sides."""
+"""Predictions are made of the very texts that were answered, so that chance is the same on both sides: steps are all of one
+length, since a spread that is fitted would move them."""
 
 
 @pytest.fixture(scope="module")
