@@ -26,12 +26,13 @@ from lr_backend.emulated.feed import Feed, TextSource
 from lr_backend.emulated.timeline import Sizes, Timeline
 from lr_backend.errors import EngineRejected, EngineUnavailable, LookaheadError, Overloaded
 from lr_backend.hardware.lateness import Lateness
-from lr_backend.hardware.pace import EnginePace
+from lr_backend.hardware.pace import EnginePace, Runtime
 from lr_backend.torch_engine.config import EngineConfig
 from lr_backend.torch_engine.limits import plan_run
 from lr_backend.torch_engine.request import EngineRequest, EngineResponse
 from lr_backend.torch_engine.sequence import OnDone, Sequence
 from lr_backend.torch_engine.stats import EngineStats
+from lr_backend.upstream_errors import prompt_too_long, queue_full, too_many_drafts
 
 SPIN_S = 100e-6
 """Before an event the clock is watched for so long: a wait ends some 60 us late."""
@@ -74,11 +75,12 @@ class PacedEngine:
         self.config = config
         self._source, self._vocab_size = source, vocab_size
         self._clock = clock or Clock()
-        overheads = pace.overheads()
+        self._drafts_itself = pace.runtime is Runtime.LLMAPI and pace.draft is not None
+        overheads, self._fails_as_internal = pace.overheads(), pace.rules.fails_as_internal
         self._label, self._slow_motion = pace.label, pace.slow_motion
         self._hop_s = pace.slow_motion * overheads.hop_ms / 1e3
         self._draft_s = pace.slow_motion * overheads.draft_logits_ms(1) / 1e3 if pace.one_hot else 0.0
-        self._timeline = Timeline(Sizes.of(config), pace.costs(), one_hot=pace.one_hot)
+        self._timeline = Timeline(Sizes.of(config), pace.costs(), pace.rules, one_hot=pace.one_hot)
         self._board = pace.open_board()
         self._lateness = self._lateness_seen = Lateness()
         self._changed = threading.Condition()
@@ -103,18 +105,25 @@ class PacedEngine:
         Raises:
             EngineRejected: the request breaks a rule, or its id is in flight.
             Overloaded: the queue is full.
+            UpstreamFailure: one of these in upstream's words, where its rules are kept.
             EngineUnavailable: the engine is closed.
         """
         if request.stop:
             self.cancel(request.request_id)
             on_done(EngineResponse(request, ()))
             return
+        number = next(self._numbers)
+        if request.draft_ids and self._drafts_itself:
+            raise EngineRejected("draft_input_ids: the LLM API takes none, it drafts by itself")
+        if self._fails_as_internal:
+            _refuse_as_upstream(request, number, self.config)
         plan = plan_run(request, self.config, self._vocab_size)
         sequence = Sequence(
-            order=next(self._numbers),
+            order=number,
             request=request,
             on_done=on_done,
             drafts=plan.drafts,
+            goes_on=plan.goes_on,
             max_new_tokens=plan.max_new_tokens,
             tokens_per_block=self.config.tokens_per_block,
         )
@@ -182,6 +191,8 @@ class PacedEngine:
         if request.request_id in self._by_id:
             raise EngineRejected(f"request id {request.request_id!r} is in flight already")
         if len(self._in_flight) >= self.config.max_queue_size + self.config.max_batch_size:
+            if self._fails_as_internal:
+                raise queue_full(sequence.order, self.config.max_queue_size)
             raise Overloaded(f"the engine's queue is full: {len(self._in_flight)} requests are in flight")
         self._in_flight.add(sequence)
         if request.request_id:
@@ -266,6 +277,8 @@ class PacedEngine:
             ended_s = now_s if held_up else due_s
             self._count(due_s - started_s, ended_s - due_s)
             for one in () if self._closing else self._timeline.end(time.monotonic_ns(), num_alike):
+                if one.cancelled:
+                    self._source.cancel(one.sequence.request.request_id)
                 self._send_answer(ended_s, one.sequence, one.failure)
 
     def _alike(self, started_s: float, num_alike: int) -> tuple[int, float]:
@@ -341,6 +354,14 @@ class PacedEngine:
         self._lateness_seen = self._lateness
         if new.void:
             _logger.warning("%s (%s)", new, self._label)
+
+
+def _refuse_as_upstream(request: EngineRequest, number: int, config: EngineConfig) -> None:
+    """Raises: UpstreamFailure: upstream's executor would refuse it when it fetches it."""
+    if len(request.input_ids) >= config.max_seq_len:
+        raise prompt_too_long(number, len(request.input_ids), config.max_seq_len - 1)
+    if len(request.draft_ids) > config.max_draft_len:
+        raise too_many_drafts(number, len(request.draft_ids), config.max_draft_len)
 
 
 def sharpen_waits() -> None:

@@ -50,7 +50,7 @@ class ModelSource:
 def _tell(feed: Feed, new: NewTokens) -> None:
     """An engine that drafts, or that verifies, brings several tokens a pass; else each token is a pass of its own."""
     request = new.sequence.request
-    if request.num_draft_tokens or new.sequence.is_verification:
+    if request.num_draft_tokens or new.num_accepted:
         feed.add([Pass(tuple(new.token_ids), tuple(new.log_probs), new.num_proposed)])
     else:
         scores = new.log_probs

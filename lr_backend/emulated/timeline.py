@@ -10,12 +10,14 @@ from dataclasses import asdict, dataclass
 from typing import Self
 
 from lr_backend.emulated.feed import Feed
+from lr_backend.emulated.scheduler import UpstreamScheduler
 from lr_backend.errors import LookaheadError
 from lr_backend.hardware.cost import CostModel, Iteration, Join
+from lr_backend.hardware.rules import OWN_RULES, UpstreamRules
 from lr_backend.torch_engine.advance import advance, stamp
 from lr_backend.torch_engine.config import EngineConfig
 from lr_backend.torch_engine.kv_cache import KvCache
-from lr_backend.torch_engine.scheduler import Chunk, Scheduler
+from lr_backend.torch_engine.scheduler import Chunk
 from lr_backend.torch_engine.sequence import NewTokens, Sequence
 from lr_backend.torch_engine.stats import Counters, EngineStats
 
@@ -37,10 +39,15 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A sequence that has left: with what it wrote, or because its text could not be computed."""
+    """A sequence that has left: with what it wrote, or because its text could not be computed.
+
+    Attributes:
+        cancelled: before its text was at its end.
+    """
 
     sequence: Sequence
     failure: LookaheadError | None = None
+    cancelled: bool = False
 
 
 class Timeline:
@@ -50,12 +57,15 @@ class Timeline:
         counters: totals since the start.
     """
 
-    def __init__(self, sizes: Sizes, costs: CostModel, *, one_hot: bool = False) -> None:
+    def __init__(self, sizes: Sizes, costs: CostModel, rules: UpstreamRules = OWN_RULES, *, one_hot: bool = False) -> None:
         """``one_hot``: sampled draft tokens of a call are charged for logits of their own."""
-        self._costs, self._one_hot = costs, one_hot
+        self._costs, self._rules, self._one_hot = costs, rules, one_hot
         cache = KvCache(sizes.num_blocks, sizes.tokens_per_block, reuse=sizes.enable_kv_cache_reuse)
-        self._scheduler = Scheduler(cache, max_batch_size=sizes.max_batch_size, max_num_tokens=sizes.max_num_tokens)
+        self._scheduler = UpstreamScheduler(
+            cache, rules, max_batch_size=sizes.max_batch_size, max_num_tokens=sizes.max_num_tokens
+        )
         self._feeds: dict[Sequence, Feed] = {}
+        self._doomed: set[Sequence] = set()
         self._chunks: list[Chunk] = []
         self._iteration = Iteration()
         self.counters = Counters()
@@ -75,8 +85,14 @@ class Timeline:
         self._scheduler.add(sequence)
 
     def cancel(self, sequence: Sequence) -> bool:
-        """Between two iterations it leaves with what it has; False where it has left already."""
+        """Between two iterations it leaves with what it has.
+
+        False where it has left already, and where by upstream's rules it stays until it has run: then :meth:`end` returns it.
+        """
         if sequence not in self._feeds:
+            return False
+        if self._rules.cancels_what_has_run and not sequence.first_scheduled_ns:
+            self._doomed.add(sequence)
             return False
         self.counters.num_cancelled += 1
         self._leave(sequence)
@@ -139,6 +155,11 @@ class Timeline:
         self.counters.num_iterations += num_alike
         self.counters.num_batch_rows += (num_alike - 1) * len(self._chunks)
         ended += [Ended(sequence) for sequence in advance(self._scheduler, self.counters, self._chunks, gained, now_ns)]
+        if self._doomed:
+            had = {one.sequence for one in ended}
+            leaving = [chunk.sequence for chunk in self._chunks if chunk.sequence in self._doomed - had]
+            self.counters.num_cancelled += len(leaving)
+            ended += [Ended(sequence, cancelled=True) for sequence in leaving]
         for one in ended:
             self.counters.num_failed += one.failure is not None
             self._leave(one.sequence)
@@ -165,6 +186,7 @@ class Timeline:
 
     def _leave(self, sequence: Sequence) -> None:
         self._feeds.pop(sequence, None)
+        self._doomed.discard(sequence)
         self._scheduler.remove(sequence)
         self.counters.num_requests += 1
 

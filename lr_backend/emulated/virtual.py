@@ -6,6 +6,7 @@ import asyncio
 from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import accumulate, count
 
 from lr_backend.emulated.feed import TextSource
@@ -74,7 +75,7 @@ class VirtualEngine:
         self._call_demand = call_demand
         num_blocks = place.kv_tokens // place.tokens_per_block
         sizes = Sizes(num_blocks, place.tokens_per_block, place.max_batch_size, place.max_num_tokens)
-        self.timeline = Timeline(sizes, place.costs, one_hot=place.one_hot)
+        self.timeline = Timeline(sizes, place.costs, place.rules, one_hot=place.one_hot)
         self._numbers = count()
         self._runner: asyncio.Task[None] | None = None
         self._cancelled: list[Sequence] = []
@@ -82,6 +83,8 @@ class VirtualEngine:
 
     async def generate(self, call: EngineCall) -> Generation:
         request, way = EngineRequest.from_call(call), self._place.way
+        if self._place.num_draft_tokens and not request.draft_ids:
+            request = replace(request, num_draft_tokens=self._place.num_draft_tokens)
         await self._loop_thread.make_call()
         num_drafts = len(request.draft_ids) if self._place.one_hot and not request.sampling.greedy else 0
         await self._shared.work(way.there_s + num_drafts * way.draft_token_s, (0,), self._call_demand)
@@ -166,4 +169,4 @@ class VirtualEngine:
 
 
 def _now_ns() -> int:
-    return int(1e9 * asyncio.get_running_loop().time())
+    return 1 + int(1e9 * asyncio.get_running_loop().time())

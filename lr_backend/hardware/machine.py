@@ -10,6 +10,7 @@ from lr_backend.engine import Role
 from lr_backend.hardware.cost import CostModel, Iteration, LinearCosts
 from lr_backend.hardware.overheads import BLS_MS, at
 from lr_backend.hardware.pace import EnginePace
+from lr_backend.hardware.rules import OWN_RULES, UpstreamRules
 from lr_backend.hardware.sharing import CardSharing
 
 
@@ -44,6 +45,9 @@ class Place:
     Attributes:
         one_hot: sampled draft tokens of a call are charged for logits.
         kv_tokens: KV memory of all sequences together.
+        rules: of the engine, beside taking time.
+        num_draft_tokens: that the engine puts forward by itself in each call, whatever the call asks for.
+        looks_up: these stood behind the same words earlier in the text; otherwise a draft model writes them.
         max_num_tokens: of one iteration.
     """
 
@@ -51,6 +55,9 @@ class Place:
     way: Way = field(default_factory=Way)
     cards: tuple[int, ...] = ()
     one_hot: bool = False
+    rules: UpstreamRules = OWN_RULES
+    num_draft_tokens: int = 0
+    looks_up: bool = False
     kv_tokens: int = 1 << 20
     max_batch_size: int = 1024
     max_num_tokens: int = 1 << 16
@@ -74,8 +81,13 @@ class Machine:
     call_demand: float = 0.0
 
     @classmethod
-    def paced(cls, paces: Mapping[Role, EnginePace], sizes: Mapping[Role, Sizes]) -> Self:
+    def paced(
+        cls, paces: Mapping[Role, EnginePace], sizes: Mapping[Role, Sizes], kv_tokens: Mapping[Role, int] | None = None
+    ) -> Self:
         """The machine that engines with these paces stand for, with Triton's own hop to each of them.
+
+        Args:
+            kv_tokens: KV memory of each role; None: there is enough.
 
         Raises:
             ConfigError: there is no such profile.
@@ -92,6 +104,8 @@ class Machine:
                 way,
                 cards,
                 pace.one_hot,
+                pace.rules,
+                kv_tokens=kv_tokens[role] if kv_tokens else Place.kv_tokens,
                 max_batch_size=size.max_batch_size,
                 max_num_tokens=size.max_num_tokens,
                 tokens_per_block=size.tokens_per_block,

@@ -9,10 +9,11 @@ from typing import Self
 
 from pydantic import TypeAdapter, ValidationError
 
-from lr_backend.errors import ConfigError
+from lr_backend.errors import ConfigError, first_error
 from lr_backend.hardware.cost import CostModel, DraftingCosts, ProfileCosts
 from lr_backend.hardware.overheads import Bound, Overheads
 from lr_backend.hardware.profile import ProfileKey, find
+from lr_backend.hardware.rules import OWN_RULES, UpstreamRules
 from lr_backend.hardware.sharing import Board, CardSharing
 
 
@@ -36,6 +37,7 @@ class EnginePace:
         role: whose engine it is, among those of ``cards``.
         cards: of every role that shares a card with this one, itself included, its cards; empty: nobody does.
         board: file over which these tell one another what they do.
+        rules: what the runtime does beside taking time.
         slow_motion: everything takes so many times as long, for machines that cannot keep the pace itself.
     """
 
@@ -48,6 +50,7 @@ class EnginePace:
     cards: dict[str, tuple[int, ...]] = field(default_factory=dict)
     sharing: CardSharing = CardSharing.MPS
     board: Path | None = None
+    rules: UpstreamRules = OWN_RULES
     bound: Bound = Bound.VALUE
     slow_motion: float = 1.0
 
@@ -89,9 +92,7 @@ class EnginePace:
         try:
             pace = _ADAPTER.validate_json(text)
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where = ".".join(str(part) for part in first["loc"])
-            raise ConfigError(f"pace: {where}: {first['msg']}") from error
+            raise ConfigError(f"pace: {first_error(error)}") from error
         assert isinstance(pace, cls)
         return pace
 

@@ -48,9 +48,11 @@ class EngineConfig:
         use_cuda_graphs: replay iterations that only decode as CUDA graphs; on a CPU it means nothing. Their memory is not counted
             in ``kv_cache_free_mem_fraction``: leave them some.
         random_weights: draw the weights instead of reading them; the checkpoint needs ``config.json`` alone. For benchmarks.
+        ends_drafted_requests: a request with draft tokens ends once they are verified, as upstream's do.
         exclude_input_in_output: what holds for requests that do not say.
         pace: of an engine that :func:`~lr_backend.emulated.open.open_engine` opens: iterations last as long as those of the
             hardware that it stands for, and calls take its hops; None: as long as they take here.
+        script: of an engine that writes scripted texts instead of a model's: :class:`~lr_backend.emulated.texts.Script` as JSON.
         reproduce_upstream_draft_bias: sampling with token-only drafts follows upstream's biased rule. For tests.
     """
 
@@ -75,8 +77,10 @@ class EngineConfig:
     overlap_prefill: bool = True
     use_cuda_graphs: bool = True
     random_weights: bool = False
+    ends_drafted_requests: bool = True
     exclude_input_in_output: bool = False
     pace: EnginePace | None = None
+    script: str | None = None
     reproduce_upstream_draft_bias: bool = False
 
     def __post_init__(self) -> None:

@@ -3,8 +3,8 @@
 A block is in one of three states: *free*, *held* by one or more sequences, or *cached*: nobody holds it but its content is
 known and may be taken again, until it is the least recently used and a block is needed.
 
-Content is named by a chain: key(block) = hash(key(block before), its token ids), so that equal keys mean equal prefixes; the
-token ids are compared on a hit all the same. Full blocks are registered as soon as they are computed, not when their request
+Content is named by a chain: key(block) = hash(key(block before), its token ids), 128 bits of it, so that equal keys mean equal
+prefixes. Full blocks are registered as soon as they are computed, not when their request
 ends. A block that matches only in its first tokens is copied up to there.
 """
 
@@ -16,6 +16,7 @@ from bisect import bisect_left, insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from lr_backend.tokens import num_equal
 
@@ -35,11 +36,29 @@ def block_key(parent: bytes, tokens: Sequence[int]) -> bytes:
 
 def prefix_keys(tokens: Sequence[int], tokens_per_block: int) -> list[bytes]:
     """Keys of the full blocks of a token sequence, in order."""
-    keys, parent = [], ROOT_KEY
-    for start in range(0, len(tokens) - tokens_per_block + 1, tokens_per_block):
-        parent = block_key(parent, tokens[start : start + tokens_per_block])
-        keys.append(parent)
+    stored = array("q", tokens)
+    keys: list[bytes] = []
+    parent, size = ROOT_KEY, tokens_per_block * BLOCKS_A_STRETCH
+    for start in range(0, len(tokens) - tokens_per_block + 1, size):
+        found = _keys_of_stretch(parent, stored[start : start + size].tobytes(), tokens_per_block)
+        keys += found
+        parent = found[-1]
     return keys
+
+
+BLOCKS_A_STRETCH = 32
+"""Keys are remembered by so many: each call sends its whole prefix again."""
+
+
+@lru_cache(1 << 11)
+def _keys_of_stretch(parent: bytes, tokens: bytes, tokens_per_block: int) -> tuple[bytes, ...]:
+    """Keys of the full blocks of a stretch of ``tokens``, 8 bytes each."""
+    keys: list[bytes] = []
+    size = 8 * tokens_per_block
+    for start in range(0, len(tokens) - size + 1, size):
+        parent = hashlib.blake2b(parent + tokens[start : start + size], digest_size=16).digest()
+        keys.append(parent)
+    return tuple(keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +149,10 @@ class KvCache:
         if not self.reuse:
             return 0
         size = self.tokens_per_block
-        for index, key in enumerate(keys[: limit // size]):
+        for key in keys[: limit // size]:
             block = self._by_key.get(key)
             if block is None:
                 break
-            expected = tuple(tokens[index * size : (index + 1) * size])
-            assert self._contents[block].tokens == expected, ("hash collision", block)
             self._hold(block)
             table.blocks.append(block)
             table.keys.append(key)

@@ -12,10 +12,15 @@ from lr_backend.torch_engine.request import EngineRequest
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """What is left of a request's wishes: upstream shortens drafts and outputs silently where they do not fit."""
+    """What is left of a request's wishes: upstream shortens drafts and outputs silently where they do not fit.
+
+    Attributes:
+        goes_on: behind its drafts.
+    """
 
     drafts: tuple[int, ...]
     max_new_tokens: int
+    goes_on: bool
 
 
 def plan_run(request: EngineRequest, config: EngineConfig, vocab_size: int) -> RunPlan:
@@ -38,13 +43,14 @@ def plan_run(request: EngineRequest, config: EngineConfig, vocab_size: int) -> R
         raise EngineRejected(f"draft_logits: width {request.draft_logits.shape[1]}, the vocabulary has {vocab_size}")
     room = config.max_seq_len - num_prompt
     drafts = request.draft_ids[: room - 1]
-    max_new_tokens = len(drafts) + 1 if num_drafts else min(request.max_new_tokens, room)
+    goes_on = bool(drafts) and not config.ends_drafted_requests
+    max_new_tokens = len(drafts) + 1 if num_drafts and not goes_on else min(request.max_new_tokens, room)
     capacity = config.num_blocks * config.tokens_per_block
     if num_prompt + max_new_tokens > capacity:
         raise EngineRejected(
             f"input_ids: {num_prompt} tokens and {max_new_tokens} of output exceed the KV cache of {capacity} tokens"
         )
-    return RunPlan(drafts, max_new_tokens)
+    return RunPlan(drafts, max_new_tokens, goes_on)
 
 
 def _check_engine_drafts(request: EngineRequest, config: EngineConfig) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -71,14 +71,7 @@ class Scheduler:
                 budget -= count
         chunks = [chunk for chunk in chunks if chunk.sequence in self.running]
         budget = self._max_num_tokens - sum(chunk.count for chunk in chunks)
-        for sequence in self._admit() if budget and self.waiting else ():
-            count, num_logits = _chunk_size(sequence, budget)
-            if count:
-                chunks.append(Chunk(sequence, sequence.num_computed, count, num_logits))
-                budget -= count
-            if not budget:
-                break
-        return chunks
+        return chunks + (self._admit(budget) if budget and self.waiting else [])
 
     def remove(self, sequence: Sequence) -> None:
         """Take a finished or cancelled sequence out; what it computed stays cached."""
@@ -96,23 +89,43 @@ class Scheduler:
             self.running.remove(sequence)
         return self.cache.discard(sequence.table)
 
-    def _admit(self) -> Iterator[Sequence]:
-        """Start waiting sequences in order, while a place in the batch and blocks for the whole prompt are to be had.
+    def _admit(self, budget: int) -> list[Chunk]:
+        """Start waiting sequences in order, while tokens of the iteration, a place in the batch and blocks are to be had.
 
         One whose prefix is being computed right now is passed over; one that lacks blocks holds the ones behind it back.
         """
+        chunks: list[Chunk] = []
         being_computed = {key for one in self.running for key in one.keys[len(one.table.keys) :]}
         for sequence in list(self.waiting):
-            if len(self.running) >= self._max_batch_size:
-                return
-            if self._should_wait_for_prefix(sequence, being_computed):
+            if len(self.running) >= self._max_batch_size or not budget:
+                break
+            room = self._room(sequence, budget)
+            if not room or self._should_wait_for_prefix(sequence, being_computed):
                 continue
             if not self._start(sequence):
-                return
+                break
             self.waiting.remove(sequence)
             insort(self.running, sequence, key=lambda one: one.order)
             being_computed.update(sequence.keys[len(sequence.table.keys) :])
-            yield sequence
+            count, num_logits = _chunk_size(sequence, room)
+            if count:
+                chunks.append(Chunk(sequence, sequence.num_computed, count, num_logits))
+                budget -= self._charged(room, count)
+        return chunks
+
+    def _room(self, sequence: Sequence, budget: int) -> int:
+        """Tokens that a sequence may compute in the iteration that it joins; 0: it cannot join."""
+        return budget
+
+    def _charged(self, room: int, count: int) -> int:
+        """What a sequence takes of the iteration that it joins."""
+        return count
+
+    def _fits(self, sequence: Sequence) -> bool:
+        """Whether there are blocks for what is known of it, and beside others one for each of them, so that it is not preempted
+        at once."""
+        limit, total = len(sequence.tokens) - 1, len(sequence.tokens) + len(sequence.drafts)
+        return self.cache.num_blocks_needed(sequence.keys, limit, total) + len(self.running) <= self.cache.num_available
 
     def _should_wait_for_prefix(self, sequence: Sequence, being_computed: set[bytes]) -> bool:
         if not being_computed or not self.cache.reuse:
@@ -126,15 +139,12 @@ class Scheduler:
         return num_shared * self.cache.tokens_per_block >= MIN_SHARED_TOKENS
 
     def _start(self, sequence: Sequence) -> bool:
-        """Give a sequence its cached prefix and blocks for the rest; False, with nothing changed, when they do not suffice.
-
-        Beside others it also leaves one block for each of them, so that it is not preempted at once.
-        """
+        """Give a sequence its cached prefix and blocks for the rest; False, with nothing changed, when they do not suffice."""
+        if not self._fits(sequence):
+            return False
         limit, total = len(sequence.tokens) - 1, len(sequence.tokens) + len(sequence.drafts)
         table = sequence.table
         needed = self.cache.num_blocks_needed(sequence.keys, limit, total)
-        if needed + len(self.running) > self.cache.num_available:
-            return False
         sequence.num_computed = self.cache.take_prefix(table, sequence.tokens, sequence.keys, limit)
         sequence.num_allocated_blocks += needed
         enough = self.cache.extend(table, total)

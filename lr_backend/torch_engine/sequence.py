@@ -27,7 +27,8 @@ class Sequence:
         tokens: prompt and output so far.
         drafts: those of the request's that fit ``max_seq_len``.
         max_new_tokens: likewise.
-        num_proposed, num_accepted: drafts of the engine itself, and of all drafts those that stood.
+        goes_on: behind its drafts, once they are verified; else it ends with them.
+        num_proposed, num_accepted: drafts of the engine itself, or that it went on behind; and of all drafts those that stood.
         num_computed: how many of ``tokens + drafts`` have keys and values in the pool.
         keys: chain keys of the full blocks of what was known when it was queued: the prompt, after a preemption the output too.
     """
@@ -39,6 +40,7 @@ class Sequence:
     max_new_tokens: int
     tokens_per_block: int
     on_tokens: OnTokens | None = None
+    goes_on: bool = False
     tokens: list[int] = field(init=False)
     keys: list[bytes] = field(init=False)
     table: BlockTable = field(default_factory=BlockTable)
@@ -73,7 +75,7 @@ class Sequence:
     @property
     def is_verification(self) -> bool:
         """Ends after one verification; ``drafts`` may be empty all the same, when none of them fitted."""
-        return bool(self.request.draft_ids)
+        return bool(self.request.draft_ids) and not self.goes_on
 
     @property
     def num_draft_tokens(self) -> int:

@@ -22,7 +22,7 @@ from lr_backend.errors import EngineError, EngineUnavailable
 
 CANCEL_REPEAT_S = 0.05
 MAX_CANCELS = 20
-"""A call that this many cancels do not end is stuck, and its engine out of order."""
+"""An engine that so many cancels do not move to end a call, and that answers no other meanwhile, is out of order."""
 CANCEL_TIMEOUT_S = 0.5
 RETRY_S = 5.0
 """How long an engine that is out of order is left alone before one call tries it again."""
@@ -94,6 +94,7 @@ class BlsEngine:
         self._gate = gate
         self._tokens_per_block = tokens_per_block
         self._breaker = Breaker()
+        self._num_answered = 0
         self._reaping: set[asyncio.Task[None]] = set()
 
     async def generate(self, call: EngineCall) -> Generation:
@@ -123,6 +124,7 @@ class BlsEngine:
             self._breaker.trip()
             raise
         self._breaker.close()
+        self._num_answered += 1
         return Generation.from_tensors(outputs, tokens_per_block=self._tokens_per_block)
 
     def _reap(self, request_id: str, running: asyncio.Task[Generation]) -> None:
@@ -131,17 +133,24 @@ class BlsEngine:
         task.add_done_callback(self._reaping.discard)
 
     async def _stop(self, request_id: str, running: asyncio.Task[Generation]) -> None:
+        while not running.done():
+            num_answered = self._num_answered
+            if not await self._repeat_cancel(request_id, running) and num_answered == self._num_answered:
+                # Nor has it answered anybody else: a call that only waits for its turn is no sign of that.
+                self._breaker.trip()
+                await asyncio.wait({running})
+        if not running.cancelled():
+            running.exception()  # nobody else asks for it any more
+
+    async def _repeat_cancel(self, request_id: str, running: asyncio.Task[Generation]) -> bool:
+        """Ask for a while; whether the call has ended."""
         for _ in range(MAX_CANCELS):
             if not await self._cancel(request_id):
                 break
             done, _pending = await asyncio.wait({running}, timeout=CANCEL_REPEAT_S)
             if done:
                 break
-        if not running.done():
-            self._breaker.trip()
-            await asyncio.wait({running})
-        if not running.cancelled():
-            running.exception()  # nobody else asks for it any more
+        return running.done()
 
     async def _cancel(self, request_id: str) -> bool:
         """Ask once; False if not even that is answered. Where the engine is gone so is the call, and its own failure says so."""

@@ -27,6 +27,7 @@ from lr_backend.triton.models import load_models
 from lr_backend.triton.service import LookaheadService, triton_code
 from lr_backend.triton.speculation_metrics import SpeculationMetrics
 from lr_backend.triton.threads import share_interpreter, use_uvloop
+from lr_backend.upstream_errors import kind_of
 
 if TYPE_CHECKING:
     from lr_backend.triton.own_engines import OwnEngines
@@ -75,10 +76,15 @@ async def infer(model_name: str, request_id: str, inputs: Arrays, wanted: tuple[
 
 
 def _engine_error(model_name: str, error: Any) -> EngineError:
-    kinds = {pb.TritonError.INVALID_ARG: EngineRejected, pb.TritonError.UNSUPPORTED: EngineRejected}
+    """By its text, since upstream calls everything INTERNAL; by Triton's code where the text says nothing."""
+    text = error.message()
     # A full queue passes; it does not mean that the engine is out of order.
-    kind = EngineError if Overloaded.code in error.message() else kinds.get(error.code(), EngineUnavailable)
-    return kind(f"{model_name}: {error.message()}")
+    by_text: dict[str, type[EngineError]] = {Overloaded.code: EngineError, EngineRejected.code: EngineRejected}
+    kind = next((one for code, one in by_text.items() if code in text), kind_of(text))
+    if kind is None:
+        refused = error.code() in (pb.TritonError.INVALID_ARG, pb.TritonError.UNSUPPORTED)
+        kind = EngineRejected if refused else EngineUnavailable
+    return kind(f"{model_name}: {text}")
 
 
 class TritonPythonModel:

@@ -6,13 +6,16 @@ instance are batched in flight although the model is not decoupled. Triton's mod
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from lr_backend.errors import Cancelled, EngineRejected, EngineUnavailable, InvalidRequest, LookaheadError, Overloaded
 from lr_backend.torch_engine.inprocess import Submits
 from lr_backend.torch_engine.request import EngineRequest, EngineResponse
+from lr_backend.triton.client_watch import ClientWatch, WatchedClient
 
 REQUIRED_OUTPUTS = ("output_ids", "sequence_length")
 
@@ -30,6 +33,10 @@ class ContractModel:
     _engine: Submits
     _metrics: Metrics
     _exclude_input: bool
+    _fails_as_internal = False
+    """Whatever is wrong is INTERNAL, as upstream's backend has it."""
+    _watch: ClientWatch | None = None
+    """Of clients that go away; None: what they have asked for is computed all the same."""
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Queue requests; returns at once."""
@@ -39,26 +46,43 @@ class ContractModel:
 
     def finalize(self) -> None:
         """Fail what is in flight, and wait for the threads."""
+        if self._watch is not None:
+            self._watch.close()
         self._engine.close()
         self._metrics.close()
 
     def _enqueue(self, request: Any) -> None:
         sender = request.get_response_sender()
         wanted = frozenset(request.requested_output_names())
+        client: WatchedClient | None = None
 
         def on_done(result: EngineResponse | LookaheadError) -> None:
-            sender.send(_response(self.pb, result, wanted), flags=self.pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            if self._watch is not None and client is not None:
+                self._watch.leave(client)
+            sender.send(self._response(result, wanted), flags=self.pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
             self._metrics.touch()
 
         try:
             parsed = self._parse(request)
             if not parsed.stop:
                 _check_wanted(wanted)
+            if self._watch is not None and not parsed.stop:
+                if not parsed.request_id:
+                    parsed = replace(parsed, request_id=uuid.uuid4().hex)
+                client = self._watch.enter(parsed.request_id, sender)
             self._engine.submit(parsed, on_done)
         except LookaheadError as error:
             on_done(error)
         except Exception as error:
             on_done(LookaheadError(f"{type(error).__name__}: {error}"))
+
+    def _response(self, result: EngineResponse | LookaheadError, wanted: frozenset[str]) -> Any:
+        if isinstance(result, LookaheadError):
+            codes = self.pb.TritonError
+            status = codes.INTERNAL if self._fails_as_internal else _status(codes, result)
+            return self.pb.InferenceResponse(error=codes(result.public(), status))
+        tensors = [self.pb.Tensor(name, array) for name, array in result.tensors().items() if not wanted or name in wanted]
+        return self.pb.InferenceResponse(output_tensors=tensors)
 
     def _parse(self, request: Any) -> EngineRequest:
         tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
@@ -91,13 +115,6 @@ def _check_wanted(wanted: frozenset[str]) -> None:
     missing = [name for name in REQUIRED_OUTPUTS if wanted and name not in wanted]
     if missing:
         raise EngineRejected(f"{missing[0]}: must be among the requested outputs")
-
-
-def _response(pb: Any, result: EngineResponse | LookaheadError, wanted: frozenset[str]) -> Any:
-    if isinstance(result, LookaheadError):
-        return pb.InferenceResponse(error=pb.TritonError(result.public(), _status(pb.TritonError, result)))
-    tensors = [pb.Tensor(name, array) for name, array in result.tensors().items() if not wanted or name in wanted]
-    return pb.InferenceResponse(output_tensors=tensors)
 
 
 def _status(codes: Any, error: LookaheadError) -> Any:

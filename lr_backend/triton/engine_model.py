@@ -15,6 +15,7 @@ from lr_backend.emulated.open import open_engine
 from lr_backend.errors import LookaheadError
 from lr_backend.torch_engine.config import EngineConfig
 from lr_backend.torch_engine.engine import TorchEngine
+from lr_backend.triton.client_watch import ClientWatch
 from lr_backend.triton.contract_model import ContractModel, batch_size_default, model_parameters, require_one_response
 from lr_backend.triton.engine_metrics import EngineMetrics
 from lr_backend.triton.threads import share_interpreter
@@ -55,4 +56,8 @@ class TritonPythonModel(ContractModel):
         except LookaheadError as error:
             raise pb_utils.TritonModelException(error.public()) from error
         self._exclude_input = self._config.exclude_input_in_output
+        if (pace := self._config.pace) is not None:
+            self._fails_as_internal = pace.rules.fails_as_internal
+            if (period_ms := pace.rules.cancellation_check_period_ms) is not None:
+                self._watch = ClientWatch(pace.slow_motion * period_ms / 1e3, self._engine.cancel)
         self._metrics = EngineMetrics(pb_utils.MetricFamily, args["model_name"], self._engine.stats)

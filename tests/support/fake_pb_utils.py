@@ -23,6 +23,7 @@ class StubTensor:
 
 class StubError:
     INVALID_ARG, UNAVAILABLE, INTERNAL, CANCELLED = "INVALID_ARG", "UNAVAILABLE", "INTERNAL", "CANCELLED"
+    UNSUPPORTED = "UNSUPPORTED"
 
     def __init__(self, message: str, code: str) -> None:
         self.message, self.code = message, code
@@ -69,6 +70,8 @@ class StubRequest:
     id: str = "a"
     wanted: tuple[str, ...] = ()
     answers: list[StubResponse] = field(default_factory=list)
+    is_gone: bool = False
+    num_asked: int = 0
     _answered: threading.Event = field(default_factory=threading.Event)
 
     def request_id(self) -> str:
@@ -87,6 +90,11 @@ class StubRequest:
         assert flags == FINAL
         self.answers.append(response)
         self._answered.set()
+
+    def is_cancelled(self) -> bool:
+        assert not self.answers, "Triton has forgotten it"
+        self.num_asked += 1
+        return self.is_gone
 
     def answer(self) -> StubResponse:
         assert self._answered.wait(30)

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from lr_backend.emulated.engine import Clock, PacedEngine
-from lr_backend.emulated.feed import Feed, Pass
+from lr_backend.emulated.feed import Feed, Pass, TextSource
 from lr_backend.engine import GREEDY, Sampling
 from lr_backend.errors import EngineError, LookaheadError
 from lr_backend.hardware.pace import EnginePace
@@ -125,10 +126,11 @@ class Answer:
 
 @dataclass
 class Bench:
-    """One engine, its time and its texts; calls by their names."""
+    """One engine, its time and its texts, or another source of them; calls by their names."""
 
     pace: EnginePace = TARGET
-    limits: dict[str, int] = field(default_factory=dict)
+    limits: dict[str, Any] = field(default_factory=dict)
+    source: TextSource | None = None
     time: ScriptedTime = field(default_factory=ScriptedTime)
     answers: dict[str, Answer] = field(default_factory=dict)
     numbers: Iterator[int] = field(default_factory=lambda: count(500))
@@ -138,7 +140,7 @@ class Bench:
         config = engine_config(Path(), tokens_per_block=32, **{**sizes, **self.limits})
         self.texts = Texts(self.time)
         self.changed = threading.Condition()
-        self.engine = PacedEngine(config, self.pace, self.texts, VOCAB_SIZE, self.time.clock)
+        self.engine = PacedEngine(config, self.pace, self.source or self.texts, VOCAB_SIZE, self.time.clock)
 
     def ask(self, name: str, num_prompt: int = 20, num_new: int = 4, *, drafts: int = 0, sampled: bool = False) -> None:
         sampling = Sampling(temperature=1.0) if sampled else GREEDY

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LEAVES = {"errors", "contract", "step", "tokens", "engine", "request", "config", "parameters", "hardware"}
+LEAVES = {"errors", "contract", "step", "tokens", "engine", "request", "config", "parameters", "hardware", "upstream_errors"}
 LEAF_MODULES = {"lr_backend.build.nvidia", "lr_backend.build.placement"}
 """Values that every part may know of."""
 
@@ -24,21 +24,23 @@ ALLOWED: dict[str, set[str]] = {
     "request": {"engine", "errors"},
     "config": {"errors"},
     "hardware": {"engine", "errors"},
+    "upstream_errors": {"errors"},
     "parameters": {"errors", "hardware"},
     "verify": {"engine", "errors", "step", "contract", "request", "config"},
     "propose": {"contract", "engine", "errors", "request"},
     "trace": {"engine", "errors", "request"},
     "loop": {"verify", "propose", "trace", *LEAVES},
     "torch_engine": LEAVES,
-    "emulated": {"torch_engine", *LEAVES},
+    "emulated": {"torch_engine", "propose", "verify", *LEAVES},
     "llmapi": {"torch_engine", *LEAVES},
-    "build": LEAVES,
+    "build": {"emulated", *LEAVES},
     "triton": {"loop", "verify", "propose", "trace", "torch_engine", "emulated", "llmapi", *LEAVES},
     "testing": {"contract", "engine", "errors"},
-    "plan": {"loop", "verify", "trace", "testing", "emulated", *LEAVES},
+    "plan": {"loop", "verify", "trace", "testing", "emulated", "build", *LEAVES},
     "cli_errors": {"errors"},
     "cli_plan": {"build", "plan", "emulated", "trace", "cli_errors", *LEAVES},
-    "cli": {"build", "plan", "trace", "triton", "cli_plan", "cli_errors", *LEAVES},
+    "cli_workload": {"plan", "emulated", "trace", "cli_errors", *LEAVES},
+    "cli": {"build", "plan", "emulated", "trace", "triton", "cli_plan", "cli_workload", "cli_errors", *LEAVES},
 }
 
 

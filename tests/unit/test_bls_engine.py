@@ -168,3 +168,26 @@ def test_a_call_that_no_cancel_ends_puts_its_engine_out_of_order() -> None:
         assert not triton.running
 
     run_virtual(main())
+
+
+def test_a_cancelled_call_that_waits_its_turn_is_no_sign_of_a_dead_engine() -> None:
+    """Upstream ends a call that waits only once it has run; meanwhile the engine answers others."""
+
+    async def main() -> None:
+        quick, full = ScriptedTriton(seconds=0.4), ScriptedTriton(seconds=4.0, deaf=10**6)
+
+        async def infer(model: str, request_id: str, inputs: Any, wanted: Any) -> dict[str, Any]:
+            return await (full if request_id == "waits" else quick).infer(model, request_id, inputs, wanted)
+
+        engine = BlsEngine("target", infer, CallGate(4), tokens_per_block=32)
+        waiting = asyncio.create_task(engine.generate(call("waits")))
+        await asyncio.sleep(0.1)
+        waiting.cancel()
+        for number in range(8):
+            assert (await engine.generate(call(f"good-{number}"))).token_ids == (1, 2, 3)
+        assert full.num_cancels > MAX_CANCELS
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await engine.close()
+
+    run_virtual(main())
