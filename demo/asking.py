@@ -47,7 +47,7 @@ def demo_spec(layout: Layout | None = None) -> TorchDeployment:
 
 
 @contextmanager
-def serving(spec: TorchDeployment, repository: Path, *, only: tuple[str, ...] = ()) -> Iterator[TritonServer]:
+def serving(spec: DeploymentSpec, repository: Path, *, only: tuple[str, ...] = ()) -> Iterator[TritonServer]:
     """A server over a freshly rendered repository; ``only`` keeps just these models."""
     build_repository(spec, repository)
     for model in repository.iterdir():

@@ -21,17 +21,23 @@ from rich.panel import Panel
 from rich.table import Table
 
 import lr_backend
+from lr_backend.build.emulated_spec import emulated
 from lr_backend.build.gpu_build import build_gpu_deployment
+from lr_backend.build.pace import pace_of, system_of
 from lr_backend.build.paced import paced
 from lr_backend.build.report import BuildReport, memory_table
 from lr_backend.build.repository import build_repository
-from lr_backend.build.spec import DeploymentSpec, GpuDeployment, TorchDeployment
+from lr_backend.build.spec import DeploymentSpec, EmulatedDeployment, GpuDeployment, TorchDeployment
 from lr_backend.build.trtllm_commands import NGC_TOOLS, Toolchain
 from lr_backend.cli_errors import fail, refuse
 from lr_backend.cli_plan import plan
+from lr_backend.cli_workload import workload
+from lr_backend.emulated.workload import Workload
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError, LookaheadError
 from lr_backend.hardware.lateness import Lateness
+from lr_backend.hardware.profile import find, label_of
+from lr_backend.plan.equal_gpus import measure, uses, uses_table
 from lr_backend.trace.analysis import analyse
 from lr_backend.trace.chrome import chrome_json
 from lr_backend.trace.html import page
@@ -57,6 +63,10 @@ SpecOption = Annotated[str, typer.Option("--spec", help="Name of a spec in engin
 
 PIPED_WIDTH = 120
 """Columns of a table that goes to no terminal, which would say how wide it is."""
+USES_TEXTS = Workload(
+    0.6, token_agreement=0.75, word_agreement=0.5, prompt_tokens=1000, step_tokens=25, step_spread=0.9, num_steps=24
+)
+"""What a dry run compares the uses of cards for."""
 _WAKE_S = 0.5
 """A blocking wait is cut into pieces this long, so that a signal is acted upon promptly."""
 
@@ -93,6 +103,8 @@ def build(
             report = build_repository(deployment, output, role=role, dry_run=dry_run, command=command)
     except LookaheadError as error:
         fail(error)
+    if dry_run and isinstance(deployment, GpuDeployment):
+        _print_uses(console, deployment)
     for line in report.checked:
         console.print(f"[green]checked[/] {line}", highlight=False, soft_wrap=True)
     for name in report.files:
@@ -101,6 +113,25 @@ def build(
         console.print(f"[yellow]waits[/] {line}", highlight=False, soft_wrap=True)
     state = "" if report.written else " left as it was"
     console.print(f"[bold]{report.output}[/]{state}", highlight=False, soft_wrap=True)
+
+
+def _print_uses(console: Console, deployment: GpuDeployment) -> None:
+    """What else the deployment's cards could be used for, and what each use comes to."""
+    cards, system = deployment.hardware.num_gpus, system_of(deployment.hardware.gpu)
+    try:
+        if system is None:
+            raise ConfigError(f"there are no kernel tables of {deployment.hardware.gpu}")
+        chosen = uses(deployment, system, cards)
+        rows = [measure(deployment, use, USES_TEXTS, 1) for use in chosen.found]
+    except ConfigError as error:
+        console.print(f"[yellow]other uses of its cards are not compared:[/] {escape(error.message)}", soft_wrap=True)
+        return
+    wide = Console(width=max(console.width, 140)) if not console.is_terminal else console
+    wide.print(uses_table(rows, f"{cards} x {deployment.hardware.gpu}: one request, acceptance {USES_TEXTS.acceptance_rate:g}"))
+    for name, why in chosen.left_out.items():
+        console.print(f"[yellow]left out[/] {name}: {escape(why)}", highlight=False, soft_wrap=True)
+    profiles = [find(pace_of(deployment, role, system).profile) for role in Role]
+    console.print(f"[dim]predicted by the step loop over scripted texts; {label_of(profiles)}[/]", soft_wrap=True)
 
 
 def _print_plan(console: Console, report: BuildReport) -> None:
@@ -116,6 +147,7 @@ def _print_plan(console: Console, report: BuildReport) -> None:
 
 
 app.command()(plan)
+app.command()(workload)
 
 
 @app.command()
@@ -130,7 +162,13 @@ def serve(
     log_file: Annotated[Path | None, typer.Option(help="By default beside the repository.")] = None,
     pace: Annotated[
         str | None,
-        typer.Option(help="Serve the models at the pace of engines on this system: h100_sxm, h200_sxm, b200_sxm, l40s."),
+        typer.Option(
+            help="Serve at the pace of engines on this system: h100_sxm, h200_sxm, b200_sxm, l40s. "
+            "A deployment on GPUs is emulated, with scripted texts and no model."
+        ),
+    ] = None,
+    workload: Annotated[
+        str | None, typer.Option(help="With --pace and a deployment on GPUs: how its texts behave, by name or file (.toml).")
     ] = None,
     paced_as: Annotated[
         str | None, typer.Option(help="With --pace: the deployment whose engines they stand for; by default the spec's own.")
@@ -143,13 +181,13 @@ def serve(
     ] = 1.0,
 ) -> None:
     """Build what is stale, start Triton, wait for a real answer, and serve until Ctrl-C or SIGTERM."""
-    if pace is None and (paced_as is not None or slow_motion != 1.0):
-        refuse("--paced-as and --slow-motion go with --pace")
+    if pace is None and (paced_as is not None or workload is not None or slow_motion != 1.0):
+        refuse("--paced-as, --workload and --slow-motion go with --pace")
     console = Console()
     try:
         deployment = DeploymentSpec.load(spec)
         if pace is not None:
-            deployment = _paced(deployment, pace, paced_as, slow_motion)
+            deployment = _paced(deployment, pace, paced_as, workload, slow_motion)
         machine = _ready_machine(deployment, tritonserver)
         report = build_repository(deployment, repository, only_if_stale=True, command="lookahead serve")
         _say_built(console, report)
@@ -171,10 +209,24 @@ def serve(
     raise typer.Exit(status)
 
 
-def _paced(deployment: DeploymentSpec, system: str, like: str | None, slow_motion: float) -> TorchDeployment:
-    """Raises: ConfigError: it is no deployment of models that can be paced, or there is no profile."""
+def _paced(
+    deployment: DeploymentSpec, system: str, like: str | None, workload: str | None, slow_motion: float
+) -> TorchDeployment | EmulatedDeployment:
+    """A deployment on GPUs is emulated, one of our own models stands for such a one.
+
+    Raises:
+        ConfigError: there is no profile or workload, or an option goes with the other kind.
+    """
+    if isinstance(deployment, GpuDeployment):
+        if like is not None:
+            raise ConfigError(f"--paced-as: {deployment.name} is emulated as what it is")
+        return emulated(str(deployment.path), system, workload, slow_motion=slow_motion)
     if not isinstance(deployment, TorchDeployment):
-        raise ConfigError(f"--pace: {deployment.name} is served by GPUs at their own pace; the runtime torch can stand for them")
+        raise ConfigError(f"--pace: {deployment.name} has one already")
+    if workload is not None:
+        raise ConfigError(
+            f"--workload: {deployment.name} has models that write its texts; a deployment on GPUs is emulated with it"
+        )
     return paced(deployment, system, like, slow_motion=slow_motion)
 
 

@@ -87,6 +87,7 @@ _BY_TYPE: Mapping[str, Read] = {
     "Path": _path,
     "Path | None": _path,
     "str": _text,
+    "str | None": _text,
     "int": _integer,
     "int | None": _integer,
     "float": _number,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +18,7 @@ import typer
 
 from bench.load.errors import LoadError
 from lr_backend.contract import LOOKAHEAD_INPUTS
+from lr_backend.errors import ConfigError
 
 INPUTS = Path(__file__).resolve().parents[1] / "inputs"
 DEMO_SEED = 4242
@@ -25,6 +27,7 @@ BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{
 """What the paper adds to every question."""
 QUESTION_FIELDS: Mapping[str, tuple[str, ...]] = {"gsm8k": ("question",), "aime": ("problem", "question")}
 MAX_TOKENS: Mapping[str, int] = {"demo": 640, "gsm8k": 4096, "aime": 32768}
+WORKLOAD = "workload"
 _KNOWN = frozenset(spec.name for spec in LOOKAHEAD_INPUTS)
 
 Fields = dict[str, list[Any]]
@@ -35,6 +38,20 @@ def demo_questions(count: int) -> list[str]:
     from demo.problems import problems
 
     return [problem.question for problem in islice(problems(DEMO_SEED, "test"), count)]
+
+
+def scripted_questions(name_or_path: str, count: int, prompt_tokens: int | None) -> tuple[list[str], int]:
+    """Questions for an emulated deployment, and the tokens that no answer exceeds.
+
+    Raises:
+        ConfigError: there is no such workload.
+    """
+    from lr_backend.emulated.texts import Texts
+    from lr_backend.emulated.workload import Workload
+
+    workload = Workload.load(name_or_path)
+    texts = Texts(replace(workload, prompt_tokens=prompt_tokens or workload.prompt_tokens), 0)
+    return [texts.question(number) for number in range(count)], workload.max_tokens
 
 
 def read_questions(path: Path, dataset: str) -> list[str]:
@@ -107,26 +124,34 @@ def for_point(questions: Sequence[Fields], fields: Mapping[str, Any], name: str,
 
 
 def main(
-    dataset: Annotated[str, typer.Argument(help="demo, gsm8k or aime")],
-    source: Annotated[Path | None, typer.Argument(help="The data set's JSONL file; the demo makes its own problems.")] = None,
+    dataset: Annotated[str, typer.Argument(help="demo, gsm8k, aime or workload")],
+    source: Annotated[
+        Path | None, typer.Argument(help="The data set's JSONL file, or a workload by name or file; the demo makes its own.")
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="By default bench/inputs/<dataset>.json.")] = None,
     count: Annotated[int, typer.Option(min=1, help="The first so many questions.")] = NUM_DEMO,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Of an answer; by default the data set's own.")] = None,
+    prompt_tokens: Annotated[int | None, typer.Option(min=3, help="Of a workload: instead of its own.")] = None,
 ) -> None:
     """Write an input file."""
-    if dataset not in MAX_TOKENS:
-        raise typer.BadParameter(f"one of {', '.join(MAX_TOKENS)}", param_hint="dataset")
+    known = (*MAX_TOKENS, WORKLOAD)
+    if dataset not in known:
+        raise typer.BadParameter(f"one of {', '.join(known)}", param_hint="dataset")
     if (source is None) != (dataset == "demo"):
         rule = "the demo world needs no file" if source is not None else f"{dataset} is read from its JSONL file"
         raise typer.BadParameter(rule, param_hint="source")
     try:
-        questions = demo_questions(count) if source is None else read_questions(source, dataset)[:count]
-    except LoadError as error:
+        if dataset == WORKLOAD:
+            questions, longest = scripted_questions(str(source), count, prompt_tokens)
+        else:
+            questions = demo_questions(count) if source is None else read_questions(source, dataset)[:count]
+            longest = MAX_TOKENS[dataset]
+    except (LoadError, ConfigError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
     path = output or INPUTS / f"{dataset}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    document = input_file(questions, max_tokens or MAX_TOKENS[dataset])
+    document = input_file(questions, max_tokens or longest)
     path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     typer.echo(f"wrote {path}: {len(questions)} questions")
 

@@ -17,7 +17,7 @@ from lr_backend.build.placement import Placement
 from lr_backend.config import CANCEL_RESERVE, LoopConfig
 from lr_backend.contract import ENGINE_INPUTS, TensorSpec
 from lr_backend.engine import Role
-from lr_backend.errors import ConfigError, InvalidRequest
+from lr_backend.errors import ConfigError, InvalidRequest, first_error
 from lr_backend.request import LookaheadRequest
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
@@ -160,10 +160,8 @@ class DeploymentSpec(Section):
         try:
             spec = kind.model_validate(raw)
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
             # A role's section is one of several classes; pydantic puts the name of the one that it tried into the place.
-            where = ".".join(str(part) for part in first["loc"] if part not in cls._runtimes)
-            raise ConfigError(f"{path.name}: {where + ': ' if where else ''}{first['msg']}") from error
+            raise ConfigError(f"{path.name}: {first_error(error, cls._runtimes)}") from error
         spec._path = path
         return spec
 
@@ -277,8 +275,7 @@ def _checked_loop_config(spec: DeploymentSpec) -> LoopConfig:
     try:
         config = spec.loop_config()
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise ValueError(f"lookahead.{'.'.join(str(part) for part in first['loc'])}: {first['msg']}") from error
+        raise ValueError(f"lookahead.{first_error(error)}") from error
     try:
         request = LookaheadRequest.parse({**config.defaults, "text_input": "any"})
     except InvalidRequest as error:

@@ -1,16 +1,28 @@
-"""The pace of a deployment on GPUs: which profile each of its roles has, and who shares cards with whom."""
+"""The pace of a deployment on GPUs: each role's profile, who shares cards with whom, and what its memory holds."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
-from lr_backend.build.gpu_spec import GpuDeployment
+from lr_backend.build.gpu_spec import GpuDeployment, LlmapiEngineSpec, TrtllmEngineSpec
+from lr_backend.build.memory import EngineMemory, estimate
+from lr_backend.build.shapes import Source, find_source
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError
 from lr_backend.hardware.machine import Machine
 from lr_backend.hardware.pace import EnginePace, Runtime
 from lr_backend.hardware.profile import ProfileKey, find
+from lr_backend.hardware.rules import OWN_RULES, UpstreamRules
 from lr_backend.hardware.sharing import CardSharing
+
+CARD_MEMORY_GIB: Mapping[str, float] = {"h100_sxm": 79.1, "h200_sxm": 139.8, "b200_sxm": 178.3, "l40s": 44.4}
+"""Memory of one card as CUDA reports it: some less than what is printed on it."""
+
+
+def system_of(gpu: str) -> str | None:
+    """The system of the kernel tables that has cards of this name; None: there is none."""
+    return next((system for system in CARD_MEMORY_GIB if system.partition("_")[0].upper() in gpu.upper()), None)
 
 
 def stood_for(name: str) -> GpuDeployment:
@@ -31,16 +43,15 @@ def profile_key(spec: GpuDeployment, role: Role, system: str, tp_size: int | Non
     return ProfileKey.of(system, engine.hub, tp_size or engine.tp_size, engine.weight_dtype)
 
 
-def pace_of(name: str, role: Role, system: str, *, drafts_itself: bool = False) -> EnginePace:
-    """The pace of one role of the deployment ``name`` on a system.
+def pace_of(spec: GpuDeployment, role: Role, system: str, *, drafts_itself: bool = False) -> EnginePace:
+    """The pace of one role of a deployment on a system.
 
     Args:
         drafts_itself: as an engine of the LLM API does, with the deployment's draft model over the same cards.
 
     Raises:
-        ConfigError: there is no such deployment, or no profile.
+        ConfigError: there is no profile.
     """
-    spec = stood_for(name)
     engine = spec.engine(role)
     key = profile_key(spec, role, system)
     draft = profile_key(spec, Role.DRAFT, system, engine.tp_size) if drafts_itself else None
@@ -56,24 +67,86 @@ def pace_of(name: str, role: Role, system: str, *, drafts_itself: bool = False) 
         draft=draft,
         role=role.value,
         cards=_shared_cards(spec, role),
+        rules=_rules(engine) if compiled else OWN_RULES,
     )
 
 
 def machine_of(
-    name: str, system: str, *, drafts_itself: bool = False, card_sharing: CardSharing = CardSharing.MPS
-) -> tuple[GpuDeployment, Machine]:
-    """The deployment ``name``, and the machine that it is on a system.
+    spec: GpuDeployment, system: str, *, drafts_itself: bool = False, card_sharing: CardSharing = CardSharing.MPS
+) -> Machine:
+    """The machine that a deployment is on a system: its pace, its upstream's rules, and its KV memory.
 
     Args:
         drafts_itself: its target does, as an engine of the LLM API.
 
     Raises:
-        ConfigError: there is no such deployment, or no profile.
+        ConfigError: there is no profile, or the deployment does not fit the system's cards.
     """
-    spec = stood_for(name)
-    paces = {role: pace_of(name, role, system, drafts_itself=drafts_itself and role is Role.TARGET) for role in Role}
+    paces = {role: pace_of(spec, role, system, drafts_itself=drafts_itself and role is Role.TARGET) for role in Role}
     paces = {role: replace(pace, sharing=card_sharing) for role, pace in paces.items()}
-    return spec, Machine.paced(paces, {role: spec.engine(role) for role in Role})
+    return Machine.paced(paces, {role: spec.engine(role) for role in Role}, kv_tokens(spec, system, drafts_itself=drafts_itself))
+
+
+def kv_tokens(spec: GpuDeployment, system: str, *, drafts_itself: bool = False) -> dict[Role, int]:
+    """KV memory of each role in tokens, on the cards of a system.
+
+    Args:
+        drafts_itself: the target's engine holds the draft model too, split like its own, with keys and values of its own.
+
+    Raises:
+        ConfigError: a role has no room for one sequence there, or the system's cards are not known.
+    """
+    found: dict[Role, int] = {}
+    memory: dict[Role, EngineMemory] = {}
+    for gpu in estimate(on_system(spec, system), find_sources(spec)):
+        if not gpu.fits:
+            raise ConfigError(f"{spec.name} does not fit {system}: {gpu.sum_in_words()}")
+        for engine in gpu.engines:
+            found[engine.role] = min(engine.kv_tokens, found.get(engine.role, engine.kv_tokens))
+            memory[engine.role] = engine
+    if drafts_itself:
+        found[Role.TARGET] = _beside_a_draft(memory[Role.TARGET], memory[Role.DRAFT], spec)
+    for role, tokens in found.items():
+        if tokens < spec.engine(role).max_seq_len:
+            raise ConfigError(
+                f"{spec.name} does not fit {system}: {role} has memory for {tokens} tokens of KV, less than one sequence"
+            )
+    return found
+
+
+def _beside_a_draft(target: EngineMemory, draft: EngineMemory, spec: GpuDeployment) -> int:
+    """Tokens of KV that both models of an engine have room for."""
+    share = spec.draft.tp_size / spec.target.tp_size
+    a_token = target.kv_cache / target.kv_tokens + share * draft.kv_cache / draft.kv_tokens
+    return max(0, int((target.kv_cache - share * draft.weights) / a_token))
+
+
+def on_system(spec: GpuDeployment, system: str) -> GpuDeployment:
+    """The deployment on cards with the memory of that system's.
+
+    Raises:
+        ConfigError: they are not known.
+    """
+    if system not in CARD_MEMORY_GIB:
+        raise ConfigError(f"how much memory a card of {system} has is not known; known: {', '.join(CARD_MEMORY_GIB)}")
+    hardware = spec.hardware.model_copy(update={"gpu_memory_gib": CARD_MEMORY_GIB[system]})
+    there = spec.model_copy(update={"hardware": hardware})
+    there._path = spec.path
+    return there
+
+
+def find_sources(spec: GpuDeployment) -> dict[Role, Source]:
+    """The shapes of a deployment's models."""
+    return {role: find_source(spec.checkpoint_dir(role), spec.engine(role).hub) for role in Role}
+
+
+def _rules(engine: TrtllmEngineSpec | LlmapiEngineSpec) -> UpstreamRules:
+    """Those of release 1.2.1, with the engine's own settings."""
+    assert isinstance(engine, TrtllmEngineSpec), engine
+    return UpstreamRules(
+        reserves_kv_in_full=engine.batch_scheduler_policy == "guaranteed_no_evict",
+        cancellation_check_period_ms=engine.cancellation_check_period_ms,
+    )
 
 
 def _shared_cards(spec: GpuDeployment, role: Role) -> dict[str, tuple[int, ...]]:

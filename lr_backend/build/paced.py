@@ -11,7 +11,7 @@ from lr_backend.build.gpu_spec import GpuDeployment
 from lr_backend.build.pace import stood_for
 from lr_backend.build.torch_spec import TorchDeployment
 from lr_backend.engine import Role
-from lr_backend.errors import ConfigError
+from lr_backend.errors import ConfigError, first_error
 
 OF_THE_LOOP = ("verification_cost", "drafted_token_cost", "draft_temperature", "soft_step_tokens", "min_step_tokens")
 """Settings of ``[lookahead]`` that depend on what calls and tokens cost."""
@@ -45,9 +45,7 @@ def paced(
     try:
         fresh = TorchDeployment.model_validate({**dict(spec), **{name: _plain(value) for name, value in changed.items()}})
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{spec.name} cannot stand for {like}: {where + ': ' if where else ''}{first['msg']}") from error
+        raise ConfigError(f"{spec.name} cannot stand for {like}: {first_error(error)}") from error
     fresh._path = spec.path
     for role in Role:
         fresh.engine_pace(role)

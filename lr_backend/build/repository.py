@@ -22,7 +22,8 @@ from lr_backend.build.render import (
     write_repository,
 )
 from lr_backend.build.report import BuildReport
-from lr_backend.build.spec import DeploymentSpec, GpuDeployment, TorchDeployment
+from lr_backend.build.spec import DeploymentSpec, EmulatedDeployment, GpuDeployment, TorchDeployment
+from lr_backend.emulated.vocabulary import VOCABULARY
 from lr_backend.engine import Role
 from lr_backend.errors import CheckpointError, ConfigError
 
@@ -57,20 +58,24 @@ def build_repository(
         return build_gpu_deployment(
             spec, output, role=role, dry_run=dry_run, compile_engines=False, only_if_stale=only_if_stale, command=command
         )
-    assert isinstance(spec, TorchDeployment), spec.runtime
     output = (output or spec.built_dir).absolute()
     require_replaceable(output)
     roles = ALL_ROLES if role is None else (role,)
-    infos = {each: _check_role(spec, each) for each in roles}
-    if Role.TARGET in infos and Role.DRAFT in infos:
-        check_same_vocabulary(infos[Role.TARGET], infos[Role.DRAFT])
+    infos: dict[Role, CheckpointInfo] = {}
+    if isinstance(spec, EmulatedDeployment):
+        checked, vocab_size = tuple(_emulated_line(spec, each) for each in roles), len(VOCABULARY)
+    else:
+        assert isinstance(spec, TorchDeployment), spec.runtime
+        infos = {each: _check_role(spec, each) for each in roles}
+        if Role.TARGET in infos and Role.DRAFT in infos:
+            check_same_vocabulary(infos[Role.TARGET], infos[Role.DRAFT])
+        checked = tuple(_line(each, info) for each, info in infos.items())
+        vocab_size = infos[roles[0]].vocab_size
     files: dict[str, str] = {}
     for each in roles:
         files |= engine_files(spec, each, spec.checkpoint_dir(each))
     if role is None:
-        files |= lookahead_files(spec, infos[Role.TARGET].vocab_size)
-    checked = tuple(_line(each, info) for each, info in infos.items())
-    if role is None:
+        files |= lookahead_files(spec, vocab_size)
         checked += _check_auditor(spec)
     if dry_run:
         return BuildReport(spec, output, checked, tuple(files), written=False)
@@ -95,7 +100,7 @@ def _check_role(spec: TorchDeployment, role: Role) -> CheckpointInfo:
     return info
 
 
-def _check_auditor(spec: TorchDeployment) -> tuple[str, ...]:
+def _check_auditor(spec: DeploymentSpec) -> tuple[str, ...]:
     """Import the auditor's checker, as the server will: a server that cannot find it does not start."""
     audit = spec.loop_config().audit
     try:
@@ -103,6 +108,11 @@ def _check_auditor(spec: TorchDeployment) -> tuple[str, ...]:
     except ConfigError as error:
         raise ConfigError(f"lookahead.{error.message}") from error
     return (f"auditor: {audit.checker}",) if audit.checker is not None else ()
+
+
+def _emulated_line(spec: EmulatedDeployment, role: Role) -> str:
+    engine = spec.engine(role)
+    return f"{role}: {spec.engine_pace(role).label}, emulated, {engine.max_tokens_in_paged_kv_cache} tokens of KV"
 
 
 def _line(role: Role, info: CheckpointInfo) -> str:
@@ -113,7 +123,7 @@ def _line(role: Role, info: CheckpointInfo) -> str:
 
 
 def _manifest(
-    spec: TorchDeployment,
+    spec: DeploymentSpec,
     infos: Mapping[Role, CheckpointInfo],
     files: Mapping[str, str],
     earlier: Mapping[str, Any],

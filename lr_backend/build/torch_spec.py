@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from lr_backend.build.base import DeploymentSpec, EngineSpec, Layout
-from lr_backend.build.pace import pace_of
+from lr_backend.build.pace import pace_of, stood_for
 from lr_backend.contract import TORCH_ENGINE_INPUTS, TensorSpec
 from lr_backend.engine import Role
 from lr_backend.hardware.pace import EnginePace
@@ -162,7 +162,7 @@ class TorchDeployment(DeploymentSpec):
         engine = self.engine(role)
         if engine.pace is None:
             return None
-        pace = pace_of(self.paced_as, role, engine.pace, drafts_itself=engine.holds_draft_model)
+        pace = pace_of(stood_for(self.paced_as), role, engine.pace, drafts_itself=engine.holds_draft_model)
         return replace(pace, sharing=self.card_sharing, slow_motion=self.slow_motion)
 
     @property

@@ -1,11 +1,15 @@
-"""Opening an engine by its settings: the embedded one, or one at some pace in front of it."""
+"""Opening an engine by its settings: the embedded one, or one at some pace, in front of it or over scripted texts."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from lr_backend.emulated.engine import PacedEngine
+from lr_backend.emulated.feed import TextSource
 from lr_backend.emulated.model_source import ModelSource
+from lr_backend.emulated.texts import Script
+from lr_backend.emulated.vocabulary import VOCABULARY
+from lr_backend.errors import ConfigError
 from lr_backend.hardware.cost import Iteration
 from lr_backend.torch_engine.config import EngineConfig
 from lr_backend.torch_engine.engine import TorchEngine
@@ -19,12 +23,23 @@ def open_engine(config: EngineConfig) -> TorchEngine | PacedEngine:
         ConfigError: a setting cannot be kept, or there is no profile of the pace.
     """
     if config.pace is None:
+        if config.script is not None:
+            raise ConfigError("script: scripted texts have no pace of their own; give one")
         return TorchEngine(config)
     pace = config.pace
+    config = replace(config, ends_drafted_requests=pace.rules.ends_drafted_requests)
     token_s = pace.costs().seconds(Iteration((), 1, 1))  # what is missing is said before a model is loaded
-    source = ModelSource(replace(config, pace=None), token_s)
+    source, vocab_size = _source(config, token_s)
     try:
-        return PacedEngine(config, pace, source, source.engine.spec.vocab_size)
+        return PacedEngine(config, pace, source, vocab_size)
     except BaseException:
         source.close()
         raise
+
+
+def _source(config: EngineConfig, token_s: float) -> tuple[TextSource, int]:
+    """Who writes the texts, and of how many tokens the vocabulary is."""
+    if config.script is not None:
+        return Script.from_json(config.script).source(), len(VOCABULARY)
+    models = ModelSource(replace(config, pace=None), token_s)
+    return models, models.engine.spec.vocab_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from lr_backend.engine import Role
 from lr_backend.hardware.cost import CostModel, Iteration, LinearCosts
@@ -53,9 +54,56 @@ class FreeCompany:
         return replace(iteration, num_decodes=min(1, iteration.num_decodes), kv_tokens=mean)
 
 
+@dataclass(frozen=True)
+class FreeReads:
+    """The same costs where attention reads no keys and values but those of the tokens that are computed."""
+
+    costs: CostModel
+
+    def seconds(self, iteration: Iteration) -> float:
+        return self.costs.seconds(self._unread(iteration))
+
+    def demand(self, iteration: Iteration) -> float:
+        return self.costs.demand(self._unread(iteration))
+
+    @staticmethod
+    def _unread(iteration: Iteration) -> Iteration:
+        joins = tuple(replace(join, num_cached=0) for join in iteration.joins)
+        return replace(iteration, joins=joins, kv_tokens=iteration.num_decodes)
+
+
+def _free_reads(costs: CostModel) -> CostModel:
+    return costs if isinstance(costs, LinearCosts) else FreeReads(costs)
+
+
 def _free_verdicts(machine: Machine) -> Machine:
     judge = replace(machine.places[Role.JUDGE], costs=LinearCosts(0.0))
     return replace(machine, places={**machine.places, Role.JUDGE: judge})
+
+
+def _free_drafting(machine: Machine) -> Machine:
+    draft = replace(machine.places[Role.DRAFT], costs=LinearCosts(0.0))
+    return replace(machine, places={**machine.places, Role.DRAFT: draft})
+
+
+def _everywhere(**changed: Any) -> Callable[[Machine], Machine]:
+    """Each role's place with something else."""
+
+    def free(machine: Machine) -> Machine:
+        return replace(machine, places={role: replace(place, **changed) for role, place in machine.places.items()})
+
+    return free
+
+
+def _whole_budget(machine: Machine) -> Machine:
+    rules = {role: replace(place.rules, charges_whole_prefix=False) for role, place in machine.places.items()}
+    return replace(machine, places={role: replace(place, rules=rules[role]) for role, place in machine.places.items()})
+
+
+def _free_memory(machine: Machine) -> Machine:
+    rules = {role: replace(place.rules, reserves_kv_in_full=False) for role, place in machine.places.items()}
+    places = machine.places.items()
+    return replace(machine, places={role: replace(place, rules=rules[role], kv_tokens=1 << 26) for role, place in places})
 
 
 def _free_hand_overs(machine: Machine) -> Machine:
@@ -93,6 +141,17 @@ FREE: Mapping[str, Callable[[Machine], Machine]] = {
     "shared cores": _alone_on_cards,
 }
 """Costs by name, and the machine without each."""
+LIMITS: Mapping[str, Callable[[Machine], Machine]] = {
+    "token budget": _whole_budget,
+    "batch size": _everywhere(max_batch_size=1 << 16),
+    "KV memory": _free_memory,
+    "KV reads": _with_costs(_free_reads),
+    "other rows": _with_costs(_free_company),
+    "draft": _free_drafting,
+    "judge": _free_verdicts,
+    "hops": _free_hand_overs,
+}
+"""What may hold lookahead back on GPUs, and the machine without each."""
 NOTHING, ALL = "nothing", "all of these"
 
 

@@ -7,32 +7,33 @@ iterations, as in the paced engine. Units of time are free where the machine is 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 from lr_backend.config import Limits, LoopConfig, Timeouts
-from lr_backend.emulated.texts import END, JUDGE_WORDS, WORDS, ScriptedSource, Texts
+from lr_backend.emulated.texts import ScriptedSource, Texts
 from lr_backend.emulated.virtual import LoopThread, SharedCards, VirtualEngine
+from lr_backend.emulated.vocabulary import ALIGNED, END, VOCABULARY
 from lr_backend.emulated.workload import Workload
-from lr_backend.engine import Role
-from lr_backend.hardware.machine import LinearTimes, Machine
+from lr_backend.engine import EngineCall, Role
+from lr_backend.errors import ConfigError
+from lr_backend.hardware.machine import LinearTimes, Machine, Place
 from lr_backend.loop.loop import Engines, LookaheadLoop, Models, Outcome
 from lr_backend.loop.pace import Pace
 from lr_backend.loop.steps import StepRules
 from lr_backend.loop.tracing import build_trace
 from lr_backend.request import LookaheadRequest, Mode, Usage
-from lr_backend.testing import WordTokenizer, run_virtual
+from lr_backend.testing import run_virtual
 from lr_backend.trace.schema import Trace
 from lr_backend.verify.judge_prompt import JudgePrompt
 
 MAX_DEPTH, MAX_WIDTH, MAX_DRAFT_LEN = 16, 8, 64
 FOREVER_S = 1e12
-TOKENIZER = WordTokenizer(WORDS)
-JUDGE_TOKENIZER = WordTokenizer(JUDGE_WORDS)
-RULES = StepRules.from_tokenizer(TOKENIZER, [END])
+Result = TypeVar("Result")
+RULES = StepRules.from_tokenizer(VOCABULARY, [END])
 COSTS_OF_DRAFTS = ("verification_cost", "verified_token_cost", "drafted_token_cost", "min_draft_confidence")
 """Settings of the loop that a scenario may name."""
 
@@ -43,11 +44,16 @@ class Scenario:
 
     Attributes:
         settings: of the loop, by their names in :class:`~lr_backend.config.LoopConfig`; those of ``COSTS_OF_DRAFTS``.
+        max_step_tokens: that a call for a step may bring; None: as many as the longest step has.
+        prompts_are_cached: all prompts are computed before the first request comes, as far as there is memory for them: what is
+            predicted is the reasoning behind them.
     """
 
     workload: Workload
     machine: Machine = field(default_factory=LinearTimes().machine)
     settings: Mapping[str, Any] = field(default_factory=dict)
+    max_step_tokens: int | None = None
+    prompts_are_cached: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,15 +93,19 @@ class Prediction:
         return fmean(rates) if rates else None
 
 
-def simulate(scenario: Scenario, policy: Policy, seed: int = 0, *, trace: bool = False) -> Prediction:
+def simulate(scenario: Scenario, policy: Policy, seed: int = 0, *, first: int = 0, trace: bool = False) -> Prediction:
     """Answer ``policy.num_requests`` requests at once, each with texts of its own; ``trace`` keeps their traces.
 
+    Args:
+        first: number of the first question.
+
     Raises:
+        ConfigError: an answer does not fit the KV memory.
         ValueError: a policy that the loop would refuse.
     """
     if not 0 <= policy.max_depth <= MAX_DEPTH or not 1 <= policy.width <= MAX_WIDTH or policy.num_requests < 1:
         raise ValueError(f"{policy} is out of range")
-    return run_virtual(_answer_all(scenario, policy, seed, trace))
+    return run_virtual(_answer_all(scenario, policy, seed, first, trace))
 
 
 def speedup(scenario: Scenario, policy: Policy, seed: int = 0) -> float:
@@ -104,10 +114,29 @@ def speedup(scenario: Scenario, policy: Policy, seed: int = 0) -> float:
     return simulate(scenario, alone, seed).latency_s / simulate(scenario, policy, seed).latency_s
 
 
-async def _answer_all(scenario: Scenario, policy: Policy, seed: int, trace: bool) -> Prediction:
-    workload, machine = scenario.workload, scenario.machine
+def run_on_engines(scenario: Scenario, seed: int, work: Callable[[Engines, Texts], Awaitable[Result]]) -> tuple[Result, float]:
+    """Do other work than the step loop's on a scenario's engines; its result, and the seconds that it took."""
+
+    async def run() -> tuple[Result, float]:
+        texts = Texts(scenario.workload, seed)
+        engines = _engines(scenario.machine, texts)
+        if scenario.prompts_are_cached:
+            await _compute(engines, texts, range(1))
+        started_s = asyncio.get_running_loop().time()
+        result = await work(engines, texts)
+        seconds = asyncio.get_running_loop().time() - started_s
+        for one in (engines.target, engines.draft, engines.judge):
+            await one.close()
+        return result, seconds
+
+    return run_virtual(run())
+
+
+async def _answer_all(scenario: Scenario, policy: Policy, seed: int, first: int, trace: bool) -> Prediction:
+    workload = scenario.workload
+    _require_memory(scenario)
     texts = Texts(workload, seed)
-    engines = _engines(machine, texts)
+    engines = _engines(scenario.machine, texts)
     config = _config(scenario)
     pace = Pace(asyncio.get_running_loop().time)
     fields = {"text_input": "?", "max_tokens": workload.max_tokens, "stream": False, "temperature": 0.6, "seed": seed}
@@ -115,11 +144,13 @@ async def _answer_all(scenario: Scenario, policy: Policy, seed: int, trace: bool
     request = LookaheadRequest.parse({**fields, **shape, **policy.fields})
 
     async def answer(number: int) -> Outcome:
-        models = Models(RULES, TOKENIZER, _judge_prompt(workload), JUDGE_TOKENIZER)
+        models = Models(RULES, VOCABULARY, judge_prompt(workload), VOCABULARY)
         loop = LookaheadLoop(request, texts.prompt(number), f"{number}", engines, models, config, lambda committed: None, pace)
         return await loop.run()
 
-    outcomes = await asyncio.gather(*(answer(number) for number in range(policy.num_requests)))
+    if scenario.prompts_are_cached:
+        await _compute(engines, texts, range(first, first + policy.num_requests))
+    outcomes = await asyncio.gather(*(answer(first + number) for number in range(policy.num_requests)))
     for one in (engines.target, engines.draft, engines.judge):
         await one.close()
     target = engines.target
@@ -132,25 +163,40 @@ async def _answer_all(scenario: Scenario, policy: Policy, seed: int, trace: bool
     return Prediction(fmean(usage.latency_s for usage in usages), usages, target.timeline.stats().mean_batch_size, traces)
 
 
+async def _compute(engines: Engines, texts: Texts, numbers: range) -> None:
+    calls = [EngineCall(f"prompt-{number}", texts.prompt(number), 1) for number in numbers]
+    await asyncio.gather(*(engine.generate(call) for engine in (engines.target, engines.draft) for call in calls))
+
+
 def _engines(machine: Machine, texts: Texts) -> Engines:
     shared = SharedCards(machine.sharing)
     thread = LoopThread(machine.loop_s, shared, machine.call_demand)
-    sources = {
-        Role.TARGET: ScriptedSource(texts.target, texts.draft),
-        Role.DRAFT: ScriptedSource(texts.draft),
-        Role.JUDGE: ScriptedSource(texts.judge),
-    }
+    writers = {Role.TARGET: texts.target, Role.DRAFT: texts.draft, Role.JUDGE: texts.judge}
+
+    def source(role: Role, place: Place) -> ScriptedSource:
+        drafted = texts.draft if role is Role.TARGET else None
+        return ScriptedSource(writers[role], texts.looked_up if place.looks_up else drafted)
+
     engines = {
-        role: VirtualEngine(place, sources[role], shared, thread, machine.call_demand) for role, place in machine.places.items()
+        role: VirtualEngine(place, source(role, place), shared, thread, machine.call_demand)
+        for role, place in machine.places.items()
     }
     return Engines(engines[Role.TARGET], engines[Role.DRAFT], engines[Role.JUDGE])
 
 
-def _judge_prompt(workload: Workload) -> JudgePrompt:
+def _require_memory(scenario: Scenario) -> None:
+    """Raises: ConfigError: not even one answer fits the KV memory of target or draft."""
+    longest = scenario.workload.prompt_tokens + scenario.workload.max_tokens
+    for role in (Role.TARGET, Role.DRAFT):
+        kept = scenario.machine.places[role].kv_tokens
+        if longest > kept:
+            raise ConfigError(f"a question and its answer may have {longest} tokens, and the {role} has memory for {kept}")
+
+
+def judge_prompt(workload: Workload) -> JudgePrompt:
     """A prompt of the workload's lengths; what its fixed parts say, the scripted judge does not read."""
-    aligned = JUDGE_WORDS.index("aligned")
-    head, tail = (aligned,) * workload.verdict_prefix_tokens, (aligned,) * workload.verdict_tokens
-    return replace(JudgePrompt.from_tokenizer(JUDGE_TOKENIZER), head_ids=head, middle_ids=(), tail_ids=tail)
+    head, tail = (ALIGNED,) * workload.verdict_prefix_tokens, (ALIGNED,) * workload.verdict_tokens
+    return replace(JudgePrompt.from_tokenizer(VOCABULARY), head_ids=head, middle_ids=(), tail_ids=tail)
 
 
 def _config(scenario: Scenario) -> LoopConfig:
@@ -160,7 +206,7 @@ def _config(scenario: Scenario) -> LoopConfig:
         max_tokens=workload.max_tokens,
         max_depth=MAX_DEPTH,
         max_width=MAX_WIDTH,
-        max_step_tokens=max(4, workload.longest_step),
+        max_step_tokens=scenario.max_step_tokens or max(4, workload.longest_step),
         max_draft_len=MAX_DRAFT_LEN,
         max_in_flight_requests=1 << 16,
     )

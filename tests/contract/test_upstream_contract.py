@@ -56,7 +56,7 @@ def compile_flags(report: BuildReport, role: Role) -> dict[str, str | None]:
 
 
 def test_the_four_deployments_are_held() -> None:
-    assert SPECS == ["qwen3-32b", "qwen3-32b-1gpu", "qwen3-8b-24gb", "r1-distill-32b"]
+    assert SPECS == ["qwen3-32b", "qwen3-32b-1gpu", "qwen3-32b-shared", "qwen3-8b-24gb", "r1-distill-32b"]
     assert TABLE["version"] == TENSORRT_LLM
 
 

@@ -119,7 +119,7 @@ def test_fp8_needs_a_card_that_has_it(spec_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("name", ["qwen3-32b", "qwen3-32b-1gpu", "r1-distill-32b", "qwen3-8b-24gb"])
+@pytest.mark.parametrize("name", ["qwen3-32b", "qwen3-32b-1gpu", "qwen3-32b-shared", "r1-distill-32b", "qwen3-8b-24gb"])
 def test_every_key_of_a_deployment_says_why(name: str) -> None:
     lines = (PACKAGE_ROOT / "engines" / f"{name}.toml").read_text().splitlines()
     keys = [line for line in lines if re.match(r"\w+ = ", line)]

@@ -99,7 +99,7 @@ def test_heads_fewer_than_ranks_are_copied_and_vocabularies_filled_up() -> None:
     assert engine_memory(Role.TARGET, wide, known("Qwen/Qwen3-32B"), 0).kv_cache == 1000 * 64 * 2 * 1 * 128 * 2
 
 
-@pytest.mark.parametrize("name", ["qwen3-32b", "qwen3-32b-1gpu", "r1-distill-32b", "qwen3-8b-24gb"])
+@pytest.mark.parametrize("name", ["qwen3-32b", "qwen3-32b-1gpu", "qwen3-32b-shared", "r1-distill-32b", "qwen3-8b-24gb"])
 def test_the_deployments_fit_their_gpus(name: str) -> None:
     spec = deployment(name)
     gpus = estimate(spec, sources(spec))

@@ -64,7 +64,7 @@ def test_a_spec_outside_of_engines_is_its_own_root(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ('"torch"', '"tortch"', "runtime 'tortch' is not one of llmapi, tensorrtllm, torch"),
+        ('"torch"', '"tortch"', "runtime 'tortch' is not one of emulated, llmapi, tensorrtllm, torch"),
         ("num_threads = 1", "num_thread = 1", "target.num_thread"),
         ("num_threads = 1", "num_threads = 0", "target.num_threads"),
         ("[server]", "[serve]", "serve"),
@@ -88,7 +88,7 @@ def test_a_spec_outside_of_engines_is_its_own_root(tmp_path: Path) -> None:
         (
             "[lookahead.limits]",
             '[lookahead.audit]\nauditor = "checker"\n[lookahead.limits]',
-            'lookahead.audit: Value error, the auditor "checker" goes with a checker = "module:function"',
+            'lookahead.audit: the auditor "checker" goes with a checker = "module:function"',
         ),
         (
             "[lookahead.limits]",

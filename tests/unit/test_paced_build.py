@@ -133,9 +133,13 @@ def test_a_spec_may_name_the_pace_of_its_roles(tmp_path: Path) -> None:
     ("arguments", "status", "said"),
     [
         (["--pace", "h300"], 1, "no hardware profile of the system 'h300'"),
-        (["--spec", "qwen3-32b", "--pace", SYSTEM], 1, "--pace: qwen3-32b is served by GPUs at their own pace"),
-        (["--slow-motion", "2"], 2, "--paced-as and --slow-motion go with --pace"),
-        (["--paced-as", "qwen3-32b"], 2, "--paced-as and --slow-motion go with --pace"),
+        (["--spec", "qwen3-32b", "--pace", "l40s"], 1, "no hardware profile of Qwen3-32B at TP 2 in bfloat16 on l40s"),
+        (["--spec", "qwen3-32b", "--pace", SYSTEM, "--paced-as", "demo"], 1, "--paced-as: qwen3-32b is emulated as what it is"),
+        (["--spec", "qwen3-32b", "--pace", SYSTEM, "--workload", "essays"], 1, "no workload named 'essays'; known: r1-aime24, "),
+        (["--pace", SYSTEM, "--workload", "qwen3-gsm8k"], 1, "--workload: demo has models that write its texts"),
+        (["--workload", "qwen3-gsm8k"], 2, "--paced-as, --workload and --slow-motion go with --pace"),
+        (["--slow-motion", "2"], 2, "--paced-as, --workload and --slow-motion go with --pace"),
+        (["--paced-as", "qwen3-32b"], 2, "--paced-as, --workload and --slow-motion go with --pace"),
         (["--pace", SYSTEM, "--slow-motion", "0.5"], 2, "slow-motion"),
     ],
 )

@@ -168,3 +168,10 @@ def test_what_comes_after_the_reasoning_gains_nothing() -> None:
     scenario = changed(SHORT, answer_tokens=SHORT.workload.num_steps * SHORT.workload.step_tokens)
     gain, of_the_reasoning = (speedup(one, Policy(max_depth=4)) for one in (scenario, SHORT))
     assert gain == pytest.approx(2.0 / (1.0 + 1.0 / of_the_reasoning), rel=0.02)
+
+
+def test_a_text_that_does_not_fit_the_memory_is_refused() -> None:
+    arguments = ["plan", "--alpha", "0.6", "--system", "h200_sxm", "--k", "2", "--steps", "2", "--prompt-tokens", "1500000"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1
+    assert "the target has memory for" in " ".join(result.output.split())

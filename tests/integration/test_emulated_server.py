@@ -1,0 +1,187 @@
+"""A real tritonserver without a model: scripted texts at the pace of H200s, behind the real loop, contract and metrics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpcclient
+from lr_client import Client, Options, Result
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+
+from demo.asking import serving
+from lr_backend.build.emulated_spec import EmulatedDeployment, emulated
+from lr_backend.emulated.texts import Texts
+from lr_backend.emulated.vocabulary import VOCABULARY
+from lr_backend.emulated.workload import Workload
+from lr_backend.engine import EngineCall, Role
+from lr_backend.triton.refresher import REFRESH_S
+from lr_backend.triton.server import TritonServer
+from tests.support.texts import whole_text
+
+pytestmark = pytest.mark.integration
+
+SYSTEM = "h200_sxm"
+WAIT_S = 30.0
+WORKLOAD = Workload(
+    0.7,
+    exact_rate=0.1,
+    token_agreement=0.8,
+    word_agreement=0.5,
+    prompt_tokens=40,
+    step_tokens=10,
+    step_spread=0.4,
+    num_steps=8,
+    answer_tokens=8,
+)
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> EmulatedDeployment:
+    path = tmp_path_factory.mktemp("workload") / "short.toml"
+    path.write_text(WORKLOAD.as_toml("short answers"))
+    return emulated("qwen3-32b", SYSTEM, str(path))
+
+
+@pytest.fixture(scope="module")
+def server(spec: EmulatedDeployment, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    with serving(spec, tmp_path_factory.mktemp("emulated") / "repository") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: TritonServer) -> Iterator[Client]:
+    with Client(server.grpc_url, timeout_s=WAIT_S) as connected:
+        yield connected
+
+
+@pytest.fixture(scope="module")
+def triton(server: TritonServer) -> Iterator[grpcclient.InferenceServerClient]:
+    with grpcclient.InferenceServerClient(server.grpc_url) as connected:
+        yield connected
+
+
+def ask(client: Client, number: int, **fields: Any) -> Result:
+    """An answer to one of the script's questions, as a user writes it."""
+    fixed = {"stream": False, "trace": True, "seed": number, "max_depth": 3, "depth": "fixed", "draft_length": "fixed"}
+    return client.ask(Texts(WORKLOAD, 0).question(number), Options(**{**fixed, **fields}))
+
+
+def text_of_target(number: int) -> str:
+    whole = whole_text(Texts(WORKLOAD, 0), number)[WORKLOAD.prompt_tokens :]
+    return VOCABULARY.decode(whole.tolist(), skip_special_tokens=True)
+
+
+def tensors(call: EngineCall) -> list[grpcclient.InferInput]:
+    found = []
+    for name, array in call.tensors().items():
+        found.append(grpcclient.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype)))
+        found[-1].set_data_from_numpy(array)
+    return found
+
+
+def settle() -> None:
+    """Wait until the metrics have told all of the requests before."""
+    time.sleep(2 * REFRESH_S)
+
+
+def becomes(value: Callable[[], float], wanted: Callable[[float], bool]) -> float:
+    """A metric as soon as it is as it is to be: the server refreshes it now and then."""
+    deadline = time.monotonic() + WAIT_S
+    while not wanted(found := value()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
+
+
+def test_the_target_alone_writes_its_script(client: Client) -> None:
+    result = ask(client, 0, mode="ar")
+    assert result.text == text_of_target(0)
+    assert result.text.startswith("<think>")
+    assert (result.finish_reason, result.usage.prompt_tokens) == ("stop", WORKLOAD.prompt_tokens)
+
+
+@pytest.mark.parametrize("mode", ["sd", "lr", "lr_sd"])
+def test_every_mode_says_the_same_where_nothing_else_is_accepted(client: Client, mode: str) -> None:
+    result = ask(client, 1, mode=mode, verifier="exact")
+    assert result.text == text_of_target(1)
+    usage = result.usage
+    assert (usage.num_draft_tokens > 0) == (mode in ("sd", "lr_sd"))
+    assert (usage.num_steps_drafted > 0) == (mode in ("lr", "lr_sd"))
+    assert not usage.degraded
+
+
+@pytest.mark.parametrize(("mode", "verifier"), [("lr", "judge"), ("lr_sd", "judge"), ("lr", "cascade"), ("lr", "score")])
+def test_steps_of_the_same_meaning_are_accepted_and_others_are_not(client: Client, mode: str, verifier: str) -> None:
+    result = ask(client, 2, mode=mode, verifier=verifier, audit_rate=1.0)
+    usage = result.usage
+    assert usage.num_steps_accepted_by.get("score" if verifier == "score" else "judge", 0) > 0
+    assert set(usage.num_steps_rejected) <= {"score", "judge"}
+    assert usage.num_false_accepts == 0
+    assert "~" in result.text
+    assert "?" not in result.text
+    words, own = (text.replace("~", "").split() for text in (result.text, text_of_target(2)))
+    assert words == own
+    assert result.trace is not None
+    assert f"not a run on {SYSTEM}" in result.trace
+    assert not usage.degraded
+
+
+def test_what_is_cached_is_reused_and_the_metrics_move(server: TritonServer, client: Client) -> None:
+    def total(name: str) -> dict[str, float]:
+        return server.counter(f"lr_engine_{name}_total")
+
+    settle()
+    before = total("iterations")
+    ask(client, 3, mode="lr", verifier="judge")
+    for role in Role:
+        becomes(lambda role=role: total("iterations")[role], lambda now, role=role: now > before[role])
+    assert all(total("iterations")[role] > before[role] for role in Role)
+    assert total("tokens_reused")["target"] > 0
+    assert server.counter("lr_engine_blocks_cached")["target"] > 0
+    assert becomes(lambda: sum(server.counter("lr_engine_blocks_used").values()), lambda used: used == 0.0) == 0.0
+    assert total("integrity_failures") == {role.value: 0.0 for role in Role}
+
+
+def test_a_refusal_is_internal_in_upstreams_words_and_the_next_request_is_served(
+    spec: EmulatedDeployment, client: Client, triton: grpcclient.InferenceServerClient
+) -> None:
+    longest = spec.engine(Role.TARGET).max_seq_len
+    with pytest.raises(InferenceServerException) as refused:
+        triton.infer("target", tensors(EngineCall("", np.full(longest, 9, np.int32), 4)))
+    assert refused.value.status() == "StatusCode.INTERNAL"
+    said = f"Prompt length ({longest}) exceeds maximum input length ({longest - 1}). Set log level to info and check"
+    assert said in refused.value.message()
+
+    prompt = Texts(WORKLOAD, 0).prompt(4)
+    answer = triton.infer("target", tensors(EngineCall("", prompt, 3))).as_numpy("output_ids")
+    assert answer.ravel().tolist() == whole_text(Texts(WORKLOAD, 0), 4)[len(prompt) : len(prompt) + 3].tolist()
+    again = ask(client, 4, mode="lr", verifier="exact")
+    assert again.text == text_of_target(4)
+    assert not again.usage.degraded
+
+
+def test_a_client_that_goes_away_frees_what_it_held(server: TritonServer, triton: grpcclient.InferenceServerClient) -> None:
+    """The whole run would take minutes."""
+
+    def running() -> float:
+        return server.counter("lr_engine_running").get("target", 0.0)
+
+    settle()
+    assert running() == 0.0
+    cancelled = server.counter("lr_engine_cancelled_total")["target"]
+    failures: list[Exception | None] = []
+    call = triton.async_infer(
+        "target",
+        tensors(EngineCall("", Texts(WORKLOAD, 0).prompt(5), 16_000)),
+        callback=lambda result, error: failures.append(error),
+    )
+    assert becomes(running, lambda now: now == 1.0) == 1.0
+    call.cancel()
+    assert becomes(running, lambda now: now == 0.0) == 0.0
+    (failure,) = failures
+    assert "CANCELLED" in f"{failure}"
+    assert becomes(lambda: server.counter("lr_engine_cancelled_total")["target"], lambda now: now > cancelled) == cancelled + 1
+    assert becomes(lambda: server.counter("lr_engine_blocks_used")["target"], lambda used: used == 0.0) == 0.0
