@@ -41,7 +41,7 @@ def draw_ratios(ratios: Sequence[Ratio], title: str, baseline: str, path: Path) 
         axes.set_xlim(left=0.0)
         axes.set_xlabel(f"tokens a second over {baseline} (95 %)")
         axes.set_title(title, fontsize=10)
-        _save(figure, path)
+        save(figure, path)
 
 
 def draw_realised(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
@@ -59,7 +59,7 @@ def draw_realised(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> 
         panels[0].set_ylim(0.0, 1.06 * max(max(row["high"], row["ceiling"], row["hardware_ceiling"]) for row in rows))
         panels[0].legend(fontsize=8, loc="upper left")
         figure.suptitle(title)
-        _save(figure, path)
+        save(figure, path)
 
 
 def _realised(axes: Axes, rows: Sequence[Mapping[str, Any]], alpha: float) -> None:
@@ -80,6 +80,7 @@ def _style() -> AbstractContextManager[None]:
     return matplotlib.rc_context({"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True})
 
 
-def _save(figure: Figure, path: Path) -> None:
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure; its folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=DPI)

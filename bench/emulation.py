@@ -1,0 +1,152 @@
+"""``make bench-emulation``: how near an emulated server on the wall's clock comes to the same engines on the virtual one.
+
+A real Triton serves ``qwen3-32b`` emulated; so many clients ask at a time, each a question of its own. The virtual clock runs the
+same loop over the same timelines and texts. Milliseconds a token of both stand side by side; what is off is Triton, Python, and
+this machine's haste.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from lr_client import Client, Options
+from rich.table import Table
+
+from demo.asking import console_of_any_width, serving
+from lr_backend.build.emulated_spec import EmulatedDeployment, emulated
+from lr_backend.build.pace import machine_of, stood_for
+from lr_backend.cli_errors import fail
+from lr_backend.emulated.texts import Texts
+from lr_backend.emulated.workload import Workload
+from lr_backend.errors import LookaheadError
+from lr_backend.hardware.lateness import Lateness
+from lr_backend.hardware.overheads import BLS_MS
+from lr_backend.plan.simulation import COSTS_OF_DRAFTS, Policy, Scenario, simulate
+from lr_backend.request import Mode
+from lr_backend.triton.refresher import REFRESH_S
+
+LOADS = (1, 4, 8)
+DRAFT_TOKENS: Mapping[str, Any] = {"proposer": "draft_model", "num_draft_tokens": 4, "draft_length": "fixed"}
+FIXED: Mapping[str, Any] = {"verifier": "judge", "depth": "fixed"}
+ROWS: Mapping[str, Policy] = {
+    "ar": Policy(Mode.AR, 0),
+    "sd": Policy(Mode.SD, 0, fields=DRAFT_TOKENS),
+    "lr": Policy(Mode.LR, 4, fields=FIXED),
+    "lr_sd": Policy(Mode.LR_SD, 4, fields={**FIXED, **DRAFT_TOKENS}),
+}
+LIMITS = {Mode.AR: 0.05, Mode.LR: 0.05, Mode.SD: 0.08, Mode.LR_SD: 0.08}
+"""How far the two may be apart."""
+NUM_STEPS = 12
+TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One row at one load: milliseconds a token, by the wall's clock and by the virtual one."""
+
+    row: str
+    load: int
+    wall_ms: float
+    virtual_ms: float
+    limit: float
+    late_share: float
+
+    @property
+    def off(self) -> float:
+        return self.wall_ms / self.virtual_ms - 1.0
+
+    @property
+    def within(self) -> bool:
+        return abs(self.off) <= self.limit
+
+
+def measure(deployment: EmulatedDeployment, folder: Path) -> list[Held]:
+    """Every row at every load, each with questions that were never asked before."""
+    texts, scenario = Texts(deployment.texts, 0), virtual(deployment)
+    found, first = [], 0
+    with serving(deployment, folder) as server:
+        for load in LOADS:
+            for row, policy in ROWS.items():
+                before = sum(server.lateness().values(), Lateness())
+                numbers = range(first, first + load)
+                wall_ms = _ask(server.grpc_url, texts, policy, numbers) / deployment.slow_motion
+                time.sleep(2 * REFRESH_S)
+                late = sum(server.lateness().values(), Lateness()) - before
+                usages = simulate(scenario, replace(policy, num_requests=load), first=first).usages
+                virtual_ms = 1e3 * sum(one.latency_s for one in usages) / sum(one.completion_tokens for one in usages)
+                found.append(Held(row, load, wall_ms, virtual_ms, LIMITS[policy.mode], late.share))
+                first += load
+    return found
+
+
+def virtual(deployment: EmulatedDeployment) -> Scenario:
+    """The same deployment for the virtual clock."""
+    config = deployment.loop_config()
+    settings = {name: getattr(config, name) for name in COSTS_OF_DRAFTS}
+    machine = machine_of(stood_for(deployment.emulates), deployment.system)
+    # Triton's own hop is real, and is not in slow motion with the rest.
+    faster_s = BLS_MS.value * (1.0 - 1.0 / deployment.slow_motion) / 2e3
+    places = {
+        role: replace(place, way=replace(place.way, there_s=place.way.there_s - faster_s, back_s=place.way.back_s - faster_s))
+        for role, place in machine.places.items()
+    }
+    return Scenario(deployment.texts, replace(machine, places=places), settings, config.limits.max_step_tokens)
+
+
+def _ask(url: str, texts: Texts, policy: Policy, numbers: range) -> float:
+    """Milliseconds a token of requests that are asked at once."""
+    shape = {"mode": policy.mode.value, "max_depth": max(1, policy.max_depth), "max_tokens": texts.workload.max_tokens}
+    options = Options(stream=False, temperature=0.6, seed=0, **{**shape, **policy.fields})
+
+    def ask(number: int) -> tuple[float, int]:
+        with Client(url) as client:
+            result = client.ask(texts.question(number), options, timeout_s=TIMEOUT_S)
+        return result.usage.latency_s, result.usage.completion_tokens
+
+    with ThreadPoolExecutor(len(numbers)) as pool:
+        answers = list(pool.map(ask, numbers))
+    return 1e3 * sum(seconds for seconds, _ in answers) / sum(tokens for _, tokens in answers)
+
+
+def main(
+    system: Annotated[str, typer.Option(help="Whose pace.")] = "h200_sxm",
+    slow_motion: Annotated[float, typer.Option(min=1.0, max=100.0, help="So many times as long as there.")] = 6.0,
+    workload: Annotated[str, typer.Option(help="By name or file.")] = "qwen3-gsm8k",
+    output: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("out/emulation.json"),
+) -> None:
+    """Print a table and one line of JSON."""
+    console = console_of_any_width()
+    try:
+        with tempfile.TemporaryDirectory(prefix="lookahead-emulation-") as name:
+            folder = Path(name)
+            texts = folder / "short.toml"
+            texts.write_text(replace(Workload.load(workload), num_steps=NUM_STEPS).as_toml(), encoding="utf-8")
+            deployment = emulated("qwen3-32b", system, str(texts), slow_motion=slow_motion)
+            found = measure(deployment, folder / "repository")
+    except LookaheadError as error:
+        fail(error)
+    table = Table(title=f"qwen3-32b emulated on {system}: ms a token, the wall's clock and the virtual one")
+    for name in ("in flight", "mode", "wall", "virtual", "off", "late"):
+        table.add_column(name, justify="left" if name == "mode" else "right")
+    for one in found:
+        off = f"[{'green' if one.within else 'bold red'}]{one.off:+.1%}[/]"
+        table.add_row(str(one.load), one.row, f"{one.wall_ms:.2f}", f"{one.virtual_ms:.2f}", off, f"{one.late_share:.1%}")
+    console.print(table)
+    console.print(f"[yellow]{deployment.pace_label}[/]", soft_wrap=True, highlight=False)
+    rows = [{**asdict(one), "off": round(one.off, 4), "within": one.within} for one in found]
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps({"label": deployment.pace_label, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    told = {"rows": len(found), "within": sum(one.within for one in found), "worst": round(max(abs(one.off) for one in found), 4)}
+    console.print(json.dumps(told), soft_wrap=True, highlight=False, markup=False)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,310 @@
+"""``make bench-maps``: where lookahead pays, over load, context and acceptance, and what to use some number of cards for.
+
+The real loop on a virtual clock: deployment ``qwen3-32b`` as it is emulated on each system, with scripted texts. Every request in
+flight starts at once behind a prompt that is computed already, so that what is measured is the reasoning. All modes, systems and
+acceptance rates have the same texts.
+
+Engines are ``built larger`` than the deployment ships them, for more sequences and tokens in an iteration. On the H200, at one
+acceptance rate, there is a map of the engines ``as shipped`` too, and each cell says what limits lookahead. The other systems are
+mapped at that acceptance rate alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from math import nan
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from bench.maps_plot import draw_limits, draw_maps
+from lr_backend.build.gpu_spec import GpuDeployment
+from lr_backend.build.pace import kv_tokens, machine_of, pace_of, stood_for
+from lr_backend.build.placements import Where, resized
+from lr_backend.cli_errors import fail
+from lr_backend.emulated.workload import Workload
+from lr_backend.engine import Role
+from lr_backend.errors import LookaheadError
+from lr_backend.hardware.machine import Machine
+from lr_backend.hardware.profile import find, label_of
+from lr_backend.hardware.sharing import CardSharing
+from lr_backend.plan.equal_gpus import DRAFT_TOKENS, EAGLE_SOURCE, Used, measure, uses, uses_table
+from lr_backend.plan.losses import LIMITS
+from lr_backend.plan.simulation import COSTS_OF_DRAFTS, Policy, Scenario, simulate
+from lr_backend.request import Mode
+
+DEPLOYMENT = "qwen3-32b"
+SHIPPED, LARGER = "as shipped", "built larger"
+LARGER_SIZES = (256, 32_768)
+"""Sequences and tokens of an iteration."""
+LOADS = (1, 8, 32)
+CONTEXTS = (1_000, 4_000, 16_000, 32_000)
+ALPHAS = (0.3, 0.6, 0.9)
+NUM_STEPS = 12
+"""Of every answer, whatever the load: a window fills at its beginning and runs empty at its end, at each load alike."""
+MIN_ANSWERS = 4
+"""Where few are in flight, so many are measured, one set after another."""
+NUM_CARDS = (1, 2, 4)
+EQUAL_CONTEXT, EQUAL_ALPHA = 1_000, 0.6
+TEXTS = Workload(
+    0.6,
+    token_agreement=0.75,
+    word_agreement=0.5,
+    step_tokens=25,
+    step_spread=0.9,
+    verdict_prefix_tokens=100,
+    verdict_tokens=20,
+)
+"""Acceptance, prompts and steps are set for each cell."""
+AUTO: Mapping[str, Any] = {"depth": "auto", "proposer": "draft_model", "num_draft_tokens": 8, "draft_length": "auto"}
+POLICIES: Mapping[str, Policy] = {
+    "ar": Policy(Mode.AR),
+    "sd": Policy(Mode.SD, 0, fields=DRAFT_TOKENS),
+    "lr": Policy(Mode.LR, 8),
+    "lr_sd": Policy(Mode.LR_SD, 8, fields=DRAFT_TOKENS),
+    "auto": Policy(Mode.LR_SD, 8, fields=AUTO),
+}
+FIXED = tuple(name for name in POLICIES if name != "auto")
+LIMITED = "lr"
+"""Of which it is asked what limits it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One place of the map."""
+
+    system: str
+    sizes: str
+    load: int
+    context: int
+    alpha: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a cell comes to.
+
+    Attributes:
+        ms_a_token: of one request, by policy; empty: its texts do not fit the KV memory.
+        limit: what holds lookahead back most, and how much more it would gain over the target alone if that were free to both.
+            None: not asked.
+    """
+
+    cell: Cell
+    ms_a_token: Mapping[str, float]
+    limit: tuple[str, float] | None = None
+
+    @property
+    def gains(self) -> dict[str, float]:
+        """Over the target alone."""
+        return {name: self.ms_a_token["ar"] / ms for name, ms in self.ms_a_token.items()}
+
+    @property
+    def auto_share_of_best(self) -> float:
+        return min(self.ms_a_token[name] for name in FIXED) / self.ms_a_token["auto"]
+
+
+@cache
+def _deployment(sizes: str) -> GpuDeployment:
+    spec = stood_for(DEPLOYMENT)
+    return spec if sizes == SHIPPED else resized(spec, *LARGER_SIZES)
+
+
+@cache
+def _machine(system: str, sizes: str) -> Machine:
+    return machine_of(_deployment(sizes), system)
+
+
+def scenario(cell: Cell) -> Scenario:
+    """The texts and the machine of a cell."""
+    spec = _deployment(cell.sizes)
+    config = spec.loop_config()
+    texts = replace(TEXTS, acceptance_rate=cell.alpha, prompt_tokens=cell.context, num_steps=NUM_STEPS)
+    settings = {name: getattr(config, name) for name in COSTS_OF_DRAFTS}
+    return Scenario(texts, _machine(cell.system, cell.sizes), settings, config.limits.max_step_tokens, prompts_are_cached=True)
+
+
+def fits(cell: Cell) -> bool:
+    """Whether all texts of a cell fit the target's KV memory at once."""
+    texts = scenario(cell).workload
+    return cell.load * (cell.context + texts.max_tokens) <= kv_tokens(_deployment(cell.sizes), cell.system)[Role.TARGET]
+
+
+def explore(cell: Cell) -> Found:
+    """All policies of a cell."""
+    if not fits(cell):
+        return Found(cell, {})
+    asked = scenario(cell)
+    found = {name: _ms_a_token(asked, replace(policy, num_requests=cell.load)) for name, policy in POLICIES.items()}
+    is_asked = (cell.system, cell.alpha) == ("h200_sxm", EQUAL_ALPHA)
+    limit = _limit(asked, cell.load, found["ar"] / found[LIMITED]) if is_asked else None
+    return Found(cell, found, limit)
+
+
+def _ms_a_token(asked: Scenario, policy: Policy) -> float:
+    seeds = range(-(-MIN_ANSWERS // policy.num_requests))
+    usages = [usage for seed in seeds for usage in simulate(asked, policy, seed).usages]
+    return 1e3 * sum(usage.latency_s for usage in usages) / sum(usage.completion_tokens for usage in usages)
+
+
+def _limit(asked: Scenario, load: int, gain: float) -> tuple[str, float]:
+    """The cost without which lookahead would gain most."""
+    alone, ahead = (replace(POLICIES[name], num_requests=load) for name in ("ar", LIMITED))
+
+    def gain_without(free: Callable[[Machine], Machine]) -> float:
+        other = replace(asked, machine=free(asked.machine))
+        return _ms_a_token(other, alone) / _ms_a_token(other, ahead)
+
+    without = {name: gain_without(free) for name, free in LIMITS.items()}
+    name = max(without, key=lambda one: without[one])
+    return name, without[name] / gain - 1.0
+
+
+def cells(systems: Iterable[str], loads: Sequence[int], contexts: Sequence[int], alphas: Sequence[float]) -> list[Cell]:
+    """Every cell of the map, those that take longest first."""
+    found = [
+        Cell(system, sizes, load, context, alpha)
+        for system in systems
+        for sizes in (SHIPPED, LARGER)
+        for load in loads
+        for context in contexts
+        for alpha in alphas
+        if alpha == EQUAL_ALPHA or (system, sizes) == ("h200_sxm", LARGER)
+        if sizes == LARGER or system == "h200_sxm"
+    ]
+    return sorted(found, key=lambda cell: -cell.load * cell.context)
+
+
+def equal_gpus(num_cards: int, load: int, system: str = "h200_sxm") -> list[Used]:
+    """Every use of so many cards."""
+    spec = _deployment(LARGER)
+    texts = replace(TEXTS, acceptance_rate=EQUAL_ALPHA, prompt_tokens=EQUAL_CONTEXT, num_steps=NUM_STEPS)
+    found = list(uses(spec, system, num_cards).found)
+    if load == 1:
+        turns = uses(spec, system, num_cards, CardSharing.TIME_SLICES).found
+        found += [replace(use, name=f"{use.name}, taking turns") for use in turns if Where.TARGETS_CARDS in use.name]
+    return [measure(spec, use, texts, load, num_seeds=-(-MIN_ANSWERS // load)) for use in found]
+
+
+# What is shown ---------------------------------------------------------------------------------------------------------
+
+
+def map_table(found: Sequence[Found], system: str, sizes: str, alpha: float) -> Table:
+    """Gains over the target alone, load by load, context by context."""
+    title = f"{system}, {DEPLOYMENT} {sizes}, compiled engines, acceptance {alpha:g}: speedup over ar at the same load"
+    table = Table(title=title)
+    for name in ("in flight", "context", "ar, ms a token", *(name for name in POLICIES if name != "ar"), "what limits lr"):
+        table.add_column(name, justify="right")
+    mine = [one for one in found if (one.cell.system, one.cell.sizes, one.cell.alpha) == (system, sizes, alpha)]
+    for one in sorted(mine, key=lambda one: (one.cell.load, one.cell.context)):
+        place = (str(one.cell.load), f"{one.cell.context:,}")
+        if not one.ms_a_token:
+            table.add_row(*place, "-", *["-"] * (len(POLICIES) - 1), "KV memory: does not fit")
+            continue
+        limit = f"{one.limit[0]} (+{one.limit[1]:.0%})" if one.limit else ""
+        gains = [f"{gain:.2f}" for name, gain in one.gains.items() if name != "ar"]
+        table.add_row(*place, f"{one.ms_a_token['ar']:.1f}", *gains, limit)
+    return table
+
+
+def summary(found: Sequence[Found], equal: Mapping[tuple[int, int], Sequence[Used]]) -> dict[str, Any]:
+    """The last line. Equal GPUs are told for one request: the best row of a mode over the best of its rival."""
+    mapped = [one for one in found if one.ms_a_token]
+    pays = [one for one in mapped if max(one.gains[name] for name in FIXED if name.startswith("lr")) > 1.02]
+
+    def best(rows: Sequence[Used], mode: str) -> float:
+        return min((row.ms_a_token for row in rows if row.mode == mode), default=nan)
+
+    told = {
+        "cells": len(mapped),
+        "cells_where_lookahead_pays": len(pays),
+        "auto_share_of_best_min": min((one.auto_share_of_best for one in mapped), default=None),
+        "auto_share_of_best_mean": fmean(one.auto_share_of_best for one in mapped) if mapped else None,
+        "auto_over_ar_min": min((one.gains["auto"] for one in mapped), default=None),
+        "equal_gpus": {
+            str(cards): {
+                "lr_over_ar": best(rows, "ar") / best(rows, "lr"),
+                "lr_sd_over_sd": best(rows, "sd") / best(rows, "lr_sd"),
+            }
+            for (cards, load), rows in equal.items()
+            if load == 1
+        },
+    }
+    rounded: dict[str, Any] = json.loads(json.dumps(told), parse_float=lambda text: round(float(text), 3))
+    return rounded
+
+
+def main(
+    systems: Annotated[list[str] | None, typer.Option("--system", help="By default H200, H100 and B200.")] = None,
+    loads: Annotated[list[int] | None, typer.Option("--load", min=1, help="Requests in flight; by default 1, 8 and 32.")] = None,
+    contexts: Annotated[list[int] | None, typer.Option("--context", help="Tokens; by default 1,000 to 32,000.")] = None,
+    alphas: Annotated[list[float] | None, typer.Option("--alpha", help="By default .3, .6 and .9.")] = None,
+    workers: Annotated[int, typer.Option(min=1)] = 2,
+    output: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("out/maps.json"),
+) -> None:
+    """Print a table for each system and acceptance rate, those of equal GPUs, and last one line of JSON."""
+    try:
+        _run(
+            systems or ["h200_sxm", "h100_sxm", "b200_sxm"],
+            loads or LOADS,
+            contexts or CONTEXTS,
+            alphas or ALPHAS,
+            workers,
+            output,
+        )
+    except LookaheadError as error:
+        fail(error)
+
+
+def _run(
+    systems: Sequence[str], loads: Sequence[int], contexts: Sequence[int], alphas: Sequence[float], workers: int, output: Path
+) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)
+    profiles = [find(pace_of(_deployment(SHIPPED), role, system).profile) for system in systems for role in Role]
+    asked = cells(systems, loads, contexts, alphas)
+    pairs = [(cards, load) for cards in NUM_CARDS for load in LOADS]
+    with ProcessPoolExecutor(workers) as pool:
+        mapping = [pool.submit(explore, cell) for cell in asked]
+        using = [pool.submit(equal_gpus, *pair) for pair in pairs]
+        with console.status("") as status:
+            found = []
+            for index, one in enumerate(mapping):
+                status.update(f"cell {index + 1} of {len(asked)}")
+                found.append(one.result())
+        equal = dict(zip(pairs, (one.result() for one in using), strict=True))
+    for system, sizes in dict.fromkeys((cell.system, cell.sizes) for cell in sorted(asked, key=lambda cell: cell.system)):
+        for alpha in sorted({one.alpha for one in asked if (one.system, one.sizes) == (system, sizes)}):
+            console.print(map_table(found, system, sizes, alpha))
+    for rows in equal.values():
+        told_for = f"context {EQUAL_CONTEXT:,}, acceptance {EQUAL_ALPHA:g}"
+        console.print(uses_table(rows, f"{rows[0].num_cards} x H200, {rows[0].num_requests} in flight, {told_for}"))
+    console.print(f"[yellow]the loop is real, texts are scripted, no model; {label_of(profiles)}[/]", soft_wrap=True)
+    console.print(f"[dim]EAGLE-3: {EAGLE_SOURCE}[/]", soft_wrap=True)
+    told = summary(found, equal)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    document: dict[str, Any] = {
+        "label": label_of(profiles),
+        "cells": [{**asdict(one.cell), "ms_a_token": one.ms_a_token, "limit": one.limit} for one in found],
+        "equal_gpus": [asdict(row) for rows in equal.values() for row in rows],
+        "summary": told,
+    }
+    output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    draw_maps(document["cells"], LARGER, output.with_suffix(".png"))
+    if any(one.limit for one in found):
+        draw_limits(document["cells"], output.with_name(f"{output.stem}_limits.png"))
+    console.print(f"written to {output}, with two pictures beside it")
+    console.print(json.dumps(told), soft_wrap=True, highlight=False, markup=False)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,180 @@
+"""``make bench-pace-peers``: other ways to use the same three models, at the same pace.
+
+All run over the same emulated engines and the same scripted texts on a virtual clock: the paper's synchronous procedure,
+SpecReason's sequential one (arXiv 2504.07891), token speculation by each source of draft tokens, and the step loop. One request.
+
+SpecReason's target scores a drafted step with one token behind a short question, and writes the step anew where the score is low.
+Here it accepts the steps that the judge would accept, so that procedures are compared and not verifiers: the paper found that its
+scores accept more, and cost accuracy.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from bench.synchronous import SynchronousLookahead
+from bench.synchronous import Texts as ReadAs
+from lr_backend.build.pace import machine_of, pace_of, stood_for
+from lr_backend.cli_errors import fail
+from lr_backend.contract import IntArray
+from lr_backend.emulated.texts import Texts
+from lr_backend.emulated.vocabulary import END, FIRST_WORD, NUM_WORDS, UNLIKE, VOCABULARY
+from lr_backend.emulated.workload import Workload
+from lr_backend.engine import EngineCall, Role, Sampling
+from lr_backend.errors import LookaheadError
+from lr_backend.hardware.profile import find, label_of
+from lr_backend.loop.ledger import Ledger
+from lr_backend.loop.loop import Engines
+from lr_backend.loop.steps import StepRules
+from lr_backend.loop.writer import StepWriter
+from lr_backend.plan.simulation import COSTS_OF_DRAFTS, Policy, Scenario, judge_prompt, run_on_engines, simulate
+from lr_backend.request import Mode
+from lr_backend.step import StepEnd
+
+SCORE_QUESTION_TOKENS = 80
+"""SpecReason's question for a score, about as long as its prompt."""
+SAMPLING = Sampling(temperature=0.6)
+COMPILED, LLM_API = "compiled engines", "LLM API"
+EXTERNAL: Mapping[str, Any] = {"draft_length": "fixed", "num_draft_tokens": 4}
+ROWS: Mapping[str, tuple[Policy, str]] = {
+    "ar": (Policy(Mode.AR), COMPILED),
+    "ar, LLM API": (Policy(Mode.AR), LLM_API),
+    "sd, n-gram": (Policy(Mode.SD, 0, fields={**EXTERNAL, "proposer": "ngram"}), COMPILED),
+    "sd, draft model": (Policy(Mode.SD, 0, fields={**EXTERNAL, "proposer": "draft_model"}), COMPILED),
+    "sd, draft model in the engine": (Policy(Mode.SD, 0, fields={**EXTERNAL, "proposer": "engine"}), LLM_API),
+    "lr": (Policy(Mode.LR, 8), COMPILED),
+    "lr_sd, the drafted step": (Policy(Mode.LR_SD, 8, fields={**EXTERNAL, "proposer": "draft_step"}), COMPILED),
+    "lr_sd, draft model": (Policy(Mode.LR_SD, 8, fields={**EXTERNAL, "proposer": "draft_model"}), COMPILED),
+    "lr_sd, draft model in the engine": (Policy(Mode.LR_SD, 8, fields={**EXTERNAL, "proposer": "engine"}), LLM_API),
+}
+"""The four modes of the server, and the runtime of ours that can run each."""
+SYNCHRONOUS_DEPTHS = (2, 4, 8)
+"""Target steps of one batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One contender: milliseconds a token, its range over the texts, and what could run it."""
+
+    name: str
+    runtime: str
+    ms_a_token: float
+    low: float
+    high: float
+
+
+async def synchronous(engines: Engines, texts: Texts, workload: Workload, max_depth: int) -> int:
+    """Answer one question by the synchronous procedure; tokens of the answer."""
+    rules = StepRules.from_tokenizer(VOCABULARY, [END], think_open=None, think_close=None)
+    read = ReadAs(rules, VOCABULARY, judge_prompt(workload), VOCABULARY)
+    procedure = SynchronousLookahead(engines, read, SAMPLING, max_depth, workload.max_tokens)
+    return len((await procedure.answer(texts.prompt(0), "synchronous", 1)).token_ids)
+
+
+async def sequential(engines: Engines, texts: Texts, workload: Workload) -> int:
+    """Answer one question by SpecReason's procedure; tokens of the answer."""
+    rules = StepRules.from_tokenizer(VOCABULARY, [END], think_open=None, think_close=None)
+    prefix = prompt = texts.prompt(0)
+    ledger = Ledger(lambda: 0.0, len(prompt))
+    draft, target = (
+        StepWriter(engine, role, rules, SAMPLING, 1, "sequential", ledger)
+        for engine, role in ((engines.draft, Role.DRAFT), (engines.target, Role.TARGET))
+    )
+    numbers = count()
+    while True:
+        step = await draft.write(prefix, workload.longest_step)
+        scored = np.concatenate([prefix, np.asarray(step.ids, np.int32), _question()])
+        await engines.target.generate(EngineCall(f"score-{next(numbers)}", scored, 1))
+        if any(UNLIKE <= token < UNLIKE + NUM_WORDS for token in step.ids):
+            step = await target.write(prefix, workload.longest_step)
+        prefix = np.concatenate([prefix, np.asarray(step.ids, np.int32)])
+        if step.end is StepEnd.END:
+            return len(prefix) - len(prompt)
+
+
+def _question() -> IntArray:
+    return np.full(SCORE_QUESTION_TOKENS, FIRST_WORD, dtype=np.int32)
+
+
+def compare(system: str, workload: Workload, num_texts: int) -> list[Peer]:
+    """Every contender over the same texts.
+
+    Raises:
+        ConfigError: there is no such system.
+    """
+    spec = stood_for("qwen3-32b")
+    config = spec.loop_config()
+    settings = {name: getattr(config, name) for name in COSTS_OF_DRAFTS}
+    outside, inside = (
+        Scenario(workload, machine_of(spec, system, drafts_itself=by_itself), settings, config.limits.max_step_tokens, True)
+        for by_itself in (False, True)
+    )
+    found = [
+        _peer(name, runtime, [_served(inside if runtime == LLM_API else outside, policy, seed) for seed in range(num_texts)])
+        for name, (policy, runtime) in ROWS.items()
+    ]
+    for depth in SYNCHRONOUS_DEPTHS:
+        times = [_asked(outside, seed, partial(synchronous, workload=workload, max_depth=depth)) for seed in range(num_texts)]
+        found.append(_peer(f"the synchronous procedure, {depth} steps", COMPILED, times))
+    times = [_asked(outside, seed, partial(sequential, workload=workload)) for seed in range(num_texts)]
+    return [*found, _peer("SpecReason's procedure", COMPILED, times)]
+
+
+def _served(scenario: Scenario, policy: Policy, seed: int) -> float:
+    usage = simulate(scenario, policy, seed).usages[0]
+    return 1e3 * usage.latency_s / usage.completion_tokens
+
+
+def _asked(scenario: Scenario, seed: int, work: Callable[[Engines, Texts], Awaitable[int]]) -> float:
+    num_tokens, seconds = run_on_engines(scenario, seed, work)
+    return 1e3 * seconds / num_tokens
+
+
+def _peer(name: str, runtime: str, times: list[float]) -> Peer:
+    return Peer(name, runtime, fmean(times), min(times), max(times))
+
+
+def main(
+    system: Annotated[str, typer.Option(help="Whose pace.")] = "h200_sxm",
+    workload: Annotated[str, typer.Option(help="By name or file.")] = "qwen3-gsm8k",
+    num_texts: Annotated[int, typer.Option("--texts", min=1)] = 6,
+    output: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("out/pace_peers.json"),
+) -> None:
+    """Print a table and one line of JSON."""
+    try:
+        texts = Workload.load(workload)
+        found = compare(system, replace(texts, num_steps=40), num_texts)
+        profiles = [find(pace_of(stood_for("qwen3-32b"), role, system).profile) for role in Role]
+    except LookaheadError as error:
+        fail(error)
+    console = Console()
+    table = Table(title=f"qwen3-32b on {system}, workload {workload}, one request, {num_texts} texts of 40 steps")
+    for name in ("contender", "runtime", "ms a token", "over ar (range)"):
+        table.add_column(name, justify="left" if name in ("contender", "runtime") else "right")
+    alone = min(one.ms_a_token for one in found if one.name.startswith("ar"))
+    for one in sorted(found, key=lambda one: -one.ms_a_token):
+        gains = f"{alone / one.ms_a_token:.2f} ({alone / one.high:.2f} to {alone / one.low:.2f})"
+        table.add_row(one.name, one.runtime, f"{one.ms_a_token:.2f}", gains)
+    console.print(table)
+    console.print(f"[yellow]the loop is real, texts are scripted, no model; {label_of(profiles)}[/]", soft_wrap=True)
+    told = {one.name: round(alone / one.ms_a_token, 3) for one in found}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    document = {"label": label_of(profiles), "system": system, "workload": workload, "speedup": told}
+    output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    console.print(json.dumps(told), soft_wrap=True, highlight=False, markup=False)
+
+
+if __name__ == "__main__":
+    typer.run(main)
