@@ -6,7 +6,7 @@ N ?= 200
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test contract lint test-gpu bench-engine bench-gpu bench-ablation bench-pace bench-systems bench-peers load eval-demo check-models \
+.PHONY: help venv demo test contract lint test-gpu bench-engine bench-gpu bench-ablation bench-pace bench-maps bench-paper bench-pace-peers bench-emulation bench-systems bench-peers load eval-demo check-models \
 	profiles image-check clean
 
 help: ## list the targets
@@ -55,6 +55,18 @@ eval-demo: venv ## speed and quality of the four modes over N problems (200), as
 
 bench-pace: venv ## every mode at the pace of H200s, and how near the planner comes (10 to 20 minutes)
 	$(BIN)/python -m bench.pace
+
+bench-paper: venv ## the paper's own table, emulated on its hardware (about 10 minutes; two processes)
+	$(BIN)/python -m bench.paper
+
+bench-maps: venv ## where lookahead pays over load, context and acceptance, and what equal GPUs are best used for (15 to 20 minutes)
+	$(BIN)/python -m bench.maps
+
+bench-pace-peers: venv ## other procedures over the same three models, at the pace of H200s (a minute)
+	$(BIN)/python -m bench.pace_peers
+
+bench-emulation: venv ## how near an emulated server on the wall's clock comes to the virtual one (7 minutes)
+	$(BIN)/python -m bench.emulation
 
 bench-systems: venv ## random models of real shapes with scripted acceptance, against the paper's formulas
 	$(BIN)/lookahead bench-systems

@@ -4,8 +4,9 @@
     python tools/hardware_profiles.py write wanted.json --output FOLDER          # in one that holds aiconfigurator-core
 
 Two steps, because the tables need numpy 2 and Triton's Python backend needs numpy 1. ``wanted`` lists the models of every
-deployment in ``engines/``, each with the parallelism and dtype that its spec gives it. ``write`` asks the tables for each of them
-on each system and writes one JSON document; :mod:`lr_backend.hardware.profile` reads those with plain code.
+deployment in ``engines/``, each with the parallelism and dtype that its spec gives it, and those that the paper was measured
+with, as vLLM serves them. ``write`` asks the tables for each of them on each system and writes one JSON document, for vLLM in a
+folder of that name; :mod:`lr_backend.hardware.profile` reads those with plain code.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +27,45 @@ import yaml
 
 SCHEMA, VERSION = "lookahead-hardware-profile", 1
 PACKAGE = "aiconfigurator-core"
-BACKEND = "trtllm"
-DEPLOYED = "TensorRT-LLM 1.2.1"
-"""What this project deploys; the tables are of a later release."""
+
+
+@dataclass(frozen=True)
+class Framework:
+    """Whose kernels are timed.
+
+    Attributes:
+        title: as people call it.
+        deployed: what is stood for; the tables are of a later release.
+        folder: of its profiles, below that of all.
+    """
+
+    title: str
+    deployed: str
+    folder: str = ""
+
+
+FRAMEWORKS = {
+    "trtllm": Framework("TensorRT-LLM", "TensorRT-LLM 1.2.1"),
+    "vllm": Framework("vLLM", "vLLM 0.8.3 (the paper) and 0.10.1 (its authors' second run)", "vllm"),
+}
+"""By the tables' own name."""
 
 SYSTEMS = {"9.0": ("h100_sxm", "h200_sxm", "b200_sxm"), "8.9": ("l40s",)}
 """Systems to ask for, by the compute capability that a spec is written for. Of Ada cards the tables hold the L40S alone."""
 TP_SIZES = (1, 2, 4)
 """The target is asked for at each of these, so that equal numbers of GPUs can be compared, and so is the draft: where an engine
 drafts by itself, its draft model has its own parallelism. A quantised model is asked for at its own alone."""
+
+PAPER_SYSTEMS = ("h100_sxm", "h200_sxm")
+PAPER_MODELS = (
+    ("Qwen/Qwen3-32B", 2),
+    ("Qwen/Qwen3-1.7B", 1),
+    ("deepseek-ai/DeepSeek-R1-Distill-Qwen-32B", 2),
+    ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", 1),
+    ("Qwen/Qwen2.5-7B-Instruct", 1),
+)
+"""What the paper's own table was measured with (arXiv 2506.19830, section 4: H100; its authors' second run: H200), and its
+parallelism. All in bfloat16, with vLLM."""
 
 _POWERS = tuple(2**power for power in range(14))
 TOKENS = tuple(sorted({*_POWERS, 12, 24, 48, 96, 144, 160, 192, 224, 384, 768, 1536, 3072, 6144}))
@@ -76,6 +108,7 @@ def wanted() -> list[dict[str, Any]]:
             for tp_size in (engine.tp_size,) if own_only else TP_SIZES:
                 for system in SYSTEMS[spec.hardware.compute_capability]:
                     entry = {
+                        "framework": "trtllm",
                         "model": engine.hub,
                         "system": system,
                         "tp_size": tp_size,
@@ -84,7 +117,27 @@ def wanted() -> list[dict[str, Any]]:
                         "shape": {name: getattr(shape, name) for name in shape.__slots__},
                     }
                     found.setdefault((engine.hub, system, tp_size, engine.weight_dtype, engine.kv_dtype), entry)
-    return list(found.values())
+    return [*found.values(), *wanted_for_the_paper()]
+
+
+def wanted_for_the_paper() -> list[dict[str, Any]]:
+    """The same of the models that the paper was measured with."""
+    from lr_backend.build.shapes import known_models
+
+    shapes = {hub: known_models()[hub] for hub, _ in PAPER_MODELS}
+    return [
+        {
+            "framework": "vllm",
+            "model": hub,
+            "system": system,
+            "tp_size": tp_size,
+            "dtype": "bfloat16",
+            "kv_cache_dtype": "bfloat16",
+            "shape": {name: getattr(shapes[hub], name) for name in shapes[hub].__slots__},
+        }
+        for hub, tp_size in PAPER_MODELS
+        for system in PAPER_SYSTEMS
+    ]
 
 
 # In the environment of the tables -----------------------------------------------------------------------------------
@@ -102,7 +155,7 @@ class Tables:
             self._handle = EngineHandle.compile(
                 folder,
                 entry["system"],
-                BACKEND,
+                entry["framework"],
                 tp_size=entry["tp_size"],
                 gemm_quant_mode=GEMM_MODES[entry["dtype"]],
                 kvcache_quant_mode="fp8" if fp8_kv else "bfloat16",
@@ -177,15 +230,16 @@ def profile(entry: Mapping[str, Any]) -> dict[str, Any]:
             "ms": [[tables.decode_attention_ms(number, kv) for kv in KV_TOKENS] for number in SEQUENCES],
         },
     }
-    document["source"] = _source(entry["system"], tables.by_source)
+    document["source"] = _source(entry, tables.by_source)
     document["checks"] = tables.checks()
     return document
 
 
-def _source(system: str, by_source: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+def _source(entry: Mapping[str, Any], by_source: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
     from aiconfigurator_core.sdk import perf_database
 
-    release = perf_database.resolve_query_version(system, BACKEND, "current")
+    framework = FRAMEWORKS[entry["framework"]]
+    release = perf_database.resolve_query_version(entry["system"], entry["framework"], "current")
     shares = {
         table: {source: round(ms / sum(sources.values()), 3) for source, ms in sorted(sources.items())}
         for table, sources in by_source.items()
@@ -194,8 +248,8 @@ def _source(system: str, by_source: Mapping[str, Mapping[str, float]]) -> dict[s
         "package": PACKAGE,
         "package_version": importlib.metadata.version(PACKAGE),
         "license": importlib.metadata.metadata(PACKAGE)["License-Expression"],
-        "database": f"TensorRT-LLM {release}",
-        "deployed": DEPLOYED,
+        "database": f"{framework.title} {release}",
+        "deployed": framework.deployed,
         "share_of_time_by_source": shares,
         "meaning": {
             "silicon": "kernels timed on the card, interpolated between the sizes that were timed",
@@ -271,19 +325,23 @@ def _compact(document: Mapping[str, Any]) -> str:
 
 def write(entries: Sequence[Mapping[str, Any]], output: Path, say: Callable[[str], None]) -> None:
     """One file an entry, and none of an earlier run beside them; what is there stays until all are made."""
-    made: dict[str, str] = {}
+    made: dict[Path, str] = {}
     for entry in entries:
         document = profile(entry)
-        name = f"{entry['system']}.{entry['model'].rpartition('/')[2]}.tp{entry['tp_size']}.{entry['dtype']}.json"
+        name = Path(
+            FRAMEWORKS[entry["framework"]].folder,
+            f"{entry['system']}.{entry['model'].rpartition('/')[2]}.tp{entry['tp_size']}.{entry['dtype']}.json",
+        )
         if name in made:
             raise SystemExit(
                 f"{name}: two entries, which differ in the dtype of their KV cache alone; a name has no place for it"
             )
         made[name] = _compact(document)
         say(f"{name}: a decode of one sequence of 1,000 tokens {document['checks'][0]['ms']:.2f} ms")
-    output.mkdir(parents=True, exist_ok=True)
-    for old in output.glob("*.json"):
-        old.unlink()
+    for folder in {output / name.parent for name in made}:
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.glob("*.json"):
+            old.unlink()
     for name, text in made.items():
         (output / name).write_text(text, encoding="utf-8")
 

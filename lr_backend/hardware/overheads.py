@@ -100,6 +100,27 @@ LLMAPI_ROUND_MS = Constant(
 )
 LLMAPI_DRAFT_STEP_MS = Constant(0.05, 0.02, 0.10, "assumed: argmax and updates within the graph (drafting_loops.py)")
 
+# vLLM, with which the paper was measured -----------------------------------------------------------------------------------
+
+VLLM_LOOP_MS = Constant(
+    1.7,
+    0.7,
+    3.0,
+    "measured minus table of Qwen3-32B on H100 at 8 and 16 sequences, vLLM 0.12.0 (silicon_sample.csv): median of 24",
+)
+VLLM_LOOKUP_MS = Constant(
+    0.5,
+    0.1,
+    2.0,
+    "assumed: n-gram lookup and rejection of an iteration; the lookup alone took 1.5 to 2.2 ms in Python (vLLM PR 9333)",
+)
+VLLM_CALL_MS = Constant(
+    3.0, 1.0, 6.0, "assumed: a request to AsyncLLM and its answer cross two processes each, in Python, beside a loop that polls"
+)
+VLLM_HTTP_MS = Constant(
+    4.0, 2.0, 8.0, "assumed: the same by an OpenAI client through the API server: JSON, tokenizer and two more event loops"
+)
+
 # Cards that are shared -------------------------------------------------------------------------------------------------
 
 TIME_SLICE_SWITCH_SHARE = Constant(
@@ -117,6 +138,8 @@ class Overheads:
         poll_ms: ``recv_poll_period_ms``, at which orchestrator and leader look for messages; None: there is no orchestrator.
         loop_ms: of each iteration, whatever is in it.
         loop_samples: ``loop_ms`` was measured with sampling and the books of requests in it.
+        replays_joins: iterations in which requests join replay graphs too.
+        call_ms: of each call, on its way there and back, beside messages.
     """
 
     profile: Profile
@@ -125,6 +148,8 @@ class Overheads:
     loop_ms: float
     loop_samples: bool = False
     bound: Bound = Bound.VALUE
+    replays_joins: bool = False
+    call_ms: float = 0.0
 
     @classmethod
     def compiled(cls, profile: Profile, poll_ms: float, bound: Bound = Bound.VALUE) -> Self:
@@ -137,13 +162,36 @@ class Overheads:
         loop_ms = _loop_ms(LLMAPI_LOOP_MS, profile, bound)
         return cls(profile, replays_graphs=True, poll_ms=None, loop_ms=loop_ms, loop_samples=True, bound=bound)
 
+    @classmethod
+    def vllm(cls, profile: Profile, *, looks_up: bool = False, http: bool = False, bound: Bound = Bound.VALUE) -> Self:
+        """An engine of vLLM's first generation of V1: graphs of all but attention, and host work that does not overlap.
+
+        Its loop was measured at several parallelisms and does not grow with them.
+
+        Args:
+            looks_up: it drafts by looking up n-grams, whether it finds any or not.
+            http: it is called through its API server, not in process.
+        """
+        loop_ms = at(VLLM_LOOP_MS, bound) + (at(VLLM_LOOKUP_MS, bound) if looks_up else 0.0)
+        call_ms = at(VLLM_CALL_MS, bound) + (at(VLLM_HTTP_MS, bound) if http else 0.0)
+        return cls(
+            profile,
+            replays_graphs=True,
+            poll_ms=None,
+            loop_ms=loop_ms,
+            loop_samples=True,
+            bound=bound,
+            replays_joins=True,
+            call_ms=call_ms,
+        )
+
     def iteration_ms(self, kernels_ms: float, num_joins: int, num_decodes: int, num_draft_tokens: int) -> float:
         """An iteration with all that it takes beside its kernels.
 
         Args:
             num_draft_tokens: most draft tokens that came with one of its joins.
         """
-        if num_joins or not self.replays_graphs:
+        if not (self.replays_joins if num_joins else self.replays_graphs):
             launches = self.profile.num_layers * self._kernels_a_layer(mixed=num_joins > 0 and num_decodes > 0)
             kernels_ms = max(kernels_ms + launches * self._at(EAGER_GAP_US) / 1e3, launches * self._at(LAUNCH_US) / 1e3)
         found_ms = kernels_ms + self.loop_ms + num_joins * self._at(JOIN_MS) + num_draft_tokens * self._at(DRAFT_STEP_MS)
@@ -153,9 +201,9 @@ class Overheads:
 
     @property
     def hop_ms(self) -> float:
-        """One way between Triton and the executor: a message that is looked for now and then, on average half a period late."""
+        """One way between the loop and the executor: a message that is looked for now and then, on average half a period late."""
         if self.poll_ms is None:
-            return 0.0
+            return self.call_ms / 2.0
         slack_ms = self._at(POLL_SLACK_MS) if self.poll_ms else 0.0
         return self._at(MESSAGE_MS) + (self.poll_ms + slack_ms) / 2.0
 
