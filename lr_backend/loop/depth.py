@@ -38,9 +38,12 @@ def speedup(
 ) -> float:
     """How much faster ``lr`` is than the target alone, with overheads in units of one target step that runs alone.
 
+    The root moves only with a verdict, which comes after the target's step: a step takes so much longer, and drafts are so much
+    cheaper beside it. So a deeper window is of use than without verdicts.
+
     Args:
         acceptance_rate, cost_ratio, max_depth: as in :func:`ceiling`.
-        verdict_cost: time of a verdict. A cycle waits for one, its last: the others overlap with the steps that follow.
+        verdict_cost: time of a verdict.
         slowdown: time of a target step among the window's others, at least 1.
 
     Raises:
@@ -51,13 +54,15 @@ def speedup(
     _check("max_depth", k, k >= 1)
     _check("verdict_cost", verdict_cost, verdict_cost >= 0.0)
     _check("slowdown", slowdown, slowdown >= 1.0)
+    whole = slowdown + verdict_cost
+    c /= whole
     num_steps = 1.0 / (1.0 - alpha)
     if k >= useful_depth(c):  # S1: the next target step starts as soon as its prefix is drafted
-        return num_steps / (slowdown + verdict_cost + c * alpha * num_steps)
+        return num_steps / (1.0 + c * alpha * num_steps) / whole
     # S2: windows of k steps; the correction comes as many drafts later as steps stand above it in the last one
     num_windows = 1.0 / (1.0 - alpha**k)
     num_drafts = (alpha - alpha ** (k + 1) - k * (1.0 - alpha) * alpha**k) * num_steps * num_windows
-    return num_steps / (num_windows * slowdown + verdict_cost + c * num_drafts)
+    return num_steps / (num_windows + c * num_drafts) / whole
 
 
 def _check(name: str, value: float, valid: bool) -> None:

@@ -32,6 +32,9 @@ STEPS_UNTIL_RETRY = 24
 """Steps by the target alone before one is looked ahead from again: at most one part in so many is lost."""
 PRIOR_STEPS = 6
 """The verifier's acceptance rate weighs as much as this many steps of the request's own."""
+USUAL_ALPHA, USUAL_STEPS, USUAL_UNTIL = 0.6, 8.0, 64
+"""What is expected of a verifier that has decided nothing yet; as how many of its steps that counts at first, and after how many
+it counts no more."""
 MAX_ALPHA = 0.98
 USUAL_STEP_TOKENS = 24
 """Length of a step before one was seen."""
@@ -224,6 +227,13 @@ class Evidence:
         self.acceptance = Average(memory=256)
         self.confidence = Confidence()
 
+    @property
+    def acceptance_rate(self) -> float:
+        """Smoothed while there are few: a first verdict says little."""
+        count, value = self.acceptance.count, self.acceptance.value or 0.0
+        weight = USUAL_STEPS * max(0.0, 1.0 - count / USUAL_UNTIL)
+        return (count * value + weight * USUAL_ALPHA) / (count + weight)
+
     def decided(self, accepted: bool, log_prob: float | None) -> None:
         """A drafted step at the root was accepted, or not; ``log_prob``: the draft's, None where it is not known."""
         self.acceptance.add(float(accepted))
@@ -343,7 +353,7 @@ class DepthChooser:
 
     def acceptance_rate(self, seen: Evidence) -> float:
         """The request's own, leaning on what the server has seen while it is young."""
-        prior = seen.acceptance.value if seen.acceptance.value is not None else 0.5
+        prior = seen.acceptance_rate
         alpha = (self.num_accepted + PRIOR_STEPS * prior) / (self.num_decided + PRIOR_STEPS)
         return min(alpha, MAX_ALPHA)
 
@@ -356,12 +366,13 @@ class DepthChooser:
         cost_ratio = min(1.0, max(drafted / alone, 1e-3))
         # Beside its own branches a step has those of the other requests, which look ahead alike.
         others = max(0, pace.num_requests - 1)
-        branches = min(depth, useful_depth(cost_ratio))
+        verdict_cost = (seen.verdict_s.value or 0.0) / (alone * num_tokens)
+        branches = min(depth, useful_depth(min(1.0, cost_ratio / (1.0 + verdict_cost))))
         slowdown = pace.crowding.slowdown(others, (branches - 1) * (others + 1))
         return speedup(
             self.acceptance_rate(seen),
             cost_ratio,
             depth,
-            verdict_cost=(seen.verdict_s.value or 0.0) / (alone * num_tokens),
+            verdict_cost=verdict_cost,
             slowdown=slowdown,
         )

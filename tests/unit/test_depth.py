@@ -67,3 +67,13 @@ def test_a_slowdown_that_eats_the_gain_leaves_none() -> None:
 def test_overheads_that_mean_nothing_are_refused(overheads: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="out of range"):
         speedup(0.5, 0.1, 4, **overheads)
+
+
+def test_every_move_of_the_root_waits_for_a_verdict() -> None:
+    """Two steps deep, drafts half as fast as the target, verdicts as long as a step: by the real loop it is .865."""
+    assert speedup(0.8, 0.5, 2, verdict_cost=1.0) == pytest.approx(0.865, abs=0.005)
+
+
+@given(st.floats(0.0, 0.98), st.floats(0.01, 1.0), st.integers(1, 16), st.floats(0.0, 3.0))
+def test_with_verdicts_steps_are_longer_and_drafts_cheaper(alpha: float, c: float, k: int, v: float) -> None:
+    assert speedup(alpha, c, k, verdict_cost=v) == pytest.approx(ceiling(alpha, c / (1.0 + v), k) / (1.0 + v))

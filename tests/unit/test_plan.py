@@ -175,3 +175,14 @@ def test_a_text_that_does_not_fit_the_memory_is_refused() -> None:
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 1
     assert "the target has memory for" in " ".join(result.output.split())
+
+
+def test_a_first_verdict_that_rejects_does_not_turn_lookahead_off() -> None:
+    """Fresh servers, one answer each: whatever came first, most of the answer is looked ahead from."""
+    scenario = changed(SHORT, acceptance_rate=0.8, draft_token_s=0.15, step_spread=0.9)
+    for seed in range(6):
+        alone, auto = (
+            simulation.simulate(scenario.scenario, policy, seed).latency_s
+            for policy in (Policy(Mode.AR), Policy(max_depth=8, fields={"depth": "auto"}))
+        )
+        assert alone / auto > 1.2, seed
