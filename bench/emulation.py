@@ -29,12 +29,12 @@ from lr_backend.emulated.workload import Workload
 from lr_backend.errors import LookaheadError
 from lr_backend.hardware.lateness import Lateness
 from lr_backend.hardware.overheads import BLS_MS
-from lr_backend.plan.simulation import COSTS_OF_DRAFTS, Policy, Scenario, simulate
+from lr_backend.plan.equal_gpus import DRAFT_TOKENS
+from lr_backend.plan.simulation import Policy, Scenario, ms_a_token, simulate
 from lr_backend.request import Mode
 from lr_backend.triton.refresher import REFRESH_S
 
 LOADS = (1, 4, 8)
-DRAFT_TOKENS: Mapping[str, Any] = {"proposer": "draft_model", "num_draft_tokens": 4, "draft_length": "fixed"}
 FIXED: Mapping[str, Any] = {"verifier": "judge", "depth": "fixed"}
 ROWS: Mapping[str, Policy] = {
     "ar": Policy(Mode.AR, 0),
@@ -80,8 +80,7 @@ def measure(deployment: EmulatedDeployment, folder: Path) -> list[Held]:
                 wall_ms = _ask(server.grpc_url, texts, policy, numbers) / deployment.slow_motion
                 time.sleep(2 * REFRESH_S)
                 late = sum(server.lateness().values(), Lateness()) - before
-                usages = simulate(scenario, replace(policy, num_requests=load), first=first).usages
-                virtual_ms = 1e3 * sum(one.latency_s for one in usages) / sum(one.completion_tokens for one in usages)
+                virtual_ms = ms_a_token(simulate(scenario, replace(policy, num_requests=load), first=first).usages)
                 found.append(Held(row, load, wall_ms, virtual_ms, LIMITS[policy.mode], late.share))
                 first += load
     return found
@@ -89,8 +88,6 @@ def measure(deployment: EmulatedDeployment, folder: Path) -> list[Held]:
 
 def virtual(deployment: EmulatedDeployment) -> Scenario:
     """The same deployment for the virtual clock."""
-    config = deployment.loop_config()
-    settings = {name: getattr(config, name) for name in COSTS_OF_DRAFTS}
     machine = machine_of(stood_for(deployment.emulates), deployment.system)
     # Triton's own hop is real, and is not in slow motion with the rest.
     faster_s = BLS_MS.value * (1.0 - 1.0 / deployment.slow_motion) / 2e3
@@ -98,7 +95,7 @@ def virtual(deployment: EmulatedDeployment) -> Scenario:
         role: replace(place, way=replace(place.way, there_s=place.way.there_s - faster_s, back_s=place.way.back_s - faster_s))
         for role, place in machine.places.items()
     }
-    return Scenario(deployment.texts, replace(machine, places=places), settings, config.limits.max_step_tokens)
+    return Scenario.of(deployment.loop_config(), deployment.texts, replace(machine, places=places))
 
 
 def _ask(url: str, texts: Texts, policy: Policy, numbers: range) -> float:

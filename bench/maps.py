@@ -36,9 +36,9 @@ from lr_backend.errors import LookaheadError
 from lr_backend.hardware.machine import Machine
 from lr_backend.hardware.profile import find, label_of
 from lr_backend.hardware.sharing import CardSharing
-from lr_backend.plan.equal_gpus import DRAFT_TOKENS, EAGLE_SOURCE, Used, measure, uses, uses_table
+from lr_backend.plan.equal_gpus import DRAFT_TOKENS, EAGLE_SOURCE, NUM_CARDS, Used, measure, uses, uses_table
 from lr_backend.plan.losses import LIMITS
-from lr_backend.plan.simulation import COSTS_OF_DRAFTS, Policy, Scenario, simulate
+from lr_backend.plan.simulation import Policy, Scenario, ms_a_token, simulate
 from lr_backend.request import Mode
 
 DEPLOYMENT = "qwen3-32b"
@@ -52,7 +52,6 @@ NUM_STEPS = 12
 """Of every answer, whatever the load: a window fills at its beginning and runs empty at its end, at each load alike."""
 MIN_ANSWERS = 4
 """Where few are in flight, so many are measured, one set after another."""
-NUM_CARDS = (1, 2, 4)
 EQUAL_CONTEXT, EQUAL_ALPHA = 1_000, 0.6
 TEXTS = Workload(
     0.6,
@@ -125,11 +124,9 @@ def _machine(system: str, sizes: str) -> Machine:
 
 def scenario(cell: Cell) -> Scenario:
     """The texts and the machine of a cell."""
-    spec = _deployment(cell.sizes)
-    config = spec.loop_config()
     texts = replace(TEXTS, acceptance_rate=cell.alpha, prompt_tokens=cell.context, num_steps=NUM_STEPS)
-    settings = {name: getattr(config, name) for name in COSTS_OF_DRAFTS}
-    return Scenario(texts, _machine(cell.system, cell.sizes), settings, config.limits.max_step_tokens, prompts_are_cached=True)
+    config = _deployment(cell.sizes).loop_config()
+    return Scenario.of(config, texts, _machine(cell.system, cell.sizes), prompts_are_cached=True)
 
 
 def fits(cell: Cell) -> bool:
@@ -151,8 +148,7 @@ def explore(cell: Cell) -> Found:
 
 def _ms_a_token(asked: Scenario, policy: Policy) -> float:
     seeds = range(-(-MIN_ANSWERS // policy.num_requests))
-    usages = [usage for seed in seeds for usage in simulate(asked, policy, seed).usages]
-    return 1e3 * sum(usage.latency_s for usage in usages) / sum(usage.completion_tokens for usage in usages)
+    return ms_a_token(usage for seed in seeds for usage in simulate(asked, policy, seed).usages)
 
 
 def _limit(asked: Scenario, load: int, gain: float) -> tuple[str, float]:

@@ -33,6 +33,7 @@ from lr_backend.cli_errors import fail
 from lr_backend.errors import LookaheadError, TraceError
 from lr_backend.hardware.machine import Machine
 from lr_backend.hardware.overheads import Bound
+from lr_backend.plan import simulation
 from lr_backend.plan.fit_times import TimedTraces
 from lr_backend.plan.simulation import Policy, Scenario, simulate
 from lr_backend.request import Mode, ProposerName
@@ -134,8 +135,7 @@ def by_fitted_times(found: Paced, row: str) -> float | None:
 def ms_a_token(scenario: Scenario, policy: Policy, num_steps: int = NUM_STEPS) -> float:
     """Of answers of so many steps together, on the virtual clock."""
     num_texts = -(-num_steps // scenario.workload.num_steps)
-    usages = [usage for seed in range(num_texts) for usage in simulate(scenario, policy, seed).usages]
-    return 1e3 * sum(usage.latency_s for usage in usages) / sum(usage.completion_tokens for usage in usages)
+    return simulation.ms_a_token(usage for seed in range(num_texts) for usage in simulate(scenario, policy, seed).usages)
 
 
 def _gain(scenario: Scenario, policy: Policy, machine: Machine) -> float:

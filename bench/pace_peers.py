@@ -39,14 +39,14 @@ from lr_backend.loop.ledger import Ledger
 from lr_backend.loop.loop import Engines
 from lr_backend.loop.steps import StepRules
 from lr_backend.loop.writer import StepWriter
-from lr_backend.plan.simulation import COSTS_OF_DRAFTS, Policy, Scenario, judge_prompt, run_on_engines, simulate
+from lr_backend.plan.equal_gpus import COMPILED, LLM_API
+from lr_backend.plan.simulation import Policy, Scenario, judge_prompt, ms_a_token, run_on_engines, simulate
 from lr_backend.request import Mode
 from lr_backend.step import StepEnd
 
 SCORE_QUESTION_TOKENS = 80
 """SpecReason's question for a score, about as long as its prompt."""
 SAMPLING = Sampling(temperature=0.6)
-COMPILED, LLM_API = "compiled engines", "LLM API"
 EXTERNAL: Mapping[str, Any] = {"draft_length": "fixed", "num_draft_tokens": 4}
 ROWS: Mapping[str, tuple[Policy, str]] = {
     "ar": (Policy(Mode.AR), COMPILED),
@@ -115,12 +115,8 @@ def compare(system: str, workload: Workload, num_texts: int) -> list[Peer]:
         ConfigError: there is no such system.
     """
     spec = stood_for("qwen3-32b")
-    config = spec.loop_config()
-    settings = {name: getattr(config, name) for name in COSTS_OF_DRAFTS}
-    outside, inside = (
-        Scenario(workload, machine_of(spec, system, drafts_itself=by_itself), settings, config.limits.max_step_tokens, True)
-        for by_itself in (False, True)
-    )
+    machines = (machine_of(spec, system, drafts_itself=by_itself) for by_itself in (False, True))
+    outside, inside = (Scenario.of(spec.loop_config(), workload, one, prompts_are_cached=True) for one in machines)
     found = [
         _peer(name, runtime, [_served(inside if runtime == LLM_API else outside, policy, seed) for seed in range(num_texts)])
         for name, (policy, runtime) in ROWS.items()
@@ -133,8 +129,7 @@ def compare(system: str, workload: Workload, num_texts: int) -> list[Peer]:
 
 
 def _served(scenario: Scenario, policy: Policy, seed: int) -> float:
-    usage = simulate(scenario, policy, seed).usages[0]
-    return 1e3 * usage.latency_s / usage.completion_tokens
+    return ms_a_token(simulate(scenario, policy, seed).usages)
 
 
 def _asked(scenario: Scenario, seed: int, work: Callable[[Engines, Texts], Awaitable[int]]) -> float:

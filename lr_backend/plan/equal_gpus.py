@@ -22,7 +22,7 @@ from lr_backend.errors import ConfigError
 from lr_backend.hardware.cost import DraftingCosts, Iteration, ProfileCosts
 from lr_backend.hardware.machine import Machine
 from lr_backend.hardware.sharing import CardSharing
-from lr_backend.plan.simulation import COSTS_OF_DRAFTS, Policy, Scenario, simulate
+from lr_backend.plan.simulation import Policy, Scenario, simulate
 from lr_backend.request import Mode
 
 COMPILED, LLM_API = "compiled engines", "LLM API"
@@ -186,9 +186,7 @@ def measure(spec: GpuDeployment, use: Use, workload: Workload, num_requests: int
     """The use for so many requests in flight."""
     if use.token_agreement is not None:
         workload = replace(workload, token_agreement=use.token_agreement)
-    config = spec.loop_config()
-    settings = {name: getattr(config, name) for name in COSTS_OF_DRAFTS}
-    scenario = Scenario(workload, use.machine, settings, config.limits.max_step_tokens, prompts_are_cached=True)
+    scenario = Scenario.of(spec.loop_config(), workload, use.machine, prompts_are_cached=True)
     policy = replace(use.policy, num_requests=-(-num_requests // use.replicas))
     found = [simulate(scenario, policy, seed) for seed in range(num_seeds)]
     seconds = fmean(one.latency_s for one in found)

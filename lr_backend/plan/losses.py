@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from lr_backend.engine import Role
 from lr_backend.hardware.cost import CostModel, Iteration, LinearCosts
-from lr_backend.hardware.machine import Machine, Way
+from lr_backend.hardware.machine import Machine, Place, Way
 from lr_backend.plan.simulation import Policy, Scenario
 from lr_backend.plan.table import plan_row
 
@@ -86,28 +85,16 @@ def _free_drafting(machine: Machine) -> Machine:
     return replace(machine, places={**machine.places, Role.DRAFT: draft})
 
 
-def _everywhere(**changed: Any) -> Callable[[Machine], Machine]:
-    """Each role's place with something else."""
-
-    def free(machine: Machine) -> Machine:
-        return replace(machine, places={role: replace(place, **changed) for role, place in machine.places.items()})
-
-    return free
+def _everywhere(change: Callable[[Place], Place]) -> Callable[[Machine], Machine]:
+    """Each role's place changed alike."""
+    return lambda machine: replace(machine, places={role: change(place) for role, place in machine.places.items()})
 
 
-def _whole_budget(machine: Machine) -> Machine:
-    rules = {role: replace(place.rules, charges_whole_prefix=False) for role, place in machine.places.items()}
-    return replace(machine, places={role: replace(place, rules=rules[role]) for role, place in machine.places.items()})
-
-
-def _free_memory(machine: Machine) -> Machine:
-    rules = {role: replace(place.rules, reserves_kv_in_full=False) for role, place in machine.places.items()}
-    places = machine.places.items()
-    return replace(machine, places={role: replace(place, rules=rules[role], kv_tokens=1 << 26) for role, place in places})
-
-
-def _free_hand_overs(machine: Machine) -> Machine:
-    return replace(machine, places={role: replace(place, way=Way()) for role, place in machine.places.items()})
+_free_hand_overs = _everywhere(lambda place: replace(place, way=Way()))
+_whole_budget = _everywhere(lambda place: replace(place, rules=replace(place.rules, charges_whole_prefix=False)))
+_large_batch = _everywhere(lambda place: replace(place, max_batch_size=1 << 16))
+_free_memory = _everywhere(lambda place: replace(place, rules=replace(place.rules, reserves_kv_in_full=False), kv_tokens=1 << 26))
+_own_cards = _everywhere(lambda place: replace(place, cards=()))
 
 
 def _free_prompts(costs: CostModel) -> CostModel:
@@ -129,7 +116,7 @@ def _with_costs(wrap: Callable[[CostModel], CostModel]) -> Callable[[Machine], M
 
 
 def _alone_on_cards(machine: Machine) -> Machine:
-    return replace(machine, places={role: replace(place, cards=()) for role, place in machine.places.items()}, call_demand=0.0)
+    return replace(_own_cards(machine), call_demand=0.0)
 
 
 FREE: Mapping[str, Callable[[Machine], Machine]] = {
@@ -143,7 +130,7 @@ FREE: Mapping[str, Callable[[Machine], Machine]] = {
 """Costs by name, and the machine without each."""
 LIMITS: Mapping[str, Callable[[Machine], Machine]] = {
     "token budget": _whole_budget,
-    "batch size": _everywhere(max_batch_size=1 << 16),
+    "batch size": _large_batch,
     "KV memory": _free_memory,
     "KV reads": _with_costs(_free_reads),
     "other rows": _with_costs(_free_company),

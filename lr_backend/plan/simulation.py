@@ -7,11 +7,11 @@ iterations, as in the paced engine. Units of time are free where the machine is 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from lr_backend.config import Limits, LoopConfig, Timeouts
 from lr_backend.emulated.texts import ScriptedSource, Texts
@@ -54,6 +54,12 @@ class Scenario:
     settings: Mapping[str, Any] = field(default_factory=dict)
     max_step_tokens: int | None = None
     prompts_are_cached: bool = False
+
+    @classmethod
+    def of(cls, config: LoopConfig, workload: Workload, machine: Machine, *, prompts_are_cached: bool = False) -> Self:
+        """What a deployment with this configuration of the loop does on a machine."""
+        settings = {name: getattr(config, name) for name in COSTS_OF_DRAFTS}
+        return cls(workload, machine, settings, config.limits.max_step_tokens, prompts_are_cached)
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,12 @@ def simulate(scenario: Scenario, policy: Policy, seed: int = 0, *, first: int = 
     if not 0 <= policy.max_depth <= MAX_DEPTH or not 1 <= policy.width <= MAX_WIDTH or policy.num_requests < 1:
         raise ValueError(f"{policy} is out of range")
     return run_virtual(_answer_all(scenario, policy, seed, first, trace))
+
+
+def ms_a_token(usages: Iterable[Usage]) -> float:
+    """Milliseconds a token, of all requests together."""
+    counted = list(usages)
+    return 1e3 * sum(usage.latency_s for usage in counted) / sum(usage.completion_tokens for usage in counted)
 
 
 def speedup(scenario: Scenario, policy: Policy, seed: int = 0) -> float:
