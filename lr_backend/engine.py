@@ -49,7 +49,8 @@ class EngineCall:
         request_id: unique among calls in flight; also names the call when it is cancelled.
         input_ids: the whole prefix, shape [N].
         max_new_tokens: with ``draft_ids`` it is len(draft_ids) + 1: one verification.
-        seed: of this call alone; the caller derives it, so that no two calls share noise.
+        seed: of the noise that tokens are drawn with. On engines with coupled noise calls of one seed draw with the same noise at
+            the same position, prompt included: a call that begins within the text of another goes on as it does.
         stop_words: ``stop_words_list`` of the contract, shape [2, L], or None. Stop tokens are kept in the output.
         draft_ids: token drafts to verify, shape [K]; None when there are none (an empty tensor is an error upstream).
         draft_logits: shape [K, vocabulary]; see :func:`one_hot_logits`.

@@ -41,6 +41,8 @@ class LlmApiConfig:
         enable_chunked_context: prefill longer prompts in pieces of ``max_num_tokens``.
         use_cuda_graphs: replay iterations that only decode.
         sampler: upstream's ``sampler_type``. Up to 1.2 only ``TRTLLMSampler`` heeds a request's seed.
+        coupled_noise: sampled requests draw with the noise of their seed as on the embedded engine, by a logits processor; the
+            engine then runs without upstream's overlap scheduler. See :mod:`~lr_backend.llmapi.coupled_noise`.
         max_engine_stop_ids: single stop tokens that are handed to the engine. It compares each with every token that it writes,
             one by one, on the thread that drives the GPU; more of them are found on the stream here instead, at a token or two of
             waste a call.
@@ -65,6 +67,7 @@ class LlmApiConfig:
     enable_chunked_context: bool = True
     use_cuda_graphs: bool = True
     sampler: str = "auto"
+    coupled_noise: bool = False
     max_engine_stop_ids: int = 32
     cancellation_grace_ms: int = 1000
     exclude_input_in_output: bool = False

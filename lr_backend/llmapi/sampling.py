@@ -3,7 +3,7 @@
 What upstream was found to do (``sampling_params.py``, ``llmapi/llm.py``, ``executor/result.py``, ``_torch/pyexecutor/sampler.py``
 as of 1.2 and of main in August 2026):
 
-- **Token drafts** cannot come with a request. ``generate_async`` and ``SamplingParams`` have no field for them (the early
+- **Draft tokens** cannot come with a request. ``generate_async`` and ``SamplingParams`` have no field for them (the early
   ``external_draft_tokens_config`` is gone); the ``draft_tokens`` of ``DisaggregatedParams`` belong to a context server's KV
   cache. ``UserProvidedDecodingConfig(drafter=...)`` takes one object per engine: its ``prepare_draft_tokens`` runs in the
   executor's process, sees upstream's own ``LlmRequest`` objects in their generation phase, and nothing that a caller could have
@@ -14,7 +14,7 @@ as of 1.2 and of main in August 2026):
   as well where that is exact, so that it stops by itself.
 - **The end id** is emitted by the PyTorch flow. It is asked to ignore it (``ignore_eos``) and gets it as a stop id.
 - **Seeds**: 1.2's default sampler draws from one generator for all requests; a request's seed is passed on and counts only where
-  ``sampler`` is ``TRTLLMSampler``.
+  ``sampler`` is ``TRTLLMSampler``. With ``coupled_noise`` it counts everywhere, as a logits processor draws.
 - **Log-probabilities** are those of the k likeliest tokens. The drawn one is among them if k >= ``top_k``.
 """
 
@@ -24,6 +24,7 @@ from typing import Any
 
 from lr_backend.errors import EngineRejected
 from lr_backend.llmapi.config import LlmApiConfig
+from lr_backend.llmapi.coupled_noise import CoupledNoise
 from lr_backend.torch_engine.request import EngineRequest
 
 NO_END_ID, PAD_ID = -1, 0
@@ -38,7 +39,7 @@ def check_request(request: EngineRequest, config: LlmApiConfig) -> int:
         EngineRejected: the same request will always be refused; names the field.
     """
     if request.draft_ids or request.draft_logits is not None:
-        raise EngineRejected("draft_input_ids: the LLM API takes no token drafts with a request (max_draft_len is 0)")
+        raise EngineRejected("draft_input_ids: the LLM API takes no draft tokens with a request (max_draft_len is 0)")
     num_prompt = len(request.input_ids)
     if num_prompt >= config.max_seq_len:
         raise EngineRejected(f"input_ids: length {num_prompt} leaves no room for output in max_seq_len {config.max_seq_len}")
@@ -48,6 +49,8 @@ def check_request(request: EngineRequest, config: LlmApiConfig) -> int:
         )
     if min(request.input_ids) < 0:
         raise EngineRejected("input_ids: token ids must be at least 0")
+    if request.return_log_probs and config.coupled_noise and not request.sampling.greedy:
+        raise EngineRejected("return_log_probs: not with sampling here; with coupled_noise upstream sees the drawn token alone")
     if request.return_log_probs and num_log_probs(request) > MAX_LOG_PROBS:
         raise EngineRejected(f"return_log_probs: with sampling it needs runtime_top_k from 1 to {MAX_LOG_PROBS} here")
     return min(request.max_new_tokens, config.max_seq_len - num_prompt)
@@ -57,7 +60,9 @@ def sampling_arguments(request: EngineRequest, config: LlmApiConfig, max_new_tok
     """Keyword arguments of ``SamplingParams``. Nothing is left to the checkpoint's ``generation_config.json``."""
     sampling = request.sampling
     chosen: dict[str, Any] = {"temperature": 1.0, "top_k": 1, "top_p": 1.0}
-    if not sampling.greedy:
+    if not sampling.greedy and config.coupled_noise:
+        chosen["logits_processor"] = CoupledNoise(sampling, request.seed)
+    elif not sampling.greedy:
         chosen = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
     return {
         **chosen,

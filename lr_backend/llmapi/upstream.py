@@ -68,6 +68,8 @@ def llm_arguments(config: LlmApiConfig, upstream: Upstream) -> dict[str, Any]:
         "cuda_graph_config": graphs,
         "sampler_type": config.sampler,
         "stream_interval": 1,
+        # With it a logits processor does not see the token before.
+        **({"disable_overlap_scheduler": True} if config.coupled_noise else {}),
     }
 
 

@@ -63,7 +63,7 @@ def open_runner(
 
 
 def _draft_model(config: EngineConfig, spec: ModelSpec) -> NativeModel | None:
-    """The model that guesses for the one of ``spec``.
+    """The model that drafts for the one of ``spec``.
 
     Raises:
         CheckpointError: it cannot be served.

@@ -39,10 +39,11 @@ class EngineConfig:
         max_queue_size: requests that may wait; the next one is refused at once.
         max_seq_len: prompt and output of one request together.
         max_draft_len: most draft tokens of one verification; 0 refuses drafts, as upstream without the mode.
-        speculative_model_dir: a draft model of the same vocabulary for the engine itself to guess with, for the requests that ask
+        speculative_model_dir: a draft model of the same vocabulary for the engine itself to draft with, for the requests that ask
             for it (``num_draft_tokens``); None: there is none. Native kernels only.
         speculative_weight_dtype: ``weight_dtype`` of that model.
-        speculative_min_chance: its guesses for one pass end where all of them together are less likely than this to stand.
+        speculative_min_chance: its draft tokens for one pass end where it takes all of them together to stand with less
+            probability than this.
         enable_kv_cache_reuse: keep and share the blocks of computed prefixes.
         overlap_prefill: compute longer chunks of prompts on a second thread, while others decode. Native kernels only.
         use_cuda_graphs: replay iterations that only decode as CUDA graphs; on a CPU it means nothing. Their memory is not counted
@@ -53,7 +54,6 @@ class EngineConfig:
         pace: of an engine that :func:`~lr_backend.emulated.open.open_engine` opens: iterations last as long as those of the
             hardware that it stands for, and calls take its hops; None: as long as they take here.
         script: of an engine that writes scripted texts instead of a model's: :class:`~lr_backend.emulated.texts.Script` as JSON.
-        reproduce_upstream_draft_bias: sampling with token-only drafts follows upstream's biased rule. For tests.
     """
 
     checkpoint_dir: Path
@@ -81,7 +81,6 @@ class EngineConfig:
     exclude_input_in_output: bool = False
     pace: EnginePace | None = None
     script: str | None = None
-    reproduce_upstream_draft_bias: bool = False
 
     def __post_init__(self) -> None:
         require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")

@@ -285,7 +285,7 @@ class TorchEngine:
         logits, outputs = run()
         if logits.numel() and not math.isfinite(logits.sum().item()):
             raise EngineError("the model computed logits that are not finite")
-        self._advance(chunks, choose_tokens(logits, outputs, biased=self.config.reproduce_upstream_draft_bias))
+        self._advance(chunks, choose_tokens(logits, outputs))
 
     def _advance(self, chunks: list[Chunk], gained: list[NewTokens]) -> None:
         """Book what was computed, give out the new tokens, finish the sequences that ended."""

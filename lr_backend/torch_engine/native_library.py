@@ -19,7 +19,7 @@ def library() -> ctypes.CDLL | None:
         opened = ctypes.CDLL(found.origin)
     except OSError:  # built elsewhere, or OpenMP's own library is missing
         return None
-    pointer, size, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+    pointer, size = ctypes.c_void_p, ctypes.c_int64
     opened.decoder_scratch.restype = size
     opened.decoder_scratch.argtypes = (pointer, size)
     opened.decoder_forward.restype = None
@@ -33,9 +33,9 @@ def library() -> ctypes.CDLL | None:
     opened.decoder_run.restype = size
     opened.decoder_run.argtypes = (pointer, pointer, pointer, size)
     opened.draw_tokens.restype = None
-    opened.draw_tokens.argtypes = (pointer, size, size, *(pointer,) * 6)
-    opened.verify_drafts.restype = size
-    opened.verify_drafts.argtypes = (pointer, size, pointer, size, real, size, real, ctypes.c_uint64, size, pointer, pointer)
+    opened.draw_tokens.argtypes = (pointer, size, pointer, size, pointer)
+    opened.noise_at.restype = None
+    opened.noise_at.argtypes = (ctypes.c_uint64, size, pointer, size, pointer, pointer)
     return opened
 
 

@@ -1,4 +1,4 @@
-"""Decoding without Python between the passes (``native/run.c``): many tokens a call, and several a pass where a draft guesses."""
+"""Decoding without Python between the passes (``native/run.c``): many tokens a call, and several a pass behind draft tokens."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy.typing as npt
 from lr_backend.errors import EngineError
 from lr_backend.torch_engine.drafter import Drafter
 from lr_backend.torch_engine.native_model import NativeModel, NativePool, one_after_another
+from lr_backend.torch_engine.sampler import SamplingStruct
 from lr_backend.torch_engine.sequence import NewTokens, Sequence
 
 MAX_UNSEEN = 64
@@ -24,9 +25,8 @@ _Size = ctypes.c_int64
 class _Sequence(ctypes.Structure):
     _fields_ = (
         ("tokens", _Pointer),
-        *((name, _Size) for name in ("count", "seen", "start", "room", "max_drafts", "first_block", "offset", "top_k")),
-        *((name, ctypes.c_double) for name in ("temperature", "top_p")),
-        ("seed", ctypes.c_uint64),
+        *((name, _Size) for name in ("count", "seen", "start", "room", "max_drafts", "first_block")),
+        ("sampling", SamplingStruct),
         *((name, _Pointer) for name in ("ends", "log_probs")),
         *((name, _Size) for name in ("num_proposed", "num_accepted")),
     )
@@ -59,7 +59,7 @@ class _Memory:
 
 
 class RunAhead:
-    """Runs of one model, and of the draft model that guesses for it if there is one; the engine's thread owns it."""
+    """Runs of one model, and of the draft model that drafts for it if there is one; the engine's thread owns it."""
 
     def __init__(self, model: NativeModel, pool: NativePool, drafter: Drafter | None) -> None:
         self._model, self._pool, self._drafter = model, pool, drafter
@@ -125,7 +125,7 @@ class RunAhead:
         self, one: Sequence, start: int, room: int, max_drafts: int, first_block: int, ends: int | None, place: int, score: int
     ) -> _Sequence:
         """A sequence from ``start`` on, its tokens written to their places and their log-probabilities to come."""
-        request, sampling, known = one.request, one.request.sampling, one.tokens[start:]
+        request, known = one.request, one.tokens[start:]
         self._integers.places[place : place + len(known)] = known
         return _Sequence(
             self._integers.at(place),
@@ -135,11 +135,7 @@ class RunAhead:
             room,
             max_drafts,
             first_block,
-            one.num_generated - len(known),
-            sampling.top_k,
-            0.0 if sampling.greedy else sampling.temperature,
-            sampling.top_p,
-            request.seed,
+            SamplingStruct.of(request.sampling, request.seed),
             ends,
             self._scores.at(score) if request.return_log_probs else None,
             0,

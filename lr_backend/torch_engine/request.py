@@ -61,9 +61,9 @@ class EngineRequest:
     Attributes:
         request_id: may be empty; then it cannot be cancelled by id.
         max_new_tokens: of a plain run; a verification ends by itself after at most ``len(draft_ids) + 1``.
-        draft_logits: float32 [K, vocabulary]; None: the drafts are known by their ids only.
+        draft_logits: float32 [K, vocabulary], as the contract has them; drafts are verified by drawing, which does not need them.
         accept_all_drafts: the drafts stand whatever their probability.
-        num_draft_tokens: tokens that the engine's own draft model may guess for each pass; 0: none.
+        num_draft_tokens: tokens that the engine's own draft model may propose for each pass; 0: none.
         end_id: never emitted, ends the run; None: there is none.
         exclude_input: the answer leaves the prompt out.
         stop: this is no run but the cancelling of another of the same id.

@@ -1,16 +1,16 @@
-"""From logits to tokens: the distribution that a request asks for, and one uniform number a draw.
+"""From logits to tokens: the highest of logit / temperature + noise among the tokens that top-k and top-p keep.
 
-Noise is counted, not drawn from a stream: a uniform is a hash of (seed, token offset in the call, purpose). So it does not
-depend on the batch, on preemption or on what was drawn before, and a token needs one number: the inverse of the cumulative
-distribution at it.
+:mod:`~lr_backend.torch_engine.noise` says what the noise is and why. A draft token stands if and only if it is what would have
+been drawn in its place, greedy or not. So no text depends on whether draft tokens were sent, on who proposed them, or on the
+probabilities that they were proposed with.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence as Items
 from ctypes import CDLL
-from enum import IntEnum
-from typing import cast
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,126 +18,155 @@ from torch import Tensor
 
 from lr_backend.engine import Sampling
 from lr_backend.torch_engine.native_library import library
+from lr_backend.torch_engine.noise import gumbel_noise, noise_keys
 from lr_backend.torch_engine.transfer import to_device
 
-_MASK = 2**64 - 1
-_GOLDEN = 0x9E3779B97F4A7C15
+MAX_NUMBERS = 1 << 22
+"""Scores that torch computes at a time: a dozen numbers of eight bytes each are held for every one."""
 
 
-class Purpose(IntEnum):
-    """What a uniform is for; different purposes are independent at the same offset."""
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Tokens that one sequence draws from rows of logits that lie one after another.
 
-    DRAW = 0
-    ACCEPT = 1
-    REDRAW = 2
-
-
-def uniform(seed: int, offset: int, purpose: Purpose) -> float:
-    """A number in [0, 1) that is a function of its arguments only (SplitMix64, 53 bits)."""
-    state = _mix(_mix((seed + _GOLDEN) & _MASK) ^ _mix((offset * 4 + purpose + 1) * _GOLDEN & _MASK))
-    return (state >> 11) * 2.0**-53
-
-
-def _mix(value: int) -> int:
-    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
-    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
-    return value ^ (value >> 31)
-
-
-def target_probs(logits: Tensor, samplings: Items[Sampling]) -> Tensor:
-    """Probabilities, float32 [R, vocabulary], after temperature, top-k and top-p of each row, in this order.
-
-    Top-p keeps the most likely tokens up to and including the one that reaches it, counted after top-k. No row may be
-    greedy by temperature 0.
+    Attributes:
+        row: the first.
+        position: of the token drawn from it, in the whole sequence.
+        drafts: draft tokens, each of which has a row; one row more stands behind them.
     """
-    probs, tokens = _candidates(logits, samplings)
-    if tokens is None:
-        return probs
-    cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
-    last = _last_kept(cumulative, samplings)
-    kept = probs.masked_fill(torch.arange(probs.shape[1], device=probs.device) > last, 0.0)
-    return torch.zeros_like(logits).scatter_(1, tokens, kept / kept.sum(dim=-1, keepdim=True))
+
+    row: int
+    position: int
+    sampling: Sampling
+    seed: int
+    drafts: Items[int] = ()
 
 
-def next_tokens(logits: Tensor, samplings: Items[Sampling], uniforms: Items[float]) -> list[int]:
-    """One token a row of float32 ``logits`` [R, V]: the most likely where greedy, else drawn by :func:`target_probs`.
+def drawn_tokens(logits: Tensor, draws: Items[Draw]) -> list[list[int]]:
+    """The tokens of each: its draft tokens, as long as they are what is drawn, and the one that is drawn then.
 
-    On a CPU it is done in C: what torch needs a dozen calls for, which cost more than they compute.
+    ``logits``: float32 [R, vocabulary]. On a CPU it is done in C: what torch needs dozens of calls for, which cost more than they
+    compute.
     """
     native = library() if logits.device.type == "cpu" else None
     if native is not None:
-        return _drawn_natively(native, logits, samplings, uniforms)
-    drawn = [row for row, sampling in enumerate(samplings) if not sampling.greedy]
-    tokens = logits.argmax(dim=-1)
-    if drawn:
-        points = to_device([uniforms[row] for row in drawn], logits.device, torch.float64)
-        tokens[drawn] = draw_tokens(logits[drawn], [samplings[row] for row in drawn], points)
-    return cast("list[int]", tokens.tolist())
+        return _drawn_natively(native, logits, draws)
+    rows = [draw.row + step for draw in draws for step in range(len(draw.drafts) + 1)]
+    samplings = [draw.sampling for draw in draws for _ in range(len(draw.drafts) + 1)]
+    seeds = [draw.seed for draw in draws for _ in range(len(draw.drafts) + 1)]
+    positions = [draw.position + step for draw in draws for step in range(len(draw.drafts) + 1)]
+    selected = logits if rows == list(range(len(logits))) else logits[to_device(rows, logits.device)]
+    drawn = iter(next_tokens(selected, samplings, seeds, positions).tolist())
+    return [_standing(draw.drafts, [next(drawn) for _ in range(len(draw.drafts) + 1)]) for draw in draws]
 
 
-def _drawn_natively(native: CDLL, logits: Tensor, samplings: Items[Sampling], uniforms: Items[float]) -> list[int]:
-    num_rows, vocab_size = logits.shape
-    reals = np.array([[0.0 if one.greedy else one.temperature, one.top_p, u] for one, u in zip(samplings, uniforms, strict=True)])
-    temperatures, top_ps, points = np.ascontiguousarray(reals.T)
-    top_ks = np.array([sampling.top_k for sampling in samplings], dtype=np.int64)
-    candidates, tokens = np.empty(vocab_size, dtype=np.int64), np.empty(num_rows, dtype=np.int64)
-    columns = (temperatures, top_ks, top_ps, points, candidates, tokens)
+def _standing(drafts: Items[int], drawn: Items[int]) -> list[int]:
+    """Of the tokens drawn in the place of each draft and behind the last those up to the first that differs from its draft."""
+    agreed = [draft == token for draft, token in zip(drafts, drawn, strict=False)]
+    return list(drawn[: [*agreed, False].index(False) + 1])
+
+
+class SamplingStruct(ctypes.Structure):
+    """``Sampling`` of ``native.h``."""
+
+    _fields_ = (
+        ("temperature", ctypes.c_double),
+        ("top_p", ctypes.c_double),
+        ("top_k", ctypes.c_int64),
+        ("seed", ctypes.c_uint64),
+    )
+
+    @classmethod
+    def of(cls, sampling: Sampling, seed: int) -> SamplingStruct:
+        return cls(0.0 if sampling.greedy else sampling.temperature, sampling.top_p, sampling.top_k, seed)
+
+
+class _Draw(ctypes.Structure):
+    _fields_ = (
+        ("sampling", SamplingStruct),
+        *((name, ctypes.c_int64) for name in ("row", "position", "num_drafts")),
+        ("drafts", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("num_accepted", "next_token")),
+    )
+
+
+def _drawn_natively(native: CDLL, logits: Tensor, draws: Items[Draw]) -> list[list[int]]:
+    drafts = np.array([token for draw in draws for token in draw.drafts], dtype=np.int64)
+    described, place = (_Draw * len(draws))(), drafts.ctypes.data
+    for index, draw in enumerate(draws):
+        sampling, count = SamplingStruct.of(draw.sampling, draw.seed), len(draw.drafts)
+        described[index] = _Draw(sampling, draw.row, draw.position, count, place)
+        place += 8 * count
+    vocab_size = logits.shape[1]
+    candidates = np.empty(vocab_size, dtype=np.int64)
     rows = logits.contiguous()  # held until it is read
-    native.draw_tokens(rows.data_ptr(), num_rows, vocab_size, *(column.ctypes.data for column in columns))
-    return cast("list[int]", tokens.tolist())
+    native.draw_tokens(rows.data_ptr(), vocab_size, ctypes.addressof(described), len(draws), candidates.ctypes.data)
+    return [[*draw.drafts[: one.num_accepted], one.next_token] for draw, one in zip(draws, described, strict=True)]
 
 
-def draw_tokens(logits: Tensor, samplings: Items[Sampling], uniforms: Tensor) -> Tensor:
-    """One token a row, int64 [R], as ``draw(target_probs(logits, samplings), uniforms)`` would: the same distribution.
+def next_tokens(logits: Tensor, samplings: Items[Sampling], seeds: Items[int], positions: Items[int]) -> Tensor:
+    """One token a row of float32 ``logits`` [R, vocabulary], int64 [R], by torch: the reference of ``native/draw.c``."""
+    tokens = logits.argmax(dim=-1)
+    keys = noise_keys(seeds, positions)
+    rows = [row for row, sampling in enumerate(samplings) if not is_greedy(sampling)]
+    size = max(1, MAX_NUMBERS // logits.shape[1])
+    for some in (rows[start : start + size] for start in range(0, len(rows), size)):
+        key = to_device([[keys[row]] for row in some], logits.device, torch.int64)
+        tokens[some] = _highest(logits[some], [samplings[row] for row in some], key)
+    return tokens
 
-    Cheaper, because nothing is spread over the vocabulary; an equal uniform need not give the same token.
+
+def is_greedy(sampling: Sampling) -> bool:
+    """Nothing is drawn; nor at a temperature that float32 cannot tell from 0."""
+    return sampling.greedy or _as_in_tensors(sampling.temperature) == 0.0
+
+
+def _highest(logits: Tensor, samplings: Items[Sampling], keys: Tensor) -> Tensor:
+    """The token of the highest score in each row, of equals the lowest: int64 [R]."""
+    values, tokens = kept_logits(logits, samplings)
+    scores = values.double() / _temperatures(samplings, logits) + gumbel_noise(keys, tokens)
+    equals = scores == scores.amax(dim=-1, keepdim=True)
+    return torch.where(equals, tokens, logits.shape[1]).amin(dim=-1)
+
+
+def kept_logits(logits: Tensor, samplings: Items[Sampling]) -> tuple[Tensor, Tensor]:
+    """Logits [R, C] of the tokens that top-k and, after it, top-p keep, the others minus infinity; and whose they are, int64.
+
+    Top-p keeps the most likely tokens up to and including the one that reaches it. Of equals the lower token counts as the more
+    likely. Both results lie in order of likelihood, unless no row leaves anything out: then it is the whole vocabulary.
     """
-    probs, tokens = _candidates(logits, samplings)
-    if tokens is None:
-        return draw(probs, uniforms)
-    cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
-    mass = cumulative.gather(1, _last_kept(cumulative, samplings))
-    return tokens.gather(1, _locate(cumulative, mass, uniforms)).squeeze(1)
-
-
-def _candidates(logits: Tensor, samplings: Items[Sampling]) -> tuple[Tensor, Tensor | None]:
-    """Probabilities [R, C] after temperature and top-k, most likely first, and whose they are, int64 [R, C].
-
-    Without top-k and top-p in any row it is the whole vocabulary in its own order, and None.
-    """
-    scaled = logits / to_device([[sampling.temperature] for sampling in samplings], logits.device)
-    if all(sampling.top_k == 0 and sampling.top_p >= 1.0 for sampling in samplings):
-        return torch.softmax(scaled, dim=-1), None
-    vocab_size = scaled.shape[-1]
+    vocab_size = logits.shape[1]
     tops = [min(sampling.top_k, vocab_size) or vocab_size for sampling in samplings]
-    candidates, tokens = scaled.topk(max(tops), dim=-1)
-    if min(tops) < max(tops):
-        rank = torch.arange(max(tops), device=scaled.device)
-        candidates.masked_fill_(rank >= to_device(tops, scaled.device)[:, None], float("-inf"))
-    return torch.softmax(candidates, dim=-1), tokens
+    top_ps = [_as_in_tensors(sampling.top_p) for sampling in samplings]
+    if min(tops) == vocab_size and min(top_ps) >= 1.0:
+        return logits, torch.arange(vocab_size, device=logits.device).expand_as(logits)
+    tokens = _by_likelihood(logits, max(tops))
+    values = logits.gather(1, tokens)
+    rank = torch.arange(max(tops), device=logits.device)
+    left_out = rank >= to_device(tops, logits.device)[:, None]
+    weights = ((values.double() - values[:, :1].double()) / _temperatures(samplings, logits)).exp_().masked_fill_(left_out, 0.0)
+    reached = weights.cumsum(dim=-1)
+    # All the mass may be reached before the last token, by rounding; and switched off, top-p leaves nothing out.
+    parts = to_device([[top_p if top_p < 1.0 else 2.0] for top_p in top_ps], logits.device, torch.float64)
+    left_out[:, 1:] |= reached[:, :-1] >= parts * weights.sum(dim=-1, keepdim=True)
+    return values.masked_fill(left_out, float("-inf")), tokens
 
 
-def _last_kept(cumulative: Tensor, samplings: Items[Sampling]) -> Tensor:
-    """Place [R, 1] of the candidate with which each row reaches its top-p; the last one where that is off."""
-    top_p = [[sampling.top_p if sampling.top_p < 1.0 else 2.0] for sampling in samplings]
-    reached = torch.searchsorted(cumulative, to_device(top_p, cumulative.device, torch.float64))
-    return reached.clamp_(max=cumulative.shape[1] - 1)
+def _by_likelihood(logits: Tensor, count: int) -> Tensor:
+    """The most likely tokens, in order; of equals the lower first, which torch's own order leaves open: int64 [R, count]."""
+    bits = (logits + 0.0).view(torch.int32)  # -0.0 becomes 0.0
+    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    return ((order << 32) - torch.arange(logits.shape[1], device=logits.device)).topk(count, dim=-1).indices
 
 
-def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """One token a row by the inverse cumulative distribution: int64 [R] of ``probs`` [R, V] at float64 ``uniforms`` [R].
-
-    Rows need not sum to one; a token of probability zero is never drawn.
-    """
-    cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
-    return _locate(cumulative, cumulative[:, -1:], uniforms).squeeze(1)
+def _temperatures(samplings: Items[Sampling], like: Tensor) -> Tensor:
+    """float64 [R, 1]."""
+    return to_device([[_as_in_tensors(sampling.temperature)] for sampling in samplings], like.device, torch.float64)
 
 
-def _locate(cumulative: Tensor, mass: Tensor, uniforms: Tensor) -> Tensor:
-    """Where the cumulative distribution passes ``uniforms`` [R] times ``mass`` [R, 1]: int64 [R, 1]."""
-    # The product can round up to the mass; then the last token with any probability is meant.
-    points = torch.minimum(uniforms[:, None] * mass, torch.nextafter(mass, torch.zeros_like(mass)))
-    return torch.searchsorted(cumulative, points, right=True)
+def _as_in_tensors(value: float) -> float:
+    """Rounded to float32: a setting means the same in a call as in tensors of the contract."""
+    return float(np.float32(value))
 
 
 def chosen_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:

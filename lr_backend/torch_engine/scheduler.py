@@ -169,7 +169,7 @@ class Scheduler:
         return True
 
     def _make_room_for_drafts(self, sequence: Sequence) -> None:
-        """Blocks for what the engine may guess ahead; at nobody's cost: without them it guesses less."""
+        """Blocks for what the engine may draft; at nobody's cost: without them it drafts less."""
         held = len(sequence.table.blocks)
         if sequence.num_draft_tokens:
             self.cache.extend(sequence.table, len(sequence.tokens) + sequence.num_draft_tokens)

@@ -79,7 +79,7 @@ class Sequence:
 
     @property
     def num_draft_tokens(self) -> int:
-        """Tokens that the engine may guess ahead: one of those that are left is the model's own."""
+        """Tokens that the engine may draft: one of those that are left is the model's own."""
         return min(self.request.num_draft_tokens, self.max_new_tokens - self.num_generated - 1)
 
     @property
@@ -120,7 +120,7 @@ class NewTokens:
     Attributes:
         log_probs: of the tokens, if the request wants them.
         num_stored: how many of the tokens have their keys and values already: all but the last.
-        num_accepted: how many of them are drafts; of the engine's own guesses, how many each pass brought beyond one.
+        num_accepted: how many of them are drafts; of the engine's own drafts, how many each pass brought beyond one.
         num_proposed: how many drafts the engine itself put forward for them.
     """
 

@@ -15,9 +15,12 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
+from lr_backend.engine import Sampling
 from lr_backend.torch_engine.decode_graphs import CudaGraphRecorder, GraphSettings
 from lr_backend.torch_engine.engine import TorchEngine
 from lr_backend.torch_engine.model import DecoderModel
+from lr_backend.torch_engine.noise import gumbel_noise, noise_bits, noise_keys
+from lr_backend.torch_engine.sampler import next_tokens
 from lr_backend.torch_engine.scheduler import Chunk
 from lr_backend.torch_engine.sequence import Sequence
 from lr_backend.torch_engine.torch_runner import TorchRunner
@@ -106,3 +109,17 @@ def test_bfloat16_logits_are_as_near_to_the_exact_ones_as_transformers(checkpoin
     assert exact.std() > 0.5
     assert F.cosine_similarity(ours, exact, dim=-1).min() > 0.99
     assert (ours - exact).norm() < 2.0 * (theirs - exact).norm()
+
+
+def test_noise_has_the_same_bits_as_on_the_processor() -> None:
+    keys, tokens = torch.tensor(noise_keys([7, 2**64 - 1], [0, 40_000]))[:, None], torch.arange(152_064)
+    assert torch.equal(noise_bits(keys.cuda(), tokens.cuda()).cpu(), noise_bits(keys, tokens))
+    assert torch.allclose(gumbel_noise(keys.cuda(), tokens.cuda()).cpu(), gumbel_noise(keys, tokens), rtol=1e-14, atol=1e-15)
+
+
+def test_equal_logits_draw_equal_tokens_as_on_the_processor() -> None:
+    logits = torch.randn(6, 151_936, generator=torch.Generator().manual_seed(3)) * 3.0
+    logits[:, ::7] = 1.5  # equals, which only their order tells apart
+    samplings = [Sampling(), Sampling(0.8), Sampling(0.6, 20, 0.95), Sampling(1.0, 50_000), Sampling(1.0, 0, 0.9), Sampling(2.0)]
+    where = (samplings, [11] * 6, list(range(100, 106)))
+    assert next_tokens(logits.cuda(), *where).tolist() == next_tokens(logits, *where).tolist()

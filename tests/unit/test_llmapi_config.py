@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from lr_backend.engine import Sampling
 from lr_backend.errors import ConfigError, EngineRejected
 from lr_backend.llmapi.config import LlmApiConfig, checkpoint_quantization
+from lr_backend.llmapi.coupled_noise import CoupledNoise
 from lr_backend.llmapi.environment import apply, engine_environment, visible_devices
 from lr_backend.llmapi.sampling import MAX_LOG_PROBS, check_request, engine_stop_ids, sampling_arguments
 from lr_backend.llmapi.upstream import llm_arguments, load_upstream, make_llm
@@ -36,14 +38,14 @@ def test_all_parameters_of_a_config_file_are_read() -> None:
             "max_seq_len": "16384", "max_tokens_in_paged_kv_cache": "65536", "kv_cache_free_gpu_mem_fraction": "0.4",
             "tokens_per_block": "64", "enable_kv_cache_reuse": "false", "enable_chunked_context": "0", "use_cuda_graphs":
             "False", "sampler": "TRTLLMSampler", "max_engine_stop_ids": "8", "cancellation_grace_ms": "250",
-            "exclude_input_in_output": "true", "max_beam_width": "1", "gpt_model_type": "inflight_fused_batching",
-            "max_draft_len": "0",
+            "coupled_noise": "true", "exclude_input_in_output": "true", "max_beam_width": "1",
+            "gpt_model_type": "inflight_fused_batching", "max_draft_len": "0",
         },
         max_batch_size=1,
     )  # fmt: skip
     assert config == LlmApiConfig(
         Path("/models/target"), 2, (2, 3), "bfloat16", "FP8", "fp8", 32, 4096, 7, 16384, 65536, 0.4, 64, False, False, False,
-        "TRTLLMSampler", 8, 250, True,
+        "TRTLLMSampler", True, 8, 250, True,
     )  # fmt: skip
 
 
@@ -95,6 +97,7 @@ def test_the_llm_is_made_from_the_settings(tmp_path: Path) -> None:
         enable_block_reuse=True, free_gpu_memory_fraction=0.3, tokens_per_block=32, dtype="auto", max_tokens=9999
     )
     assert arguments["cuda_graph_config"].max_batch_size == 12
+    assert "disable_overlap_scheduler" not in arguments
     llm = make_llm(config, fake_upstream(CHOOSE))
     assert llm.arguments == arguments
     llm.shutdown()
@@ -151,6 +154,20 @@ def test_sampling_reaches_upstream_as_it_is() -> None:
     assert not params.greedy
     assert params.ignore_eos and params.include_stop_str_in_output and params.return_perf_metrics
     assert not params.detokenize and params.end_id is not None
+
+
+def test_coupled_noise_draws_by_a_processor_and_greedily_from_what_it_leaves() -> None:
+    coupled = LlmApiConfig(Path("/models"), max_seq_len=100, coupled_noise=True)
+    assert llm_arguments(coupled, fake_upstream(CHOOSE))["disable_overlap_scheduler"] is True
+    asked = request((1, 2), sampling=Sampling(0.6, 20, 0.95), seed=7, return_log_probs=True)
+    params = FakeSamplingParams(**sampling_arguments(replace(asked, return_log_probs=False), coupled, 8))
+    assert params.greedy
+    assert params.logits_processor == CoupledNoise(asked.sampling, 7)
+    assert "logits_processor" not in sampling_arguments(replace(asked, sampling=Sampling()), coupled, 8)
+    assert "logits_processor" not in sampling_arguments(asked, CONFIG, 8)
+    with pytest.raises(EngineRejected, match="return_log_probs"):
+        check_request(asked, coupled)
+    assert check_request(replace(asked, sampling=Sampling()), coupled) == 8
 
 
 def test_the_engine_gets_only_stops_that_cannot_come_too_early() -> None:

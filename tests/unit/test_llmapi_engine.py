@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lr_backend.engine import Sampling
 from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, LookaheadError, Overloaded
 from lr_backend.llmapi.engine import LlmApiEngine
 from lr_backend.llmapi.outputs import log_probs_of
 from lr_backend.torch_engine.request import EngineRequest, EngineResponse
-from tests.support.fake_llmapi import Choose, Completion, FakeLLM, Logprob, RequestError, scripted
+from lr_backend.torch_engine.sampler import Draw, drawn_tokens
+from tests.support.fake_llmapi import Choose, Completion, FakeLLM, Logprob, RequestError, by_logits, scripted
 from tests.support.llmapi_engines import llmapi_engine
 from tests.support.torch_engines import Pending, request
 
@@ -155,6 +157,29 @@ def test_requests_in_flight_share_iterations_and_ids_are_unique(make: Make) -> N
         engine.submit(request(PROMPT, request_id="twin"), Pending())
     fake(engine).gate.set()
     assert running.result().token_ids
+
+
+def logits_after(context: tuple[int, ...]) -> torch.Tensor:
+    """What a model of 50 tokens could compute."""
+    logits: torch.Tensor = torch.randn(50, generator=torch.Generator().manual_seed(hash(context) % 2**32)) * 2.0
+    return logits
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.8), Sampling(0.6, 20, 0.95), Sampling(1.3, 0, 0.9)], ids=str)
+def test_with_coupled_noise_it_draws_what_the_embedded_engine_draws(make: Make, sampling: Sampling) -> None:
+    engine = make(by_logits(logits_after), coupled_noise=True)
+    text = list(PROMPT)
+    for _ in range(30):
+        text += drawn_tokens(logits_after(tuple(text))[None], [Draw(0, len(text), sampling, 2**64 - 5)])[0]
+
+    whole = ask(engine, count=30, sampling=sampling, seed=2**64 - 5)
+    rest = start(engine, request(text[:15], 17, sampling=sampling, seed=2**64 - 5)).result()
+
+    assert whole.token_ids == tuple(text[2:])
+    assert rest.token_ids == tuple(text[15:]), "whoever begins within a text under its seed goes on as it does"
+    assert ask(engine, count=30, sampling=sampling, seed=1).token_ids != whole.token_ids
+    greedy = ask(engine, count=5).token_ids
+    assert greedy[0] == int(logits_after(PROMPT).argmax())
 
 
 def test_log_probabilities_stand_beside_the_tokens(make: Make) -> None:

@@ -1,4 +1,5 @@
-/* One token a row from its logits: the most likely, or one drawn after temperature, top-k and top-p, as sampler.py says. */
+/* The next token from a row of logits: the most likely, or the highest of logit / temperature + noise among those that top-k and
+ * top-p keep. noise.py defines the noise, sampler.py the rest; here it is the same but for the rounding of logarithms and sums. */
 #include "native.h"
 
 #include <math.h>
@@ -8,6 +9,46 @@ typedef struct {
     float value;
     int32_t token;
 } Candidate;
+
+/* A token that may be drawn, and how high it is. */
+typedef struct {
+    double score;
+    int64_t token;
+} Drawn;
+
+static uint64_t mixed(uint64_t value) {
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9u;
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EBu;
+    return value ^ (value >> 31);
+}
+
+static uint64_t absorbed(uint64_t state, uint64_t number) { return mixed(state + (number + 1) * 0x9E3779B97F4A7C15u); }
+
+static uint64_t noise_key(uint64_t seed, int64_t position) { return absorbed(absorbed(0, seed), (uint64_t)position); }
+
+/* An odd number of 53 bits: 2^53 times the uniform number of a hash. */
+static uint64_t bits_of(uint64_t hash) { return hash >> 12 << 1 | 1; }
+
+static double noise_of(uint64_t bits) { return -log(-log((double)bits * 0x1p-53)); }
+
+#define LOG_2 0.69314718055994531
+#define MAX_NOISE (53.0 * LOG_2)
+
+/* Noise is less: -log(-log u) <= -log(1 - u), and 1 - u is more than 2^-n if any of the first n bits of the hash is 0. */
+static double noise_bound(uint64_t hash) { return (double)(__builtin_clzll(~hash | 1) + 1) * LOG_2; }
+
+/* By the same bound the least hash with which a token can have so much noise; UINT64_MAX, taken for none at all, if none has. */
+static uint64_t least_hash(double noise) {
+    double num_bits = ceil(noise / LOG_2) - 1.0;
+    if (!(num_bits > 0.0)) return 0;
+    return num_bits > 52.0 ? UINT64_MAX : -(UINT64_C(1) << (64 - (int)num_bits));
+}
+
+/* Of equals the lower token is drawn. */
+static void consider(Drawn *best, double scaled, uint64_t hash, int64_t token) {
+    double score = scaled + noise_of(bits_of(hash));
+    if (score > best->score || (score == best->score && token < best->token)) *best = (Drawn){score, token};
+}
 
 /* The more likely first; of equals the lower token. */
 static int by_likelihood(const void *left, const void *right) {
@@ -35,14 +76,17 @@ static int64_t most_likely_k(const float *logits, int64_t vocab_size, int64_t k,
     return count;
 }
 
+/* How likely a token is as a part of the best. */
+static double weight(float logit, float best, double temperature) { return exp(((double)logit - (double)best) / temperature); }
+
 /* All that can be within top-p, in order. What is left out, each less likely than (1 - top_p) / vocabulary, has not 1 - top_p
- * together; it counts in mass, the sum of the exponentials below the best, of which top-p is a part. */
-static int64_t likely_enough(const float *logits, int64_t vocab_size, float temperature, float top_p, Candidate *found,
+ * together; it counts in mass, of which top-p is a part. */
+static int64_t likely_enough(const float *logits, int64_t vocab_size, double temperature, double top_p, Candidate *found,
                              double *mass) {
     float best = logits[most_likely(logits, vocab_size)];
     *mass = 0.0;
-    for (int64_t v = 0; v < vocab_size; v++) *mass += exp((double)((logits[v] - best) / temperature));
-    double least = log(fmax(1.0 - (double)top_p, 1e-12) * *mass / (double)vocab_size) * (double)temperature + (double)best;
+    for (int64_t v = 0; v < vocab_size; v++) *mass += weight(logits[v], best, temperature);
+    double least = log(fmax(1.0 - top_p, 1e-12) * *mass / (double)vocab_size) * temperature + (double)best;
     int64_t count = 0;
     for (int64_t v = 0; v < vocab_size; v++)
         if ((double)logits[v] >= least || logits[v] == best) found[count++] = (Candidate){logits[v], (int32_t)v};
@@ -50,102 +94,118 @@ static int64_t likely_enough(const float *logits, int64_t vocab_size, float temp
     return count;
 }
 
-static int64_t all_of_them(const float *logits, int64_t vocab_size, Candidate *found) {
-    for (int64_t v = 0; v < vocab_size; v++) found[v] = (Candidate){logits[v], (int32_t)v};
-    return vocab_size;
-}
-
-/* The tokens that may be drawn, how likely each is as a part of *total, in order of likelihood where top-k or top-p cut some off. */
-static int64_t distribution(const float *logits, int64_t vocab_size, float temperature, int64_t top_k, float top_p,
-                            Candidate *found, double *total) {
-    int64_t count, nucleus = top_p < 1.0f;
-    double mass = 0.0;
+/* The tokens that top-k and top-p keep. */
+static int64_t kept(const float *logits, int64_t vocab_size, double temperature, int64_t top_k, double top_p, Candidate *found) {
+    int64_t count, num_kept = 0;
+    double mass = 0.0, reached = 0.0;
     if (top_k > 0 && top_k < vocab_size) {
         count = most_likely_k(logits, vocab_size, top_k, found);
-    } else if (nucleus) {
-        count = likely_enough(logits, vocab_size, temperature, top_p, found, &mass);
+        if (top_p >= 1.0) return count;
+        for (int64_t c = 0; c < count; c++) mass += weight(found[c].value, found[0].value, temperature);
     } else {
-        count = all_of_them(logits, vocab_size, found);
+        count = likely_enough(logits, vocab_size, temperature, top_p, found, &mass);
     }
-    float best = found[0].value;
-    for (int64_t c = 1; c < count; c++) best = found[c].value > best ? found[c].value : best;
-    *total = 0.0;
-    for (int64_t c = 0; c < count; c++) {
-        found[c].value = expf((found[c].value - best) / temperature);
-        *total += (double)found[c].value;
-    }
-    if (nucleus) {
-        double reached = 0.0, wanted = (double)top_p * fmax(mass, *total);
-        int64_t kept = 0;
-        while (kept < count && reached < wanted) reached += (double)found[kept++].value;
-        count = kept;
-        *total = reached;
-    }
-    return count;
+    do reached += weight(found[num_kept++].value, found[0].value, temperature);
+    while (num_kept < count && reached < top_p * mass);
+    return num_kept;
 }
 
-static int64_t drawn(const Candidate *found, int64_t count, double total, double uniform) {
-    double point = uniform * total, reached = 0.0;
-    int64_t last = found[0].token;
-    for (int64_t c = 0; c < count; c++) {
-        if (found[c].value == 0.0f) continue; /* impossible, even for a point that rounding put at the very end */
-        last = found[c].token;
-        reached += (double)found[c].value;
-        if (reached > point) break;
+#define BLOCK 256
+
+/* The highest of up to BLOCK logits. */
+FOR_EACH_CPU static float highest(const float *logits, int64_t count) {
+    float tops[LANES], top = logits[0];
+    if (count < LANES) {
+        for (int64_t v = 1; v < count; v++) top = logits[v] > top ? logits[v] : top;
+        return top;
     }
-    return last;
+    for (int64_t l = 0; l < LANES; l++) tops[l] = logits[l];
+    for (int64_t v = LANES; v + LANES <= count; v += LANES)
+        for (int64_t l = 0; l < LANES; l++) tops[l] = logits[v + l] > tops[l] ? logits[v + l] : tops[l];
+    for (int64_t l = 0; l < LANES; l++) tops[l] = logits[count - LANES + l] > tops[l] ? logits[count - LANES + l] : tops[l];
+    for (int64_t l = 0; l < LANES; l++) top = tops[l] > top ? tops[l] : top;
+    return top;
 }
 
-static uint64_t mixed(uint64_t value) {
-    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9u;
-    value = (value ^ (value >> 27)) * 0x94D049BB133111EBu;
-    return value ^ (value >> 31);
+/* The hashes of count tokens from first on, and whether any is at least so large. */
+FOR_EACH_CPU static int hash_block(uint64_t key, int64_t first, int64_t count, uint64_t least, uint64_t *hashes) {
+    uint64_t any = 0;
+    for (int64_t v = 0; v < count; v++) {
+        hashes[v] = absorbed(key, (uint64_t)(first + v));
+        any |= hashes[v] >= least;
+    }
+    return any != 0;
 }
 
-double uniform_of(uint64_t seed, int64_t offset, enum Purpose purpose) {
-    const uint64_t golden = 0x9E3779B97F4A7C15u;
-    uint64_t state = mixed(mixed(seed + golden) ^ mixed(((uint64_t)offset * 4 + (uint64_t)purpose + 1) * golden));
-    return (double)(state >> 11) * 0x1p-53;
+/* Of all tokens. A block's highest logit says how much noise it takes to win in it, which hardly any hash gives. tops: room for a
+ * float a block. */
+static int64_t drawn_of_all(const float *logits, int64_t vocab_size, double temperature, uint64_t key, float *tops) {
+    int64_t num_blocks = (vocab_size + BLOCK - 1) / BLOCK;
+    uint64_t hashes[BLOCK];
+    double inverse = 1.0 / temperature;
+    for (int64_t b = 0; b < num_blocks; b++)
+        tops[b] = highest(logits + b * BLOCK, b + 1 < num_blocks ? BLOCK : vocab_size - b * BLOCK);
+    int64_t first = most_likely(tops, num_blocks) * BLOCK;
+    first += most_likely(logits + first, first + BLOCK < vocab_size ? BLOCK : vocab_size - first);
+    Drawn best = {-INFINITY, first};
+    consider(&best, (double)logits[first] / temperature, absorbed(key, (uint64_t)first), first);
+    for (int64_t b = 0; b < num_blocks; b++) {
+        int64_t start = b * BLOCK, count = b + 1 < num_blocks ? BLOCK : vocab_size - start;
+        /* A bit less than is needed: quotients, logarithms and sums round. */
+        double wanted = best.score - 1e-9 * (1.0 + fabs(best.score));
+        uint64_t least = least_hash(wanted - (double)tops[b] * inverse);
+        if (least == UINT64_MAX || !hash_block(key, start, count, least, hashes)) continue;
+        for (int64_t v = 0; v < count; v++)
+            if (hashes[v] >= least && wanted - (double)logits[start + v] * inverse <= noise_bound(hashes[v]))
+                consider(&best, (double)logits[start + v] / temperature, hashes[v], start + v);
+    }
+    return best.token;
 }
 
-int64_t draw_token(const float *logits, int64_t vocab_size, double temperature, int64_t top_k, double top_p, double uniform,
-                   void *candidates) {
+int64_t draw_token(const float *logits, int64_t vocab_size, const Sampling *sampling, int64_t position, void *candidates) {
+    /* What float32 cannot tell from 0 is greedy; and the contract's tensors hold no more than float32 does. */
+    double temperature = (double)(float)sampling->temperature, top_p = (double)(float)sampling->top_p;
     if (temperature == 0.0) return most_likely(logits, vocab_size);
-    double total;
-    int64_t count = distribution(logits, vocab_size, (float)temperature, top_k, (float)top_p, candidates, &total);
-    return drawn(candidates, count, total, uniform);
+    uint64_t key = noise_key(sampling->seed, position);
+    if (top_p >= 1.0 && (sampling->top_k <= 0 || sampling->top_k >= vocab_size))
+        return drawn_of_all(logits, vocab_size, temperature, key, candidates);
+    const Candidate *found = candidates;
+    int64_t count = kept(logits, vocab_size, temperature, sampling->top_k, top_p, candidates);
+    Drawn best = {-INFINITY, found[0].token};
+    for (int64_t c = 0; c < count; c++)
+        consider(&best, (double)found[c].value / temperature, absorbed(key, (uint64_t)found[c].token), found[c].token);
+    return best.token;
 }
 
-/* verification.py's verify_greedy and verify_tokens: drafts [num_drafts] accepted from the left, by logits [num_drafts + 1,
- * vocabulary], and in *next_token the one after them. offset: output tokens before the first draft. */
-int64_t verify_drafts(const float *logits, int64_t vocab_size, const int64_t *drafts, int64_t num_drafts, double temperature,
-                      int64_t top_k, double top_p, uint64_t seed, int64_t offset, void *candidates, int64_t *next_token) {
-    for (int64_t k = 0;; k++, logits += vocab_size) {
-        if (temperature == 0.0) {
-            *next_token = most_likely(logits, vocab_size);
-            if (k < num_drafts && *next_token == drafts[k]) continue;
-            return k;
+double draw_chance(const float *logits, int64_t vocab_size, const Sampling *sampling, int64_t position, int64_t token) {
+    double temperature = (double)(float)sampling->temperature, total = 0.0;
+    uint64_t key = noise_key(sampling->seed, position), own_hash = absorbed(key, (uint64_t)token);
+    double own = (double)logits[token] + (temperature > 0.0 ? temperature * noise_of(bits_of(own_hash)) : 0.0);
+    /* What is left out has together less than a hundredth of the token's own part. */
+    double least = log(0.01 / (double)vocab_size);
+    for (int64_t v = 0; v < vocab_size; v++) {
+        double behind = (double)logits[v] - own;
+        if (behind + temperature * MAX_NOISE < least) continue;
+        uint64_t hash = temperature > 0.0 ? absorbed(key, (uint64_t)v) : 0;
+        if (behind + temperature * noise_bound(hash) < least) continue;
+        total += exp(temperature > 0.0 ? behind + temperature * noise_of(bits_of(hash)) : behind);
+    }
+    return fmin(1.0, 1.0 / total);
+}
+
+/* Each run's tokens from logits [rows, vocabulary]: draft tokens stand while each is what is drawn in its place. */
+void draw_tokens(const float *logits, int64_t vocab_size, Draw *draws, int64_t num_draws, void *candidates) {
+    for (Draw *one = draws; one < draws + num_draws; one++) {
+        const float *row = logits + one->row * vocab_size;
+        for (one->num_accepted = 0;; one->num_accepted++, row += vocab_size) {
+            one->next_token = draw_token(row, vocab_size, &one->sampling, one->position + one->num_accepted, candidates);
+            if (one->num_accepted == one->num_drafts || one->next_token != one->drafts[one->num_accepted]) break;
         }
-        Candidate *found = candidates, *draft = NULL;
-        double total;
-        int64_t count = distribution(logits, vocab_size, (float)temperature, top_k, (float)top_p, found, &total);
-        for (int64_t c = 0; c < count && k < num_drafts; c++)
-            if (found[c].token == drafts[k]) draft = found + c;
-        if (draft && uniform_of(seed, offset + k, ACCEPT) * total < (double)draft->value) continue;
-        /* With the draft taken out; a rejection that only rounding made leaves nothing else, and then it stays. */
-        if (draft) {
-            double rest = 0.0;
-            for (int64_t c = 0; c < count; c++) rest += found + c == draft ? 0.0 : (double)found[c].value;
-            if (rest > 0.0) total = rest, draft->value = 0.0f;
-        }
-        *next_token = drawn(found, count, total, uniform_of(seed, offset + k, DRAW));
-        return k;
     }
 }
 
-/* tokens [rows] of logits [rows, vocabulary] */
-void draw_tokens(const float *logits, int64_t num_rows, int64_t vocab_size, const double *temperatures, const int64_t *top_ks,
-                 const double *top_ps, const double *uniforms, void *candidates, int64_t *tokens) {
-    for (int64_t r = 0; r < num_rows; r++)
-        tokens[r] = draw_token(logits + r * vocab_size, vocab_size, temperatures[r], top_ks[r], top_ps[r], uniforms[r], candidates);
+/* The noise of some tokens at one position, and the bits that it comes of. */
+void noise_at(uint64_t seed, int64_t position, const int64_t *tokens, int64_t count, uint64_t *bits, double *noise) {
+    uint64_t key = noise_key(seed, position);
+    for (int64_t t = 0; t < count; t++) bits[t] = bits_of(absorbed(key, (uint64_t)tokens[t])), noise[t] = noise_of(bits[t]);
 }

@@ -41,14 +41,30 @@ INLINE int is_wide(void) { return __builtin_cpu_supports("x86-64-v4") != 0; }
 INLINE int is_wide(void) { return LANES * sizeof(float) <= __BIGGEST_ALIGNMENT__; }
 #endif
 
-/* One token of logits [vocabulary]; temperature 0 is greedy. candidates: room for 8 bytes a token. */
-int64_t draw_token(const float *logits, int64_t vocab_size, double temperature, int64_t top_k, double top_p, double uniform,
-                   void *candidates);
+/* How a sequence draws; temperature 0 is greedy. */
+typedef struct {
+    double temperature, top_p;
+    int64_t top_k;
+    uint64_t seed;
+} Sampling;
 
-enum Purpose { DRAW, ACCEPT };
+/* Tokens that one sequence draws from rows of logits that lie one after another. */
+typedef struct {
+    Sampling sampling;
+    int64_t row;           /* the first */
+    int64_t position;      /* of the token drawn from it in its sequence */
+    int64_t num_drafts;    /* draft tokens, each of which has a row; the last row stands behind them */
+    const int64_t *drafts;
+    int64_t num_accepted;  /* found here: as many draft tokens stand */
+    int64_t next_token;    /* and this one follows */
+} Draw;
 
-/* sampler.py's uniform(). */
-double uniform_of(uint64_t seed, int64_t offset, enum Purpose purpose);
+/* The token at a position of a sequence, from its logits [vocabulary]. candidates: room for 8 bytes a token. */
+int64_t draw_token(const float *logits, int64_t vocab_size, const Sampling *sampling, int64_t position, void *candidates);
+
+/* How sure the draw of a token is: how likely it would be at temperature 1 if the noise, times the temperature, were part of the
+ * logits. Greedy, it is the model's own probability. */
+double draw_chance(const float *logits, int64_t vocab_size, const Sampling *sampling, int64_t position, int64_t token);
 
 /* sums [rows, PANEL] += panel [groups, PANEL, 4] times x [rows, groups, 4], rows of x lying stride bytes apart; at most MAX_ROWS. */
 void byte_products(const uint8_t *panel, int64_t num_groups, const int8_t *x, int64_t stride, int64_t num_rows,

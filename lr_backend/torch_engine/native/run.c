@@ -1,8 +1,8 @@
-/* Sequences that decode on their own until something happens: a token a pass, or several behind the guesses of a draft model.
+/* Sequences that decode on their own until something happens: a token a pass, or several behind those of a draft model.
  *
  * A pass computes a sequence's last token and the drafts after it, and draws a token from the logits of each row in turn, as if
- * it stood alone: with the noise of its own place. The drafts stand as long as they are what is drawn. So a run with drafts draws
- * the same tokens as one without, greedy or not, and needs fewer passes (arXiv 2211.17192 accepts as often: with p(draft)).
+ * it stood alone: with the noise of its own position. The drafts stand as long as they are what is drawn. So a run with drafts
+ * draws the same tokens as one without, greedy or not, and needs fewer passes. The draft model draws with the target's noise.
  */
 #include "decoder.h"
 
@@ -18,10 +18,7 @@ typedef struct {
     int64_t room;         /* how many may be drawn; at least one */
     int64_t max_drafts;   /* how many may be drafted in a pass */
     int64_t first_block;  /* where its blocks begin in blocks */
-    int64_t offset;       /* of the noise of the first of its tokens, were it drawn */
-    int64_t top_k;
-    double temperature, top_p;
-    uint64_t seed;
+    Sampling sampling;
     const uint8_t *ends;  /* one byte a token, not 0 where it may end a run; or NULL */
     double *log_probs;    /* as tokens, of the model itself; or NULL */
     int64_t num_proposed; /* drafts */
@@ -81,7 +78,7 @@ static void compute(const Model *model, const Pool *pool, const Run *run, const 
 /* Forget the batch before. */
 static void begin(Rows *rows) { rows->num_chunks = rows->num_rows = rows->num_logits = 0; }
 
-/* The draft's guesses for one pass: a row of them a sequence, width apart, and how many there are. */
+/* The draft's tokens for one pass: a row of them a sequence, width apart, and how many there are. */
 static void draft_ahead(const Run *run, Rows *rows, int64_t width, int64_t *drafts, int64_t *num_drafted, double *chances,
                         int64_t num_threads) {
     int64_t vocab_size = run->draft->head.num_outputs;
@@ -103,8 +100,9 @@ static void draft_ahead(const Run *run, Rows *rows, int64_t width, int64_t *draf
             const float *logits = run->logits + c * vocab_size;
             /* A draft that computes nonsense has nothing to say. */
             if (!is_finite(logits, vocab_size)) continue;
-            int64_t token = draw_token(logits, vocab_size, 0.0, 0, 1.0, 0.0, run->candidates);
-            chances[s] *= exp((double)logits[token] - log_total(logits, vocab_size));
+            int64_t position = one->start + one->count + at;
+            int64_t token = draw_token(logits, vocab_size, &one->sampling, position, run->candidates);
+            if (run->min_chance > 0.0) chances[s] *= draw_chance(logits, vocab_size, &one->sampling, position, token);
             if (chances[s] < run->min_chance) continue;
             drafts[s * width + at] = token;
             num_drafted[s] = at + 1;
@@ -121,8 +119,7 @@ static int draw(const Run *run, Sequence *one, const float *logits, int64_t voca
     int64_t known = one->count;
     for (int64_t i = 0; i <= num_drafts; i++, logits += vocab_size) {
         if (!is_finite(logits, vocab_size)) return -1;
-        double uniform = uniform_of(one->seed, one->offset + one->count, DRAW);
-        int64_t token = draw_token(logits, vocab_size, one->temperature, one->top_k, one->top_p, uniform, run->candidates);
+        int64_t token = draw_token(logits, vocab_size, &one->sampling, one->start + one->count, run->candidates);
         int stands = i < num_drafts && token == drafts[i];
         one->tokens[one->count] = token;
         if (one->log_probs) one->log_probs[one->count] = (double)logits[token] - log_total(logits, vocab_size);
