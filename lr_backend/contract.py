@@ -1,9 +1,9 @@
-"""The tensors that cross a Triton boundary, written once.
+"""What a tensor is, and the tensors of an engine, written once.
 
 ``ENGINE_INPUTS`` and ``ENGINE_OUTPUTS`` are the ``tensorrt_llm`` model of TensorRT-LLM 1.2.1
 (``triton_backend/all_models/inflight_batcher_llm/tensorrt_llm/config.pbtxt``): same names, dtypes, dims, reshape, ragged and
-optional flags. Every engine of ours, compiled or torch, is served behind them. ``LOOKAHEAD_INPUTS`` and
-``LOOKAHEAD_OUTPUTS`` are what clients of the ``lookahead`` model see.
+optional flags. Every engine of ours, compiled or torch, is served behind them. What clients of the ``lookahead`` model see is
+made from the request (:mod:`lr_backend.fields`).
 
 Config files, encoding, decoding and tests read these tables; nothing else in the project spells a tensor's dtype or dims.
 """
@@ -177,51 +177,6 @@ ENGINE_OUTPUTS: tuple[TensorSpec, ...] = (
     _output("num_output_tokens", "INT32", 1, torch=True),
 )
 
-
-def _field(name: str, dtype: str, dims: int = 1) -> TensorSpec:
-    return TensorSpec(name, dtype, (dims,))
-
-
-LOOKAHEAD_INPUTS: tuple[TensorSpec, ...] = (
-    _field("text_input", "STRING"),
-    _field("messages", "STRING"),
-    _field("raw", "BOOL"),
-    _field("max_tokens", "INT32"),
-    _field("temperature", "FP32"),
-    _field("top_p", "FP32"),
-    _field("top_k", "INT32"),
-    _field("seed", "UINT64"),
-    _field("stop", "STRING", -1),
-    _field("stream", "BOOL"),
-    _field("mode", "STRING"),
-    _field("max_depth", "INT32"),
-    _field("depth", "STRING"),
-    _field("min_chance", "FP32"),
-    _field("draft_run_tokens", "INT32"),
-    _field("width", "INT32"),
-    _field("num_draft_tokens", "INT32"),
-    _field("draft_length", "STRING"),
-    _field("await_draft", "STRING"),
-    _field("ngram_max", "INT32"),
-    _field("verifier", "STRING"),
-    _field("verifier_threshold", "FP32"),
-    _field("proposer", "STRING"),
-    _field("audit_rate", "FP32"),
-    _field("risk_budget", "FP32"),
-    _field("segmenter", "STRING"),
-    _field("lossless", "BOOL"),
-    _field("deterministic", "BOOL"),
-    _field("deadline_s", "FP32"),
-    _field("trace", "BOOL"),
-)
-
-LOOKAHEAD_OUTPUTS: tuple[TensorSpec, ...] = (
-    _output("text_output", "STRING", 1),
-    _output("step", "STRING", 1),
-    _output("finish_reason", "STRING", 1),
-    _output("usage", "STRING", 1),
-    _output("trace", "STRING", 1),
-)
 
 BY_NAME: dict[str, TensorSpec] = {spec.name: spec for spec in TORCH_ENGINE_INPUTS + ENGINE_OUTPUTS}
 

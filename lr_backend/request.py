@@ -6,6 +6,7 @@ optional and nothing is re-validated. Knows no tensors, no engine, no tokenizer.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,21 +20,35 @@ from lr_backend.errors import InvalidRequest
 MAX_SEED = 2**64 - 1
 
 
-class Mode(StrEnum):
-    """How an answer is speculated: not at all, by tokens, by steps, or by both."""
+def draw_seed() -> int:
+    """The seed of a request that names none."""
+    return secrets.randbits(63)
 
+
+class Mode(StrEnum):
+    """How an answer is speculated: not at all, by draft tokens, by drafted steps, or by both."""
+
+    AUTO = "auto"
+    """Steps and draft tokens, as far as measurements say that they pay."""
     AR = "ar"
     SD = "sd"
     LR = "lr"
     LR_SD = "lr_sd"
+    LOSSLESS = "lossless"
+    """Steps and draft tokens; a drafted step is accepted only if its tokens are the target's own."""
 
     @property
     def speculates_steps(self) -> bool:
-        return self in (Mode.LR, Mode.LR_SD)
+        return self in (Mode.AUTO, Mode.LR, Mode.LR_SD, Mode.LOSSLESS)
 
     @property
     def speculates_tokens(self) -> bool:
-        return self in (Mode.SD, Mode.LR_SD)
+        return self in (Mode.AUTO, Mode.SD, Mode.LR_SD, Mode.LOSSLESS)
+
+    @property
+    def chooses(self) -> bool:
+        """Depth and draft tokens are chosen by measurement; ``max_depth`` and ``num_draft_tokens`` are upper bounds."""
+        return self is Mode.AUTO
 
 
 class VerifierName(StrEnum):
@@ -49,8 +64,6 @@ class VerifierName(StrEnum):
     """Cosine of sentence embeddings."""
     SCORE = "score"
     """The target's grade, 0 to 9."""
-    LIKELIHOOD = "likelihood"
-    """The target's mean log-probability of the drafted step's tokens."""
     RANDOM = "random"
     """Chance: a control for comparisons, of no other use."""
 
@@ -69,57 +82,20 @@ THRESHOLDS: Mapping[VerifierName, ThresholdRule] = {
     VerifierName.CASCADE: ThresholdRule(0.0, 1.0, None, "cheap score from which a step is accepted without the judge"),
     VerifierName.EMBEDDING: ThresholdRule(0.0, 1.0, 0.95, "least cosine"),
     VerifierName.SCORE: ThresholdRule(1.0, 9.0, 9.0, "least grade"),
-    VerifierName.LIKELIHOOD: ThresholdRule(-100.0, 0.0, -0.5, "least mean log-probability a token, in nats"),
     VerifierName.RANDOM: ThresholdRule(0.0, 1.0, 0.5, "probability of acceptance"),
 }
 """Verifiers without an entry take no threshold. Defaults as the paper's table 2 has them where it does (0.95, 9)."""
 
 
 class ProposerName(StrEnum):
-    """Where token drafts come from."""
+    """Where draft tokens come from."""
 
+    DRAFT_MODEL = "draft_model"
+    """The draft model, after the target's own prefix; beside a drafted step that step, until the target leaves it."""
     NGRAM = "ngram"
     """Prompt lookup."""
-    DRAFT_STEP = "draft_step"
-    """The drafted step that the target's is compared with, then prompt lookup."""
-    DRAFT_MODEL = "draft_model"
-    """The draft model, from the target's own prefix; beside a drafted step once the target leaves it."""
     ENGINE = "engine"
     """The target's engine itself, with a draft model of its own: no call and no wait for a verification."""
-
-
-class DraftLengthPolicy(StrEnum):
-    """How many token drafts go into one verification: always as many as allowed, or as many as bring most."""
-
-    FIXED = "fixed"
-    AUTO = "auto"
-
-
-class AwaitDraft(StrEnum):
-    """Whether a target step waits for the drafted step that is its token draft, or starts and takes it up when it comes."""
-
-    NEVER = "never"
-    ALWAYS = "always"
-    AUTO = "auto"
-    """As what has lately been faster on this server."""
-
-
-class SegmenterName(StrEnum):
-    """Where a reasoning step ends."""
-
-    BLANK_LINE = "blank_line"
-    """At a blank line (the deployment's delimiter)."""
-    SENTENCE = "sentence"
-    """At a blank line or the end of a sentence, outside of code and formulas."""
-    ADAPTIVE = "adaptive"
-    """At a blank line outside of code and formulas; a long paragraph at the end of a sentence; very short steps are merged."""
-
-
-class DepthPolicy(StrEnum):
-    """How far ahead to speculate: always as far as allowed, or as far as measurements say that it pays."""
-
-    FIXED = "fixed"
-    AUTO = "auto"
 
 
 class FinishReason(StrEnum):
@@ -144,66 +120,61 @@ class Message(BaseModel):
 class LookaheadRequest(BaseModel):
     """One question and how to answer it. Exactly one of ``text_input`` and ``messages`` is given.
 
-    Attributes:
-        text_input: one user turn; with ``raw`` the prompt itself, rendered by no template.
-        stop: strings that end the answer; they are not part of it.
-        stream: False sends one response with the whole answer.
-        max_depth: steps drafted ahead of the last committed one (the paper's gamma).
-        depth: ``auto`` chooses a depth up to ``max_depth`` at every step by measurement; ``deterministic`` keeps it fixed.
-        min_chance: look ahead below a drafted step only while it, and those above it, are likely to be accepted: with this
-            probability at least, learned from how sure the draft was of like steps. 0: always; ``deterministic`` keeps it 0.
-        draft_run_tokens: tokens that one call of the draft may write, step after step; 0: a call a step. Pays where a call's
-            hand-over takes longer than the draft takes for another step.
-        width: candidate steps at each position.
-        num_draft_tokens: token drafts in one verification, at most.
-        draft_length: ``auto`` chooses their number, up to ``num_draft_tokens``, by how many were accepted of late; those of the
-            draft model end where it is not sure of them.
-        await_draft: whether a target step waits for its drafted step (``draft_step``); ``deterministic`` waits always, and so
-            does ``draft_model``, which would otherwise be asked for the same tokens twice.
-        ngram_max: longest suffix that the n-gram proposer looks up; the shortest is one less.
-        verifier_threshold: from where on the verifier's score accepts; its range is the verifier's (:data:`THRESHOLDS`).
-        audit_rate: share of the accepted drafted steps that are judged again by the server's auditor, off the critical path.
-            Steps of equal tokens need no audit and are not among them.
-        risk_budget: highest tolerable share of wrong ones among them. While the server's measured share is above it beyond
-            doubt, only equal tokens are accepted. 0 is no limit.
-        segmenter: where a step ends, be it drafted or the target's.
-        lossless: no judged step is ever accepted; only token speculation, everywhere.
-        deterministic: the result does not depend on which engine answers first.
-        deadline_s: seconds until the answer is cut with finish reason ``deadline``; 0 is the server's own limit.
+    This is the one place that says a field: its name, type, bounds, default and, in the text below it, its meaning. Tensors,
+    client, command line and documentation are made from it (:mod:`lr_backend.fields`, ``python -m tools.request_fields``).
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
     text_input: str | None = Field(default=None, min_length=1)
+    """one user turn, rendered with the target's chat template"""
     messages: tuple[Message, ...] | None = Field(default=None, min_length=1)
+    """a chat in place of `text_input`: a JSON list of `{role, content}`"""
     raw: bool = False
+    """`text_input` is the prompt itself, rendered by no template"""
     max_tokens: int = Field(default=512, ge=1, le=1 << 20)
+    """tokens of the answer, reasoning included, at most; cut at the server's limit"""
     temperature: float = Field(default=0.0, ge=0.0, le=5.0, allow_inf_nan=False)
+    """0 is greedy"""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0, allow_inf_nan=False)
+    """share of the probability to sample from"""
     top_k: int = Field(default=0, ge=0, le=1 << 20)
-    seed: int = Field(default=0, ge=0, le=MAX_SEED)
+    """number of tokens to sample from; 0 is all"""
+    seed: int = Field(default_factory=draw_seed, ge=0, le=MAX_SEED)
+    """every draw derives from it; unset, the server draws one at random and tells it in `usage`"""
     stop: tuple[str, ...] = Field(default=(), max_length=16)
+    """strings of 1 to 128 characters that end the answer; they are not part of it"""
     stream: bool = True
-    mode: Mode = Mode.LR_SD
-    max_depth: int = Field(default=4, ge=0, le=16)
-    depth: DepthPolicy = DepthPolicy.FIXED
-    min_chance: float = Field(default=0.0, ge=0.0, le=1.0, allow_inf_nan=False)
-    draft_run_tokens: int = Field(default=0, ge=0, le=4096)
+    """false: one response with the whole answer"""
+    mode: Mode = Mode.AUTO
+    """how the answer is speculated: `auto` by steps and draft tokens, as far as measurements say that they pay; `ar` not at all;
+    `sd` by draft tokens; `lr` by steps; `lr_sd` by both; `lossless` by both, and a drafted step is accepted only if its tokens
+    are the target's own: the text is what `ar` writes with the same seed"""
+    max_depth: int = Field(default=8, ge=0, le=16)
+    """steps drafted ahead of the last committed one, with `auto` at most; cut at the server's limit"""
     width: int = Field(default=1, ge=1, le=8)
+    """candidate steps at each position; cut at the server's limit"""
     num_draft_tokens: int = Field(default=8, ge=0, le=64)
-    draft_length: DraftLengthPolicy = DraftLengthPolicy.FIXED
-    await_draft: AwaitDraft = AwaitDraft.NEVER
-    ngram_max: int = Field(default=4, ge=1, le=16)
+    """draft tokens in one verification, with `auto` at most; cut at the engine's limit"""
+    proposer: ProposerName = ProposerName.DRAFT_MODEL
+    """where draft tokens come from: the draft model, lookup of what last followed the same few tokens, or the target's engine
+    itself"""
     verifier: VerifierName = VerifierName.JUDGE
+    """who decides whether a drafted step means the same as the target's"""
     verifier_threshold: float | None = Field(default=None, allow_inf_nan=False)
-    proposer: ProposerName = ProposerName.DRAFT_STEP
+    """from where on the verifier's score accepts; range and default are the verifier's"""
     audit_rate: float = Field(default=0.0, ge=0.0, le=1.0, allow_inf_nan=False)
+    """share of the accepted steps that the server's auditor judges again, off the critical path; steps of equal tokens need no
+    audit and are not among them"""
     risk_budget: float = Field(default=0.0, ge=0.0, le=1.0, allow_inf_nan=False)
-    segmenter: SegmenterName = SegmenterName.BLANK_LINE
-    lossless: bool = False
+    """highest tolerable share of wrongly accepted steps; while the server measures more beyond doubt, it accepts equal tokens
+    only; 0 is no limit"""
     deterministic: bool = False
+    """the result does not depend on which engine answers first; `auto` then takes its upper bounds"""
     deadline_s: float = Field(default=0.0, ge=0.0, le=86400.0, allow_inf_nan=False)
+    """seconds until the answer is cut with finish reason `deadline`; 0 is the server's limit"""
     trace: bool = False
+    """send a record of every step, and in the end the trace of the request"""
 
     @model_validator(mode="after")
     def _one_prompt(self) -> Self:
@@ -244,8 +215,8 @@ class LookaheadRequest(BaseModel):
 
     @property
     def effective_verifier(self) -> VerifierName:
-        """Whose word accepts drafted steps: the named verifier's, or under ``lossless`` that of equal tokens."""
-        return VerifierName.EXACT if self.lossless else self.verifier
+        """Whose word accepts drafted steps: the named verifier's, or in the mode ``lossless`` that of equal tokens."""
+        return VerifierName.EXACT if self.mode is Mode.LOSSLESS else self.verifier
 
     @property
     def threshold(self) -> float:
@@ -319,13 +290,14 @@ class Usage(BaseModel):
 
     ``num_steps_accepted_by`` counts accepted steps by reason. ``num_steps_rejected`` counts judged drafts that were not
     taken, by reason; ``num_steps_late`` positions at the root where no draft was ready. ``step_acceptance_rate`` = accepted
-    / (accepted + rejected + late) at the root. ``token_acceptance_rate`` = accepted / verified token drafts.
+    / (accepted + rejected + late) at the root. ``token_acceptance_rate`` = accepted / verified draft tokens.
     ``mean_accepted_length`` = mean number of consecutive accepted steps before each correction. ``num_wasted_tokens`` were
-    generated by target or draft and not committed; tokens of the draft model that the target took over as token drafts are not
+    generated by target or draft and not committed; tokens of the draft model that the target took over as draft tokens are not
     among them. ``num_audited`` accepted steps of this answer were audited when it ended,
     and ``num_false_accepts`` of them found wrong; ``num_audits_pending`` audits were still to come. ``false_accept_rate`` and its
     95 % interval are the server's, for the request's verifier; None where it asked for no audits, or there were none yet.
     ``risk_budget_spent``: the budget was spent at some moment of this request, which then accepted equal tokens only.
+    ``seed`` is the request's, or the one that the server drew for it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -360,6 +332,7 @@ class Usage(BaseModel):
     first_step_s: float | None = None
     latency_s: float = 0.0
     mode: Mode = Mode.AR
+    seed: int = 0
     degraded: tuple[str, ...] = ()
 
     def as_json(self) -> str:

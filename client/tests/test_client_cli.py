@@ -4,12 +4,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_server import WAIT_S, FakeServer, Gate
 from typer.testing import CliRunner, Result
 
 from lr_client.cli import app
+from lr_client.fields import FIELDS
 from lr_client.render import closing_line
 from lr_client.types import Usage
 
@@ -102,56 +104,39 @@ def test_the_closing_line_says_what_audits_found() -> None:
     assert line.endswith("finish: stop · 1 of 20 audited steps wrong · risk budget spent")
 
 
-def test_options_reach_the_server(server: FakeServer) -> None:
-    flags = (
-        "--mode lr --temperature 0.5 --top-p 0.5 --top-k 4 --max-tokens 9 --max-depth 2 --depth auto "
-        "--min-chance 0.25 --draft-run-tokens 64 "
-        "--width 3 --num-draft-tokens 5 --draft-length auto --ngram-max 6 "
-        "--verifier embedding --verifier-threshold 0.5 "
-        "--proposer ngram --segmenter sentence --audit-rate 0.25 --risk-budget 0.5 --seed 7 --stop x "
-        "--stop y --lossless --deterministic --deadline 2.5"
-    )
-    result = call("ask", "plain", *flags.split(), "--system", "brief", LOOKAHEAD_URL=server.url)
+VALUES: dict[str, Any] = {"BOOL": True, "INT32": 3, "UINT64": 2**64 - 1, "FP32": 0.5, "BYTES": "lr"}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_field_is_an_option(server: FakeServer, name: str) -> None:
+    value = VALUES[FIELDS[name].datatype]
+    flag = f"--{name.removesuffix('_s').replace('_', '-')}"
+    given = [flag] if value is True else [flag, str(value)]
+    result = call("ask", "plain", *given, LOOKAHEAD_URL=server.url)
+    assert result.exit_code == 0
+    assert server.request().inputs == {"text_input": ["plain"], "trace": [True], name: [value]}
+
+
+def test_options_are_combined_repeated_and_denied(server: FakeServer) -> None:
+    flags = "--mode lossless --max-depth 2 --stop x --stop y --no-deterministic --no-stream --system brief"
+    result = call("ask", "plain", *flags.split(), LOOKAHEAD_URL=server.url)
     assert result.exit_code == 0
     inputs = server.request().inputs
     assert json.loads(inputs.pop("messages")[0])[0] == {"role": "system", "content": "brief"}
     assert inputs == {
-        "mode": ["lr"],
-        "temperature": [0.5],
-        "top_p": [0.5],
-        "top_k": [4],
-        "max_tokens": [9],
+        "mode": ["lossless"],
         "max_depth": [2],
-        "depth": ["auto"],
-        "min_chance": [0.25],
-        "draft_run_tokens": [64],
-        "width": [3],
-        "num_draft_tokens": [5],
-        "draft_length": ["auto"],
-        "ngram_max": [6],
-        "verifier": ["embedding"],
-        "verifier_threshold": [0.5],
-        "proposer": ["ngram"],
-        "audit_rate": [0.25],
-        "risk_budget": [0.5],
-        "segmenter": ["sentence"],
-        "seed": [7],
         "stop": ["x", "y"],
-        "lossless": [True],
-        "deterministic": [True],
-        "deadline_s": [2.5],
+        "deterministic": [False],
+        "stream": [False],
         "trace": [True],
     }
 
 
-def test_as_many_token_drafts_as_bring_most(server: FakeServer) -> None:
-    flags = ("--num-draft-tokens", "auto", "--proposer", "draft_model")
-    assert call("ask", "plain", *flags, LOOKAHEAD_URL=server.url).exit_code == 0
-    inputs = server.request().inputs
-    assert (inputs["draft_length"], inputs["proposer"]) == (["auto"], ["draft_model"])
-    assert "num_draft_tokens" not in inputs
-    refused = call("ask", "plain", "--num-draft-tokens", "many", LOOKAHEAD_URL=server.url)
-    assert (refused.exit_code, "neither" in refused.output) == (2, True)
+def test_help_says_what_each_field_means() -> None:
+    words = " ".join(call("ask", "--help", COLUMNS="1000").output.split())
+    assert all(" ".join(field.help.split()) in words for field in FIELDS.values())
+    assert "auto|ar|sd|lr|lr_sd|lossless" in words
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,15 @@ from lr_client import Options, StepRecord, Usage
 from lr_client.protocol import INPUTS, OUTPUTS, Decoder, encode, error_from_text, read_record
 from lr_client.render import STYLES
 
-contract = pytest.importorskip("lr_backend.contract")
+server = pytest.importorskip("lr_backend.fields")
 request = pytest.importorskip("lr_backend.request")
 errors = pytest.importorskip("lr_backend.errors")
 
 
 def test_inputs_and_outputs_are_the_server_s() -> None:
     wire = {"STRING": "BYTES"}
-    assert {spec.name: wire.get(spec.dtype, spec.dtype) for spec in contract.LOOKAHEAD_INPUTS} == INPUTS
-    assert tuple(spec.name for spec in contract.LOOKAHEAD_OUTPUTS) == OUTPUTS
+    assert {spec.name: wire.get(spec.dtype, spec.dtype) for spec in server.LOOKAHEAD_INPUTS} == INPUTS
+    assert tuple(spec.name for spec in server.LOOKAHEAD_OUTPUTS) == OUTPUTS
 
 
 def test_every_field_of_the_server_s_request_can_be_sent() -> None:
@@ -25,8 +25,13 @@ def test_every_field_of_the_server_s_request_can_be_sent() -> None:
 
 
 def test_what_the_client_sends_parses() -> None:
-    sent = encode([{"role": "user", "content": "q"}], Options(mode="lr", max_depth=2, trace=True))
-    assert {tensor.name for tensor in sent} == {"messages", "mode", "max_depth", "trace"}
+    tensors = pytest.importorskip("lr_backend.triton.tensors")
+    sent = encode([{"role": "user", "content": "q"}], Options(mode="lr", max_depth=2, stop="x", trace=True))
+    asked = request.LookaheadRequest.parse(
+        tensors.request_fields({tensor.name: tensor.values for tensor in sent})
+    )
+    assert (asked.conversation, asked.mode, asked.max_depth) == ([{"role": "user", "content": "q"}], "lr", 2)
+    assert (asked.stop, asked.trace) == (("x",), True)
 
 
 def test_the_server_s_records_are_read_whole() -> None:

@@ -89,12 +89,6 @@ def test_one_stop_string_is_not_taken_apart() -> None:
     assert Options(stop="END").stop == ("END",)
 
 
-def test_auto_is_a_draft_length_on_the_wire() -> None:
-    _, length = encode("q", Options(num_draft_tokens="auto"))
-    assert (length.name, length.values.tolist()) == ("draft_length", [b"auto"])
-    assert len(encode("q", Options(num_draft_tokens="auto", draft_length="auto"))) == 2
-
-
 def test_numpy_numbers_are_numbers() -> None:
     sent = encode("q", Options(max_tokens=np.int64(5), temperature=np.float64(0.5)))  # type: ignore[arg-type]
     assert [tensor.values.tolist() for tensor in sent[1:]] == [[5], [0.5]]
@@ -128,10 +122,10 @@ def test_what_would_be_bent_on_the_wire_is_refused_by_name(name: str, value: Any
     assert "\n" not in str(caught.value)
 
 
-def test_auto_beside_another_draft_length_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="draft_length") as caught:
-        encode("q", Options(num_draft_tokens="auto", draft_length="fixed"))
-    assert caught.value.field == "num_draft_tokens"
+@pytest.mark.parametrize("name", ["depth", "lossless", "segmenter"])
+def test_what_is_no_field_is_no_option(name: str) -> None:
+    with pytest.raises(TypeError, match=name):
+        Options(**{name: 1})
 
 
 @pytest.mark.parametrize("question", [[{"role": "user"}], [3], 5, [{"role": "user", "content": b"x"}]])

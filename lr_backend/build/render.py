@@ -14,9 +14,10 @@ from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from lr_backend.build.spec import PACKAGE_ROOT, DeploymentSpec
-from lr_backend.contract import ENGINE_OUTPUTS, LOOKAHEAD_INPUTS, LOOKAHEAD_OUTPUTS, tensor_list_pbtxt
+from lr_backend.contract import ENGINE_OUTPUTS, tensor_list_pbtxt
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError
+from lr_backend.fields import LOOKAHEAD_INPUTS, LOOKAHEAD_OUTPUTS
 
 TEMPLATES = PACKAGE_ROOT / "model_repository"
 LOOKAHEAD_MODEL = "lookahead"

@@ -197,7 +197,7 @@ def _title(call: Call) -> str:
         f" {call.num_committed_tokens} of them in the answer",
     ]
     if call.num_draft_tokens:
-        lines.append(f"token drafts: {call.num_accepted_tokens} of {call.num_draft_tokens} accepted")
+        lines.append(f"draft tokens: {call.num_accepted_tokens} of {call.num_draft_tokens} accepted")
     if call.engine_ms:
         lines.append(f"{milliseconds(call.engine_ms)} in the engine, {milliseconds(call.way_ms)} on the way")
     if call.queue_ms:

@@ -27,7 +27,7 @@ class Purpose(StrEnum):
     DRAFTED_STEP = "drafted_step"
     TARGET_STEP = "target_step"
     TOKEN_DRAFT = "token_draft"
-    """Token drafts of the draft model for a target step, or for the target alone."""
+    """Draft tokens of the draft model for a target step, or for the target alone."""
     VERDICT = "verdict"
     ALONE = "alone"
     """The target outside the step loop: the answer after the reasoning, and everything in a mode without steps."""
@@ -39,11 +39,11 @@ class CallOutcome(StrEnum):
     COMMITTED = "committed"
     """The target's tokens are in the answer."""
     ACCEPTED = "accepted"
-    """Of a drafted step: it is in the answer. Of a verdict: it let a drafted step pass. Of token drafts: the target took some."""
+    """Of a drafted step: it is in the answer. Of a verdict: it let a drafted step pass. Of draft tokens: the target took some."""
     VERIFIED = "verified"
     """The target's step by which a drafted step was accepted: it was needed, and its tokens are not in the answer."""
     REJECTED = "rejected"
-    """Of a drafted step: it was compared and not taken. Of a verdict: it said no. Of token drafts: the target took none."""
+    """Of a drafted step: it was compared and not taken. Of a verdict: it said no. Of draft tokens: the target took none."""
     WASTED = "wasted"
     """Completed, but the chain that it belongs to was dropped, or a sibling won."""
     CANCELLED = "cancelled"
@@ -61,7 +61,7 @@ class Call(BaseModel):
         sibling: which drafted candidate of the position it writes or judges.
         num_tokens: new tokens that came back; 0 for a call that was cancelled or failed.
         num_committed_tokens: how many of them are in the answer.
-        num_draft_tokens: token drafts offered, of which the target wrote ``num_accepted_tokens`` itself. Told of the call that
+        num_draft_tokens: draft tokens offered, of which the target wrote ``num_accepted_tokens`` itself. Told of the call that
             verified them, and of the draft model's that wrote them.
         num_reused_tokens: prompt tokens that came from the engine's KV cache, where the engine says.
         queue_ms: part of the time that the call waited inside the engine, where the engine says.

@@ -17,7 +17,7 @@ COUNTERS = {
     SPENT: "Requests that accepted equal tokens only, because their risk budget was spent",
 }
 GAUGES = {
-    RATE: "Share of audited steps that were accepted wrongly, older audits for less",
+    RATE: "Share of accepted steps that were wrong, by audits: corrected for the auditor's errors, older ones for less",
     RATE_LOW: "Lower bound of its 95 % interval",
     RATE_HIGH: "Upper bound of its 95 % interval",
 }

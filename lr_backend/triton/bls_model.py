@@ -17,10 +17,10 @@ import structlog
 import triton_python_backend_utils as pb
 
 from lr_backend.config import CANCEL_RESERVE, LoopConfig
-from lr_backend.contract import LOOKAHEAD_INPUTS
 from lr_backend.engine import Role
 from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, LookaheadError, Overloaded
-from lr_backend.loop.loop import Engines
+from lr_backend.fields import LOOKAHEAD_INPUTS
+from lr_backend.loop.assemble import Engines
 from lr_backend.triton.audit_metrics import AuditMetrics
 from lr_backend.triton.bls_engine import Arrays, BlsEngine, CallGate, unavailable
 from lr_backend.triton.models import load_models

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from lr_backend.engine import Engine, EngineCall, Generation, Role
-from lr_backend.loop.loop import Engines
+from lr_backend.loop.assemble import Engines
 from lr_backend.torch_engine.config import EngineConfig
 from lr_backend.torch_engine.engine import TorchEngine
 from lr_backend.torch_engine.inprocess import InProcessEngine

@@ -14,14 +14,16 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
+from lr_backend.clock import running_clock
 from lr_backend.config import LoopConfig
 from lr_backend.contract import IntArray
 from lr_backend.errors import Cancelled, EngineRejected, InvalidRequest, LookaheadError, Overloaded
+from lr_backend.loop.answer import Committed
+from lr_backend.loop.assemble import Engines, Models, assemble
 from lr_backend.loop.audit import AuditDesk
-from lr_backend.loop.clock import running_clock
-from lr_backend.loop.loop import Committed, Engines, LookaheadLoop, Models, Outcome
-from lr_backend.loop.pace import Pace
+from lr_backend.loop.loop import LookaheadLoop, Outcome
 from lr_backend.loop.tracing import build_trace
+from lr_backend.policy.policy import Learned
 from lr_backend.request import LookaheadRequest, with_defaults
 from lr_backend.triton.speculation_metrics import DraftCounts
 from lr_backend.triton.tensors import committed_tensors, final_tensors, request_fields
@@ -51,14 +53,14 @@ class LookaheadService:
 
     Attributes:
         audits: outlive the requests whose steps they judge; :meth:`close` ends them.
-        drafts: token drafts of all answers; ``on_drafts`` is called when an answer has added to them.
+        drafts: draft tokens of all answers; ``on_drafts`` is called when an answer has added to them.
     """
 
     def __init__(self, config: LoopConfig, models: Models, engines: Engines) -> None:
         self._config = config
         self._models = models
         self._engines = engines
-        self._pace: Pace | None = None
+        self._policy: Learned | None = None
         parts = VerifierParts(engines.target, engines.judge, models.tokenizer, models.judge_prompt, models.judge_tokenizer)
         self.audits = AuditDesk(lambda: make_auditor(config, parts, models.checker), config.audit)
         self.drafts = DraftCounts()
@@ -100,9 +102,9 @@ class LookaheadService:
             else:
                 parts.append(committed.text)
 
-        self._pace = self._pace or Pace(running_clock())
-        shared = (self._engines, self._models, self._config, emit, self._pace, self.audits)
-        loop = LookaheadLoop(request, prompt_ids, request_id, *shared)
+        self._policy = self._policy or Learned(running_clock())
+        shared = (self._engines, self._models, self._config, emit, self._policy, self.audits)
+        loop = assemble(request, prompt_ids, request_id, *shared)
         outcome = await self._unless_cancelled(loop, replies)
         usage, finish_reason = outcome.usage, outcome.finish_reason
         self._count_drafts(outcome)

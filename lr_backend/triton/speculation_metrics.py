@@ -31,7 +31,7 @@ Key = tuple[str, tuple[tuple[str, str], ...]]
 
 @dataclass
 class DraftCounts:
-    """Verifications of token drafts, by the number of tokens accepted of each. Any thread may add and read."""
+    """Verifications of draft tokens, by the number of tokens accepted of each. Any thread may add and read."""
 
     num_drafts: int = 0
     num_draft_tokens: int = 0

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lr_backend.contract import LOOKAHEAD_INPUTS, TensorSpec
+from lr_backend.contract import TensorSpec
 from lr_backend.errors import InvalidRequest
-from lr_backend.loop.loop import Committed
+from lr_backend.fields import LOOKAHEAD_INPUTS
+from lr_backend.loop.answer import Committed
 from lr_backend.request import FinishReason, Usage
 from lr_backend.trace.schema import Trace
 

@@ -11,7 +11,8 @@ from tritonclient.grpc import model_config_pb2
 
 from lr_backend.build.repository import build_repository
 from lr_backend.build.spec import DeploymentSpec
-from lr_backend.contract import ENGINE_OUTPUTS, LOOKAHEAD_INPUTS, LOOKAHEAD_OUTPUTS, TORCH_ENGINE_INPUTS, TensorSpec
+from lr_backend.contract import ENGINE_OUTPUTS, TORCH_ENGINE_INPUTS, TensorSpec
+from lr_backend.fields import LOOKAHEAD_INPUTS, LOOKAHEAD_OUTPUTS
 from lr_backend.torch_engine.config import EngineConfig
 from tests.support.tiny_models import make_tiny_models
 

@@ -121,7 +121,6 @@ def test_the_loops_settings_are_those_of_the_engines(reports: dict[str, BuildRep
     config = LoopConfig.load(reports[name].output / "lookahead" / "1" / "lookahead.json")
     flags = compile_flags(reports[name], Role.TARGET)
     assert config.draft_logits == "one_hot"
-    assert not config.accepts_all_drafts
     assert config.vocab_size in (151936, 152064)
     assert (str(config.limits.max_draft_len), str(config.tokens_per_block)) == (flags["max_draft_len"], flags["tokens_per_block"])
     longest = config.limits.max_prompt_tokens + config.limits.max_tokens + config.limits.max_draft_len

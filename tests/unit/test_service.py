@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lr_backend.config import AuditSettings
-from lr_backend.contract import LOOKAHEAD_INPUTS, LOOKAHEAD_OUTPUTS
 from lr_backend.errors import EngineRejected, EngineUnavailable, InvalidRequest, LookaheadError
-from lr_backend.loop.loop import Engines
-from lr_backend.request import Usage, VerifierName
+from lr_backend.fields import LOOKAHEAD_INPUTS, LOOKAHEAD_OUTPUTS
+from lr_backend.loop.assemble import Engines
+from lr_backend.request import Mode, Usage, VerifierName
 from lr_backend.testing import run_virtual
 from lr_backend.trace.schema import Purpose, Trace
 from lr_backend.triton.service import LookaheadService, triton_code
@@ -65,7 +65,7 @@ def service_of(world: World, **defaults: Any) -> LookaheadService:
 
 def arrays(**fields: Any) -> dict[str, Any]:
     dtypes = {spec.name: spec.numpy_dtype for spec in LOOKAHEAD_INPUTS}
-    fields = {"text_input": LETTERS[:2], **fields}
+    fields = {"text_input": LETTERS[:2], "seed": 0, **fields}
     return {
         name: np.array(
             [v.encode() if isinstance(v, str) else v for v in (value if isinstance(value, list) else [value])], dtype=dtypes[name]
@@ -119,8 +119,8 @@ def test_engines_are_asked_for_their_counts_and_times_only_when_traced(trace: bo
     assert {recorded.call.return_perf_metrics for engine in world.engines for recorded in engine.calls} == {trace}
 
 
-@pytest.mark.parametrize("mode", ["ar", "sd", "lr", "lr_sd"])
-def test_without_streaming_there_is_exactly_one_response(mode: str) -> None:
+@pytest.mark.parametrize("mode", Mode)
+def test_without_streaming_there_is_exactly_one_response(mode: Mode) -> None:
     world = make_world()
 
     whole = ask(world.fresh(), stream=False, mode=mode, verifier="exact")
@@ -130,20 +130,33 @@ def test_without_streaming_there_is_exactly_one_response(mode: str) -> None:
 
 
 def test_the_same_greedy_answer_in_every_lossless_mode() -> None:
-    texts = {ask(make_world(), mode=mode, lossless=True).text for mode in ("ar", "sd", "lr", "lr_sd")}
+    texts = {ask(make_world(), mode=mode).text for mode in ("ar", "sd", "lossless")}
+    texts |= {ask(make_world(), mode=mode, verifier="exact").text for mode in ("auto", "lr", "lr_sd")}
 
     assert len(texts) == 1
 
 
-@pytest.mark.parametrize("mode", ["sd", "lr_sd"])
+def test_a_seed_is_drawn_where_none_is_given_and_told() -> None:
+    seeds = set()
+    for _ in range(2):
+        last = ask(make_world(), seed=None, trace=True).sent[-1]
+        trace = Trace.from_json(last["trace"])
+        assert Usage.model_validate_json(last["usage"]).seed == trace.usage.seed == trace.request.seed
+        seeds.add(trace.request.seed)
+    assert len(seeds) == 2
+
+    assert Usage.model_validate_json(ask(make_world(), seed=7).sent[-1]["usage"]).seed == 7
+
+
+@pytest.mark.parametrize("mode", ["sd", "lossless"])
 def test_the_draft_model_proposes_and_the_answer_stays_the_targets(mode: str) -> None:
-    fields = {"proposer": "draft_model", "draft_length": "auto", "num_draft_tokens": 12, "lossless": True, "trace": True}
+    fields = {"proposer": "draft_model", "num_draft_tokens": 12, "trace": True}
 
     replies = ask(make_world(), mode=mode, **fields)
 
     trace = Trace.from_json(replies.sent[-1]["trace"])
     assert replies.text == ask(make_world(), mode="ar").text
-    assert (trace.request.proposer, trace.request.draft_length) == ("draft_model", "auto")
+    assert (trace.request.proposer, trace.request.num_draft_tokens) == ("draft_model", 12)
     assert any(call.purpose is Purpose.TOKEN_DRAFT for call in trace.calls)
     assert trace.usage.num_accepted_tokens > 0
     assert not trace.usage.degraded
@@ -167,19 +180,12 @@ BAD_FIELDS = [
     *[("stop", value) for value in ([""], ["x" * 129], ["x"] * 17)],
     *[("mode", value) for value in ("", "LR", "fast", "lr-sd")],
     *[("max_depth", value) for value in (-1, 17, 2**31 - 1)],
-    *[("depth", value) for value in ("", "deep", "AUTO")],
-    *[("draft_run_tokens", value) for value in (-1, 4097)],
-    *[("min_chance", value) for value in (-0.1, 1.5, float("nan"))],
     *[("width", value) for value in (0, -1, 9)],
     *[("num_draft_tokens", value) for value in (-1, 65)],
-    *[("ngram_max", value) for value in (0, 17)],
     *[("verifier", value) for value in ("", "yes", "judge ", "embedding", "likelihood")],
     *[("verifier_threshold", value) for value in (0.5, float("nan"), float("inf"))],
-    *[("draft_length", value) for value in ("", "8", "AUTO")],
-    *[("await_draft", value) for value in ("", "yes", "AUTO")],
-    *[("proposer", value) for value in ("", "eagle", "draft")],
+    *[("proposer", value) for value in ("", "eagle", "draft", "draft_step")],
     *[(name, value) for name in ("audit_rate", "risk_budget") for value in (-0.1, 1.1, float("nan"))],
-    *[("segmenter", value) for value in ("", "paragraph")],
     *[("deadline_s", value) for value in (-1.0, float("nan"), 1e9)],
 ]
 

@@ -12,12 +12,12 @@ from lr_client.errors import (
     ServerUnreachable,
     TargetUnavailable,
 )
+from lr_client.fields import Options
 from lr_client.types import (
     Event,
     FinishEvent,
     FinishReason,
     Message,
-    Options,
     Question,
     Result,
     StepEvent,

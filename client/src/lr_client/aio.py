@@ -14,8 +14,9 @@ import grpc
 
 from lr_client import _wire
 from lr_client.client import DEFAULT_TIMEOUT_S, DEFAULT_URL, READY_TIMEOUT_S
+from lr_client.fields import Options
 from lr_client.protocol import Collector, encode
-from lr_client.types import Event, Options, Question, Result
+from lr_client.types import Event, Question, Result
 
 
 class AsyncStream(AsyncIterator[Event]):

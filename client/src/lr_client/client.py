@@ -11,8 +11,9 @@ from typing import Any, Self
 import grpc
 
 from lr_client import _wire
+from lr_client.fields import Options
 from lr_client.protocol import Collector, encode
-from lr_client.types import Event, Options, Question, Result
+from lr_client.types import Event, Question, Result
 
 DEFAULT_URL = "localhost:8001"
 DEFAULT_TIMEOUT_S = 600.0

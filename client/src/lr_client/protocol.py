@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, TypeVar, get_type_hints
 
 import numpy as np
@@ -25,11 +25,11 @@ from lr_client.errors import (
     ServerUnreachable,
     TargetUnavailable,
 )
+from lr_client.fields import FIELDS, Options
 from lr_client.reasoning import split_reasoning
 from lr_client.types import (
     Event,
     FinishEvent,
-    Options,
     Question,
     Result,
     StepEvent,
@@ -38,37 +38,8 @@ from lr_client.types import (
     Usage,
 )
 
-INPUTS: dict[str, str] = {
-    "text_input": "BYTES",
-    "messages": "BYTES",
-    "raw": "BOOL",
-    "max_tokens": "INT32",
-    "temperature": "FP32",
-    "top_p": "FP32",
-    "top_k": "INT32",
-    "seed": "UINT64",
-    "stop": "BYTES",
-    "stream": "BOOL",
-    "mode": "BYTES",
-    "max_depth": "INT32",
-    "depth": "BYTES",
-    "min_chance": "FP32",
-    "draft_run_tokens": "INT32",
-    "width": "INT32",
-    "num_draft_tokens": "INT32",
-    "draft_length": "BYTES",
-    "await_draft": "BYTES",
-    "ngram_max": "INT32",
-    "verifier": "BYTES",
-    "verifier_threshold": "FP32",
-    "proposer": "BYTES",
-    "audit_rate": "FP32",
-    "risk_budget": "FP32",
-    "segmenter": "BYTES",
-    "lossless": "BOOL",
-    "deterministic": "BOOL",
-    "deadline_s": "FP32",
-    "trace": "BOOL",
+INPUTS: dict[str, str] = {"text_input": "BYTES", "messages": "BYTES"} | {
+    name: field.datatype for name, field in FIELDS.items()
 }
 """Inputs of the ``lookahead`` model and their Triton datatypes; all optional, all of rank 1."""
 
@@ -94,19 +65,8 @@ def encode(question: Question, options: Options) -> tuple[Tensor, ...]:
     Raises:
         InvalidRequest: a value does not fit its tensor. Every other rule is the server's.
     """
-    chosen = {item.name: getattr(options, item.name) for item in fields(options)}
-    given = _prompt(question) | _spelled_out(chosen)
+    given = _prompt(question) | {name: getattr(options, name) for name in FIELDS}
     return tuple(_tensor(name, value) for name, value in given.items() if _is_given(value))
-
-
-def _spelled_out(given: dict[str, Any]) -> dict[str, Any]:
-    """``num_draft_tokens="auto"`` as the server knows it: its tensor holds a number, the cap."""
-    if given["num_draft_tokens"] != "auto":
-        return given
-    if given["draft_length"] not in (None, "auto"):
-        rule = 'goes with draft_length="auto"; give a number beside any other'
-        raise InvalidRequest(f"num_draft_tokens='auto': {rule}", field="num_draft_tokens")
-    return given | {"num_draft_tokens": None, "draft_length": "auto"}
 
 
 def _is_given(value: object) -> bool:
