@@ -18,9 +18,9 @@ from transformers import PreTrainedTokenizerFast
 
 from demo.judge_pairs import pairs
 from demo.problems import DELIMITER, Problem, Split, check_answer, problems, same_meaning
+from demo.shares import Share
 from demo.tokenizer import CONTEXT, END_THINK, TURN_END, chat, load_tokenizer
 from lr_backend.engine import GREEDY, Sampling
-from lr_backend.loop.audit import wilson
 from lr_backend.torch_engine.config import EngineConfig
 from lr_backend.torch_engine.engine import TorchEngine
 from lr_backend.torch_engine.inprocess import run_all
@@ -45,7 +45,7 @@ class Model:
     tokenizer: PreTrainedTokenizerFast
 
     @classmethod
-    def load(cls, directory: Path, threads: int, weight_dtype: str = "same", *, max_draft_len: int = 0) -> Model:
+    def load(cls, directory: Path, threads: int, weight_dtype: str = "same") -> Model:
         """The checkpoint in ``directory``, computing in fp32; the rest as in :class:`EngineConfig`."""
         config = EngineConfig(
             directory,
@@ -54,7 +54,6 @@ class Model:
             max_tokens_in_paged_kv_cache=BATCH * CONTEXT // 2,
             max_queue_size=MAX_QUEUE,
             max_seq_len=CONTEXT,
-            max_draft_len=max_draft_len,
             weight_dtype=weight_dtype,
         )
         return cls(TorchEngine(config), load_tokenizer(directory))
@@ -65,22 +64,6 @@ class Model:
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(ids))
-
-
-@dataclass(frozen=True)
-class Share:
-    """``hits`` out of ``total``."""
-
-    hits: int
-    total: int
-
-    @property
-    def value(self) -> float:
-        return self.hits / max(1, self.total)
-
-    def interval(self) -> tuple[float, float]:
-        """Wilson's 95 % confidence interval."""
-        return wilson(self.value, max(1, self.total))
 
 
 def end_tokens(model: Model, at_steps: bool) -> frozenset[int]:
@@ -185,6 +168,7 @@ def _bare(text: str) -> str:
 class ComparedStep:
     """The target's step and the draft's after the same prefix; the texts without the end of the reasoning."""
 
+    problem: int
     prefix: list[int]
     target_ids: list[int]
     drafted_ids: list[int]
@@ -203,23 +187,23 @@ def compared_steps(target: Model, draft: Model, tasks: Sequence[Problem], chains
     """Sample the draft's step at every step prefix of the target's chains."""
     ends = end_tokens(target, at_steps=True)
     cases = [
-        case
-        for task, chain in zip(tasks, chains, strict=True)
+        (number, *case)
+        for number, (task, chain) in enumerate(zip(tasks, chains, strict=True))
         for case in step_prefixes(target, target.encode(chat(task.question)), chain, ends)
     ]
     drafted = generate_all(
         draft,
-        [prefix for prefix, _ in cases],
+        [prefix for _, prefix, _ in cases],
         at_steps=True,
         max_new_tokens=STEP_TOKENS,
         temperature=TEMPERATURE,
         seed=DRAFT_SEED,
     )
     steps = []
-    for (prefix, step), ids in zip(cases, drafted, strict=True):
+    for (number, prefix, step), ids in zip(cases, drafted, strict=True):
         first, second = target.decode(step), draft.decode(ids)
         ends_alike = _ends_thinking(first) == _ends_thinking(second)
-        steps.append(ComparedStep(prefix, step, ids, _bare(first), _bare(second), ends_alike, first == second))
+        steps.append(ComparedStep(number, prefix, step, ids, _bare(first), _bare(second), ends_alike, first == second))
     return steps
 
 
@@ -228,16 +212,13 @@ def acceptance_figures(
 ) -> AcceptanceFigures:
     """Sample the draft's step at every step prefix of the target's chains, and compare."""
     steps = compared_steps(target, draft, tasks, chains)
-    identical, checker = [step.identical for step in steps], [step.same for step in steps]
     verdicts = judge_all(judge, [(step.target_text, step.drafted_text) for step in steps])
     judged = [step.identical or (step.same_end and v is True) for step, v in zip(steps, verdicts, strict=True)]
-    wrong = [j and not c for j, c in zip(judged, checker, strict=True)]
-    n = len(steps)
     return AcceptanceFigures(
-        Share(sum(judged), n),
-        Share(sum(checker), n),
-        Share(sum(identical), n),
-        Share(sum(wrong), sum(judged)),
+        Share.of((step.problem, j) for step, j in zip(steps, judged, strict=True)),
+        Share.of((step.problem, step.same) for step in steps),
+        Share.of((step.problem, step.identical) for step in steps),
+        Share.of((step.problem, not step.same) for step, j in zip(steps, judged, strict=True) if j),
     )
 
 

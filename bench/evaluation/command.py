@@ -95,7 +95,7 @@ def evaluate(
         ),
         out or Path("out") / f"eval-{dataset if dataset in NAMES else Path(dataset).name.split('.')[0]}",
         url=url,
-        deployment=None if url else _deployment(spec),
+        deployment=None if url else deployment_of(spec),
         scorers=scorers,
         scorer_timeout_s=scorer_timeout_s,
         time_limit_s=time_limit_s,
@@ -213,7 +213,7 @@ def run_evaluation(
     return directory
 
 
-def _deployment(spec: str) -> TorchDeployment:
+def deployment_of(spec: str) -> TorchDeployment:
     found = DeploymentSpec.load(spec)
     if not isinstance(found, TorchDeployment):
         raise EvaluationError(f"the spec {found.name} is served from its own container: start it there, and give its --url")

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
 from bench.evaluation.summary import Row, Summary
-from lr_backend.loop.audit import wilson
+from demo.shares import wilson
 from lr_backend.request import Mode, VerifierName
 
 MODE_COLOURS: Mapping[str, str] = {Mode.AR: "ar", Mode.SD: "sd", Mode.LR: "lr", Mode.LR_SD: "lr-sd"}

@@ -1,12 +1,12 @@
 """Shares, differences and ratios with their intervals. Pure; every draw is seeded.
 
-Answers to one problem are alike, so problems are what is drawn again (a *cluster* bootstrap): a problem comes with all its
-samples or not at all. Intervals are two-sided 95 % ones, percentiles of :data:`NUM_RESAMPLES` draws.
+Answers to one problem are alike, so all intervals are by problem: shares by :func:`demo.shares.effective_trials`, the rest by a
+*cluster* bootstrap, percentiles of :data:`NUM_RESAMPLES` draws of problems. All are two-sided 95 % ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.stats import permutation_test
 
-from lr_backend.loop.audit import wilson
+from demo.shares import effective_trials, wilson
 
 NUM_RESAMPLES = 10_000
 INTERVAL = (2.5, 97.5)
@@ -67,17 +67,13 @@ def ratio_of_sums(clusters: Sequence[Cluster], seed: int = 0) -> Estimate:
     return _estimate(totals, weights, seed)
 
 
-def share(clusters: Sequence[Cluster], seed: int = 0) -> Estimate:
-    """As :func:`ratio_of_sums`, of right answers among all.
+def share(clusters: Sequence[Cluster]) -> Estimate:
+    """Right answers among all, with Wilson's interval for as many independent answers as they are worth.
 
-    Where all problems agree, no draw differs from another and the bootstrap knows no doubt. There it is Wilson's interval, with
-    as many trials as there are problems.
+    How much a problem's answers differ from run to run is in it: totals of problems vary by that too.
     """
-    found = ratio_of_sums(clusters, seed)
-    if found.low == found.high:
-        low, high = wilson(found.value, sum(1 for cluster in clusters if cluster.weight))
-        return Estimate(found.value, low, high)
-    return found
+    value = sum(cluster.total for cluster in clusters) / sum(cluster.weight for cluster in clusters)
+    return Estimate(value, *wilson(value, effective_trials((cluster.total, cluster.weight) for cluster in clusters)))
 
 
 def ratio(over: Sequence[Cluster], under: Sequence[Cluster], seed: int = 0) -> Estimate:
@@ -102,23 +98,42 @@ def ratio(over: Sequence[Cluster], under: Sequence[Cluster], seed: int = 0) -> E
     return Estimate(float(everything[0]), float(low), float(high))
 
 
-def paired_difference(ours: Sequence[float], theirs: Sequence[float], seed: int = 0) -> Estimate:
-    """Mean of ``ours[i] - theirs[i]``, shares of right answers in [0, 1] to the same problem.
+def paired_difference(ours: Sequence[Cluster], theirs: Sequence[Cluster], seed: int = 0) -> Estimate:
+    """Mean over problems of the share of right answers in ``ours[i]`` less that in ``theirs[i]``, of the same problem.
 
-    The interval is a bootstrap over problems and two more, of which one says +1 and one -1 (as Bonett and Price add them for a
-    pair of shares): where few problems differ, the plain one is too sure of itself, and where none does, it knows no doubt at
-    all.
+    The interval is a bootstrap over problems, and over the answers to each of them: runs differ. (With several answers a problem
+    that is on the wide side, since problems differ by their runs already.) Two problems are added, one that says +1 and one that
+    says -1 (as Bonett and Price add them for a pair of shares): where few problems differ, the plain one is too sure of itself,
+    and where none does, it knows no doubt at all.
 
     Raises:
         ValueError: not as many on both sides, or none.
     """
     if len(ours) != len(theirs) or not len(ours):
         raise ValueError(f"{len(ours)} problems beside {len(theirs)}")
-    found = np.asarray(ours, dtype=np.float64) - np.asarray(theirs, dtype=np.float64)
-    widened = np.concatenate([found, [1.0, -1.0]])
-    low, high = np.percentile(_resampled(len(widened), lambda picks: widened[picks].mean(axis=1), seed), INTERVAL)
-    value = float(found.mean())
+    right, wrong = Cluster(1.0, 1.0), Cluster(0.0, 1.0)
+    sides = [_columns([*one, *added]) for one, added in ((ours, (right, wrong)), (theirs, (wrong, right)))]
+    rng = np.random.default_rng([seed, 1])
+
+    def difference(picks: npt.NDArray[np.intp]) -> Floats:
+        first, second = (_drawn_again(totals[picks], weights[picks], rng) for totals, weights in sides)
+        return np.asarray((first - second).mean(axis=1), dtype=np.float64)
+
+    low, high = np.percentile(_resampled(len(ours) + 2, difference, seed), INTERVAL)
+    value = float(np.mean(means(ours)) - np.mean(means(theirs)))
     return Estimate(value, min(value, float(low)), max(value, float(high)))
+
+
+def _drawn_again(totals: Floats, weights: Floats, rng: np.random.Generator) -> Floats:
+    """Shares of as many answers again, drawn with repetition. Where there is one, it stays as it is."""
+    if weights.max() > 1.0:
+        totals = rng.binomial(weights.astype(np.int64), totals / weights).astype(np.float64)
+    return totals / weights
+
+
+def means(clusters: Iterable[Cluster]) -> list[float]:
+    """Each problem's share."""
+    return [cluster.total / cluster.weight for cluster in clusters]
 
 
 def chance_of_difference(ours: Sequence[float], theirs: Sequence[float], seed: int = 0) -> float:

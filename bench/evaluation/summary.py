@@ -22,6 +22,7 @@ from bench.evaluation.statistics import (
     Estimate,
     chance_of_difference,
     common,
+    means,
     non_inferiority,
     paired_difference,
     percentiles,
@@ -31,14 +32,14 @@ from bench.evaluation.statistics import (
 )
 from bench.evaluation.tasks import StepChecker, step_checker
 from bench.hardware import Hardware, hardware_ceiling
-from demo.check import Share
 from demo.measure import Sample, accepted_runs
-from lr_backend.loop.depth import ceiling
+from demo.shares import Share
+from lr_backend.policy.formulas import ceiling
 from lr_backend.request import LookaheadRequest, Mode
 from lr_backend.verify.verdict import UNCOMPARED
 
 BASELINE = "ar"
-DEFAULT_MARGIN = 0.02
+DEFAULT_MARGIN = 0.015
 MAX_POSITIONS = 40
 
 
@@ -330,13 +331,13 @@ def _row(
     accepted = sum(use.num_steps_accepted for use in usages)
     decided = accepted + sum(use.num_steps_late + sum(use.num_steps_rejected.values()) for use in usages)
     tokens = sum(use.completion_tokens for use in usages)
-    steps = [step for one in group for step in one.record.step_records]
+    steps = [(one.record.task, step) for one in group for step in one.record.step_records]
     difference = p_value = verdict = None
     if base is not None and base is not group and rights and (theirs := _rights(base)):
-        ours, others = (_means(side) for side in common(rights, theirs))
+        ours, others = common(rights, theirs)
         if ours:
             difference = paired_difference(ours, others)
-            p_value = chance_of_difference(ours, others)
+            p_value = chance_of_difference(means(ours), means(others))
             verdict = non_inferiority(difference, margin).value
     speedup = token_speedup = None
     if base_timed is not None:
@@ -373,7 +374,7 @@ def _row(
         checked=checked(steps, checker) if checker is not None and decided else None,
         audits=sum(use.num_audited for use in usages),
         false_accepts=sum(use.num_false_accepts for use in usages),
-        positions=positions(steps),
+        positions=positions(step for _, step in steps),
         latencies_s=latencies,
     )
 
@@ -404,10 +405,6 @@ def _rates(group: Iterable[_Answer]) -> dict[str, Cluster]:
         before = found.get(one.record.task, Cluster(0.0, 0.0))
         found[one.record.task] = Cluster(before.total + one.use.completion_tokens, before.weight + one.record.latency_s)
     return found
-
-
-def _means(clusters: Iterable[Cluster]) -> list[float]:
-    return [cluster.total / cluster.weight for cluster in clusters]
 
 
 def _rate(part: float, whole: float) -> float | None:
@@ -446,22 +443,26 @@ def compared(step: StepRecord) -> bool:
     return step.drafted_text is not None and step.target_text is not None and step.reason not in UNCOMPARED
 
 
-def checked(steps: Iterable[StepRecord], checker: StepChecker) -> Checked | None:
-    """What the checker says of the verdicts on these steps; None where there was none. Equal tokens need no verdict."""
-    agreed = total = wrong = accepted = 0
-    by: dict[str, tuple[int, int]] = {}
-    for step in steps:
-        if not compared(step) or step.verifier is None:
-            continue
-        said = step.origin == "draft"
-        right = checker(step.target_text or "", step.drafted_text or "")
-        total, agreed = total + 1, agreed + (said == right)
-        accepted, wrong = accepted + said, wrong + (said and not right)
-        hits, num = by.get(step.verifier, (0, 0))
-        by[step.verifier] = (hits + (said == right), num + 1)
-    if not total:
+def checked(steps: Iterable[tuple[str, StepRecord]], checker: StepChecker) -> Checked | None:
+    """What the checker says of the verdicts on these steps, each with its problem; None where there was none.
+
+    Equal tokens need no verdict.
+    """
+    verdicts = [
+        (task, step.verifier, step.origin == "draft", checker(step.target_text or "", step.drafted_text or ""))
+        for task, step in steps
+        if compared(step) and step.verifier is not None
+    ]
+    if not verdicts:
         return None
-    return Checked(Share(agreed, total), Share(wrong, accepted), {name: Share(*one) for name, one in sorted(by.items())})
+    return Checked(
+        Share.of((task, said == right) for task, _, said, right in verdicts),
+        Share.of((task, not right) for task, _, said, right in verdicts if said),
+        {
+            name: Share.of((task, said == right) for task, by, said, right in verdicts if by == name)
+            for name in sorted({by for _, by, _, _ in verdicts})
+        },
+    )
 
 
 def positions(steps: Iterable[StepRecord]) -> tuple[Position, ...]:

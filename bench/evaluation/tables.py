@@ -10,7 +10,7 @@ from rich.table import Table
 
 from bench.evaluation.statistics import Estimate
 from bench.evaluation.summary import Row, Summary
-from demo.check import Share
+from demo.shares import Share
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,8 @@ def seconds(found: Mapping[str, float]) -> str:
 QUALITY = (
     Column("setting", lambda row: row.name, "a mode, and the verifier where one was asked for"),
     Column("answers", lambda row: f"{row.num_answers}", "of all problems and samples"),
-    Column("right (95 %)", lambda row: percent(row.accuracy), "bootstrap over problems"),
-    Column("less baseline, points (95 %)", lambda row: points(row.difference), "paired, over the problems that both answered"),
+    Column("right (95 %)", lambda row: percent(row.accuracy), "Wilson, by problem"),
+    Column("less baseline, points (95 %)", lambda row: points(row.difference), "paired by problem, where both answered"),
     Column("p", lambda row: "" if row.p_value is None else f"{row.p_value:.2f}", "of no difference: signs flipped by problem"),
     Column("at the margin", lambda row: row.verdict or "", "non-inferior: the interval lies above minus the margin"),
     Column(
@@ -80,7 +80,7 @@ SPECULATION = (
     Column("setting", lambda row: row.name, ""),
     Column("α", lambda row: times(row.step_acceptance_rate), "accepted steps over those compared or late at the root"),
     Column("accepted length", lambda row: times(row.mean_accepted_length), "consecutive accepted steps before a correction"),
-    Column("token acceptance", lambda row: times(row.token_acceptance_rate), "accepted over verified token drafts"),
+    Column("token acceptance", lambda row: times(row.token_acceptance_rate), "accepted over verified draft tokens"),
     Column("passes/token", lambda row: times(row.passes_per_token), "target passes"),
     Column("wasted tokens", lambda row: percent(row.wasted_share, 0), "of all that were written"),
     Column(
@@ -92,7 +92,7 @@ SPECULATION = (
     Column(
         "wrongly accepted (95 %)",
         lambda row: percent(row.checked.wrong) if row.checked else "",
-        "accepted steps, other tokens than the target's, that mean something else",
+        "accepted steps, other tokens than the target's, that mean something else; by problem",
     ),
     Column("audits wrong", lambda row: f"{row.false_accepts}/{row.audits}" if row.audits else "", "the server's own audits"),
 )

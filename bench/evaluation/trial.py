@@ -20,7 +20,7 @@ from demo.asking import MAX_TOKENS, demo_spec
 from lr_backend.build.spec import TorchDeployment
 from lr_backend.request import VerifierName
 
-ALWAYS = ("random@0.3", "random@0.5", "random@0.7", "random@0.9", "exact", "judge", "cascade", "likelihood@-0.5", "likelihood@-1")
+ALWAYS = ("random@0.3", "random@0.5", "random@0.7", "random@0.9", "exact", "judge", "cascade")
 WITH_EMBEDDING = ("embedding@0.8", "embedding@0.85", "embedding@0.9", "embedding@0.95", "embedding@0.99")
 DOMAINS = ("demo", "second")
 

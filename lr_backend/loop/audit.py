@@ -1,8 +1,8 @@
 """Audits: a sample of the accepted drafted steps is judged again, and what was accepted wrongly is counted.
 
 One :class:`AuditDesk` is shared by all requests of a server. It asks the auditor off the critical path, a few cases at a time,
-and keeps for each verifier the share of its acceptances that the auditor called wrong (:class:`FalseAccepts`), with an interval.
-Steps of equal tokens are no cases: they are right by themselves and would only make the share look small.
+and keeps for each verifier the share of its acceptances that were wrong (:class:`FalseAccepts`), with an interval that allows for
+the auditor's own errors. Steps of equal tokens are no cases: they are right by themselves, and the share would only look small.
 
 Each request has a :class:`RequestAudit`: which of its steps are cases, and whether its risk budget still lets its verifier
 accept. Where the budget is spent, only equal tokens are accepted, which is lossless; so that the share can be seen to fall again,
@@ -29,18 +29,9 @@ from lr_backend.verify.auditor import Auditor
 Z_95 = 1.959964
 """Two-sided 95 % of a normal distribution."""
 LEAST_AUDITS = 20.0
-"""Wilson's interval around one or two audits is too sure of itself; nothing is beyond doubt before these."""
+"""An interval around a few audits is too sure of itself; nothing is beyond doubt before these."""
 TRICKLE = 0.1
 """Least share of a request's cases that are audited where it has a risk budget: without evidence the budget means nothing."""
-
-
-def wilson(rate: float, num: float) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share ``rate`` seen in ``num`` > 0 trials."""
-    spread = Z_95**2 / num
-    centre = (rate + spread / 2) / (1 + spread)
-    half = Z_95 * sqrt(rate * (1 - rate) / num + spread / (4 * num)) / (1 + spread)
-    # Rounding must not push a bound past what was seen.
-    return max(0.0, min(rate, centre - half)), min(1.0, max(rate, centre + half))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,25 +48,55 @@ class Estimate:
         return self.num >= LEAST_AUDITS and self.low > budget
 
 
-class FalseAccepts:
-    """A running false-accept rate. Each audit makes the older ones count for a little less.
+Trials = tuple[int, int]
+"""Successes and trials."""
 
-    The interval is Wilson's for Kish's effective number of audits, (sum of weights)^2 / sum of squared weights.
+
+def corrected(called: float, num: float, sensitivity: Trials | None = None, specificity: Trials | None = None) -> Estimate:
+    """The share that was wrong, where an auditor ``called`` that share of ``num`` > 0 cases wrong.
+
+    Rogan and Gladen's estimate (1978) with Lang and Reiczigel's interval (2014), in which sensitivity and specificity are as
+    uncertain as the trials they were measured in. Without such trials the auditor makes no errors, and the interval is that of
+    Agresti and Coull (1998).
+    """
+    (seen_se, se, var_se), (seen_sp, sp, var_sp) = _measured(sensitivity), _measured(specificity)
+    more = num + Z_95**2
+    share = (called * num + Z_95**2 / 2) / more
+    wrong = (share + sp - 1) / (se + sp - 1)
+    centre = wrong + 2 * Z_95**2 * (wrong * var_se - (1 - wrong) * var_sp)
+    half = Z_95 * sqrt(share * (1 - share) / more + wrong**2 * var_se + (1 - wrong) ** 2 * var_sp) / (se + sp - 1)
+    rate = min(1.0, max(0.0, (called + seen_sp - 1) / (seen_se + seen_sp - 1)))
+    return Estimate(rate, max(0.0, min(rate, centre - half)), min(1.0, max(rate, centre + half)), num)
+
+
+def _measured(trials: Trials | None) -> tuple[float, float, float]:
+    """A share as seen, with one success and one failure more, and the variance of that."""
+    if trials is None:
+        return 1.0, 1.0, 0.0
+    hits, num = trials
+    share = (hits + 1) / (num + 2)
+    return hits / num, share, share * (1 - share) / (num + 2)
+
+
+class FalseAccepts:
+    """A running false-accept rate (:func:`corrected`). Each audit makes the older ones count for a little less.
+
+    The interval is that for Kish's effective number of audits, (sum of weights)^2 / sum of squared weights.
     """
 
-    def __init__(self, memory: int) -> None:
-        self._fade = 1.0 - 1.0 / memory
+    def __init__(self, memory: int, sensitivity: Trials | None = None, specificity: Trials | None = None) -> None:
+        self._fade, self._errors = 1.0 - 1.0 / memory, (sensitivity, specificity)
         self._weight = self._false = self._squares = 0.0
         # Replaced as a whole: another thread may read it.
         self.estimate = Estimate()
 
     def add(self, false: bool) -> None:
-        """One more audit: whether the step was accepted wrongly."""
+        """One more audit: whether it called the step wrongly accepted."""
         self._weight = self._weight * self._fade + 1.0
         self._false = self._false * self._fade + false
         self._squares = self._squares * self._fade**2 + 1.0
-        rate, num = min(1.0, self._false / self._weight), self._weight**2 / self._squares
-        self.estimate = Estimate(rate, *wilson(rate, num), num)
+        called, num = min(1.0, self._false / self._weight), self._weight**2 / self._squares
+        self.estimate = corrected(called, num, *self._errors)
 
 
 @dataclass
@@ -132,7 +153,8 @@ class AuditDesk:
         self._auditor: Auditor | None = None
         self._settings = settings
         self.on_change = on_change
-        self.books = {name: Book(FalseAccepts(settings.memory)) for name in VerifierName}
+        errors = (settings.sensitivity, settings.specificity)
+        self.books = {name: Book(FalseAccepts(settings.memory, *errors)) for name in VerifierName}
         self._waiting: deque[AuditCase] = deque()
         self._running: set[asyncio.Task[None]] = set()
         self._closed = False

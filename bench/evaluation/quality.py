@@ -1,0 +1,80 @@
+"""Whether the default mode keeps the target's quality: ``python -m bench.evaluation.quality``.
+
+The target alone (``ar``) and mode ``auto`` answer the same problems, each with seeds of its own. A loss over the margin is
+excluded where the whole 95 % interval of the paired difference lies above minus the margin. A run of ``lookahead eval``: it goes
+on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bench.evaluation.command import DATA_SEED, Settings, console_of_any_width, deployment_of, run_evaluation, write_report
+from bench.evaluation.errors import EvaluationError
+from bench.evaluation.statistics import Estimate, NonInferiority
+from bench.evaluation.summary import BASELINE, DEFAULT_MARGIN, Summary
+from bench.evaluation.tasks import load
+from bench.evaluation.turns import option_fields, turns
+from demo.asking import MAX_TOKENS
+
+
+def line(summary: Summary, mode: str) -> dict[str, Any]:
+    """What came of it: shares as (value, low, high), the difference in points.
+
+    Raises:
+        EvaluationError: no problem was scored in both modes.
+    """
+    base, ours = (next((row for row in summary.rows if row.name == name), None) for name in (BASELINE, mode))
+    if base is None or ours is None or base.accuracy is None or ours.accuracy is None or ours.difference is None:
+        raise EvaluationError(f"no problem was scored in both {BASELINE} and {mode}")
+    wrong = ours.checked.wrong if ours.checked is not None else None
+    return {
+        "data_set": summary.data_set,
+        "num_problems": summary.num_problems,
+        BASELINE: _figures(base.accuracy),
+        mode: _figures(ours.accuracy),
+        "difference_points": _figures(ours.difference.scaled(100.0), 2),
+        "margin_points": round(100.0 * summary.margin, 4),
+        "loss_over_margin_excluded": ours.verdict == NonInferiority.SHOWN,
+        "wrongly_accepted": _figures(Estimate(wrong.value, *wrong.interval())) if wrong is not None and wrong.total else None,
+    }
+
+
+def _figures(one: Estimate, digits: int = 4) -> list[float]:
+    return [round(value, digits) for value in (one.value, one.low, one.high)]
+
+
+def main(
+    dataset: Annotated[str, typer.Option(help="As of lookahead eval.")] = "demo",
+    num_problems: Annotated[int, typer.Option("--problems", min=1)] = 2000,
+    mode: Annotated[str, typer.Option(help=f"Compared with {BASELINE}.")] = "auto",
+    margin: Annotated[float, typer.Option(min=0.0, max=100.0, help="Points whose loss is to be excluded.")] = 100
+    * DEFAULT_MARGIN,
+    samples: Annotated[int, typer.Option(min=1, help="Answers to each problem in each mode.")] = 1,
+    concurrency: Annotated[int, typer.Option(min=1, max=256, help="Requests in flight, all of one mode.")] = 8,
+    temperature: Annotated[float, typer.Option(min=0.0, max=5.0)] = 0.6,
+    max_tokens: Annotated[int, typer.Option(min=1)] = MAX_TOKENS,
+    option: Annotated[list[str] | None, typer.Option(help="A request field for both modes. Repeat it.")] = None,
+    seed: Annotated[int, typer.Option()] = 0,
+    url: Annotated[str | None, typer.Option(help="gRPC host:port of a running server; by default one is started.")] = None,
+    spec: Annotated[str, typer.Option(help="What is served where no --url is given.")] = "demo",
+    out: Annotated[Path | None, typer.Option(help="Run directory and report; by default out/quality-<dataset>.")] = None,
+) -> None:
+    """Print the tables, write a page, and end with one JSON line."""
+    console = console_of_any_width()
+    out = out or Path("out") / f"quality-{Path(dataset).name.split('.')[0]}"
+    common = {**option_fields(option or ()), "max_tokens": max_tokens, "temperature": temperature}
+    data = load(dataset, seed=DATA_SEED, end=num_problems)
+    settings = Settings(data, turns((BASELINE, mode), (), common), samples=samples, seed=seed, concurrency=concurrency)
+    run_evaluation(settings, out, url=url, deployment=None if url else deployment_of(spec), console=console)
+    title = f"Quality of mode {mode}"
+    (summary,) = write_report([out], out, margin=margin / 100.0, baseline=BASELINE, console=console, title=title)
+    console.print(json.dumps(line(summary, mode)), soft_wrap=True, highlight=False, markup=False)
+
+
+if __name__ == "__main__":
+    typer.run(main)
