@@ -14,7 +14,6 @@ from rich.table import Table
 
 from lr_backend.build.pace import machine_of, pace_of, stood_for
 from lr_backend.cli_errors import fail, refuse
-from lr_backend.config import LoopConfig
 from lr_backend.emulated.workload import Workload
 from lr_backend.engine import Role
 from lr_backend.errors import LookaheadError
@@ -26,7 +25,7 @@ from lr_backend.plan.fit_texts import by_verifier, fit_workload
 from lr_backend.plan.fitting import Fitted, fit_by_verifier
 from lr_backend.plan.losses import Without, losses
 from lr_backend.plan.overrides import Overrides
-from lr_backend.plan.simulation import COSTS_OF_DRAFTS, Policy, Scenario
+from lr_backend.plan.simulation import Policy, Scenario
 from lr_backend.plan.table import PlanRow
 from lr_backend.plan.table import plan as make_plan
 from lr_backend.request import Mode, ProposerName
@@ -76,7 +75,7 @@ def plan(
         typer.Option(help="With --system: what runs where roles share cards; the two are bounds of what a card does."),
     ] = CardSharing.MPS,
     mode: Annotated[Mode, typer.Option(help="What is predicted.")] = Mode.LR,
-    proposer: Annotated[ProposerName, typer.Option(help="Of draft tokens, in sd and lr_sd.")] = ProposerName.DRAFT_MODEL,
+    proposer: Annotated[ProposerName, typer.Option(help="Of draft tokens, in modes that have them.")] = ProposerName.DRAFT_MODEL,
     draft_tokens: Annotated[int, typer.Option(help="In one verification at most.", min=1, max=64)] = 8,
     token_agreement: Annotated[
         float | None, typer.Option(help="Chance that the draft's best next token is the target's; by default 0.")
@@ -133,7 +132,7 @@ def plan(
             most = other.target.num_drafts
             if mode.speculates_tokens and not by_itself and draft_tokens > most:
                 refuse(f"--draft-tokens {draft_tokens}: the target of {spec} takes at most {most}")
-            scenarios = _of_system(recorded, texts, given, machine, other.loop_config())
+            scenarios = _of_system(recorded, texts, given, machine)
         found = {}
         for name, (scenario, fitted) in scenarios.items():
             rows = make_plan(scenario, depths, widths, policy)
@@ -162,14 +161,13 @@ def _scenarios(traces: Sequence[Trace], texts: Workload, given: Overrides) -> di
 
 
 def _of_system(
-    traces: Sequence[Trace], texts: Workload, given: Overrides, machine: Machine, config: LoopConfig
+    traces: Sequence[Trace], texts: Workload, given: Overrides, machine: Machine
 ) -> dict[str, tuple[Scenario, Fitted | None]]:
     """The same with all times from a machine's tables."""
-    settings = {name: getattr(config, name) for name in COSTS_OF_DRAFTS}
     workloads: Mapping[str, Workload] = {"": texts}
     if traces:
         workloads = {name.value: fit_workload(group) for name, group in by_verifier(traces).items()}
-    return {name: (Scenario(given.of_texts(one), machine, settings), None) for name, one in workloads.items()}
+    return {name: (Scenario(given.of_texts(one), machine), None) for name, one in workloads.items()}
 
 
 def _given(fitted: Fitted, given: Overrides) -> Fitted:

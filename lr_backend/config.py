@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
 from lr_backend.errors import ConfigError
 
@@ -55,32 +55,23 @@ class Limits(BaseModel):
 
 
 class Bounds(BaseModel):
-    """Where a cheap score is clear: below one bound a step is rejected, from the other on accepted, between them it is judged."""
+    """Where the cascade's cheap score, the cosine of the two steps' embeddings, is clear: below one bound a step is rejected,
+    from the other on accepted, between them it is judged.
+
+    One word can turn a step's meaning (a name, a "not") and hardly moves the score, so by default it accepts on its own but at
+    the very top.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    reject_below: float = Field(ge=0.0, le=1.0)
-    accept_from: float = Field(ge=0.0, le=1.0)
+    reject_below: float = Field(default=0.4, ge=0.0, le=1.0)
+    accept_from: float = Field(default=0.999, ge=0.0, le=1.0)
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
         if self.reject_below > self.accept_from:
             raise ValueError("reject_below may not be above accept_from")
         return self
-
-
-class Cascade(BaseModel):
-    """The cascade's cheap stage: the embedding's cosine where there is a model, else the share of the drafted step's tokens
-    that the target's token verification accepted.
-
-    One word can turn a step's meaning (a name, a "not") and hardly moves either score, so by default neither accepts on its own
-    but at the very top. A low token share may only say that the draft came late, so by default it rejects nothing.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    embedding: Bounds = Bounds(reject_below=0.4, accept_from=0.999)
-    tokens: Bounds = Bounds(reject_below=0.0, accept_from=1.0)
 
 
 Checker = Callable[[str, str], bool]
@@ -98,6 +89,8 @@ class AuditSettings(BaseModel):
         max_waiting: audits in line; one more is dropped, and counted.
         timeout_s: of one audit; past it the audit has failed.
         memory: audits after which evidence has faded to about a third.
+        sensitivity, specificity: what the auditor's own errors were measured from: of (trials) wrongly accepted pairs it called
+            (successes) wrong, of rightly accepted ones right. None: it makes none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -108,11 +101,24 @@ class AuditSettings(BaseModel):
     max_waiting: int = Field(default=64, ge=1)
     timeout_s: float = Field(default=10.0, gt=0)
     memory: int = Field(default=200, ge=20)
+    sensitivity: tuple[NonNegativeInt, PositiveInt] | None = None
+    specificity: tuple[NonNegativeInt, PositiveInt] | None = None
 
     @model_validator(mode="after")
     def _names_its_checker(self) -> Self:
         if (self.auditor == "checker") != (self.checker is not None):
             raise ValueError('the auditor "checker" goes with a checker = "module:function", and no other auditor does')
+        return self
+
+    @model_validator(mode="after")
+    def _tells_wrong_from_right(self) -> Self:
+        found = [one for one in (self.sensitivity, self.specificity) if one is not None]
+        # As they were seen, and with a success and a failure more, as the interval takes them.
+        sums = [sum((hits + more) / (num + 2 * more) for hits, num in found) for more in (0, 1)]
+        if any(hits > num for hits, num in found) or min(sums) <= len(found) - 1:
+            raise ValueError(
+                "sensitivity and specificity are [successes, trials] and add up to more than 1, or audits say nothing"
+            )
         return self
 
     def load_checker(self) -> Checker | None:
@@ -141,8 +147,6 @@ class LoopConfig(BaseModel):
         tokenizer_dir: of target and draft (they share a vocabulary).
         judge_tokenizer_dir: of the judge.
         step_delimiter: text that ends a step (paper: a blank line).
-        soft_step_tokens: with the segmenter ``adaptive``, a step longer than this ends with its sentence.
-        min_step_tokens: with the segmenter ``adaptive``, a step shorter than this goes on to the next boundary.
         think_open, think_close: texts of the tokens around the reasoning. Lookahead applies between them; None where the model
             has none, and then to the whole answer.
         markers: texts whose tokens must agree exactly between a drafted and a target step (tool calls).
@@ -150,21 +154,15 @@ class LoopConfig(BaseModel):
             for one whose token-only rule is biased, ``off`` for no token drafts at T > 0.
         draft_temperature: temperature of the first drafted step after a prefix, where the request's is higher; None: the
             request's. What the draft finds most likely is accepted more often than what it happens to draw, and no verifier asks
-            how a step was drawn. Further siblings (``width``) keep the request's.
-        verification_cost: what the target takes to verify token drafts, call and all, in tokens that it decodes meanwhile. Where
-            drafts bring less than that, a request goes on without them for a while.
-        verified_token_cost: what each token draft adds to its verification, in the same unit (for ``draft_length`` ``auto``).
-        drafted_token_cost: what the draft model takes for a token, in the same unit: the draft/target cost ratio. With the
-            proposer ``draft_model`` it is taken off what a verification brings.
-        min_draft_confidence: with ``draft_length`` ``auto`` the draft model's token drafts end before the first that it gave less
-            probability.
+            how a step was drawn. Further siblings (``width``) keep the request's. Where it is set, noise is shared only by modes
+            that accept nothing but the target's own words.
         vocab_size: logits width of the target, for ``one_hot``.
         embedding_dir: a sentence-transformers checkpoint for the ``embedding`` verifier and the cascade; None: there is none.
         random_asks_judge: the verifier ``random`` waits for the judge and disregards its word: chance decides in the time of a
             verdict. For benchmarks of sizes whose judge has no trained weights.
-        accepts_all_drafts: the target's engine can be made to take token drafts as they are and to say how likely they were
-            (``draft_acceptance_threshold`` 0 of one call, ``return_log_probs``); the ``likelihood`` verifier needs it. Triton's
-            ``tensorrtllm`` cannot: it keeps the threshold a batch, and its context logits exclude draft tokens.
+        coupled_noise: target and draft draw the token at a position with noise that follows from the call's seed and the position
+            alone (:mod:`lr_backend.torch_engine`); sampled ``lossless`` answers need it. TensorRT-LLM's engines do not.
+        own_branches: go on from a target step while the verdict on the drafted one is pending.
         engine_drafts: the target's engine holds the draft model too and guesses by itself where a call asks for it
             (``num_draft_tokens``); the proposer ``engine`` needs it.
         engines: parameters of the torch engines that the step loop's own process runs, by role; empty: it calls the server's
@@ -180,40 +178,37 @@ class LoopConfig(BaseModel):
     tokenizer_dir: Path
     judge_tokenizer_dir: Path
     step_delimiter: str = Field(default="\n\n", min_length=1)
-    soft_step_tokens: int = Field(default=64, ge=1)
-    min_step_tokens: int = Field(default=4, ge=1)
     think_open: str | None = "<think>"
     think_close: str | None = "</think>"
     markers: tuple[str, ...] = ("<tool_call>", "</tool_call>")
     draft_logits: Literal["none", "one_hot", "off"] = "none"
     draft_temperature: float | None = Field(default=None, ge=0.0, le=2.0)
-    verification_cost: float = Field(default=1.3, ge=1.0, le=64.0)
-    verified_token_cost: float = Field(default=0.02, ge=0.0, le=4.0)
-    drafted_token_cost: float = Field(default=0.1, ge=0.0, le=4.0)
-    min_draft_confidence: float = Field(default=0.4, ge=0.0, le=1.0)
     vocab_size: int = Field(default=1, ge=1)
     tokens_per_block: int = Field(default=32, ge=1)
     embedding_dir: Path | None = None
     random_asks_judge: bool = False
-    accepts_all_drafts: bool = False
+    coupled_noise: bool = False
+    own_branches: bool = True
     engine_drafts: bool = False
     engines: dict[str, dict[str, str]] = Field(default_factory=dict)
     pace: str = ""
-    cascade: Cascade = Cascade()
+    cascade: Bounds = Bounds()
     audit: AuditSettings = AuditSettings()
     timeouts: Timeouts = Timeouts()
     limits: Limits = Limits()
     defaults: dict[str, Any] = Field(default_factory=dict)
 
     def lacks(self, name: str) -> str | None:
-        """What a verifier or a proposer needs and this server has not, as the rule that a request for it breaks; None: it can be
-        served."""
+        """What a verifier, a proposer or a mode needs and this server has not, as the rule that a request for it breaks.
+
+        None: it can be served; the mode ``lossless`` at temperature 0 always can.
+        """
         if name == "engine" and not self.engine_drafts:
             return "this server's target engine holds no draft model (target.holds_draft_model)"
         if name == "embedding" and self.embedding_dir is None:
             return "this server has no embedding model (embedding_dir)"
-        if name == "likelihood" and not self.accepts_all_drafts:
-            return "this server's target engine gives no log-probabilities of drafted tokens (tensorrtllm cannot)"
+        if name == "lossless" and not self.coupled_noise:
+            return "above temperature 0 it needs engines whose noise follows from seed and position; this server's have their own"
         return None
 
     @classmethod

@@ -11,25 +11,12 @@ class StepEnd(StrEnum):
     """What ended a step."""
 
     DELIMITER = "delimiter"
-    SENTENCE = "sentence"
-    """The end of a sentence, where the segmenter ends steps there."""
     END = "end"
     """An end-of-sequence token: the answer is complete."""
     THINK_CLOSE = "think_close"
     """The end of the reasoning."""
     CAP = "cap"
     """The step or the answer may not be longer; what follows continues the same paragraph."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tail:
-    """What an engine call has written past the end of a step: the beginning of the next, with log-probabilities if asked for."""
-
-    ids: tuple[int, ...] = ()
-    log_probs: tuple[float, ...] = ()
-
-
-NO_TAIL = Tail()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +31,6 @@ class Step:
     """Nothing is speculated below: the step ends the answer or the reasoning, or touches a tool call."""
     log_prob: float | None = field(default=None, compare=False)
     """Log-probability of all its tokens together under the model that wrote it, where that was asked for."""
-    tail: Tail = field(default=NO_TAIL, compare=False)
-    """Where its writer was let run on: what came after it in the same call."""
 
 
 class StepTokenizer(Protocol):

@@ -28,8 +28,8 @@ _FILLED_BY_BUILD = (
     "judge_tokenizer_dir",
     "vocab_size",
     "tokens_per_block",
-    "accepts_all_drafts",
     "engine_drafts",
+    "coupled_noise",
     "pace",
 )
 
@@ -83,7 +83,7 @@ class EngineSpec(Section):
 
     @property
     def num_drafts(self) -> int:
-        """Most token drafts of one verification; 0 where the engine takes none."""
+        """Most draft tokens of one verification; 0 where the engine takes none."""
         return 0
 
     @property
@@ -195,20 +195,20 @@ class DeploymentSpec(Section):
                 "judge_tokenizer_dir": self.checkpoint_dir(Role.JUDGE),
                 "vocab_size": vocab_size,
                 "tokens_per_block": self.engine(Role.TARGET).tokens_per_block,
-                "accepts_all_drafts": self.accepts_all_drafts,
                 "engine_drafts": self.engine_drafts,
+                "coupled_noise": self.coupled_noise,
                 **self._embedding_dir(),
             }
         )
 
     @property
-    def accepts_all_drafts(self) -> bool:
-        """Whether the target can be made to take token drafts as they are and to say how likely they were."""
+    def engine_drafts(self) -> bool:
+        """Whether the target's engine holds the draft model too and drafts by itself where a call asks for it."""
         return False
 
     @property
-    def engine_drafts(self) -> bool:
-        """Whether the target's engine holds the draft model too and guesses by itself where a call asks for it."""
+    def coupled_noise(self) -> bool:
+        """Whether target and draft draw the token at a position with noise that follows from seed and position alone."""
         return False
 
     def engine_parameters(self, role: Role, model_dir: Path) -> dict[str, str]:
@@ -280,7 +280,8 @@ def _checked_loop_config(spec: DeploymentSpec) -> LoopConfig:
         request = LookaheadRequest.parse({**config.defaults, "text_input": "any"})
     except InvalidRequest as error:
         raise ValueError(f"lookahead.defaults.{error.message}") from error
-    for field in ("verifier", "proposer"):
+    needs = ("verifier", "proposer") if request.sampling.greedy else ("verifier", "proposer", "mode")
+    for field in needs:
         value = getattr(request, field).value
         if (missing := config.lacks(value)) is not None:
             raise ValueError(f"lookahead.defaults.{field}={value}: {missing}")

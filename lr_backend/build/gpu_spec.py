@@ -123,7 +123,7 @@ class TrtllmEngineSpec(GpuEngineSpec):
         quantization: ``fp8`` weights and activations, calibrated by upstream's ``quantize.py``.
         calib_dataset: texts for it: a name on the hub or a local folder; by default upstream's own.
         calib_size: how many of them.
-        max_draft_len: most token drafts of one verification; above 0 on the target alone.
+        max_draft_len: most draft tokens of one verification; above 0 on the target alone.
         multiple_profiles: let TensorRT choose kernels by batch; faster, and results then vary with the batch.
         cancellation_check_period_ms: how long a cancelled request may go on.
         recv_poll_period_ms: how often an orchestrator looks for messages; 0 looks all the time and takes a core for it.
@@ -188,12 +188,13 @@ class TrtllmEngineSpec(GpuEngineSpec):
 
 
 class LlmapiEngineSpec(GpuEngineSpec):
-    """One role on TensorRT-LLM's LLM API (the PyTorch flow), behind a Python model of ours. It takes no token drafts.
+    """One role on TensorRT-LLM's LLM API (the PyTorch flow), behind a Python model of ours. It takes no draft tokens.
 
     Attributes:
         max_queue_size: the request that finds as many waiting is refused at once.
         use_cuda_graphs: replay decode iterations as CUDA graphs.
         sampler: upstream's ``sampler_type``; up to 1.2 only ``TRTLLMSampler`` heeds a request's seed.
+        coupled_noise: draw with the noise of a request's seed as the embedded engine does; without upstream's overlap scheduler.
         max_engine_stop_ids: single stop tokens that upstream compares with every token; more are looked for by the model.
         cancellation_grace_ms: how long a cancelled request is waited for.
     """
@@ -202,6 +203,7 @@ class LlmapiEngineSpec(GpuEngineSpec):
     max_queue_size: int = Field(default=256, ge=1)
     use_cuda_graphs: bool = True
     sampler: Literal["auto", "TorchSampler", "TRTLLMSampler"] = "auto"
+    coupled_noise: bool = False
     max_engine_stop_ids: int = Field(default=32, ge=0)
     cancellation_grace_ms: int = Field(default=1000, ge=0)
 
@@ -213,6 +215,7 @@ class LlmapiEngineSpec(GpuEngineSpec):
             **self.common_parameters(),
             "gpt_model_path": str(model_dir),
             "use_cuda_graphs": _flag(self.use_cuda_graphs),
+            "coupled_noise": _flag(self.coupled_noise),
             **{name: str(getattr(self, name)) for name in (*sizes, *others)},
         }
 
@@ -250,6 +253,10 @@ class GpuDeployment(DeploymentSpec):
         # Upstream draws again where a token-only draft differs, which at temperature > 0 is not the target's distribution.
         return {"draft_logits": "one_hot"}
 
+    @property
+    def coupled_noise(self) -> bool:
+        return all(getattr(self.engine(role), "coupled_noise", False) for role in (Role.TARGET, Role.DRAFT))
+
     @model_validator(mode="before")
     @classmethod
     def _inherit_runtime(cls, raw: Any) -> Any:
@@ -278,7 +285,7 @@ class GpuDeployment(DeploymentSpec):
             if capability < least:
                 raise ValueError(f"{role}{' with fp8' if fp8 else ''} needs compute capability {least}, not {capability}")
             if role is not Role.TARGET and engine.num_drafts:
-                raise ValueError(f"{role}.max_draft_len must be 0: only the target verifies token drafts")
+                raise ValueError(f"{role}.max_draft_len must be 0: only the target verifies draft tokens")
         self._drafts_fit()
         return self
 

@@ -13,22 +13,29 @@ from lr_backend.build.torch_spec import TorchDeployment
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError, first_error
 
-OF_THE_LOOP = ("verification_cost", "drafted_token_cost", "draft_temperature", "soft_step_tokens", "min_step_tokens")
-"""Settings of ``[lookahead]`` that depend on what calls and tokens cost."""
+OF_UNCOUPLED_ENGINES = ("draft_temperature",)
+"""Settings of ``[lookahead]`` that say what is best where target and draft have no noise in common."""
 OF_THE_LIMITS = ("max_depth", "max_width", "max_draft_len", "max_in_flight_requests", "max_in_flight_calls")
 
 
 def paced(
-    spec: TorchDeployment, system: str, like: str | None = None, *, drafts_itself: bool = False, slow_motion: float = 1.0
+    spec: TorchDeployment,
+    system: str,
+    like: str | None = None,
+    *,
+    drafts_itself: bool = False,
+    embedded: bool = False,
+    slow_motion: float = 1.0,
 ) -> TorchDeployment:
     """The same models, served as the deployment ``like`` would be served on ``system``.
 
-    From that one come the pace of each role, the sizes of its iterations, the costs and limits that the loop is told, and the
-    defaults of a request; the models, the length of their texts and the KV memory stay.
+    From that one come the pace of each role, the sizes of its iterations, the limits of the loop, how drafted steps are drawn,
+    and the defaults of a request; the models, the length of their texts and the KV memory stay.
 
     Args:
         like: name of a deployment on GPUs; None: the one that ``spec`` stands for anyway.
         drafts_itself: the target drafts by itself, as an engine of the LLM API does.
+        embedded: engines take that time and draw as ours do, with noise that target and draft have in common.
         slow_motion: everything takes so many times as long.
 
     Raises:
@@ -40,8 +47,8 @@ def paced(
         raise ConfigError(f"{spec.name}: its target holds no draft model to draft with by itself")
     roles = {role.value: _role(spec, other, role, system, drafts_itself) for role in Role}
     server = spec.server.model_copy(update={"layout": Layout.PROCESS_A_ROLE, "thread_pool_size": other.server.thread_pool_size})
-    changed: dict[str, Any] = {"paced_as": like, "lookahead": _lookahead(spec, other), "server": server, **roles}
-    changed |= {"name": f"{spec.name}.{system}", "slow_motion": slow_motion}
+    changed: dict[str, Any] = {"paced_as": like, "lookahead": _lookahead(spec, other, embedded), "server": server, **roles}
+    changed |= {"name": f"{spec.name}.{system}", "slow_motion": slow_motion, "embedded": embedded}
     try:
         fresh = TorchDeployment.model_validate({**dict(spec), **{name: _plain(value) for name, value in changed.items()}})
     except ValidationError as error:
@@ -65,12 +72,13 @@ def _role(spec: TorchDeployment, other: GpuDeployment, role: Role, system: str, 
     }
 
 
-def _lookahead(spec: TorchDeployment, other: GpuDeployment) -> dict[str, Any]:
+def _lookahead(spec: TorchDeployment, other: GpuDeployment, embedded: bool) -> dict[str, Any]:
     own, theirs = spec.lookahead, other.lookahead
+    taken = () if embedded else OF_UNCOUPLED_ENGINES
     limits = {name: value for name, value in theirs.get("limits", {}).items() if name in OF_THE_LIMITS}
     return {
-        **{name: value for name, value in own.items() if name not in OF_THE_LOOP},
-        **{name: theirs[name] for name in OF_THE_LOOP if name in theirs},
+        **{name: value for name, value in own.items() if name not in taken},
+        **{name: theirs[name] for name in taken if name in theirs},
         "limits": {**own.get("limits", {}), **limits},
         "defaults": theirs.get("defaults", {}),
     }

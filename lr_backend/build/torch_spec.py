@@ -27,10 +27,10 @@ class TorchEngineSpec(EngineSpec):
         max_tokens_in_paged_kv_cache: KV budget of all sequences together.
         kv_cache_free_mem_fraction: holds that budget within a share of the memory that is free once the model is loaded.
         max_num_tokens: most tokens of one iteration; longer prompts are prefilled in chunks.
-        max_draft_len: most token drafts of one verification; 0 refuses drafts.
-        holds_draft_model: the target's engine has a draft model of its own, the deployment's, to guess tokens with (proposer
+        max_draft_len: most draft tokens of one verification; 0 refuses drafts.
+        holds_draft_model: the target's engine has a draft model of its own, the deployment's, to propose tokens with (proposer
             ``engine``). Native kernels only.
-        speculative_min_chance: its guesses for one pass end where all of them together are less likely than this to stand.
+        speculative_min_chance: its draft tokens for one pass end where all of them together are less likely than this to stand.
         overlap_prefill: compute longer chunks of prompts on a second thread, while others decode. Native kernels only.
         use_cuda_graphs: replay iterations that only decode as CUDA graphs; on a CPU it means nothing.
         random_weights: draw the weights at load; the checkpoint needs no weight files. For benchmarks of a size.
@@ -108,12 +108,15 @@ class TorchDeployment(DeploymentSpec):
         paced_as: the deployment on GPUs for whose engines those with a ``pace`` stand: its models, parallelism and placement.
         card_sharing: what runs where roles of that one share cards: CUDA MPS, or nothing, and then they take turns.
         slow_motion: of engines with a pace: everything takes so many times as long, where this machine cannot keep the pace.
+        embedded: engines with a pace take the time of those that they stand for, and draw as the embedded engine does: with noise
+            that target and draft have in common.
     """
 
     runtime: Literal["torch"]
     paced_as: str = "qwen3-32b"
     card_sharing: CardSharing = CardSharing.MPS
     slow_motion: float = Field(default=1.0, ge=1.0, le=100.0)
+    embedded: bool = False
     target: TorchEngineSpec
     draft: TorchEngineSpec
     judge: TorchEngineSpec
@@ -163,7 +166,9 @@ class TorchDeployment(DeploymentSpec):
         if engine.pace is None:
             return None
         pace = pace_of(stood_for(self.paced_as), role, engine.pace, drafts_itself=engine.holds_draft_model)
-        return replace(pace, sharing=self.card_sharing, slow_motion=self.slow_motion)
+        # Logits of draft tokens serve upstream's rule for accepting them, not ours.
+        one_hot = pace.one_hot and not self.embedded
+        return replace(pace, one_hot=one_hot, sharing=self.card_sharing, slow_motion=self.slow_motion)
 
     @property
     def pace_label(self) -> str:
@@ -174,17 +179,20 @@ class TorchDeployment(DeploymentSpec):
         parts = ["real server, loop and models", label_of([find(pace.profile) for pace in paces.values()])]
         if own := [role.value for role in Role if role not in paces]:
             parts.append(f"{' and '.join(own)} at this machine's own pace")
+        if self.embedded:
+            parts.append("target and draft draw with noise in common, as no compiled engine does")
         if self.slow_motion > 1.0:
             parts.append(f"in slow motion: all of it takes {self.slow_motion:g} times as long here")
         return "; ".join(parts)
 
     @property
-    def accepts_all_drafts(self) -> bool:
-        return self.target.max_draft_len > 0
-
-    @property
     def engine_drafts(self) -> bool:
         return self.target.holds_draft_model
+
+    @property
+    def coupled_noise(self) -> bool:
+        # Where an engine stands for one of TensorRT-LLM's, seeds are used as that one would use them.
+        return self.embedded or (self.target.pace is None and self.draft.pace is None)
 
 
 TorchDeployment.register("torch")

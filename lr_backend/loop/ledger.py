@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 
+from lr_backend.clock import Clock
 from lr_backend.engine import Engine, EngineCall, Generation, Role
 from lr_backend.errors import EngineError, EngineTimeout
-from lr_backend.loop.clock import Clock
 from lr_backend.loop.tree import Decision, Node
 from lr_backend.request import Mode, StepRecord, Usage, rate
 from lr_backend.tokens import num_equal
@@ -55,8 +55,8 @@ class CallSpan:
     """One engine call on the timeline; seconds since the request was admitted.
 
     ``index`` is that of the step that the call works on; ``job`` is None outside the tree, and where nothing is traced.
-    ``token_drafts``: the draft model's; ``num_proposed`` and ``num_accepted`` are then what the target made of its tokens.
-    Otherwise they are the drafts that the call verified, be they its own or guesses of the engine itself.
+    ``drafts_tokens``: for draft tokens, by the draft model; ``num_proposed`` and ``num_accepted`` are then what the target made
+    of its tokens. Otherwise they are the draft tokens that the call verified, its own or the engine's.
     """
 
     role: Role
@@ -73,7 +73,7 @@ class CallSpan:
     failed: bool = False
     job: Job | None = None
     index: int = 0
-    token_drafts: bool = False
+    drafts_tokens: bool = False
 
 
 @dataclass
@@ -83,8 +83,8 @@ class Ledger:
     Attributes:
         traced: keep what a trace needs beyond the counts: whose call each was, and how the root moved (``moves``, by the
             index of the step that the move committed).
-        token_drafts: calls for token drafts that wait for their verification, by id.
-        verifications: tokens proposed and accepted, one pair a verification of token drafts.
+        draft_calls: calls of the draft model for draft tokens, by id.
+        verifications: tokens proposed and accepted, one pair a verification of draft tokens.
         num_engine_passes: passes of calls whose drafts the engine itself guessed.
     """
 
@@ -95,7 +95,7 @@ class Ledger:
     spans: list[CallSpan] = field(default_factory=list)
     records: list[StepRecord] = field(default_factory=list)
     moves: dict[int, Decision] = field(default_factory=dict)
-    token_drafts: dict[str, CallSpan] = field(default_factory=dict)
+    draft_calls: dict[str, CallSpan] = field(default_factory=dict)
     verifications: list[tuple[int, int]] = field(default_factory=list)
     degraded: list[str] = field(default_factory=list)
     reasons: Counter[Reason] = field(default_factory=Counter)
@@ -132,18 +132,24 @@ class Ledger:
         if what not in self.degraded:
             self.degraded.append(what)
 
-    def drafts_verified(self, proposed: Sequence[int], returned: Sequence[int], call_id: str | None = None) -> None:
-        """Count token drafts by comparing tokens: engines may shorten or drop drafts without a word.
-
-        Args:
-            call_id: the draft model's call that wrote them, if one did.
-        """
-        num_accepted = num_equal(proposed, returned)
-        self.num_proposed += len(proposed)
+    def drafts_verified(self, num_proposed: int, num_accepted: int) -> None:
+        """Count one verification of draft tokens."""
+        self.num_proposed += num_proposed
         self.num_accepted += num_accepted
-        self.verifications.append((len(proposed), num_accepted))
-        if call_id is not None and (span := self.token_drafts.pop(call_id, None)) is not None:
-            span.num_proposed, span.num_accepted = len(proposed), num_accepted
+        self.verifications.append((num_proposed, num_accepted))
+
+    def timed_verifications(self) -> Iterator[tuple[int, int, float]]:
+        """Draft tokens proposed and accepted, and seconds, of every verification that has come to its end."""
+        for span in self.spans:
+            if span.role is Role.TARGET and span.num_proposed and not (span.cancelled or span.failed):
+                assert span.finished_s is not None
+                yield span.num_proposed, span.num_accepted, span.finished_s - span.started_s
+
+    def draft_tokens_verified(self, call_id: str, num_proposed: int, num_accepted: int) -> None:
+        """Of those that a call of the draft model has written, some were verified."""
+        if (span := self.draft_calls.get(call_id)) is not None:
+            span.num_proposed += num_proposed
+            span.num_accepted += num_accepted
 
     def engine_drafted(self, generation: Generation) -> None:
         """Count the drafts that an engine guessed by itself, which only it can say."""
@@ -180,7 +186,7 @@ class Ledger:
         decided = self.num_steps_accepted + sum(self.reasons.values()) - self.reasons[Reason.DRAFT_ERROR]
         calls = Counter(span.role for span in self.spans)
         written = sum(span.num_tokens for span in self.spans if span.role is not Role.JUDGE)
-        taken_over = sum(span.num_accepted for span in self.spans if span.token_drafts)
+        taken_over = sum(span.num_accepted for span in self.spans if span.drafts_tokens)
         return Usage(
             prompt_tokens=self.prompt_tokens,
             completion_tokens=self.committed_tokens,
@@ -219,17 +225,17 @@ class MeteredEngine:
 
     Args:
         timeout_s: limit of one call; past it the call is cancelled and :class:`EngineTimeout` raised. None: no limit.
-        token_drafts: its calls are for token drafts, whoever they are made for.
+        drafts_tokens: its calls are for draft tokens, whoever they are made for.
     """
 
     def __init__(
-        self, engine: Engine, role: Role, ledger: Ledger, *, timeout_s: float | None, token_drafts: bool = False
+        self, engine: Engine, role: Role, ledger: Ledger, *, timeout_s: float | None, drafts_tokens: bool = False
     ) -> None:
         self._engine = engine
         self._role = role
         self._ledger = ledger
         self._timeout_s = timeout_s
-        self._token_drafts = token_drafts
+        self._drafts_tokens = drafts_tokens
 
     async def generate(self, call: EngineCall) -> Generation:
         span = self._begin(call)
@@ -269,11 +275,11 @@ class MeteredEngine:
             num_proposed=0 if call.draft_ids is None else len(call.draft_ids),
             job=job,
             index=self._ledger.num_steps if job is None else job.index,
-            token_drafts=self._token_drafts,
+            drafts_tokens=self._drafts_tokens,
         )
         self._ledger.spans.append(span)
-        if self._token_drafts:
-            self._ledger.token_drafts[call.request_id] = span
+        if self._drafts_tokens:
+            self._ledger.draft_calls[call.request_id] = span
         return span
 
     async def close(self) -> None:

@@ -1,26 +1,39 @@
 """What a step is, on token ids.
 
-Here a step ends at the first token with which its text holds the delimiter, at an end token, at the end of the reasoning, or at
-a cap; :mod:`~lr_backend.loop.segments` has steps that end otherwise too. The delimiter hides inside many tokens
-(``".\\n\\n"``) and across two (``"\\n" + "\\n"``), so the rule is about text, but it is worked out once for the vocabulary and
-then needs token ids alone. Pure: no clock, no engine.
+A step ends at the first token with which its text holds the delimiter, at an end token, at the end of the reasoning, or at a cap.
+The delimiter hides inside many tokens (``".\\n\\n"``) and across two (``"\\n" + "\\n"``), so the rule is about text, but it is
+worked out once for the vocabulary and then needs token ids alone. Pure: no clock, no engine.
+
+The end of a step follows from the step's own tokens. A boundary that the token after it decided would mean to drop that token and
+draw it again; at T > 0 the next one would then not be distributed as the target alone has it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lr_backend.contract import IntArray, encode_stop_words
 from lr_backend.errors import ConfigError
-from lr_backend.loop.prose import Span, token_may_close, token_may_end_sentence
 from lr_backend.step import Step, StepEnd, StepTokenizer
 
 _OTHER_TEXT = "\x00"
 """Stands for a token without any character of the delimiter."""
 
-LONG_SPANS = (Span.FENCE, Span.DOLLARS, Span.SQUARE)
-"""Spans that are worth stop lists of their own; the others end within a line or so."""
+Cut = Callable[[Sequence[int], int], Step | None]
+"""(tokens so far, most tokens) -> the first step in them, or None if they hold no end and are fewer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Where a stretch of text ends.
+
+    Attributes:
+        stop_words: of engine calls that write it (``stop_words_list`` of the contract, shape [2, L]).
+    """
+
+    cut: Cut
+    stop_words: IntArray
 
 
 @dataclass(frozen=True)
@@ -29,22 +42,16 @@ class StepRules:
 
     Attributes:
         pieces: text of every token that holds a character of the delimiter; all others count as other text.
-        texts: text of every token.
         end_ids: tokens that end the answer.
         think_open_id, think_close_id: tokens around the reasoning, or None.
         closing_ids: tokens below which nothing is speculated: ends, think-close, tool markers.
         marker_ids: tokens on which a drafted and a target step must agree exactly: those and think-open.
         stop_words: for engine calls that write a step (delimiter tokens and pairs, end ids, think-close).
         end_words: for engine calls that run to the end of the answer.
-        closing_words: for engine calls that write several steps: end ids and think-close.
-        sentence_ids: tokens with which a sentence may end.
-        sentence_words: ``stop_words`` and those.
-        span_words: for engine calls that begin inside a long span: what may close it, and what ends a step even there.
     """
 
     delimiter: str
     pieces: Mapping[int, str]
-    texts: Mapping[int, str]
     end_ids: frozenset[int]
     think_open_id: int | None
     think_close_id: int | None
@@ -52,10 +59,6 @@ class StepRules:
     marker_ids: frozenset[int]
     stop_words: IntArray
     end_words: IntArray
-    closing_words: IntArray
-    sentence_ids: frozenset[int]
-    sentence_words: IntArray
-    span_words: Mapping[Span, IntArray]
 
     @classmethod
     def build(
@@ -82,20 +85,10 @@ class StepRules:
         pairs = _split_pairs(delimiter, {token: text for token, text in relevant.items() if delimiter not in text})
         always = _singles([*sorted(ends), *sorted(close)])
         words = [*always, *_singles(whole), *pairs[:max_pairs]]
-        sentence_ids = sorted(token for token, text in pieces.items() if token_may_end_sentence(text))
-
-        def with_tokens(words: Iterable[tuple[int, ...]], tokens: Iterable[int]) -> IntArray:
-            return encode_stop_words(dict.fromkeys([*words, *_singles(tokens)]))
-
-        def span_words(span: Span) -> IntArray:
-            closing = sorted(token for token, text in pieces.items() if token_may_close(span, text))
-            return with_tokens(always if span is Span.FENCE else words, closing)  # only code goes on past a blank line
-
         closing = frozenset(tool_ids) | ends | close
         return cls(
             delimiter=delimiter,
             pieces=relevant,
-            texts=pieces,
             end_ids=ends,
             think_open_id=think_open_id,
             think_close_id=think_close_id,
@@ -103,10 +96,6 @@ class StepRules:
             marker_ids=closing | (frozenset() if think_open_id is None else {think_open_id}),
             stop_words=encode_stop_words(words),
             end_words=encode_stop_words(_singles(sorted(ends))),
-            closing_words=encode_stop_words(always),
-            sentence_ids=frozenset(sentence_ids),
-            sentence_words=with_tokens(words, sentence_ids),
-            span_words={span: span_words(span) for span in LONG_SPANS},
         )
 
     @classmethod
@@ -126,6 +115,15 @@ class StepRules:
         close_id = single_token(tokenizer, think_close) if think_close else None
         tool_ids = [token for text in markers if (token := single_token(tokenizer, text)) is not None]
         return cls.build(delimiter, dict(enumerate(texts)), end_ids, open_id, close_id, tool_ids)
+
+    @property
+    def of_step(self) -> Ending:
+        return Ending(self.cut, self.stop_words)
+
+    @property
+    def of_answer(self) -> Ending:
+        """Only the end of the answer matters."""
+        return Ending(self.cut_answer, self.end_words)
 
     def cut(self, ids: Sequence[int], max_tokens: int) -> Step | None:
         """The first step in ``ids``, or None if they hold no end and are fewer than ``max_tokens``."""

@@ -31,17 +31,17 @@ def build_trace(
 def _call(span: CallSpan, ledger: Ledger, ends: Sequence[int]) -> Call:
     assert span.finished_s is not None, "the request has not ended"
     job = span.job
-    num_committed = _num_within_step(span, _last_index(span, ledger), ends)
+    num_committed = _num_within_step(span, span.index, ends)
     if span.failed or span.cancelled:
         outcome = CallOutcome.FAILED if span.failed else CallOutcome.CANCELLED
     elif job is None:
         outcome = CallOutcome.COMMITTED if num_committed else CallOutcome.WASTED
     else:
         outcome = _outcome(job, ledger.moves.get(job.index))
-    if span.token_drafts and not (span.failed or span.cancelled):
+    if span.drafts_tokens and not (span.failed or span.cancelled):
         dropped = job is not None and outcome is CallOutcome.WASTED
         outcome = CallOutcome.WASTED if dropped or not span.num_proposed else _verified(span)
-    purpose = Purpose.TOKEN_DRAFT if span.token_drafts else Purpose.ALONE if job is None else job.purpose
+    purpose = Purpose.TOKEN_DRAFT if span.drafts_tokens else Purpose.ALONE if job is None else job.purpose
     in_answer = outcome is CallOutcome.COMMITTED or (outcome is CallOutcome.ACCEPTED and purpose is Purpose.DRAFTED_STEP)
     return Call(
         role=span.role,
@@ -64,19 +64,8 @@ def _call(span: CallSpan, ledger: Ledger, ends: Sequence[int]) -> Call:
 
 
 def _verified(span: CallSpan) -> CallOutcome:
-    """What became of token drafts that the target has verified."""
+    """What became of draft tokens that the target has verified."""
     return CallOutcome.ACCEPTED if span.num_accepted else CallOutcome.REJECTED
-
-
-def _last_index(span: CallSpan, ledger: Ledger) -> int:
-    """Of the last committed step that a call has written some of: its own, but a call of the draft may run on."""
-    job, index = span.job, span.index
-    if job is None or job.purpose is not Purpose.DRAFTED_STEP:
-        return index
-    node = job.node
-    while (move := ledger.moves.get(index + 1)) is not None and move.position is node and move.winner in node.children[:1]:
-        index, node = index + 1, node.children[0]
-    return index
 
 
 def _num_within_step(span: CallSpan, index: int, ends: Sequence[int]) -> int:
@@ -105,7 +94,7 @@ def _outcome(job: Job, move: Decision | None) -> CallOutcome:
         if move is None or node not in move.position.children or verdict is None:
             return CallOutcome.WASTED
         return CallOutcome.ACCEPTED if verdict.accepted else CallOutcome.REJECTED
-    if move is not None and move.winner is node:
+    if move is not None and move.winner is not None and node.drafted is not None and move.winner.drafted is node.drafted:
         return CallOutcome.ACCEPTED
     compared = verdict is not None and verdict.reason not in UNCOMPARED
     return CallOutcome.REJECTED if compared and verdict is not None and not verdict.accepted else CallOutcome.WASTED

@@ -8,7 +8,11 @@ below it goes on.
                        root ── target step t0
                        ├── child 0 (d0) ── target step t1        judged: (t0, d0)
                        │    └── child 0 (d1) ── target step t2   judged: (t1, d1)
-                       └── child 1 (d0')                         judged: (t0, d0')
+                       ├── child 1 (d0')                         judged: (t0, d0')
+                       └── own branch (t0) ── target step t1'
+
+While the verdicts on its children are pending, a node goes on from its target step as well: its *own branch*. If all children
+are rejected, the own branch becomes the root, and the corrected path is under way already.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from enum import StrEnum
 import numpy as np
 
 from lr_backend.contract import IntArray
-from lr_backend.step import NO_TAIL, Step, Tail
+from lr_backend.step import Step
 from lr_backend.verify.verdict import Reason, Verdict, settle
 
 
@@ -39,10 +43,12 @@ class Node:
     Attributes:
         prefix: token ids up to here, shape [N]. Of a child being drafted: its parent's.
         sibling: place among the children of its parent; lower ones win.
-        drafted: the drafted step that led here; None for a root that the target wrote.
+        drafted: the drafted step that led here; None for a prefix that ends with the target's own words.
+        chance: that the drafted step will be accepted, as far as is known.
         target: the target's step after this prefix, once written.
         verdict: of the drafted step against the parent's target step.
-        chance: that it will be accepted, as far as is known once it is drafted.
+        own: the branch that goes on from the target's step.
+        lost: it cannot become the path any more.
     """
 
     prefix: IntArray
@@ -55,15 +61,15 @@ class Node:
     target: Step | None = None
     verdict: Verdict | None = None
     verdict_started: bool = False
-    token_share: float | None = None
-    """Part of the first child's drafted step that the target accepted as token drafts for its own; None: it verified none."""
     children: list[Node] = field(default_factory=list)
+    own: Node | None = None
+    lost: bool = False
     times_s: dict[str, float] = field(default_factory=dict)
     """When its work started and finished, noted by the loop for the trace."""
 
     @property
     def depth(self) -> int:
-        """Drafted steps between the root and here."""
+        """Steps between the root and here."""
         return 0 if self.parent is None else 1 + self.parent.depth
 
     @property
@@ -72,16 +78,33 @@ class Node:
         return self.drafted is not None and self.drafted.closes
 
     @property
-    def begun(self) -> Tail:
-        """What of this node's drafted step the draft wrote with the one before it; that goes on with its first child."""
-        before = self.parent.drafted if self.parent is not None and self.sibling == 0 else None
-        return before.tail if before is not None else NO_TAIL
+    def chance_now(self) -> float:
+        """Of a drafted child, with its verdict if that is known."""
+        return self.chance if self.verdict is None else float(self.verdict.accepted)
+
+    def chances(self) -> Iterator[tuple[Node, float]]:
+        """The nodes one step further, each with the chance that the path goes there.
+
+        The lowest accepted sibling wins, and the own branch where there is none.
+        """
+        left = 1.0
+        for child in self.children:
+            yield child, left * child.chance_now
+            left *= 1.0 - child.chance_now
+        if self.own is not None:
+            yield self.own, left
+
+    def below(self) -> Iterator[Node]:
+        """The nodes one step further."""
+        yield from self.children
+        if self.own is not None:
+            yield self.own
 
     def subtree(self) -> Iterator[Node]:
         """This node and all below, parents first."""
         yield self
-        for child in self.children:
-            yield from child.subtree()
+        for node in self.below():
+            yield from node.subtree()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +135,10 @@ class Tree:
         end: absolute token count at which the answer is full; nothing starts at or past it.
         max_depth: target steps that run at most along one chain from the root; drafting runs one step past them. 0: no drafts.
         width: drafted children of a node at most.
-        min_chance: below a drafted step work starts only while it and all above it are accepted with this probability at least.
+        own_branches: go on from a target step while the verdicts on the drafted ones are pending.
+        min_chance: work starts only where it is of use with this probability at least; of an own branch and below.
+        min_draft_chance: the same of work below drafted steps alone.
+        acceptance: chance that a drafted step is accepted, where nothing else is known of it.
         wait_for_drafts: the root waits for a draft that was started (deterministic) instead of calling it late.
     """
 
@@ -121,41 +147,58 @@ class Tree:
         prefix: IntArray,
         *,
         end: int,
-        max_depth: int,
-        width: int,
+        max_depth: int = 0,
+        width: int = 1,
+        own_branches: bool = False,
         min_chance: float = 0.0,
+        min_draft_chance: float = 0.0,
+        acceptance: float = 1.0,
         wait_for_drafts: bool = False,
     ) -> None:
         self.root = Node(prefix)
         self.end = end
         self.max_depth = max_depth
         self.width = width
+        self.own_branches = own_branches
         self.min_chance = min_chance
+        self.min_draft_chance = min_draft_chance
+        self.acceptance = acceptance
         self.wait_for_drafts = wait_for_drafts
 
     # What may start ------------------------------------------------------------------------------------------------
 
     def start_targets(self) -> list[Node]:
-        """Nodes whose target step may start now; each is handed out once."""
-        nodes = [
-            node
-            for node, depth in self._open_nodes()
+        """Nodes whose target step may start now, the likeliest first; each is handed out once.
+
+        As many run at a time as a chain of drafted steps would have: an own branch takes the place of what is less likely.
+        """
+        most = max(1, self.max_depth) * self.width
+        num_free = most - sum(node.target_started and node.target is None for node in self.root.subtree() if not node.lost)
+        waiting = [
+            (chance, node)
+            for node, depth, chance in self._open_nodes()
             if depth < max(1, self.max_depth) and not node.target_started and len(node.prefix) < self.end
         ]
+        waiting.sort(key=lambda pair: -pair[0])
+        nodes = [node for _, node in waiting[: max(0, num_free)]]
         for node in nodes:
             node.target_started = True
         return nodes
 
     def start_drafts(self) -> list[Node]:
-        """New children whose drafted step may start now; each is handed out once."""
+        """New children whose drafted step may start now; each is handed out once.
+
+        Only beside target steps that have been started: wide windows would otherwise fill with what nobody comes to judge.
+        """
         parents = [
             node
-            for node, depth in self._open_nodes()
-            if depth < self.max_depth and not node.children and len(node.prefix) < self.end
+            for node, depth, _ in self._open_nodes()
+            if depth < self.max_depth and node.target_started and not node.children and len(node.prefix) < self.end
         ]
         for node in parents:
             node.children = [
-                Node(node.prefix, parent=node, sibling=index, drafting=Drafting.RUNNING) for index in range(self.width)
+                Node(node.prefix, parent=node, sibling=index, drafting=Drafting.RUNNING, chance=self.acceptance)
+                for index in range(self.width)
             ]
         return [child for node in parents for child in node.children]
 
@@ -178,19 +221,50 @@ class Tree:
                     open_pairs.append((node.target, child))
         return open_pairs
 
-    def _open_nodes(self) -> Iterator[tuple[Node, int]]:
-        """Nodes with a known prefix below which work may run, with their depth under the root."""
-        frontier = [(self.root, 0, 1.0)]
+    def _open_nodes(self) -> Iterator[tuple[Node, int, float]]:
+        """Nodes with a known prefix below which work may run, their depth under the root, and the chance that they are used."""
+        frontier = [(self.root, 0, 1.0, True)]
         while frontier:
-            node, depth, chance = frontier.pop()
-            if depth and (node.drafting is not Drafting.DONE or node.closed):
+            node, depth, chance, drafted = frontier.pop()
+            least = self.min_draft_chance if drafted else self.min_chance
+            # Unlikely, or lost already: nothing more is spent below it.
+            if depth and (node.lost or node.drafting is not Drafting.DONE or node.closed or chance <= 0.0 or chance < least):
                 continue
-            if depth and node.verdict is None:
-                chance *= node.chance
-            if depth and (chance < self.min_chance or (node.verdict is not None and not node.verdict.accepted)):
-                continue  # unlikely, or rejected already: nothing more is spent below it
-            yield node, depth
-            frontier.extend((child, depth + 1, chance) for child in reversed(node.children))
+            yield node, depth, chance
+            below = [(one, depth + 1, chance * part, drafted and one is not node.own) for one, part in node.chances()]
+            frontier.extend(reversed(below))
+
+    def prune(self) -> list[Node]:
+        """Forget what cannot become the path any more; returns the nodes whose work is of no use."""
+        lost: list[Node] = []
+        for node in list(self.root.subtree()):
+            lost += self._merged(node)
+            is_decided = is_open = False
+            for child in node.children:
+                is_rejected = child.verdict is not None and not child.verdict.accepted
+                if (is_decided or is_rejected) and not child.lost:
+                    lost += child.subtree()
+                    child.children, child.own, child.lost = [], None, True
+                is_open = is_open or child.verdict is None
+                is_decided = is_decided or not (is_open or is_rejected)
+            if is_decided and node.own is not None:
+                lost += node.own.subtree()
+                node.own = None
+        return lost
+
+    @staticmethod
+    def _merged(node: Node) -> list[Node]:
+        """A drafted step that came after the target's and is the same: the own branch goes on in its place."""
+        own, child = node.own, node.children[0] if node.children else None
+        if own is None or child is None or child.verdict is None or child.verdict.reason is not Reason.EXACT:
+            return []
+        if not own.target_started and not own.children:
+            return []
+        assert not child.target_started and not child.children  # it is settled as soon as it is drafted
+        own.drafted, own.verdict, own.verdict_started, own.chance = child.drafted, child.verdict, True, child.chance
+        own.times_s = {**child.times_s, **own.times_s}
+        node.children[0], node.own = own, None
+        return [child]
 
     # What has happened ---------------------------------------------------------------------------------------------
 
@@ -215,16 +289,13 @@ class Tree:
         """A target step is there."""
         assert node.target_started and node.target is None
         node.target = step
+        if self.own_branches and not step.closes:
+            node.own = Node(append(node.prefix, step), parent=node)
 
     def judged(self, node: Node, verdict: Verdict) -> None:
         """A verdict is there."""
         assert node.verdict_started and node.verdict is None
         node.verdict = verdict
-
-    def drafted_after(self, node: Node) -> tuple[int, ...] | None:
-        """The first sibling that continues ``node``'s prefix, as token drafts for its target step; None while there is none."""
-        first = node.children[0].drafted if node.children else None
-        return first.ids if first is not None else None
 
     # How the root moves --------------------------------------------------------------------------------------------
 
@@ -261,7 +332,10 @@ class Tree:
         compared = next((child for child in root.children if child.drafted is not None), None)
         compared = compared or (root.children[0] if root.children else None)
         reason = compared.verdict.reason if compared is not None and compared.verdict is not None else Reason.NONE
-        self.root = Node(append(root.prefix, root.target))
+        self.root = root.own if root.own is not None else Node(append(root.prefix, root.target))
+        self.root.parent = None
+        kept = set(self.root.subtree())
+        discarded = tuple(node for node in discarded if node not in kept)
         return Decision(root, root.target, None, compared, reason, discarded)
 
 

@@ -1,8 +1,8 @@
 """How to split a budget of parallel work between steps and tokens (the paper's section 3.3, Theorems 3 and 4).
 
 The budget M is how many tokens the target may verify or decode at a time: target steps in flight, times the positions that each
-verifies in one pass. The gain is taken to be the product of both: :func:`lr_backend.loop.depth.ceiling` for the steps, and
-the classic formula for the tokens. One step and all positions is plain token speculation, one position and all steps plain
+verifies in one pass. The gain is taken to be the product of both: :func:`lr_backend.policy.formulas.ceiling` for the steps,
+and the classic formula for the tokens. One step and all positions is plain token speculation, one position and all steps plain
 lookahead.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lr_backend.loop.depth import ceiling, useful_depth
+from lr_backend.policy.formulas import ceiling, useful_depth
 
 BISECTIONS = 40
 
@@ -23,7 +23,7 @@ class Rates:
     Attributes:
         step_acceptance: alpha_1, share of drafted steps that are accepted, in [0, 1).
         step_cost: c_1, time of a drafted step over that of a target step, in (0, 1].
-        token_acceptance: alpha_2, chance that a token draft after accepted ones is accepted, in [0, 1).
+        token_acceptance: alpha_2, chance that a draft token after accepted ones is accepted, in [0, 1).
         token_cost: c_2, time of a drafted token over that of a target token, in [0, 1]; 0 for lookups.
     """
 
@@ -39,7 +39,7 @@ class Split:
 
     Attributes:
         num_steps: k_1, target steps in flight (``max_depth``); 1: no lookahead.
-        num_positions: k_2, positions verified in one pass (``num_draft_tokens`` + 1); 1: no token drafts.
+        num_positions: k_2, positions verified in one pass (``num_draft_tokens`` + 1); 1: no draft tokens.
         speedup: over the target alone.
     """
 
@@ -62,7 +62,7 @@ def token_speedup(acceptance: float, cost: float, num_positions: int) -> float:
 def splits(budget: int, rates: Rates) -> Iterator[Split]:
     """Every split that nothing can be added to within the budget: for each number of steps, as many positions as are left.
 
-    Steps beyond :func:`~lr_backend.loop.depth.useful_depth` are never in flight, and are left out.
+    Steps beyond :func:`~lr_backend.policy.formulas.useful_depth` are never in flight, and are left out.
     """
     if budget < 1:
         raise ValueError(f"budget={budget} is out of range")
@@ -80,7 +80,7 @@ def best_split(budget: int, rates: Rates) -> Split:
 
 
 def acceptance_from_length(mean_accepted: float, num_drafts: int) -> float:
-    """alpha_2 for which of ``num_drafts`` token drafts ``mean_accepted`` are accepted on average up to the first that is not."""
+    """alpha_2 for which of ``num_drafts`` draft tokens ``mean_accepted`` are accepted on average up to the first that is not."""
     if not 0.0 <= mean_accepted <= num_drafts:
         raise ValueError(f"mean_accepted={mean_accepted} is out of range")
     low, high = 0.0, 1.0

@@ -32,8 +32,9 @@ EAGLE_SOURCE = "AngelSlim's Qwen3-32B head: 1.91 tokens a pass, mean of four dat
 EAGLE_DRAFT_TOKENS = 2
 EAGLE_LAYERS = 1.5
 """Assumed of a pass of the head: it takes as long as so many layers of the target, for one layer and 32,000 words."""
-DRAFT_TOKENS: Mapping[str, Any] = {"proposer": "draft_model", "num_draft_tokens": 4, "draft_length": "fixed"}
-BY_ITSELF: Mapping[str, Any] = {"proposer": "engine", "num_draft_tokens": 4, "draft_length": "fixed"}
+DRAFT_TOKENS: Mapping[str, Any] = {"proposer": "draft_model", "num_draft_tokens": 4}
+"""Of words that agree in three places of four, four are worth most."""
+BY_ITSELF: Mapping[str, Any] = {"proposer": "engine", "num_draft_tokens": 4}
 MAX_DEPTH = 8
 NUM_CARDS = (1, 2, 4)
 """The kernel tables have these parallelisms."""

@@ -155,7 +155,7 @@ class _Timed:
             of_role = [call for call in trace.calls if call.role is role]
             group = [call for call in of_role if call.completed and wanted(call)]
             chosen.append((timeline, group))
-            prompts += _num_new_within(group, of_role)
+            prompts += _num_new_within(group, of_role, trace.calls)
         calls = [call for _, group in chosen for call in group]
         return cls(
             role,
@@ -206,19 +206,36 @@ def _num_new(call: Call) -> int:
     return call.num_prompt_tokens - call.num_reused_tokens
 
 
-def _num_new_within(calls: Iterable[Call], of_role: Iterable[Call]) -> list[float]:
+def _num_new_within(calls: Iterable[Call], of_role: Iterable[Call], of_all: Iterable[Call]) -> list[float]:
     """For each call the new tokens of all calls of its role that begin while it runs, its own among them."""
     by_begin = sorted(of_role, key=lambda call: call.begun_interval[0])
     begins = [call.begun_interval[0] for call in by_begin]
+    written: dict[int, list[Call]] = {}
+    for call in sorted(of_all, key=lambda call: call.end_ms):
+        if call.num_tokens and call.role is not Role.JUDGE:
+            written.setdefault(call.num_prompt_tokens + call.num_tokens, []).append(call)
     passed = [0]
     for number, call in enumerate(by_begin):
         num_new = _num_new(call)
-        if call.outcome in (CallOutcome.CANCELLED, CallOutcome.FAILED):  # no answer says what it reused: the text that it goes on
-            before = (one.num_prompt_tokens for one in reversed(by_begin[:number]))
-            num_new = call.num_prompt_tokens - next((length for length in before if length < call.num_prompt_tokens), 0)
+        if call.outcome in (CallOutcome.CANCELLED, CallOutcome.FAILED):  # no answer says what it reused
+            num_new = _num_probably_new(call, written.get(call.num_prompt_tokens, ()), by_begin[:number])
         passed.append(passed[-1] + num_new)
     bounds = (call.begun_interval for call in calls)
     return [float(passed[bisect_left(begins, end)] - passed[bisect_left(begins, begin)]) for begin, end in bounds]
+
+
+def _num_probably_new(call: Call, ending_there: Iterable[Call], earlier: Sequence[Call]) -> int:
+    """New tokens of a call's prompt by where its text comes from.
+
+    Args:
+        ending_there: calls whose texts end where this one begins, by their end.
+        earlier: of its role.
+    """
+    sources = [one for one in ending_there if one.end_ms <= call.start_ms]
+    if sources:  # what an engine wrote itself it has in memory, but for the last token
+        return 1 if sources[-1].role is call.role else sources[-1].num_tokens
+    shorter = (one.num_prompt_tokens for one in reversed(earlier) if one.num_prompt_tokens < call.num_prompt_tokens)
+    return call.num_prompt_tokens - next(shorter, 0)
 
 
 def _verifies(call: Call) -> bool:
@@ -243,7 +260,7 @@ def _passes(traces: Sequence[Trace], num_cores: float | None) -> tuple[_Times, l
         target, draft = (_Timed.of(recorded, role, _decodes) for role in (Role.TARGET, Role.DRAFT))
         for found in (target, draft):
             if len(found) < MIN_CALLS:
-                what = f"{len(found)} completed calls of the {found.role.value} without token drafts"
+                what = f"{len(found)} completed calls of the {found.role.value} without draft tokens"
                 raise TraceError(f"too few calls: {what}, {MIN_CALLS} needed")
         times = _fit_passes(target, draft, with_prompts=says_reuse)
         recorded = _with_timelines(traces, num_cores, times, recorded)

@@ -21,10 +21,11 @@ from lr_backend.emulated.workload import Workload
 from lr_backend.engine import EngineCall, Role
 from lr_backend.errors import ConfigError
 from lr_backend.hardware.machine import LinearTimes, Machine, Place
-from lr_backend.loop.loop import Engines, LookaheadLoop, Models, Outcome
-from lr_backend.loop.pace import Pace
+from lr_backend.loop.assemble import Engines, Models, assemble
+from lr_backend.loop.loop import Outcome
 from lr_backend.loop.steps import StepRules
 from lr_backend.loop.tracing import build_trace
+from lr_backend.policy.policy import Learned
 from lr_backend.request import LookaheadRequest, Mode, Usage
 from lr_backend.testing import run_virtual
 from lr_backend.trace.schema import Trace
@@ -34,8 +35,6 @@ MAX_DEPTH, MAX_WIDTH, MAX_DRAFT_LEN = 16, 8, 64
 FOREVER_S = 1e12
 Result = TypeVar("Result")
 RULES = StepRules.from_tokenizer(VOCABULARY, [END])
-COSTS_OF_DRAFTS = ("verification_cost", "verified_token_cost", "drafted_token_cost", "min_draft_confidence")
-"""Settings of the loop that a scenario may name."""
 
 
 @dataclass(frozen=True)
@@ -43,23 +42,22 @@ class Scenario:
     """What is to be predicted for: how texts behave, and what runs them.
 
     Attributes:
-        settings: of the loop, by their names in :class:`~lr_backend.config.LoopConfig`; those of ``COSTS_OF_DRAFTS``.
         max_step_tokens: that a call for a step may bring; None: as many as the longest step has.
         prompts_are_cached: all prompts are computed before the first request comes, as far as there is memory for them: what is
             predicted is the reasoning behind them.
+        own_branches: as in :class:`~lr_backend.config.LoopConfig`.
     """
 
     workload: Workload
     machine: Machine = field(default_factory=LinearTimes().machine)
-    settings: Mapping[str, Any] = field(default_factory=dict)
     max_step_tokens: int | None = None
     prompts_are_cached: bool = False
+    own_branches: bool = True
 
     @classmethod
     def of(cls, config: LoopConfig, workload: Workload, machine: Machine, *, prompts_are_cached: bool = False) -> Self:
         """What a deployment with this configuration of the loop does on a machine."""
-        settings = {name: getattr(config, name) for name in COSTS_OF_DRAFTS}
-        return cls(workload, machine, settings, config.limits.max_step_tokens, prompts_are_cached)
+        return cls(workload, machine, config.limits.max_step_tokens, prompts_are_cached)
 
 
 @dataclass(frozen=True)
@@ -99,11 +97,14 @@ class Prediction:
         return fmean(rates) if rates else None
 
 
-def simulate(scenario: Scenario, policy: Policy, seed: int = 0, *, first: int = 0, trace: bool = False) -> Prediction:
+def simulate(
+    scenario: Scenario, policy: Policy, seed: int = 0, *, first: int = 0, num_sets: int = 1, trace: bool = False
+) -> Prediction:
     """Answer ``policy.num_requests`` requests at once, each with texts of its own; ``trace`` keeps their traces.
 
     Args:
         first: number of the first question.
+        num_sets: so many sets of requests, one after another: the server learns from each for the next.
 
     Raises:
         ConfigError: an answer does not fit the KV memory.
@@ -111,7 +112,7 @@ def simulate(scenario: Scenario, policy: Policy, seed: int = 0, *, first: int = 
     """
     if not 0 <= policy.max_depth <= MAX_DEPTH or not 1 <= policy.width <= MAX_WIDTH or policy.num_requests < 1:
         raise ValueError(f"{policy} is out of range")
-    return run_virtual(_answer_all(scenario, policy, seed, first, trace))
+    return run_virtual(_answer_all(scenario, policy, seed, first, num_sets, trace))
 
 
 def ms_a_token(usages: Iterable[Usage]) -> float:
@@ -144,25 +145,29 @@ def run_on_engines(scenario: Scenario, seed: int, work: Callable[[Engines, Texts
     return run_virtual(run())
 
 
-async def _answer_all(scenario: Scenario, policy: Policy, seed: int, first: int, trace: bool) -> Prediction:
+async def _answer_all(scenario: Scenario, policy: Policy, seed: int, first: int, num_sets: int, trace: bool) -> Prediction:
     workload = scenario.workload
     _require_memory(scenario)
     texts = Texts(workload, seed)
     engines = _engines(scenario.machine, texts)
-    config = _config(scenario)
-    pace = Pace(asyncio.get_running_loop().time)
+    # Whether noise is shared shows in the workload: in how many drafted steps are the target's word for word.
+    config = _config(scenario).model_copy(update={"coupled_noise": policy.mode is Mode.LOSSLESS})
+    shared = Learned(asyncio.get_running_loop().time)
     fields = {"text_input": "?", "max_tokens": workload.max_tokens, "stream": False, "temperature": 0.6, "seed": seed}
     shape = {"mode": policy.mode, "max_depth": policy.max_depth, "width": policy.width, "trace": trace}
     request = LookaheadRequest.parse({**fields, **shape, **policy.fields})
 
     async def answer(number: int) -> Outcome:
         models = Models(RULES, VOCABULARY, judge_prompt(workload), VOCABULARY)
-        loop = LookaheadLoop(request, texts.prompt(number), f"{number}", engines, models, config, lambda committed: None, pace)
+        loop = assemble(request, texts.prompt(number), f"{number}", engines, models, config, lambda committed: None, shared)
         return await loop.run()
 
-    if scenario.prompts_are_cached:
-        await _compute(engines, texts, range(first, first + policy.num_requests))
-    outcomes = await asyncio.gather(*(answer(first + number) for number in range(policy.num_requests)))
+    outcomes: list[Outcome] = []
+    for index in range(num_sets):
+        numbers = range(first + index * policy.num_requests, first + (index + 1) * policy.num_requests)
+        if scenario.prompts_are_cached:
+            await _compute(engines, texts, numbers)
+        outcomes += await asyncio.gather(*(answer(number) for number in numbers))
     for one in (engines.target, engines.draft, engines.judge):
         await one.close()
     target = engines.target
@@ -231,5 +236,5 @@ def _config(scenario: Scenario) -> LoopConfig:
         timeouts=timeouts,
         draft_temperature=0.0,
         engine_drafts=True,
-        **scenario.settings,
+        own_branches=scenario.own_branches,
     )

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from lr_backend.loop.depth import ceiling
 from lr_backend.plan.simulation import Policy, Scenario, simulate
+from lr_backend.policy.formulas import ceiling
 from lr_backend.request import Mode
 
 LEAST_STEPS = 240

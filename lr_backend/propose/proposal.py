@@ -1,65 +1,63 @@
-"""What a proposer is asked and what it answers."""
+"""What proposes draft tokens, and what it proposes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 from lr_backend.contract import IntArray
-
-
-@dataclass(frozen=True, slots=True)
-class Position:
-    """Where token drafts are wanted.
-
-    Attributes:
-        context: the prefix with what is written of its step, token ids, shape [N].
-        written: the step so far, the last tokens of ``context``.
-        drafted: the drafted step that continues the same prefix, if it is known.
-        max_tokens: token drafts at most.
-        stop_words: what ends an engine call here (``stop_words_list`` of the contract, shape [2, L]), or None.
-        sibling: which candidate the step belongs to.
-    """
-
-    context: IntArray
-    written: Sequence[int]
-    drafted: Sequence[int] | None
-    max_tokens: int
-    stop_words: IntArray | None = None
-    sibling: int = 0
+from lr_backend.propose.growing import GrowingText
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Token drafts, in order; none is an answer too.
+    """Draft tokens, in order; none is an answer too.
 
     Attributes:
-        num_drafted: tokens that the draft model wrote for them, those that it was not sure of included.
-        call_id: the draft's engine call that wrote them; None: they were looked up.
+        plain_tokens: where there are none, how many the target had better write before it asks again; None: all the rest.
     """
 
     token_ids: tuple[int, ...] = ()
-    num_drafted: int = 0
-    call_id: str | None = None
+    plain_tokens: int | None = None
+
+
+NOTHING = Proposal()
+
+Room = Callable[[Sequence[int]], int]
+"""How many tokens may follow those that are written; 0: they end the step."""
+
+
+class StepDrafts(Protocol):
+    """Draft tokens for one step, or for a whole answer, while it is written."""
+
+    async def next(self, written: Sequence[int], max_tokens: int) -> Proposal:
+        """What may follow ``written``, at most ``max_tokens`` > 0. Fails never: who cannot propose has nothing to propose."""
+        ...
+
+    def verified(self, proposed: Sequence[int], num_accepted: int) -> None:
+        """The target has taken over so many of the last proposal's tokens."""
+        ...
+
+
+class DraftSource(Protocol):
+    """Where the draft tokens of one request come from.
+
+    Attributes:
+        follows_drafted: it reads the drafted step beside a target step while that is written.
+    """
 
     @property
-    def unsure(self) -> bool:
-        """The draft model's tokens end where it was not sure, and not where it had been asked to."""
-        return len(self.token_ids) < self.num_drafted
+    def follows_drafted(self) -> bool: ...
 
+    def step(
+        self, prefix: IntArray, stop_words: IntArray, room: Room, drafted: GrowingText | None
+    ) -> AbstractAsyncContextManager[StepDrafts]:
+        """Draft tokens for what follows ``prefix``, shape [N]; nothing of it outlives the context.
 
-Proposer = Callable[[Position], Coroutine[Any, Any, Proposal]]
-"""Where token drafts come from. Fails never: a proposer that cannot propose has nothing to propose."""
-
-Lookup = Callable[[IntArray, Sequence[int], Sequence[int] | None, int], tuple[int, ...]]
-"""(prefix with what is written, written step so far, drafted step if known, at most n) -> proposed tokens, at once."""
-
-
-def by_lookup(lookup: Lookup) -> Proposer:
-    """A proposer that waits for nobody."""
-
-    async def propose(position: Position) -> Proposal:
-        return Proposal(lookup(position.context, position.written, position.drafted, position.max_tokens))
-
-    return propose
+        Args:
+            stop_words: what ends an engine call here (``stop_words_list`` of the contract, shape [2, L]).
+            drafted: the drafted step that continues the same prefix, as far as it is written; None: there is none.
+        """
+        ...

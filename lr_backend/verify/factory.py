@@ -10,15 +10,16 @@ from lr_backend.engine import Engine
 from lr_backend.errors import InvalidRequest
 from lr_backend.request import LookaheadRequest, VerifierName
 from lr_backend.step import StepTokenizer
-from lr_backend.verify.cascade import Band, CascadeVerifier, NumericVeto, SameText
+from lr_backend.verify.cascade import Band, CascadeVerifier, NumericVeto, SameText, Stage
 from lr_backend.verify.exact import ExactVerifier
 from lr_backend.verify.grade import GradeScorer
 from lr_backend.verify.judge import JudgeVerifier
 from lr_backend.verify.judge_prompt import JudgePrompt
-from lr_backend.verify.likelihood import LikelihoodScorer
-from lr_backend.verify.scores import Disregarding, RandomVerifier, Scorer, ThresholdVerifier, TokenShareScorer
+from lr_backend.verify.scores import Disregarding, RandomVerifier, Scorer, ThresholdVerifier
 from lr_backend.verify.similarity import Embedder, EmbeddingScorer
 from lr_backend.verify.verdict import Verifier
+
+NO_CHEAP_SCORE = "bounds the cascade's cheap score, and this server has no embedding model for one (embedding_dir)"
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class VerifierParts:
 
 
 def make_verifier(request: LookaheadRequest, config: LoopConfig, parts: VerifierParts) -> Verifier:
-    """The verifier of one request; it serves no other. ``lossless`` accepts equal tokens only, whoever else is named.
+    """The verifier of one request; it serves no other. The mode ``lossless`` accepts equal tokens only, whoever else is named.
 
     Raises:
         InvalidRequest: this server lacks what the named verifier needs.
@@ -55,9 +56,12 @@ def make_verifier(request: LookaheadRequest, config: LoopConfig, parts: Verifier
         return EmbeddingScorer(parts.embedder, embedding_s)
 
     def cascade() -> Verifier:
-        use_embedding = parts.embedder is not None and config.embedding_dir is not None
-        scorer, bounds = (embedding(), config.cascade.embedding) if use_embedding else (TokenShareScorer(), config.cascade.tokens)
-        return CascadeVerifier((SameText(), NumericVeto(), band(scorer, bounds, request.verifier_threshold)), judge())
+        stages: list[Stage] = [SameText(), NumericVeto()]
+        if parts.embedder is not None and config.embedding_dir is not None:
+            stages.append(band(embedding(), config.cascade, request.verifier_threshold))
+        elif request.verifier_threshold is not None:
+            raise InvalidRequest("verifier_threshold", request.verifier_threshold, NO_CHEAP_SCORE)
+        return CascadeVerifier(stages, judge())
 
     match request.effective_verifier:
         case VerifierName.EXACT:
@@ -71,8 +75,6 @@ def make_verifier(request: LookaheadRequest, config: LoopConfig, parts: Verifier
         case VerifierName.SCORE:
             grades = grade_prompt(parts.tokenizer, config)
             return ThresholdVerifier(GradeScorer(parts.target, grades, parts.tokenizer, judge_s), threshold)
-        case VerifierName.LIKELIHOOD:
-            return ThresholdVerifier(LikelihoodScorer(parts.target, config.limits.max_draft_len, judge_s), threshold)
         case VerifierName.RANDOM:
             chance = RandomVerifier(threshold, request.seed)
             return Disregarding(judge(), chance) if config.random_asks_judge else chance

@@ -1,4 +1,4 @@
-"""Verifiers that measure a pair and compare with a threshold, and the measures that cost nothing."""
+"""Verifiers that measure a pair and compare with a threshold, and chance as a control."""
 
 from __future__ import annotations
 
@@ -33,15 +33,6 @@ class ThresholdVerifier:
         if isinstance(score, Reason):
             return Verdict(False, score, verifier=name.value)
         return Verdict(score >= self.threshold, name, score, name.value)
-
-
-class TokenShareScorer:
-    """How much of the drafted step its own token verification accepted; free, where it took place."""
-
-    reason = Reason.TOKENS
-
-    async def measure(self, pair: StepPair) -> float | Reason:
-        return Reason.UNKNOWN if pair.token_share is None else pair.token_share
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,8 @@ class Reason(StrEnum):
     """Rejected: the two compute with different numbers, operators or units."""
     EMBEDDING = "embedding"
     """By the similarity of the two steps' embeddings, either way."""
-    TOKENS = "tokens"
-    """By the share of the drafted step that the target's token verification accepted, either way."""
     GRADE = "score"
     """By the target's grade of the pair, either way."""
-    LIKELIHOOD = "likelihood"
-    """By the target's log-probability of the drafted step, either way."""
     RANDOM = "random"
     """By chance, either way."""
     DIFFERENT = "different"
@@ -80,7 +76,6 @@ class StepPair:
 
     Attributes:
         prefix: what both continue, shape [N].
-        token_share: part of the drafted step's tokens that the target accepted as token drafts; None where it verified none.
         call_id: prefix of the ids of engine calls on the pair's behalf; unique among pairs.
     """
 
@@ -90,7 +85,6 @@ class StepPair:
     drafted_text: str
     call_id: str
     prefix: IntArray
-    token_share: float | None = None
 
 
 class Verifier(Protocol):

@@ -18,7 +18,7 @@ from lr_backend.triton.server import TritonServer
 
 pytestmark = pytest.mark.integration
 QUESTION = next(islice(problems(98, "test"), 1)).question
-GREEDY = {"temperature": 0.0, "lossless": True, "max_tokens": 200, "stream": False}
+GREEDY = {"temperature": 0.0, "verifier": "exact", "max_tokens": 200, "stream": False}
 
 
 @pytest.fixture(scope="module")

@@ -41,7 +41,7 @@ def test_peers_answer_the_same_problem(tmp_path: Path, monkeypatch: pytest.Monke
     assert result.exit_code == 0, result.output
     line = json.loads(result.output.strip().splitlines()[-1])
     rows = {row["name"]: row for row in line["rows"]}
-    expected = {"ar", "sd", "lr", "lr_sd", bench.peers.DIRECT, bench.peers.SYNCHRONOUS}
+    expected = {"ar", "sd", "lr", "lr_sd", "auto", bench.peers.DIRECT, bench.peers.SYNCHRONOUS}
     assert rows.keys() == expected | {bench.peers.GENERATE, bench.peers.ASSISTED, bench.peers.LOOKUP}
     assert all(row["tokens_per_s"] > 0 and row["total"] == 1 for row in rows.values())
     assert rows["ar"]["speedup"] == [1.0, 1.0, 1.0]

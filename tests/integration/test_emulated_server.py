@@ -66,7 +66,7 @@ def triton(server: TritonServer) -> Iterator[grpcclient.InferenceServerClient]:
 
 def ask(client: Client, number: int, **fields: Any) -> Result:
     """An answer to one of the script's questions, as a user writes it."""
-    fixed = {"stream": False, "trace": True, "seed": number, "max_depth": 3, "depth": "fixed", "draft_length": "fixed"}
+    fixed = {"stream": False, "trace": True, "seed": number, "max_depth": 3}
     return client.ask(Texts(WORKLOAD, 0).question(number), Options(**{**fixed, **fields}))
 
 

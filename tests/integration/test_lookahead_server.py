@@ -19,14 +19,13 @@ from lr_client import Client, FinishEvent, InvalidRequest, Options, StepEvent, T
 from demo.asking import demo_spec, serving
 from demo.problems import Problem, problems
 from lr_backend.build.base import Layout
-from lr_backend.request import Usage
+from lr_backend.request import Mode, Usage
 from lr_backend.trace.analysis import analyse
 from lr_backend.trace.html import page
 from lr_backend.trace.schema import Purpose, Trace
 from lr_backend.triton.server import TritonServer
 
 pytestmark = pytest.mark.integration
-MODES = ("ar", "sd", "lr", "lr_sd")
 WAIT_S = 120.0
 
 
@@ -77,9 +76,9 @@ def counters(server: TritonServer, layout: Layout, role: str) -> dict[str, float
     return {line.split("{")[0]: float(line.rsplit(" ", 1)[1]) for line in mine}
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_stream_of_steps_ends_with_the_usage(client: Client, questions: list[Problem], mode: str) -> None:
-    # Deterministic: else token drafts may rest because of what earlier requests' came to.
+@pytest.mark.parametrize("mode", Mode)
+def test_a_stream_of_steps_ends_with_the_usage(client: Client, questions: list[Problem], mode: Mode) -> None:
+    # Deterministic: else draft tokens may rest because of what earlier requests' came to.
     options = Options(mode=mode, trace=True, max_tokens=400, seed=3, deterministic=True)
     with client.stream(questions[0].question, options) as stream:
         events = list(stream)
@@ -91,9 +90,10 @@ def test_a_stream_of_steps_ends_with_the_usage(client: Client, questions: list[P
     assert "".join(step.record.text for step in steps) == text
     assert text.startswith("<think>")
     assert finish.usage.num_steps == len(steps)
-    assert finish.usage.mode == mode
-    assert (finish.usage.num_draft_calls > 0) == (mode in ("lr", "lr_sd"))
-    assert (finish.usage.num_draft_tokens > 0) == (mode in ("sd", "lr_sd"))
+    assert (finish.usage.mode, finish.usage.seed) == (mode, 3)
+    # In ``sd`` the target's engine drafts tokens by itself.
+    assert (finish.usage.num_draft_calls > 0) == mode.speculates_steps
+    assert (finish.usage.num_draft_tokens > 0) == mode.speculates_tokens
     assert not finish.usage.degraded
 
 
@@ -117,30 +117,30 @@ def test_the_trace_accounts_for_every_call_and_token(client: Client, questions: 
     assert client.ask(questions[0].question, Options(max_tokens=20, stream=stream)).trace is None
 
 
-def test_greedy_and_lossless_every_mode_says_what_the_target_says(client: Client, questions: list[Problem]) -> None:
+def test_with_equal_tokens_alone_every_mode_says_what_the_target_says(client: Client, questions: list[Problem]) -> None:
     """Equal up to rounding at ties: how many of the answers differ is bounded, and shown."""
     different = []
     for problem in questions:
         answers = {
             mode: client.ask(
-                problem.question, Options(mode=mode, temperature=0.0, lossless=True, stream=False, max_tokens=400)
+                problem.question, Options(mode=mode, temperature=0.0, verifier="exact", stream=False, max_tokens=400)
             ).text
-            for mode in MODES
+            for mode in Mode
         }
-        different += [(problem.question, mode) for mode in MODES if answers[mode] != answers["ar"]]
+        different += [(problem.question, mode) for mode in Mode if answers[mode] != answers[Mode.AR]]
 
     assert len(different) <= 1, different
 
 
-@pytest.mark.parametrize("mode", ["sd", "lr_sd"])
-def test_the_draft_model_drafts_tokens_for_the_target(client: Client, questions: list[Problem], mode: str) -> None:
+@pytest.mark.parametrize("mode", [Mode.SD, Mode.LOSSLESS])
+def test_the_draft_model_drafts_tokens_for_the_target(client: Client, questions: list[Problem], mode: Mode) -> None:
     """Equal to the target alone up to rounding at ties, as above. Of all answers together: what earlier requests brought decides
-    how many token drafts one answer is worth."""
+    how many draft tokens one answer is worth."""
     different = num_calls = 0
     usages, alone = [], []
     for problem in questions:
         plain = client.ask(problem.question, Options(mode="ar", temperature=0.0, stream=False, max_tokens=400))
-        options = Options(mode=mode, proposer="draft_model", num_draft_tokens="auto", lossless=True, temperature=0.0)
+        options = Options(mode=mode, proposer="draft_model", temperature=0.0)
         drafted = client.ask(problem.question, replace(options, stream=False, max_tokens=400, trace=True))
         different += drafted.text != plain.text
 
@@ -154,7 +154,7 @@ def test_the_draft_model_drafts_tokens_for_the_target(client: Client, questions:
 
     assert num_calls > 0
     assert 0 < sum(usage.num_accepted_tokens for usage in usages) <= sum(usage.num_draft_tokens for usage in usages)
-    assert mode == "lr_sd" or sum(one.num_target_passes for one in usages) < sum(one.num_target_passes for one in alone)
+    assert mode is Mode.LOSSLESS or sum(one.num_target_passes for one in usages) < sum(one.num_target_passes for one in alone)
     assert different <= 1
 
 
@@ -173,7 +173,7 @@ def test_a_target_that_guesses_itself_says_what_it_says_anyway(client: Client, q
 
 
 def test_generate_sends_one_response_and_generate_stream_many(server: TritonServer, questions: list[Problem]) -> None:
-    body = {"text_input": questions[0].question, "max_tokens": 300, "temperature": 0.0, "lossless": True}
+    body = {"text_input": questions[0].question, "max_tokens": 300, "temperature": 0.0, "mode": "lossless"}
 
     status, whole = post(server, "generate", {**body, "stream": False})
     stream_status, events = post(server, "generate_stream", body)
@@ -215,10 +215,10 @@ def test_a_bad_field_is_one_error_naming_it_and_the_server_carries_on(
 
 def test_stop_strings_and_limits(client: Client, questions: list[Problem]) -> None:
     question = questions[0].question
-    whole = client.ask(question, Options(temperature=0.0, lossless=True, max_tokens=400)).text
+    whole = client.ask(question, Options(mode="lossless", temperature=0.0, max_tokens=400)).text
     stop = whole[40:48]
 
-    cut = client.ask(question, Options(temperature=0.0, lossless=True, max_tokens=400, stop=[stop]))
+    cut = client.ask(question, Options(mode="lossless", temperature=0.0, max_tokens=400, stop=[stop]))
 
     assert cut.text == whole[: whole.index(stop)]
     assert cut.finish_reason == "stop"
@@ -247,7 +247,7 @@ def test_branches_share_the_targets_iterations(
 
     rows, iterations = settle()
     for index, problem in enumerate(questions):
-        client.ask(problem.question, Options(mode="lr", min_chance=0.0, stream=False, max_tokens=400, seed=index))
+        client.ask(problem.question, Options(mode="lr", stream=False, max_tokens=400, seed=index))
     more_rows, more_iterations = settle()
 
     assert (more_rows - rows) / (more_iterations - iterations) > 1.2
@@ -274,20 +274,10 @@ def test_accepted_steps_are_audited_behind_the_answer(server: TritonServer, clie
     assert any(line.startswith("lr_false_accept_rate_high") for line in metrics(server))
 
 
-@pytest.mark.parametrize("segmenter", ["sentence", "adaptive"])
-def test_steps_may_end_elsewhere(client: Client, questions: list[Problem], segmenter: str) -> None:
-    alone, ahead = (
-        client.ask(questions[0].question, Options(mode=mode, segmenter=segmenter, lossless=True, temperature=0.0, max_tokens=200))
-        for mode in ("ar", "lr_sd")
-    )
-    assert ahead.text == alone.text
-    assert ahead.usage.num_steps > 1
-
-
 def test_many_at_once_each_get_their_own_answer(client: Client, questions: list[Problem]) -> None:
     def ask(index: int) -> tuple[int, str]:
         problem = questions[index % len(questions)]
-        options = Options(mode="ar" if index % 2 else "lr", temperature=0.0, lossless=True, stream=False, max_tokens=120)
+        options = Options(mode="ar" if index % 2 else "lossless", temperature=0.0, stream=False, max_tokens=120)
         return index % len(questions), client.ask(problem.question, options).text
 
     with ThreadPoolExecutor(12) as pool:

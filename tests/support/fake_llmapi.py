@@ -12,6 +12,8 @@ What it keeps to (file in NVIDIA/TensorRT-LLM: what):
   come through a queue of the loop in which ``generate_async`` was called.
 - ``_torch/pyexecutor/sampler.py``: end id first, then length, then stop words; all of these stay in ``token_ids``;
   log-probabilities are the k likeliest tokens of each position; **one generator for all requests**, whatever their seeds.
+- ``_torch/pyexecutor/model_engine.py``: logits processors get (request id, logits [beams, 1, vocabulary] to change in place,
+  token ids [beams][tokens], None, None); they have crossed processes by then (``executor/base_worker.py``).
 - ``pyexecutor``: an iteration gives each running request a token; at most ``max_batch_size`` run; a cancelled one gets a last
   response without tokens.
 """
@@ -19,9 +21,11 @@ What it keeps to (file in NVIDIA/TensorRT-LLM: what):
 from __future__ import annotations
 
 import asyncio
+import inspect
+import pickle
 import threading
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -62,6 +66,7 @@ class FakeSamplingParams:
     ignore_eos: bool = False
     detokenize: bool = True
     add_special_tokens: bool = True
+    logits_processor: Any = None
 
     def __post_init__(self) -> None:
         if self.top_p is not None and not 0 <= self.top_p <= 1:
@@ -105,6 +110,23 @@ def scripted(next_token: Callable[[tuple[int, ...], int], int]) -> Choose:
     def choose(asks: list[Ask]) -> list[Choice]:
         tokens = [next_token(ask.context, ask.draw) for ask in asks]
         return [(token, {token: -0.25}) for token in tokens]
+
+    return choose
+
+
+def by_logits(logits_after: Callable[[tuple[int, ...]], Any]) -> Choose:
+    """Greedy tokens of what the logits processors leave of the torch logits [vocabulary] after a context."""
+
+    def choose(asks: list[Ask]) -> list[Choice]:
+        choices: list[Choice] = []
+        for ask in asks:
+            logits = logits_after(ask.context)
+            if (processor := ask.params.logits_processor) is not None:
+                assert 4 <= len(inspect.signature(processor).parameters) <= 5
+                processor(1, logits.view(1, 1, -1), [list(ask.context)], None, None)
+            assert ask.params.greedy
+            choices.append((int(logits.argmax()), {}))
+        return choices
 
     return choose
 
@@ -222,6 +244,8 @@ class FakeLLM:
             )
         assert streaming, "this stand-in only streams"
         self.seen.append(params)
+        if params.logits_processor is not None:
+            params = replace(params, logits_processor=pickle.loads(pickle.dumps(params.logits_processor)))  # noqa: S301
         with self._condition:
             self._num_requests += 1
             output = FakeRequestOutput(self, self._num_requests, inputs, params)

@@ -18,13 +18,10 @@ shapes = st.fixed_dictionaries(
     {
         "mode": st.sampled_from(list(Mode)),
         "max_depth": st.integers(0, 5),
-        "draft_run_tokens": st.sampled_from([0, 20, 64]),
         "width": st.integers(1, 3),
         "temperature": st.sampled_from([0.0, 0.7]),
         "num_draft_tokens": st.sampled_from([0, 4, 12]),
-        "proposer": st.sampled_from(["draft_step", "draft_model"]),
-        "draft_length": st.sampled_from(["fixed", "auto"]),
-        "await_draft": st.sampled_from(["never", "auto"]),
+        "proposer": st.sampled_from(["ngram", "draft_model", "engine"]),
         "max_tokens": st.sampled_from([1, 30, 200]),
         "deterministic": st.booleans(),
         "stream": st.booleans(),
@@ -37,12 +34,16 @@ def any_world(salt: int, order: int) -> World:
     """A scripted world in which anything may happen; ``order`` permutes the completions."""
     target = storyteller(salt, tool_rate=0.2, sampled=True)
     draft = imitator(target, salt + 1, 0.9, sampled=True)
-    return World.of(target, draft, lambda first, second: chance("like", salt, first, second) < 0.5).shuffled(order)
+
+    def like(first: str, second: str) -> bool:
+        return chance("like", salt, first, second) < 0.5
+
+    return World.of(target, draft, like, coupled_noise=True).shuffled(order)
 
 
 def traced(world: World, question: str = "?", **fields: object) -> Trace:
     """The trace of one request on the virtual clock."""
-    fields = {"trace": True, **fields}
+    fields = {"trace": True, "seed": 0, **fields}
     outcome = run_virtual(world.answer(**fields))
     request = LookaheadRequest.parse({"text_input": question, "max_tokens": 200, **fields})
     return build_trace(request, "request", outcome.finish_reason, outcome.usage, outcome.ledger)
@@ -73,9 +74,10 @@ def number_of(text: str) -> int:
     return 10 * letters[0] + letters[1]
 
 
-def numbered_world(*accepted: int, same_words: bool = False) -> World:
+def numbered_world(*accepted: int, same_words: bool = False, **config: object) -> World:
     """A target and a draft that write numbered steps; the judge accepts those listed. Steps cost 1 s, drafts 0.1 s."""
-    world = World.of(numbered(extra=False), numbered(extra=not same_words), lambda first, second: number_of(second) in accepted)
+    writers = numbered(extra=False), numbered(extra=not same_words)
+    world = World.of(*writers, lambda first, second: number_of(second) in accepted, **config)
     world.target.delay, world.draft.delay, world.judge.delay = taking(1.0), taking(0.1), taking(0.05)
     return world
 

@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 
 from lr_backend.config import Limits, LoopConfig, Timeouts
-from lr_backend.engine import EngineCall
+from lr_backend.engine import EngineCall, Generation
+from lr_backend.loop.answer import Committed
+from lr_backend.loop.assemble import Engines, Models, assemble
 from lr_backend.loop.audit import AuditDesk
-from lr_backend.loop.loop import Committed, Engines, LookaheadLoop, Models, Outcome
-from lr_backend.loop.pace import Pace
+from lr_backend.loop.loop import Outcome
 from lr_backend.loop.steps import StepRules
+from lr_backend.policy.policy import Learned
 from lr_backend.request import LookaheadRequest
 from lr_backend.testing import Script, ScriptedEngine, WordTokenizer
 from lr_backend.verify.judge_prompt import (
@@ -34,13 +36,11 @@ from lr_backend.verify.judge_prompt import (
 
 END, THINK, CLOSE, BREAK, DOT_BREAK, NEWLINE, TOOL = range(7)
 LETTERS = "①②③④⑤⑥⑦⑧⑨⑩"
-PROSE = (".", "?", ".\n", " ", "3", "so", " So", "$", "```")
 TOKENIZER = WordTokenizer(
-    ["<end>", "<think>", "</think>", "\n\n", ".\n\n", "\n", "<tool>", *LETTERS, *PROSE], special=frozenset({"<end>"})
+    ["<end>", "<think>", "</think>", "\n\n", ".\n\n", "\n", "<tool>", *LETTERS, ".\n"], special=frozenset({"<end>"})
 )
 FIRST_LETTER = 7
-FIRST_PROSE = FIRST_LETTER + len(LETTERS)
-DOT_NEWLINE = FIRST_PROSE + PROSE.index(".\n")
+DOT_NEWLINE = FIRST_LETTER + len(LETTERS)
 JUDGE_TOKENIZER = WordTokenizer(
     [
         UNALIGNED,
@@ -52,7 +52,7 @@ JUDGE_TOKENIZER = WordTokenizer(
         VERDICT_PREFILL,
         "?",
         "<end>",
-        *TOKENIZER.words[1:FIRST_PROSE],  # a line end of prose would be taken from the prompt's own words
+        *TOKENIZER.words[1:DOT_NEWLINE],  # that one would be taken from the prompt's own words
     ],
     special=frozenset({"<end>"}),
 )
@@ -77,16 +77,14 @@ def chance(*parts: object) -> float:
 
 
 def storyteller(
-    salt: int, *, num_steps: int = 6, break_rate: float = 0.2, tool_rate: float = 0.0, sampled: bool = False, prose: float = 0.0
+    salt: int, *, num_steps: int = 6, break_rate: float = 0.2, tool_rate: float = 0.0, sampled: bool = False
 ) -> Script:
     """A target that thinks in ``num_steps`` steps or so, closes the reasoning, answers and ends.
 
-    A share ``prose`` of its words are ends of sentences, numbers, code fences and formulas.
+    Where ``sampled``, a token follows from the context and from the noise that the seed gives its position.
     """
 
-    def word(context: tuple[int, ...], draw: float) -> int:
-        if prose and chance("prose", salt, context, draw) < prose:
-            return FIRST_PROSE + int(draw * len(PROSE))
+    def word(draw: float) -> int:
         return FIRST_LETTER + int(draw * len(LETTERS))
 
     def next_token(context: tuple[int, ...], seed: int) -> int:
@@ -96,7 +94,7 @@ def storyteller(
         if not written:
             return THINK
         if CLOSE in written:
-            return END if chance("end", salt, context) < 0.3 else word(context, draw)
+            return END if chance("end", salt, context) < 0.3 else word(draw)
         breaks = sum(RULES.pieces.get(token, "").count("\n\n") for token in written)
         if chance("break", salt, context, noise) < break_rate:
             if breaks >= num_steps:
@@ -104,7 +102,7 @@ def storyteller(
             if chance("tool", salt, context) < tool_rate:
                 return TOOL
             return (BREAK, DOT_BREAK, NEWLINE)[int(draw * 3)]
-        return word(context, draw)
+        return word(draw)
 
     return next_token
 
@@ -137,6 +135,26 @@ def judge_script(alike: Alike) -> Script:
 
 
 @dataclass
+class FickleEngine(ScriptedEngine):
+    """Answers with fewer tokens than were asked for and verifies fewer draft tokens than were sent, as engines may.
+
+    How many follows from the call's own fields.
+    """
+
+    salt: int = 0
+
+    def _write(self, call: EngineCall) -> Generation:
+        draw = chance("fickle", self.salt, len(call.input_ids), call.seed, call.max_new_tokens)
+        if call.draft_ids is not None:
+            kept = int(draw * (len(call.draft_ids) + 1))
+            drafts = call.draft_ids[:kept] if kept else None
+            return super()._write(replace(call, draft_ids=drafts, max_new_tokens=kept + 1))
+        whole = super()._write(call)
+        kept = 1 + int(draw * len(whole.token_ids)) if draw < 0.5 else len(whole.token_ids)
+        return replace(whole, token_ids=whole.token_ids[:kept], log_probs=whole.log_probs[:kept])
+
+
+@dataclass
 class World:
     """Three scripted engines and what a client received from a loop over them."""
 
@@ -146,7 +164,7 @@ class World:
     config: LoopConfig = CONFIG
     models: Models = MODELS
     received: list[Committed] = field(default_factory=list)
-    pace: Pace | None = None
+    learned: Learned | None = None
     audits: AuditDesk | None = None
 
     @classmethod
@@ -176,9 +194,17 @@ class World:
             engine.delay = delay
         return world
 
+    def fickle(self, salt: int) -> World:
+        """The same models behind engines that do not do all that they are asked to."""
+        world = self.fresh()
+        for name in ("target", "draft"):
+            engine = getattr(world, name)
+            setattr(world, name, FickleEngine(engine.script, engine.delay, engine.fail, guess=engine.guess, salt=salt))
+        return world
+
     async def answer(self, prompt: tuple[int, ...] = PROMPT, request_id: str = "request", **fields: Any) -> Outcome:
-        request = LookaheadRequest.parse({"text_input": "?", "max_tokens": 200, **fields})
-        loop = LookaheadLoop(
+        request = LookaheadRequest.parse({"text_input": "?", "max_tokens": 200, "seed": 0, **fields})
+        loop = assemble(
             request,
             np.asarray(prompt, dtype=np.int32),
             request_id,
@@ -186,7 +212,7 @@ class World:
             self.models,
             self.config,
             self.received.append,
-            self.pace,
+            self.learned,
             self.audits,
         )
         return await loop.run()

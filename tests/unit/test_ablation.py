@@ -30,10 +30,10 @@ from bench.ablation import (
     mean_step_tokens,
 )
 from demo.asking import demo_spec
-from demo.check import Share
 from demo.measure import Sample
+from demo.shares import Share
 from lr_backend.hardware.machine import LinearTimes
-from lr_backend.loop.depth import ceiling
+from lr_backend.policy.formulas import ceiling
 
 CONFIG = demo_spec().loop_config()
 ROWS = all_rows(CONFIG, (2,))
@@ -88,12 +88,12 @@ def test_the_rows_begin_with_the_baselines_and_end_with_the_default() -> None:
     names = [row.name for row in ROWS]
 
     assert names[:2] == ["ar", "ar at 2 threads"]
-    assert names[-1] == "lr_sd"
+    assert names[-1] == "auto"
     assert len(set(names)) == len(names) <= 36
     assert row("lr_sd").fields == {"mode": "lr_sd"}
-    assert {"lr depth 4", "lr depth auto", "lr width 4", "lr verifier exact", "lr_sd proposer ngram", "lr_sd lossless"} <= {
-        *names
-    }
+    assert {**CONFIG.defaults, **row("auto").fields} == CONFIG.defaults
+    some = {"lr depth 4", "lr own branches off", "lr width 4", "lr verifier exact", "lr_sd proposer ngram", "lossless"}
+    assert some <= {*names}
 
 
 def test_every_row_is_a_request_that_client_and_server_know() -> None:
@@ -101,18 +101,27 @@ def test_every_row_is_a_request_that_client_and_server_know() -> None:
     for one in ROWS:
         Options(**one.fields)
 
-    assert (
-        len({request.model_dump_json() for request, row in zip(requests, ROWS, strict=True) if not row.threads}) == len(ROWS) - 1
-    )
+    settings = [request.model_copy(update={"seed": 0}).model_dump_json() for request in requests]
+    assert len({(row.change, setting) for row, setting in zip(ROWS, settings, strict=True)}) == len(ROWS)
     assert row("lr").request(CONFIG).max_depth == CONFIG.defaults["max_depth"]
     assert all(request.max_depth <= CONFIG.limits.max_depth and request.width <= CONFIG.limits.max_width for request in requests)
 
 
 def test_verifiers_that_the_server_cannot_serve_have_no_row() -> None:
-    assert "lr verifier likelihood" in {row.name for row in ROWS}
-    assert "lr verifier embedding" not in {row.name for row in ROWS}
-    poorer = all_rows(CONFIG.model_copy(update={"accepts_all_drafts": False}))
-    assert "lr verifier likelihood" not in {row.name for row in poorer}
+    assert {"lr verifier embedding", "lossless"} & {row.name for row in ROWS} == {"lossless"}
+    other = all_rows(CONFIG.model_copy(update={"embedding_dir": Path("minilm"), "coupled_noise": False}))
+    assert {"lr verifier embedding", "lossless"} & {row.name for row in other} == {"lr verifier embedding"}
+
+
+def test_a_setting_that_no_request_carries_has_a_server_of_its_own() -> None:
+    spec = demo_spec()
+    changes = {row.change for row in ROWS}
+    served = {str(change): change.of(spec) for change in changes}
+    assert served.keys() == {"all", "threads-2", "no-own-branches"}
+    assert served["all"] == spec
+    assert not served["no-own-branches"].loop_config().own_branches
+    assert served["threads-2"].target.num_threads == 2
+    assert {row.fields["mode"] for row in ROWS if row.change.models} == {"ar"}
 
 
 def test_chosen_rows_keep_their_order_and_the_baselines() -> None:
@@ -151,8 +160,14 @@ def test_width_is_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_auto_may_choose_any_depth_or_none(short: None) -> None:
     crowded = Hardware(0.2, {1: 1.0, 2: 2.0, 4: 4.0}, 2.0)
     assert hardware_ceiling(crowded, row("lr").request(CONFIG), 0.3, 20) < 1.0
-    auto = row("lr depth auto").request(CONFIG).model_copy(update={"max_depth": 2})
+    auto = row("auto").request(CONFIG).model_copy(update={"max_depth": 2})
     assert hardware_ceiling(crowded, auto, 0.3, 20) == 1.0
+
+
+def test_branches_that_are_not_begun_gain_nothing() -> None:
+    request = row("lr").request(CONFIG)
+    both, one = (hardware_ceiling(FREE, request, 0.6, 20, own_branches=own) for own in (True, False))
+    assert one < both
 
 
 def test_a_line_holds_the_speedup_beside_both_ceilings(short: None) -> None:
@@ -193,7 +208,10 @@ def test_accepted_steps_are_read_by_the_checker() -> None:
         StepRecord(index=4, origin="target", text=said, target_text=said),
     ]
 
-    assert Checked.of(steps) == Checked(Share(2, 3), Share(1, 2))
+    found = Checked.of([steps[:2], steps[2:]])
+
+    assert (found.accepted.hits, found.accepted.total) == (2, 3)
+    assert (found.wrong.hits, found.wrong.total, found.wrong.worth) == (1, 2, 1.0)
 
 
 def test_the_table_has_a_row_a_line(short: None) -> None:

@@ -11,17 +11,32 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LEAVES = {"errors", "contract", "step", "tokens", "engine", "request", "config", "parameters", "hardware", "upstream_errors"}
+LEAVES = {
+    "clock",
+    "errors",
+    "contract",
+    "step",
+    "tokens",
+    "engine",
+    "request",
+    "fields",
+    "config",
+    "parameters",
+    "hardware",
+    "upstream_errors",
+}
 LEAF_MODULES = {"lr_backend.build.nvidia", "lr_backend.build.placement"}
 """Values that every part may know of."""
 
 ALLOWED: dict[str, set[str]] = {
+    "clock": set(),
     "errors": set(),
     "step": set(),
     "tokens": set(),
     "contract": {"errors"},
     "engine": {"contract", "errors"},
     "request": {"engine", "errors"},
+    "fields": {"contract", "request"},
     "config": {"errors"},
     "hardware": {"engine", "errors"},
     "upstream_errors": {"errors"},
@@ -29,14 +44,15 @@ ALLOWED: dict[str, set[str]] = {
     "verify": {"engine", "errors", "step", "contract", "request", "config"},
     "propose": {"contract", "engine", "errors", "request"},
     "trace": {"engine", "errors", "request"},
-    "loop": {"verify", "propose", "trace", *LEAVES},
+    "policy": {"clock", "request"},
+    "loop": {"verify", "propose", "policy", "trace", *LEAVES},
     "torch_engine": LEAVES,
     "emulated": {"torch_engine", "propose", "verify", *LEAVES},
     "llmapi": {"torch_engine", *LEAVES},
     "build": {"emulated", *LEAVES},
-    "triton": {"loop", "verify", "propose", "trace", "torch_engine", "emulated", "llmapi", *LEAVES},
+    "triton": {"loop", "policy", "verify", "trace", "torch_engine", "emulated", "llmapi", *LEAVES},
     "testing": {"contract", "engine", "errors"},
-    "plan": {"loop", "verify", "trace", "testing", "emulated", "build", *LEAVES},
+    "plan": {"loop", "policy", "verify", "trace", "testing", "emulated", "build", *LEAVES},
     "cli_errors": {"errors"},
     "cli_plan": {"build", "plan", "emulated", "trace", "cli_errors", *LEAVES},
     "cli_workload": {"plan", "emulated", "trace", "cli_errors", *LEAVES},
@@ -110,13 +126,20 @@ def test_tensorrt_llm_is_imported_by_name_at_one_place_and_only_when_it_is_neede
 
 
 def test_the_llm_api_engine_loads_no_torch_of_its_own() -> None:
-    roots = {name for path in python_files("lr_backend/llmapi") for name in imported(path) if "torch_engine" in name}
+    roots = {name: path for path in python_files("lr_backend/llmapi") for name in imported(path) if "torch_engine" in name}
 
-    assert roots <= {"lr_backend.torch_engine.request", "lr_backend.torch_engine.limits"}
+    # Of a logits processor, which upstream calls where it has loaded torch itself.
+    sampler = roots.pop("lr_backend.torch_engine.sampler")
+    assert sampler.name == "coupled_noise.py"
+    assert "\nfrom lr_backend.torch_engine.sampler" not in sampler.read_text(encoding="utf-8")
+    assert roots.keys() <= {"lr_backend.torch_engine.request", "lr_backend.torch_engine.limits"}
+
+
+ROOMS = ("lr_backend/loop", "lr_backend/propose", "lr_backend/policy")
 
 
 def test_the_loop_knows_no_framework() -> None:
-    roots = {name.split(".")[0] for path in python_files("lr_backend/loop", "lr_backend/propose") for name in imported(path)}
+    roots = {name.split(".")[0] for path in python_files(*ROOMS) for name in imported(path)}
 
     assert not roots & {"torch", "transformers", "tritonclient", "triton_python_backend_utils", "structlog"}
 
@@ -130,6 +153,14 @@ def test_the_tree_is_pure() -> None:
     }
 
     assert not roots & {"asyncio", "time", "random", "threading"}
+
+
+def test_a_policy_has_no_clock_but_the_one_that_it_is_given() -> None:
+    roots = {name.split(".")[0] for path in python_files("lr_backend/policy") for name in imported(path)}
+
+    assert not roots & {"asyncio", "time", "random", "threading"}
+    code = "\n".join(path.read_text(encoding="utf-8") for path in python_files("lr_backend/policy"))
+    assert "running_clock" not in code
 
 
 EVALUATION = {"matplotlib", "scipy", "math_verify", "pebble"}

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lr_backend.loop.depth import ceiling
 from lr_backend.plan.budget import Rates, acceptance_from_length, best_split, splits, token_speedup
+from lr_backend.policy.formulas import ceiling
 
 rates = st.builds(Rates, st.floats(0.0, 0.95), st.floats(0.02, 1.0), st.floats(0.0, 0.95), st.floats(0.0, 1.0))
 

@@ -13,6 +13,12 @@ from lr_backend.engine import Role
 from lr_backend.errors import ConfigError
 from tests.support.fake_trtllm import write_gpu_spec
 
+OF_THE_LLM_API = (
+    ('runtime = "tensorrtllm"', 'runtime = "llmapi"'),
+    ("max_draft_len = 8\n\n[draft]", "\n[draft]"),
+    ("max_draft_len = 8", "max_draft_len = 0"),
+)
+
 
 @pytest.fixture
 def spec_path(tmp_path: Path) -> Path:
@@ -48,22 +54,30 @@ def test_a_role_may_have_another_runtime(spec_path: Path) -> None:
     assert (parameters["gpt_model_path"], parameters["use_cuda_graphs"], parameters["tp_size"]) == ("/ck/judge", "false", "1")
 
 
-def test_a_deployment_of_the_llm_api_takes_no_token_drafts(spec_path: Path) -> None:
-    edits = (
-        ('runtime = "tensorrtllm"', 'runtime = "llmapi"'),
-        ("max_draft_len = 8\n\n[draft]", "\n[draft]"),
-        ("max_draft_len = 8", "max_draft_len = 0"),
-    )
-    spec = load(spec_path, *edits)
+def test_a_deployment_of_the_llm_api_takes_no_draft_tokens(spec_path: Path) -> None:
+    spec = load(spec_path, *OF_THE_LLM_API)
     assert spec.loop_config().limits.max_draft_len == 0
     assert {placement.runtime for placement in spec.placements} == {"llmapi"}
 
 
-def test_token_drafts_go_one_hot_unless_the_spec_says_off(spec_path: Path) -> None:
+def test_draft_tokens_go_one_hot_unless_the_spec_says_off(spec_path: Path) -> None:
     assert load(spec_path).loop_config().draft_logits == "one_hot"
     spec = load(spec_path, ("[lookahead.limits]", '[lookahead]\ndraft_logits = "off"\n[lookahead.limits]'))
     assert spec.loop_config().draft_logits == "off"
-    assert not spec.loop_config().accepts_all_drafts
+
+
+def test_noise_is_shared_where_target_and_draft_both_say_so(spec_path: Path) -> None:
+    assert not load(spec_path, *OF_THE_LLM_API).loop_config().coupled_noise
+    assert not load(spec_path, ("[target]\n", "[target]\ncoupled_noise = true\n")).loop_config().coupled_noise
+    assert load(spec_path, ("[draft]\n", "[draft]\ncoupled_noise = true\n")).loop_config().coupled_noise
+
+
+def test_a_default_of_sampled_lossless_answers_needs_noise_that_is_shared(spec_path: Path) -> None:
+    asked = '[lookahead.defaults]\nmode = "lossless"\ntemperature = 0.6\n[lookahead.limits]'
+    with pytest.raises(ConfigError, match=r"lookahead\.defaults\.mode=lossless: above temperature 0 it needs engines whose"):
+        load(spec_path, ("[lookahead.limits]", asked))
+    greedy = load(spec_path, ("temperature = 0.6", "temperature = 0.0"))
+    assert greedy.loop_config().defaults["mode"] == "lossless"
 
 
 @pytest.mark.parametrize(
@@ -100,7 +114,7 @@ def test_token_drafts_go_one_hot_unless_the_spec_says_off(spec_path: Path) -> No
         ("max_seq_len = 1024", "max_seq_len = 519", "must hold the longest answer and its last drafts: 520"),
         ("max_seq_len = 1024", "max_seq_len = 511", "limits.max_prompt_tokens + limits.max_tokens = 512"),
         ("[lookahead.limits]", '[lookahead]\ndraft_logits = "none"\n[lookahead.limits]', "would sample with a bias"),
-        ("[lookahead.limits]", '[lookahead.defaults]\nverifier = "likelihood"\n[lookahead.limits]', "tensorrtllm cannot"),
+        ("[lookahead.limits]", '[lookahead.defaults]\nverifier = "likely"\n[lookahead.limits]', "verifier='likely': Input"),
         ("max_draft_len = 8\n\n[draft]", "max_draft_len = 7\n\n[draft]", "must equal target.max_draft_len = 7"),
     ],
 )

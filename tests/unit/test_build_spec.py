@@ -34,7 +34,7 @@ def test_the_demo_is_found_by_name_from_any_folder(tmp_path: Path, monkeypatch: 
     assert isinstance(spec, TorchDeployment)
     assert spec.root == PACKAGE_ROOT
     assert spec.checkpoint_dir(Role.TARGET) == PACKAGE_ROOT / "demo" / "checkpoints" / "target"
-    assert spec.loop_config(1024).defaults["mode"] == "lr_sd"
+    assert spec.loop_config(1024).defaults["mode"] == "auto"
     assert spec.built_dir == PACKAGE_ROOT / "engines" / "built" / "demo"
 
 
@@ -87,6 +87,13 @@ def test_a_spec_outside_of_engines_is_its_own_root(tmp_path: Path) -> None:
         ),
         (
             "[lookahead.limits]",
+            "[lookahead]\ncoupled_noise = true\n[lookahead.limits]",
+            "coupled_noise comes from the engines and checkpoints",
+        ),
+        ("[lookahead.limits]", "[lookahead]\nverification_cost = 1.3\n[lookahead.limits]", "lookahead.verification_cost: Extra"),
+        ("[server]", '[lookahead.defaults]\ndepth = "auto"\n[server]', "lookahead.defaults.depth"),
+        (
+            "[lookahead.limits]",
             '[lookahead.audit]\nauditor = "checker"\n[lookahead.limits]',
             'lookahead.audit: the auditor "checker" goes with a checker = "module:function"',
         ),
@@ -125,15 +132,20 @@ def test_an_embedding_model_is_found_from_the_project_root_and_a_default_that_ne
     spec = DeploymentSpec.load(spec_path)
     assert isinstance(spec, TorchDeployment)
     assert spec.loop_config().embedding_dir == spec.root / "models" / "minilm"
-    assert spec.loop_config().accepts_all_drafts
 
 
-def test_a_target_may_take_no_token_drafts_at_all(spec_path: Path) -> None:
+def test_embedded_engines_share_their_noise(spec_path: Path) -> None:
+    edited(spec_path, "[server]", '[lookahead.defaults]\nmode = "lossless"\ntemperature = 0.6\n[server]')
+    config = DeploymentSpec.load(spec_path).loop_config()
+    assert config.coupled_noise
+    assert config.lacks("lossless") is None
+
+
+def test_a_target_may_take_no_draft_tokens_at_all(spec_path: Path) -> None:
     text = spec_path.read_text().replace("max_draft_len = 16", "max_draft_len = 0")
     spec_path.write_text(text)
     spec = DeploymentSpec.load(spec_path)
     assert spec.loop_config().limits.max_draft_len == 0
-    assert not spec.loop_config().accepts_all_drafts
     assert spec.placements == ()
 
 

@@ -7,7 +7,7 @@ import time
 
 import uvloop
 
-from lr_backend.loop.clock import Clock, running_clock
+from lr_backend.clock import Clock, running_clock
 from lr_backend.testing import run_virtual
 
 

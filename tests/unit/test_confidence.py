@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import math
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lr_backend.loop.confidence import LEAST_VERDICTS, MEMORY, Confidence
-from lr_backend.loop.loop import Outcome
-from lr_backend.loop.pace import Pace
-from lr_backend.loop.tree import Node, Tree
+from lr_backend.policy.acceptance import MAX_ALPHA, USUAL_ALPHA, USUAL_UNTIL, Acceptance
+from lr_backend.policy.average import Average
+from lr_backend.policy.confidence import LEAST_VERDICTS, MEMORY, Confidence
+from lr_backend.policy.policy import Learned
 from lr_backend.request import Usage, VerifierName
-from lr_backend.step import Step, StepEnd
 from lr_backend.testing import run_virtual
-from lr_backend.verify import Reason, Verdict
 from tests.support.world import PROMPT, World, chance, imitator, storyteller
 
 SURE, UNSURE = -1.0, -9.0
@@ -32,23 +28,36 @@ def learned(sure: float = 1.0, unsure: float = 0.0, count: int = 100) -> Confide
     return confidence
 
 
-def test_before_enough_is_known_every_step_is_likely() -> None:
+def test_an_average_begins_as_a_plain_mean_and_then_fades() -> None:
+    average = Average(memory=4)
+    assert average.value is None
+    for value in (1.0, 2.0, 3.0):
+        average.add(value)
+    assert average.value == pytest.approx(2.0)
+    for _ in range(50):
+        average.add(10.0)
+    assert average.value == pytest.approx(10.0, rel=0.01)
+
+
+def test_before_enough_is_known_log_probabilities_say_nothing() -> None:
     confidence = Confidence()
     for _ in range(LEAST_VERDICTS - 1):
         confidence.decided(SURE, False)
-    assert confidence.chance(SURE) == 1.0
+    assert confidence.chance(SURE) is None
     confidence.decided(SURE, False)
     assert confidence.chance(SURE) == 0.0
 
 
-def test_an_engine_that_says_no_log_probabilities_is_taken_at_its_word() -> None:
-    assert learned().chance(None) == 1.0
+def test_an_engine_that_says_no_log_probabilities_leaves_it_open() -> None:
+    assert learned().chance(None) is None
 
 
 def test_it_tells_sure_steps_from_unsure_ones() -> None:
     confidence = learned()
-    assert confidence.chance(SURE + 0.1) > 0.9
-    assert confidence.chance(UNSURE - 0.1) < 0.1
+    sure, unsure = confidence.chance(SURE + 0.1), confidence.chance(UNSURE - 0.1)
+    assert sure is not None and unsure is not None
+    assert sure > 0.9
+    assert unsure < 0.1
 
 
 def test_old_verdicts_are_forgotten() -> None:
@@ -63,40 +72,42 @@ def test_a_chance_is_a_probability(seen: list[tuple[float, bool]], log_prob: flo
     confidence = Confidence()
     for decided in seen:
         confidence.decided(*decided)
-    assert 0.0 <= confidence.chance(log_prob) <= 1.0
+    found = confidence.chance(log_prob)
+    assert 0.0 <= found <= 1.0 if found is not None else len(seen) < LEAST_VERDICTS
 
 
-def chain(tree: Tree, chances: list[float]) -> list[Node]:
-    """Draft one step below another, each of this chance, as far as the tree lets them start."""
-    nodes = []
-    for number, likely in enumerate(chances):
-        started = tree.start_drafts()
-        if not started:
-            break
-        started[0].chance = likely
-        tree.drafted(started[0], Step((number,), StepEnd.DELIMITER))
-        nodes.append(started[0])
-    return nodes
+# The rate --------------------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=6), st.floats(0.0, 1.0))
-def test_work_goes_down_as_far_as_the_whole_chain_is_likely(chances: list[float], least: float) -> None:
-    tree = Tree(np.array(PROMPT, np.int32), end=1000, max_depth=8, width=1, min_chance=least)
-    nodes = chain(tree, chances)
-    likely = sum(math.prod(chances[: depth + 1]) >= least for depth in range(len(chances)))
-    assert len(nodes) == min(len(chances), likely + 1)
-    assert len(tree.start_targets()) == 1 + min(likely, len(nodes))
+def test_a_first_verdict_says_little_and_many_say_all() -> None:
+    acceptance = Acceptance()
+    assert acceptance.rate == USUAL_ALPHA
+    acceptance.decided(False, None)
+    assert 0.8 * USUAL_ALPHA < acceptance.rate < USUAL_ALPHA
+    for _ in range(USUAL_UNTIL):
+        acceptance.decided(False, None)
+    assert acceptance.rate == 0.0
 
 
-def test_a_verdict_says_more_than_a_chance() -> None:
-    tree = Tree(np.array(PROMPT, np.int32), end=1000, max_depth=8, width=1, min_chance=0.5)
-    (node,) = chain(tree, [0.1])
-    (root,) = tree.start_targets()
-    tree.targeted(root, Step((9,), StepEnd.DELIMITER))
-    ((_, pending),) = tree.start_verdicts()
-    assert pending is node
-    tree.judged(node, Verdict(True, Reason.JUDGE))
-    assert tree.start_targets() == [node]
+def test_no_step_is_taken_for_certain() -> None:
+    acceptance = Acceptance()
+    for _ in range(1000):
+        acceptance.decided(True, None)
+    assert acceptance.rate == MAX_ALPHA
+
+
+def test_a_steps_chance_is_the_rate_where_nothing_else_is_known() -> None:
+    acceptance = Acceptance()
+    for number in range(3 * LEAST_VERDICTS):
+        acceptance.decided(number % 3 == 0, SURE if number % 3 == 0 else UNSURE)
+    assert acceptance.chance(None) == acceptance.rate
+    assert acceptance.chance(SURE) > 0.8
+    assert acceptance.chance(UNSURE) < 0.2
+
+
+# What is started on it -------------------------------------------------------------------------------------------------
+
+AUTO = {"mode": "auto", "max_depth": 4, "max_tokens": 200, "num_draft_tokens": 0}
 
 
 def hesitant_world(salt: int) -> World:
@@ -115,67 +126,59 @@ def hesitant_world(salt: int) -> World:
     return world
 
 
-async def later_answer(world: World, **fields: object) -> Outcome:
-    """Of a server that has answered some requests before."""
-    world.pace = Pace(asyncio.get_running_loop().time)
-    for number in range(4):
-        await world.answer(mode="lr", request_id=f"before-{number}", max_depth=4, max_tokens=200, **fields)
-    return await world.answer(mode="lr", max_depth=4, max_tokens=200, **fields)
-
-
-def test_it_saves_work_and_changes_nothing_that_is_committed() -> None:
-    saved = spent = 0
-    for salt in range(5):
-        always = run_virtual(later_answer(hesitant_world(salt)))
-        likely = run_virtual(later_answer(hesitant_world(salt), min_chance=0.5))
-        assert likely.completion_ids == always.completion_ids
-        assert likely.usage.num_steps_accepted == always.usage.num_steps_accepted
-        saved += always.usage.num_wasted_tokens - likely.usage.num_wasted_tokens
-        spent += always.usage.num_wasted_tokens
-    assert saved > 0.15 * spent, (saved, spent)
+async def last_of(world: World, *requests: dict[str, object]) -> Usage:
+    """One request after another to one server; what the last one used."""
+    world.learned = Learned(asyncio.get_running_loop().time)
+    outcomes = [await world.answer(request_id=f"{number}", **fields) for number, fields in enumerate(requests)]
+    return outcomes[-1].usage
 
 
 @pytest.mark.parametrize(
     ("fields", "learner"),
     [
-        ({}, VerifierName.JUDGE),
-        ({"verifier": "exact"}, VerifierName.EXACT),
-        ({"verifier": "random", "verifier_threshold": 0.0}, VerifierName.RANDOM),
-        ({"lossless": True}, VerifierName.EXACT),
+        ({"mode": "auto"}, VerifierName.JUDGE),
+        ({"mode": "auto", "verifier": "exact"}, VerifierName.EXACT),
+        ({"mode": "lr", "verifier": "random", "verifier_threshold": 0.0}, VerifierName.RANDOM),
+        ({"mode": "lossless"}, VerifierName.EXACT),
     ],
     ids=["judge", "exact", "random", "lossless"],
 )
 def test_what_one_verifier_decides_says_nothing_of_another(fields: dict[str, object], learner: VerifierName) -> None:
     world = hesitant_world(2)
-    run_virtual(later_answer(world, min_chance=0.5, **fields))
-    assert world.pace is not None
-    learned = world.pace.evidence.pop(learner)
-    assert learned.acceptance.value is not None and learned.verdict_s.value is not None
-    assert learned.confidence.chance(UNSURE) < 1.0
-    for other in world.pace.evidence.values():
-        assert other.acceptance.value is None and other.verdict_s.value is None
-        assert other.confidence.chance(UNSURE) == 1.0
+    run_virtual(last_of(world, *[{**AUTO, **fields}] * 4))
+    assert world.learned is not None
+    acceptance, prices = world.learned.acceptance, world.learned.prices
+    assert acceptance[learner].rate != USUAL_ALPHA
+    others = set(VerifierName) - {learner}
+    assert all(acceptance[name].rate == USUAL_ALPHA and acceptance[name].confidence.chance(UNSURE) is None for name in others)
+    assert all(prices.verdict_s[name].value is None for name in others)
 
 
-def test_a_request_looks_ahead_by_what_its_own_verifier_has_decided() -> None:
-    """After many requests of another verifier it does what it does as a server's first."""
-
-    async def usage(*before: dict[str, object]) -> Usage:
-        world = hesitant_world(2)
-        world.pace = Pace(asyncio.get_running_loop().time)
-        fields = {"mode": "lr", "max_depth": 4, "max_tokens": 200, "min_chance": 0.5}
-        for number, others in enumerate(before):
-            await world.answer(request_id=f"before-{number}", **fields, **others)
-        return (await world.answer(**fields)).usage
-
-    first = run_virtual(usage())
-    after = {name: run_virtual(usage(*[{"verifier": name}] * 4)) for name in ("exact", "judge")}
-
-    assert after["exact"].num_wasted_tokens == first.num_wasted_tokens
-    assert after["judge"].num_wasted_tokens < first.num_wasted_tokens
+def test_only_auto_asks_how_sure_the_draft_is() -> None:
+    for mode in ("auto", "lr", "lossless"):
+        world = hesitant_world(1)
+        run_virtual(last_of(world, {**AUTO, "mode": mode}))
+        assert {recorded.call.return_log_probs for recorded in world.draft.calls} == {mode == "auto"}
 
 
-def test_a_deterministic_request_does_not_ask_what_others_have_learned() -> None:
-    world = hesitant_world(1)
-    run_virtual(later_answer(world, min_chance=0.5, deterministic=True))
-    assert not any(recorded.call.return_log_probs for recorded in world.draft.calls)
+@pytest.mark.parametrize(("log_prob", "rows"), [(0.0, 4), (UNSURE, 1)])
+def test_behind_a_step_that_the_draft_is_not_sure_of_nothing_is_begun_where_rows_have_a_price(log_prob: float, rows: int) -> None:
+    target = storyteller(3, num_steps=30, break_rate=0.2)
+    world = World.of(target, storyteller(4, num_steps=30, break_rate=0.2), own_branches=False)
+    world.draft.log_prob = lambda context: log_prob
+    world.draft.delay = lambda call, num_tokens: 0.001 * num_tokens
+
+    async def answer() -> None:
+        world.learned = Learned(asyncio.get_running_loop().time)
+        for crowd in (0, 1, 2, 3) * 10:
+            for prices in world.learned.prices.target.values():
+                prices.crowding.add(crowd, 0.01 * (1.0 + 0.2 * crowd))
+                prices.token_s.add(0.01)
+        acceptance = world.learned.acceptance[VerifierName.JUDGE]
+        for number in range(100):
+            sure = number % 4 > 0
+            acceptance.decided(sure, SURE if sure else UNSURE)
+        await world.answer(mode="auto", max_depth=4, num_draft_tokens=0, max_tokens=60)
+
+    run_virtual(answer())
+    assert world.target.max_in_flight == rows

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lr_backend.loop.depth import ceiling, speedup, useful_depth
+from lr_backend.policy.formulas import ceiling, speedup, useful_depth
 
 
 def simulated(alpha: float, c: float, k: int, num_runs: int = 20_000) -> float:

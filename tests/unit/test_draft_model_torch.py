@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,17 +12,15 @@ import pytest
 
 from lr_backend.engine import GREEDY, Role, Sampling
 from lr_backend.loop.ledger import Ledger, MeteredEngine
-from lr_backend.loop.seeds import token_draft_seed
+from lr_backend.loop.seeds import Seeds
 from lr_backend.loop.steps import StepRules
-from lr_backend.loop.writer import StepWriter, TokenSpeculation
-from lr_backend.propose import make_proposer
-from lr_backend.propose.draft_model import DraftModel
-from lr_backend.request import ProposerName
+from lr_backend.loop.writer import DraftTokens, StepWriter
+from lr_backend.propose import DraftModel
 from lr_backend.torch_engine.inprocess import InProcessEngine
 from tests.support.torch_engines import VOCAB, tiny_checkpoint, tiny_engine
 
 END = VOCAB - 1
-RULES = StepRules.build("\n\n", {}, [END])
+ENDING = StepRules.build("\n\n", {}, [END]).of_answer
 PREFIX = np.asarray([3, 17, 5, 29], dtype=np.int32)
 NUM_SAMPLES = 1200
 NUM_TOKENS = 3
@@ -40,28 +37,52 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[InProces
 
 
 def writer(
-    engines: tuple[InProcessEngine, InProcessEngine], sampling: Sampling, seed: int, *, own: bool, drawn: Sampling = GREEDY
+    engines: tuple[InProcessEngine, InProcessEngine],
+    sampling: Sampling,
+    seed: int,
+    *,
+    own: bool = True,
+    drawn: Sampling = GREEDY,
+    coupled: bool = False,
 ) -> StepWriter:
     """Writes with the target; ``own``: the target drafts for itself."""
-    ledger, name = Ledger(lambda: 0.0, len(PREFIX)), f"r{seed}"
-    draft = MeteredEngine(engines[0 if own else 1], Role.DRAFT, ledger, timeout_s=None, token_drafts=True)
-    model = DraftModel(draft, drawn, name, partial(token_draft_seed, seed), lambda: True, lambda: pytest.fail("the draft failed"))
-    speculation = TokenSpeculation(make_proposer(ProposerName.DRAFT_MODEL, 4, model), 2)
+    ledger, name, seeds = Ledger(lambda: 0.0, len(PREFIX)), f"r{seed}", Seeds(seed, coupled=coupled, by_step=False)
+    model = DraftModel(
+        engine=MeteredEngine(engines[0 if own else 1], Role.DRAFT, ledger, timeout_s=None, drafts_tokens=True),
+        sampling=drawn,
+        request_id=name,
+        seed=seeds.draft_tokens,
+        tokens_a_call=2,
+        available=lambda: True,
+        failed=lambda: pytest.fail("the draft failed"),
+    )
     target = MeteredEngine(engines[0], Role.TARGET, ledger, timeout_s=None)
-    return StepWriter(target, Role.TARGET, RULES, sampling, seed, name, ledger, speculation)
+    return StepWriter(target, Role.TARGET, sampling, seeds, name, ledger, DraftTokens(model, 2))
 
 
 @pytest.mark.parametrize("own", [True, False])
 def test_greedy_tokens_are_the_targets_own(engines: tuple[InProcessEngine, InProcessEngine], own: bool) -> None:
     drafting = writer(engines, GREEDY, 0, own=own)
-    plain = StepWriter(engines[0], Role.TARGET, RULES, GREEDY, 0, "plain", Ledger(lambda: 0.0, len(PREFIX)))
 
-    ids = [asyncio.run(one.write(PREFIX, 60, answer=True)).ids for one in (drafting, plain)]
+    ids = [asyncio.run(work).ids for work in (drafting.verify(PREFIX, 60, ENDING), drafting.write(PREFIX, 60, ENDING))]
 
     assert ids[0] == ids[1]
     usage = drafting.ledger
     assert usage.num_proposed > 0
     assert (usage.num_accepted == usage.num_proposed) == own
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.8), Sampling(1.2, 5, 0.9)], ids=str)
+@pytest.mark.parametrize("own", [True, False])
+def test_with_coupled_noise_sampled_tokens_are_the_very_same(
+    engines: tuple[InProcessEngine, InProcessEngine], own: bool, sampling: Sampling
+) -> None:
+    for seed in range(5):
+        drafting = writer(engines, sampling, seed, own=own, drawn=sampling, coupled=True)
+        ids = [asyncio.run(work).ids for work in (drafting.verify(PREFIX, 40, ENDING), drafting.write(PREFIX, 40, ENDING))]
+        assert ids[0] == ids[1]
+        assert drafting.ledger.num_proposed > 0
+        assert not own or drafting.ledger.num_accepted == drafting.ledger.num_proposed
 
 
 @pytest.mark.parametrize("drawn", [GREEDY, Sampling(1.0, 3)], ids=["guessed", "drawn"])
@@ -72,10 +93,9 @@ def test_sampled_tokens_are_distributed_as_the_targets_own(
 
     async def sample(own_seeds: range, drafting: bool) -> Counter[tuple[int, ...]]:
         async def one(seed: int) -> tuple[int, ...]:
-            made = writer(engines, sampling, seed, own=True, drawn=drawn)
-            if not drafting:
-                made.speculation = None
-            return tuple((await made.write(PREFIX, NUM_TOKENS, answer=True)).ids)
+            made = writer(engines, sampling, seed, drawn=drawn)
+            work = made.verify(PREFIX, NUM_TOKENS, ENDING) if drafting else made.write(PREFIX, NUM_TOKENS, ENDING)
+            return tuple((await work).ids)
 
         found: Counter[tuple[int, ...]] = Counter()
         for start in range(own_seeds.start, own_seeds.stop, 64):

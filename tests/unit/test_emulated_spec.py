@@ -76,7 +76,7 @@ def test_sizes_limits_and_defaults_are_those_of_the_deployment(plain: EmulatedDe
         assert plain.checkpoint_dir(role) == TOKENIZER_DIR
     ours_loop, theirs_loop = plain.loop_config(), LIKE.loop_config()
     assert (ours_loop.limits, ours_loop.defaults) == (theirs_loop.limits, theirs_loop.defaults)
-    assert ours_loop.verification_cost == theirs_loop.verification_cost
+    assert (ours_loop.coupled_noise, ours_loop.draft_temperature) == (False, theirs_loop.draft_temperature)
     assert plain.server == LIKE.server
     assert plain.placements == ()
 

@@ -1,4 +1,4 @@
-"""A draft model inside the engine: whatever it guesses, the tokens are those of a plain run, and both models' books add up."""
+"""A draft model inside the engine: whatever it drafts, the tokens are those of a plain run, and both models' books add up."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_engine(target: Path) -> Iterator[MakeEngine]:
-    """Engines that hold the target a second time as their draft, and guess without end."""
+    """Engines that hold the target a second time as their draft, and draft without end."""
     settings: dict[str, Any] = {"speculative_model_dir": target, "speculative_weight_dtype": "same"}
     yield from engines(target, **settings, speculative_min_chance=0.0, max_tokens_in_paged_kv_cache=2048)
 
@@ -82,7 +82,7 @@ def drafted(asked: list[EngineRequest], *counts: int) -> list[EngineRequest]:
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @pytest.mark.parametrize("counts", [(1,), (4,), (8,), (0, 3, 8)], ids=str)
 @pytest.mark.parametrize("agrees", [True, False])
-def test_guesses_change_no_token(
+def test_drafts_change_no_token(
     make_engine: MakeEngine, stranger: Path, sampling: Sampling, counts: tuple[int, ...], agrees: bool
 ) -> None:
     engine = make_engine() if agrees else make_engine(speculative_model_dir=stranger)
@@ -92,11 +92,15 @@ def test_guesses_change_no_token(
     assert words([ask(engine, one)[0] for one in drafted(asked, *counts)]) == words(plain)
 
 
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @pytest.mark.parametrize("enable_kv_cache_reuse", [True, False])
-def test_a_draft_that_is_the_target_is_always_right(make_engine: MakeEngine, enable_kv_cache_reuse: bool) -> None:
-    """Whatever was reused, copied or computed late: keys and values of another text would guess wrong."""
+def test_a_draft_that_is_the_target_is_always_right(
+    make_engine: MakeEngine, enable_kv_cache_reuse: bool, sampling: Sampling
+) -> None:
+    """Greedy or not, as both draw with the same noise; and whatever was reused, copied or computed late: keys and values of
+    another text would draft wrong."""
     engine = make_engine(enable_kv_cache_reuse=enable_kv_cache_reuse)
-    asked = questions(Sampling())
+    asked = questions(sampling)
     for counts in ((0,), (5,), (0, 5), (3, 8)):
         ask(engine, *drafted(asked, *counts))
         for answer in ask(engine, *drafted([replace(one, max_new_tokens=40) for one in asked], *counts)):
@@ -113,7 +117,7 @@ def test_a_draft_that_is_the_target_is_always_right(make_engine: MakeEngine, ena
 def test_it_reads_what_it_has_not_seen_in_pieces(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, most: int, rows: int
 ) -> None:
-    """Prompts along with the engine, by both of its threads; and what others have computed without it before it first guesses."""
+    """Prompts along with the engine, by both of its threads; and what others have computed without it before it first drafts."""
     monkeypatch.setattr(native_run, "MAX_UNSEEN", most)
     monkeypatch.setattr(drafter_module, "MAX_ROWS", rows)
     engine = make_engine(max_num_tokens=24)
@@ -126,7 +130,7 @@ def test_it_reads_what_it_has_not_seen_in_pieces(
         assert answer.num_accepted_tokens == answer.num_draft_tokens > 0
 
 
-def test_a_pass_brings_as_many_tokens_as_were_guessed_and_one(make_engine: MakeEngine) -> None:
+def test_a_pass_brings_as_many_tokens_as_were_drafted_and_one(make_engine: MakeEngine) -> None:
     engine = make_engine()
     before = engine.stats()
     answer = ask(engine, request(prompt(9), 45, num_draft_tokens=8))[0]
@@ -139,8 +143,9 @@ def test_a_pass_brings_as_many_tokens_as_were_guessed_and_one(make_engine: MakeE
     assert after.num_tokens_decoded - before.num_tokens_decoded == 45
 
 
-def test_what_is_unlikely_to_stand_is_not_guessed(make_engine: MakeEngine, stranger: Path) -> None:
-    asked = request(prompt(9), 30, num_draft_tokens=6)
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_what_is_unlikely_to_stand_is_not_drafted(make_engine: MakeEngine, stranger: Path, sampling: Sampling) -> None:
+    asked = request(prompt(9), 30, num_draft_tokens=6, sampling=sampling)
     numbers = []
     for chance in (0.0, 0.2, 1.0):
         engine = make_engine(speculative_model_dir=stranger, speculative_min_chance=chance)
@@ -200,7 +205,7 @@ def test_requests_beside_prompts_and_verifications_are_what_they_are_alone(make_
     assert words([one.result() for one in pending]) == words(alone)
 
 
-def test_a_draft_that_computes_nonsense_guesses_nothing(target: Path, tmp_path: Path) -> None:
+def test_a_draft_that_computes_nonsense_drafts_nothing(target: Path, tmp_path: Path) -> None:
     weights = load_file(target / "model.safetensors")
     weights["model.norm.weight"] = torch.full_like(weights["model.norm.weight"], torch.finfo(torch.float32).max)
     for file in target.iterdir():

@@ -138,7 +138,7 @@ def test_an_engine_that_guesses_by_itself_writes_as_fast_as_it_does() -> None:
 
     traces = recorded(changed(BASE, call_s=0.005))
     assert fit(with_calls(guessed)).times == fit(traces).times
-    with pytest.raises(TraceError, match="completed calls of the target without token drafts"):
+    with pytest.raises(TraceError, match="completed calls of the target without draft tokens"):
         fit(with_calls(verified))
 
 
@@ -237,7 +237,7 @@ def test_verifiers_have_an_acceptance_of_their_own_and_share_the_times() -> None
 
 
 def test_a_lossless_trace_says_nothing_of_the_verifier_that_it_names() -> None:
-    lossless = asking(recorded(changed(BASE, acceptance_rate=0.3)), verifier="judge", lossless=True)
+    lossless = asking(recorded(changed(BASE, acceptance_rate=0.3)), mode=Mode.LOSSLESS, verifier="judge")
 
     assert list(fit_by_verifier(lossless)) == ["exact"]
 

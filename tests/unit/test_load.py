@@ -44,7 +44,7 @@ from bench.load.sweep import (
     open_points,
     rates_from,
 )
-from lr_backend.contract import LOOKAHEAD_INPUTS
+from lr_backend.fields import LOOKAHEAD_INPUTS
 
 DATA = Path(__file__).parents[1] / "data" / "perf_analyzer"
 LIMITS = Limits(first_step_s=0.5, latency_s=2.0)

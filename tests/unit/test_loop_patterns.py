@@ -6,7 +6,7 @@ import pytest
 
 from lr_backend.engine import EngineCall
 from lr_backend.request import Origin
-from lr_backend.testing import run_virtual
+from lr_backend.testing import Script, run_virtual
 from tests.support.world import BREAK, CLOSE, END, FIRST_LETTER, PROMPT, THINK, World
 
 DEPTH = 8
@@ -49,16 +49,18 @@ def _reference(pattern: int) -> list[tuple[int, ...]]:
     return steps
 
 
-@pytest.mark.parametrize("mode", ["lr", "lr_sd"])
-def test_every_pattern_of_verdicts_commits_what_the_paper_says(mode: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "own_branches", "every"), [("lr", False, 1), ("lr", True, 3), ("lr_sd", False, 7), ("lr_sd", True, 7)]
+)
+def test_every_pattern_of_verdicts_commits_what_the_paper_says(mode: str, own_branches: bool, every: int) -> None:
     """2^8 patterns; the judge decides by the length of the step, hence by position."""
-    for pattern in range(2**DEPTH):
+    for pattern in range(0, 2**DEPTH, every):
 
         def alike(first: str, second: str, pattern: int = pattern) -> bool:
             letters = second.removeprefix("<think>").strip()
             return bool(pattern >> (len(letters) - 1) & 1)
 
-        world = World.of(_writer(TARGET_WORD), _writer(DRAFT_WORD), alike)
+        world = World.of(_writer(TARGET_WORD), _writer(DRAFT_WORD), alike, own_branches=own_branches)
 
         outcome = run_virtual(world.answer(mode=mode, max_depth=DEPTH, trace=True, deterministic=True))
 
@@ -72,9 +74,8 @@ def test_every_pattern_of_verdicts_commits_what_the_paper_says(mode: str) -> Non
         assert usage.num_steps_accepted == pattern.bit_count() + 1  # the closing step is the same in both
         assert usage.num_steps_rejected.get("judge", 0) == DEPTH - pattern.bit_count()
         assert usage.num_steps_late == 0
-        # Each judged position costs one judge call and no more; equal or closing steps cost none.
-        judged_lengths = [len(recorded.call.input_ids) for recorded in world.judge.calls]
-        assert len(judged_lengths) >= DEPTH
+        # Each position costs a judge call; equal or closing steps cost none.
+        assert len(world.judge.calls) >= DEPTH
 
 
 def test_a_fully_accepted_chain_takes_the_time_of_two_target_steps() -> None:
@@ -110,7 +111,7 @@ def test_the_target_step_is_used_after_a_rejection_and_never_written_again() -> 
 
 
 def test_the_window_slides_and_keeps_what_runs_below_an_accepted_step() -> None:
-    world = World.of(_writer(TARGET_WORD), _writer(DRAFT_WORD), lambda first, second: True)
+    world = World.of(_writer(TARGET_WORD), _writer(DRAFT_WORD), lambda first, second: True, own_branches=False)
 
     run_virtual(world.answer(mode="lr", max_depth=4))
 
@@ -119,6 +120,36 @@ def test_the_window_slides_and_keeps_what_runs_below_an_accepted_step() -> None:
     assert not world.target.cancelled
     # The one draft that cannot win runs below the last step, whose reasoning closes.
     assert len(world.draft.cancelled) <= 1
+
+
+@pytest.mark.parametrize("own_branches", [False, True])
+def test_a_correction_costs_a_verdict_only_where_nobody_goes_on_from_it(own_branches: bool) -> None:
+    """Every step is rejected: own branches have the next step ready when the verdict comes."""
+    world = World.of(_writer(TARGET_WORD), _writer(DRAFT_WORD), lambda first, second: False, own_branches=own_branches)
+    world.target.delay, world.draft.delay, world.judge.delay = (lambda call, _, s=s: s for s in (1.0, 0.1, 1.0))
+
+    outcome = run_virtual(world.answer(mode="lr", max_depth=4, trace=True))
+
+    committed = [record.committed_s for record in outcome.ledger.records][:DEPTH]
+    expected = [position + 2.0 for position in range(DEPTH)] if own_branches else [2.0 * (n + 1) for n in range(DEPTH)]
+    assert committed == pytest.approx(expected)
+    assert outcome.usage.num_steps_rejected == {"judge": DEPTH}
+    prefixes = [tuple(recorded.call.input_ids.tolist()) for recorded in world.target.calls]
+    assert len(set(prefixes)) == len(prefixes)  # what it has written is kept
+
+
+def test_an_own_branch_is_stopped_when_the_drafted_step_is_accepted() -> None:
+    world = World.of(_writer(TARGET_WORD), _writer(DRAFT_WORD), lambda first, second: True)
+    world.target.delay, world.draft.delay, world.judge.delay = (lambda call, _, s=s: s for s in (1.0, 0.1, 0.5))
+
+    outcome = run_virtual(world.answer(mode="lr", max_depth=2))
+
+    assert outcome.usage.num_steps_accepted == DEPTH + 1
+    path = (*PROMPT, *outcome.completion_ids)
+    begun = {recorded.call.request_id: tuple(recorded.call.input_ids.tolist()) for recorded in world.target.calls}
+    aside = [name for name, prefix in begun.items() if prefix != path[: len(prefix)]]
+    assert aside
+    assert set(aside) <= set(world.target.cancelled)
 
 
 @pytest.mark.parametrize("max_depth", [1, 2, 3, 5])
@@ -182,3 +213,45 @@ def test_the_first_sibling_is_drafted_at_the_servers_temperature_where_that_is_l
     assert [sampling.temperature for sampling in at_root] == [first, 0.6]
     assert all(sampling.top_k == 7 for sampling in at_root)
     assert all(recorded.call.sampling.temperature == 0.6 for recorded in world.target.calls)
+
+
+def endless(letter: int) -> Script:
+    """Thinks without any boundary and ends after 40 tokens."""
+
+    def next_token(context: tuple[int, ...], seed: int) -> int:
+        num_written = len(context) - len(PROMPT)
+        if num_written == 0:
+            return THINK
+        return END if num_written == 40 else letter if num_written % 7 else FIRST_LETTER
+
+    return next_token
+
+
+@pytest.mark.parametrize("mode", ["lr", "lr_sd"])
+@pytest.mark.parametrize("same", [True, False])
+def test_a_capped_step_is_compared_with_one_capped_at_the_same_place(mode: str, same: bool) -> None:
+    """And what follows it, in the middle of a paragraph, is drafted and judged like anything else."""
+    world = World.of(endless(TARGET_WORD), endless(TARGET_WORD if same else DRAFT_WORD), lambda a, b: True)
+
+    outcome = run_virtual(world.answer(mode=mode, deterministic=True, trace=True))
+
+    cap = world.config.limits.max_step_tokens
+    records = outcome.ledger.records
+    assert [record.num_tokens for record in records] == [cap, cap, cap, 41 - 3 * cap]
+    assert all(record.origin == "draft" for record in records)
+    assert [record.reason for record in records] == ["exact"] * 4 if same else ["judge"] * 3 + [records[-1].reason]
+    assert not outcome.usage.num_steps_rejected
+    assert bool(world.judge.calls) is not same
+
+
+def test_one_capped_step_beside_one_that_ended_is_rejected() -> None:
+    target = endless(TARGET_WORD)
+
+    def ends_early(context: tuple[int, ...], seed: int) -> int:
+        return BREAK if len(context) - len(PROMPT) == 6 else target(context, seed)
+
+    world = World.of(target, ends_early, lambda a, b: True)
+    outcome = run_virtual(world.answer(mode="lr", deterministic=True))
+
+    assert outcome.usage.num_steps_rejected == {"capped": 1}
+    assert outcome.completion_ids[:2] == (THINK, TARGET_WORD)

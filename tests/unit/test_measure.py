@@ -13,7 +13,7 @@ from rich.console import Console
 from demo.asking import in_turns
 from demo.measure import ModeReport, Sample, paired_speedup, report
 from demo.problems import problems
-from lr_backend.loop.depth import ceiling
+from lr_backend.policy.formulas import ceiling
 
 seconds = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=20)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lr_backend.engine import Engine
-from lr_backend.loop.loop import Engines, LookaheadLoop
+from lr_backend.loop.assemble import Engines, assemble
 from lr_backend.request import LookaheadRequest, Mode, ProposerName
 from lr_backend.testing import run_virtual
 from tests.support.fake_llmapi import scripted
@@ -53,7 +53,7 @@ def test_the_loop_over_llm_api_engines_writes_what_it_writes_over_any(mode: str,
             {"text_input": "?", "max_tokens": 200, "mode": mode, "temperature": 0.0, "deterministic": True}
         )
         prompt = np.asarray(PROMPT, dtype=np.int32)
-        loop = LookaheadLoop(
+        loop = assemble(
             request, prompt, "r", Engines(*engines), MODELS, world.config, lambda committed: texts.append(committed.text)
         )
         try:

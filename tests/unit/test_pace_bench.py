@@ -9,6 +9,7 @@ import pytest
 from lr_client import Usage
 
 from bench import pace
+from demo import pace as demo_pace
 from demo.asking import demo_spec
 from demo.measure import Sample
 from demo.pace import ROWS, SYSTEM, Paced
@@ -16,7 +17,8 @@ from lr_backend.build.paced import paced
 from lr_backend.emulated.workload import Workload
 from lr_backend.engine import Role
 from lr_backend.hardware.lateness import Lateness
-from lr_backend.plan.simulation import COSTS_OF_DRAFTS, Scenario, simulate
+from lr_backend.plan.simulation import Scenario, simulate
+from lr_backend.request import Mode
 from lr_backend.trace.schema import Trace
 
 TEXTS = Workload(0.7, token_agreement=0.8, word_agreement=0.5, prompt_tokens=150, step_tokens=25, num_steps=12)
@@ -31,9 +33,8 @@ length, since a spread that is fitted would move them."""
 def found() -> Paced:
     """Answers by the kernel tables; ``lr_sd`` is put down as twice as slow as it was."""
     spec = paced(demo_spec(), SYSTEM)
-    config = spec.loop_config()
     empty = Paced(spec, ASKED, [], {}, Lateness(100.0, 0.5))
-    scenario = Scenario(TEXTS, empty.machine(), {name: getattr(config, name) for name in COSTS_OF_DRAFTS})
+    scenario = Scenario(TEXTS, empty.machine())
     samples: list[Sample] = []
     traces: dict[str, list[Trace]] = {name: [] for name in ASKED}
     for row in ASKED:
@@ -94,6 +95,14 @@ def test_a_row_that_has_stopped_looking_ahead_is_predicted_over_texts_of_the_oth
     workload = stopped.scenario("lr_sd", found.machine()).workload
     assert workload.acceptance_rate == found.scenario("lr", found.machine()).workload.acceptance_rate
     assert workload.token_agreement > 0.0
+
+
+def test_a_mode_that_chooses_is_predicted_of_a_server_that_has_learned(found: Paced, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo_pace, "LEARNS_FROM", 6)
+    monkeypatch.setattr(demo_pace, "LEAST_STEPS", 6 * TEXTS.num_steps)
+    chosen = replace(found, asked=ROWS, traces={**found.traces, "auto": found.traces["lr"]})
+    assert chosen.policy("auto").mode is Mode.AUTO
+    assert 1.3 < chosen.gain("auto", found.machine()) < 3.0
 
 
 def test_longer_hops_than_planned_go_into_the_prediction(found: Paced) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,7 @@ def test_sizes_limits_and_defaults_are_those_of_the_engines_that_are_stood_for(f
     ours, theirs = fast.loop_config(), LIKE.loop_config()
     assert ours.defaults == theirs.defaults
     assert ours.limits.max_depth == theirs.limits.max_depth
-    assert ours.verification_cost == theirs.verification_cost
+    assert ours.draft_temperature == theirs.draft_temperature == 0.0
     assert ours.limits.max_tokens == demo_spec().loop_config().limits.max_tokens
     assert fast.server.layout is Layout.PROCESS_A_ROLE
     assert fast.name == "demo.h200_sxm"
@@ -62,6 +63,24 @@ def test_a_target_that_drafts_by_itself_is_paced_as_the_llm_api_is() -> None:
     assert inside.runtime is Runtime.LLMAPI
     assert inside.draft is not None
     assert (inside.draft.model, inside.draft.tp_size) == ("Qwen3-1.7B", 2)
+
+
+def test_only_engines_that_stand_for_none_of_tensorrt_llms_share_their_noise(fast: TorchDeployment) -> None:
+    own, inside = demo_spec().loop_config(), paced(demo_spec(), SYSTEM, drafts_itself=True).loop_config()
+    assert (own.coupled_noise, own.draft_temperature) == (True, None)
+    for config in (fast.loop_config(), inside):
+        assert (config.coupled_noise, config.draft_temperature) == (False, 0.0)
+
+
+def test_embedded_engines_at_that_pace_share_their_noise(fast: TorchDeployment) -> None:
+    embedded = paced(demo_spec(), SYSTEM, embedded=True)
+    config = embedded.loop_config()
+    assert (config.coupled_noise, config.draft_temperature, config.lacks("lossless")) == (True, None, None)
+    assert config.limits == fast.loop_config().limits
+    for role in Role:
+        assert pace(embedded, role) == replace(pace(fast, role), one_hot=False)
+    assert "target and draft draw with noise in common" in config.pace
+    assert "noise" not in fast.pace_label
 
 
 def test_roles_on_one_card_know_of_one_another(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from lr_backend.engine import Role
 from lr_backend.errors import EngineUnavailable, InvalidRequest
-from lr_backend.loop.seeds import derive_seed
+from lr_backend.loop.seeds import Seeds
 from lr_backend.request import LookaheadRequest
 from lr_backend.step import Step, StepEnd
 from lr_backend.testing import VirtualClockLoop, WordTokenizer, run_virtual
@@ -44,10 +44,10 @@ def make_world(salt: int = 5, agreement: float = 0.9, **options: Any) -> World:
 
 
 def test_1_seeds_differ_by_role_sibling_and_offset() -> None:
-    seeds = {derive_seed(7, offset, role, sibling) for offset in range(50) for role in Role for sibling in range(4)}
+    seeds = {Seeds(7).step(offset, offset, role, sibling) for offset in range(50) for role in Role for sibling in range(4)}
 
     assert len(seeds) == 50 * len(Role) * 4
-    assert derive_seed(7, 1, Role.DRAFT) == derive_seed(7, 1, Role.DRAFT)
+    assert Seeds(7).step(1, 1, Role.DRAFT) == Seeds(7).step(1, 1, Role.DRAFT)
 
 
 def test_2_deep_pairs_are_judged_by_the_same_judge() -> None:
@@ -139,13 +139,14 @@ def test_10_the_judge_prompt_is_rendered_once_and_holds_no_template_marks() -> N
     assert "\x00" not in text
 
 
-@pytest.mark.parametrize("mode", ["ar", "sd"])
-def test_12_modes_without_steps_never_touch_draft_or_judge(mode: str) -> None:
+@pytest.mark.parametrize(("mode", "proposer"), [("ar", "draft_model"), ("sd", "ngram"), ("sd", "engine"), ("sd", "draft_model")])
+def test_12_modes_without_steps_never_draft_or_judge_one(mode: str, proposer: str) -> None:
     world = make_world()
 
-    run_virtual(world.answer(mode=mode))
+    run_virtual(world.answer(mode=mode, proposer=proposer))
 
-    assert not world.draft.calls
+    assert bool(world.draft.calls) == (mode == "sd" and proposer == "draft_model")
+    assert all("/draft_tokens/" in recorded.call.request_id for recorded in world.draft.calls)
     assert not world.judge.calls
 
 

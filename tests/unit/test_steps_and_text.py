@@ -7,14 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lr_backend.contract import IntArray, decode_stop_words
+from lr_backend.contract import decode_stop_words
 from lr_backend.errors import ConfigError
 from lr_backend.loop.steps import StepRules
 from lr_backend.loop.text import TextStream
-from lr_backend.propose import Position, make_proposer
-from lr_backend.propose.draft_step import continue_drafted
+from lr_backend.propose import NGram, Proposal
 from lr_backend.propose.ngram import lookup_ngram
-from lr_backend.request import ProposerName
 from lr_backend.step import StepEnd
 from lr_backend.testing import WordTokenizer, run_virtual
 from tests.support.checkpoints import QWEN_LIKE
@@ -135,35 +133,13 @@ def test_ngram_lookup_continues_the_longest_suffix_seen_before(
     assert list(found) == (expected if max_tokens else [])
 
 
-@given(st.lists(st.integers(0, 5), max_size=12), st.lists(st.integers(0, 5), min_size=1, max_size=12), st.integers(0, 12))
-def test_the_drafted_step_goes_on_where_the_target_stands(written: list[int], drafted: list[int], max_tokens: int) -> None:
-    proposed = list(continue_drafted(written, drafted, max_tokens))
+def test_a_lookup_goes_by_more_than_a_word_or_two() -> None:
+    async def proposed(*context: int) -> Proposal:
+        async with NGram().step(np.asarray(context[:-1], dtype=np.int32), RULES.stop_words, lambda ids: 9, None) as drafts:
+            return await drafts.next(context[-1:], 2)
 
-    assert len(proposed) <= max_tokens
-    if written == drafted[: len(written)]:
-        assert proposed == drafted[len(written) :][:max_tokens]
-    elif proposed:
-        # What precedes the proposal in the drafted step is what the target wrote last.
-        ends = [i for i in range(1, len(drafted)) if drafted[i : i + len(proposed)] == proposed]
-        assert any(drafted[i - 1] == written[-1] for i in ends)
-
-
-def test_realignment_prefers_the_longest_match() -> None:
-    #  the target wrote "so 3 4 5"; the draft holds "4 5" once and "5" twice
-    assert continue_drafted([9, 3, 4, 5], [5, 8, 3, 4, 5, 7], 8) == (7,)
-
-
-def test_the_draft_step_proposer_falls_back_to_ngrams() -> None:
-    proposer = make_proposer(ProposerName.DRAFT_STEP, 3)
-    context = np.asarray([0, 1, 2, 3, 0, 1], dtype=np.int32)
-
-    def proposed(context: IntArray, written: list[int], drafted: list[int] | None) -> tuple[int, ...]:
-        return run_virtual(proposer(Position(context, written, drafted, 2))).token_ids
-
-    assert proposed(context, [0, 1], None) == (2, 3)
-    assert proposed(context, [0, 1], [9, 8]) == (2, 3)
-    assert proposed(context, [0, 1], [0, 1, 7]) == (7,)
-    assert proposed(context[:5], [0], None) == ()  # one token is too little to go by
+    assert run_virtual(proposed(1, 2, 3, 4, 5, 1, 2, 3)) == Proposal((4, 5))
+    assert not run_virtual(proposed(1, 2, 3, 4, 5, 9, 2, 3)).token_ids
 
 
 def test_rules_of_a_real_tokenizer_cut_where_the_text_does() -> None:

@@ -25,7 +25,7 @@ from lr_backend.build.repository import build_repository
 from lr_backend.cli import app
 from lr_backend.engine import Role, Sampling
 from lr_backend.errors import CheckpointError
-from lr_backend.loop.depth import ceiling
+from lr_backend.policy.formulas import ceiling
 from lr_backend.request import LookaheadRequest
 from lr_backend.step import Step, StepEnd
 from lr_backend.torch_engine.config import EngineConfig

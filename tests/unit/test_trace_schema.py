@@ -60,18 +60,43 @@ def outcomes(trace: Trace, purpose: Purpose) -> list[str]:
 
 
 def test_an_accepted_chain_verifies_and_a_rejected_step_is_corrected() -> None:
-    trace = traced(numbered_world(*range(NUM_STEPS)), mode="lr", max_depth=3)
+    trace = traced(numbered_world(*range(NUM_STEPS), own_branches=False), mode="lr", max_depth=3)
     assert set(outcomes(trace, Purpose.TARGET_STEP)) == {"verified"}
     assert set(outcomes(trace, Purpose.VERDICT)) == {"accepted"}
     assert outcomes(trace, Purpose.DRAFTED_STEP).count("accepted") == NUM_STEPS + 1
     assert {call.step for call in trace.calls if call.purpose is Purpose.ALONE} == {NUM_STEPS + 1}
 
-    trace = traced(numbered_world(), mode="lr", max_depth=3)
+    trace = traced(numbered_world(own_branches=False), mode="lr", max_depth=3)
     committed = [call for call in trace.calls if call.outcome is CallOutcome.COMMITTED and call.purpose is Purpose.TARGET_STEP]
     assert [(call.step, call.depth) for call in committed] == [(step, 0) for step in range(NUM_STEPS)]
     assert all(call.depth > 0 for call in trace.calls if call.useless and call.purpose is Purpose.TARGET_STEP)
     rejected = [call for call in trace.calls if call.purpose is Purpose.DRAFTED_STEP and call.depth == 0][:-1]
     assert {call.outcome for call in rejected} == {CallOutcome.REJECTED}
+
+
+def test_an_own_branch_is_in_the_trace_where_it_was_begun_and_used_or_cut() -> None:
+    cut = traced(numbered_world(*range(NUM_STEPS)), mode="lr", max_depth=3)
+    assert set(outcomes(cut, Purpose.TARGET_STEP)) == {"verified", "cancelled"}
+    assert outcomes(cut, Purpose.TARGET_STEP).count("verified") == NUM_STEPS + 1
+
+    used = traced(numbered_world(), mode="lr", max_depth=3)
+    committed = [call for call in used.calls if call.outcome is CallOutcome.COMMITTED and call.purpose is Purpose.TARGET_STEP]
+    # Each was begun one step ahead, behind the correction that was then still to come.
+    assert [(call.step, call.depth) for call in committed] == [(step, min(step, 1)) for step in range(NUM_STEPS)]
+    assert used.latency_ms < traced(numbered_world(own_branches=False), mode="lr", max_depth=3).latency_ms
+
+
+def test_a_late_drafted_step_that_is_the_targets_own_is_accepted() -> None:
+    """Its own branch goes on in its place; its call is still the one that wrote the step."""
+    world = numbered_world(same_words=True)
+    world.draft.delay = taking(1.5)
+    trace = traced(world, mode="lr", max_depth=2, deterministic=True)
+
+    assert trace.usage.num_steps_accepted_by == {"exact": NUM_STEPS + 1}
+    assert outcomes(trace, Purpose.DRAFTED_STEP).count("accepted") == NUM_STEPS + 1
+    assert sum(call.num_committed_tokens for call in trace.calls) == trace.usage.completion_tokens
+    prefixes = [tuple(recorded.call.input_ids.tolist()) for recorded in world.target.calls]
+    assert len(set(prefixes)) == len(prefixes)
 
 
 def test_calls_that_fail_or_are_cut_short_say_so() -> None:

@@ -16,26 +16,23 @@ from hypothesis import strategies as st
 from lr_backend.config import Bounds
 from lr_backend.engine import EngineCall, Generation
 from lr_backend.errors import EngineUnavailable, InvalidRequest, LookaheadError
-from lr_backend.request import THRESHOLDS, LookaheadRequest, VerifierName, with_defaults
+from lr_backend.request import THRESHOLDS, LookaheadRequest, Mode, VerifierName, with_defaults
 from lr_backend.step import Step, StepEnd
-from lr_backend.testing import UNLIKELY, ScriptedEngine, run_virtual
+from lr_backend.testing import ScriptedEngine, run_virtual
 from lr_backend.verify import ExactVerifier, Reason, StepPair, Verdict, VerifierParts, make_verifier
 from lr_backend.verify.cascade import Band, CascadeVerifier, NumericVeto, Opinion, SameText
 from lr_backend.verify.factory import band
 from lr_backend.verify.grade import GradeScorer
 from lr_backend.verify.judge_prompt import JudgePrompt, parse_grade
-from lr_backend.verify.likelihood import LikelihoodScorer
-from lr_backend.verify.scores import RandomVerifier, ThresholdVerifier, TokenShareScorer
+from lr_backend.verify.scores import RandomVerifier, ThresholdVerifier
 from lr_backend.verify.similarity import EmbeddingScorer
 from tests.support.world import CONFIG, MODELS, World, imitator, storyteller
 
 PREFIX = np.asarray([1, 2, 3], dtype=np.int32)
 
 
-def make_pair(target: str = "a", drafted: str = "b", *, share: float | None = None, ids: tuple[int, ...] = (5, 6, 7)) -> StepPair:
-    return StepPair(
-        Step((9, *ids), StepEnd.DELIMITER), Step(ids, StepEnd.DELIMITER), target, drafted, "call", PREFIX, token_share=share
-    )
+def make_pair(target: str = "a", drafted: str = "b", *, ids: tuple[int, ...] = (5, 6, 7)) -> StepPair:
+    return StepPair(Step((9, *ids), StepEnd.DELIMITER), Step(ids, StepEnd.DELIMITER), target, drafted, "call", PREFIX)
 
 
 @dataclass
@@ -164,11 +161,6 @@ def test_a_requests_threshold_takes_the_place_of_the_upper_bound() -> None:
     assert band(Scripted(0.0), bounds, 0.2) == Band(Scripted(0.0), 0.2, 0.2)
 
 
-def test_the_token_share_is_a_score_where_it_is_known() -> None:
-    assert run_virtual(TokenShareScorer().measure(make_pair(share=0.75))) == 0.75
-    assert run_virtual(TokenShareScorer().measure(make_pair())) is Reason.UNKNOWN
-
-
 # Models that are asked ---------------------------------------------------------------------------------------------
 
 
@@ -261,38 +253,6 @@ def test_a_grade_is_asked_for_with_the_reasoning_closed(opening: str, tail: str)
     assert "</think>" not in "".join(map(chr, plain))
 
 
-@given(st.lists(st.integers(0, 4), min_size=1, max_size=40).map(tuple), st.integers(1, 16))
-def test_likelihood_is_the_mean_over_all_tokens_however_they_are_cut(ids: tuple[int, ...], max_draft_len: int) -> None:
-    engine = ScriptedEngine(lambda context, seed: 0)
-
-    score = run_virtual(LikelihoodScorer(engine, max_draft_len, None).measure(make_pair(ids=ids)))
-
-    unlikely = sum(token != 0 for token in ids)
-    assert score == pytest.approx(UNLIKELY * unlikely / len(ids))
-    assert all(recorded.call.accept_all_drafts for recorded in engine.calls)
-    covered = sorted((len(recorded.call.input_ids), tuple(recorded.call.draft_ids.tolist())) for recorded in engine.calls)
-    assert sum((drafts for _, drafts in covered), ()) == ids
-    assert [len(PREFIX) + sum(len(d) for _, d in covered[:i]) for i in range(len(covered))] == [start for start, _ in covered]
-
-
-def test_an_engine_that_drops_drafts_gives_no_likelihood() -> None:
-    engine = ScriptedEngine(lambda context, seed: 0, drop_drafts=True)
-
-    assert run_virtual(LikelihoodScorer(engine, 8, None).measure(make_pair())) is Reason.GARBAGE
-
-
-@pytest.mark.parametrize(("failure", "reason"), [("down", Reason.VERIFIER_ERROR), ("slow", Reason.TIMEOUT)])
-def test_a_target_that_fails_gives_no_likelihood(failure: str, reason: Reason) -> None:
-    engine = ScriptedEngine(lambda context, seed: 0)
-    if failure == "down":
-        engine.fail = lambda call: EngineUnavailable("down")
-    else:
-        engine.delay = lambda call, num_tokens: 1e6
-
-    assert run_virtual(LikelihoodScorer(engine, 2, 1.0).measure(make_pair())) is reason
-    assert not engine.in_flight
-
-
 # The choice --------------------------------------------------------------------------------------------------------
 
 
@@ -329,21 +289,22 @@ def test_a_default_threshold_goes_with_the_default_verifier(
     assert parse(**with_defaults(defaults, given_)).verifier_threshold == threshold
 
 
-@pytest.mark.parametrize("lossless", [False, True])
-@pytest.mark.parametrize("name", ["embedding", "likelihood"])
-def test_what_this_server_lacks_is_refused_before_anything_starts(name: str, lossless: bool) -> None:
+@pytest.mark.parametrize("mode", ["lr", "lossless"])
+def test_what_this_server_lacks_is_refused_before_anything_starts(mode: str) -> None:
     world = make_world()
 
-    with pytest.raises(InvalidRequest, match=f"verifier='{name}': this server"):
-        run_virtual(world.answer(mode="lr", verifier=name, lossless=lossless))
+    with pytest.raises(InvalidRequest, match="verifier='embedding': this server"):
+        run_virtual(world.answer(mode=mode, verifier="embedding"))
 
     assert not any(engine.calls for engine in world.engines)
 
 
+@pytest.mark.parametrize("mode", Mode)
 @pytest.mark.parametrize("name", VerifierName)
-def test_under_lossless_equal_tokens_decide_whoever_is_named(name: VerifierName) -> None:
-    assert parse(verifier=name).effective_verifier is name
-    assert parse(verifier=name, lossless=True).effective_verifier is VerifierName.EXACT
+def test_in_the_mode_lossless_equal_tokens_decide_whoever_is_named(name: VerifierName, mode: Mode) -> None:
+    effective = parse(mode=mode, verifier=name).effective_verifier
+
+    assert effective is (VerifierName.EXACT if mode is Mode.LOSSLESS else name)
 
 
 def test_lossless_needs_no_other_verifier() -> None:
@@ -355,7 +316,7 @@ def test_lossless_needs_no_other_verifier() -> None:
         MODELS.judge_tokenizer,
     )
 
-    assert isinstance(make_verifier(parse(verifier="random", lossless=True), CONFIG, parts), ExactVerifier)
+    assert isinstance(make_verifier(parse(verifier="random", mode="lossless"), CONFIG, parts), ExactVerifier)
 
 
 # In the loop -------------------------------------------------------------------------------------------------------
@@ -367,14 +328,14 @@ def make_world(salt: int = 5, like: Callable[[str, str], bool] = lambda first, s
 
 
 def serving_all(world: World, similarity: float = 0.97) -> World:
-    world.config = world.config.model_copy(update={"embedding_dir": "somewhere", "accepts_all_drafts": True})
+    world.config = world.config.model_copy(update={"embedding_dir": "somewhere"})
     world.models = replace(world.models, embedder=Scripted(similarity))
     return world
 
 
 @given(
     st.integers(0, 300),
-    st.sampled_from([("embedding", 0.98), ("random", 0.0), ("likelihood", -0.01), ("score", 9.0)]),
+    st.sampled_from([("embedding", 0.98), ("random", 0.0), ("score", 9.0)]),
     st.sampled_from(["lr", "lr_sd"]),
     st.integers(0, 1000),
 )
@@ -404,7 +365,7 @@ def test_every_decided_step_says_by_whom(salt: int, name: VerifierName, mode: st
     for record in records:
         assert (record.verifier is None) == (record.reason in settled or (record.reason == "exact"))
         if record.score is not None:
-            assert record.verifier in {"embedding", "random", "likelihood", "score", "tokens"}
+            assert record.verifier in {"embedding", "random", "score", "tokens"}
     world.assert_idle()
 
 

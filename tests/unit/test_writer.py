@@ -1,215 +1,244 @@
-"""Token drafts while a step is written: taken while they pay, left where they do not, tried again later."""
+"""One step in one engine call or in many: whatever calls bring, the step is the same, and so are the books."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lr_backend.contract import IntArray
-from lr_backend.engine import GREEDY, Role
+from lr_backend.engine import GREEDY, EngineCall, Generation, Role, Sampling
+from lr_backend.errors import EngineUnavailable
 from lr_backend.loop.ledger import Ledger
-from lr_backend.loop.payoff import Payoff, Verifications
+from lr_backend.loop.seeds import Seeds
 from lr_backend.loop.steps import StepRules
-from lr_backend.loop.tree import append
-from lr_backend.loop.writer import DraftedTally, StepWriter, TokenSpeculation
-from lr_backend.propose import by_lookup
-from lr_backend.propose.draft_length import DraftCosts
+from lr_backend.loop.writer import DraftTokens, StepWriter
+from lr_backend.propose import NGram, Proposal
+from lr_backend.propose.growing import GrowingText
+from lr_backend.propose.ngram import MOST_PLAIN
+from lr_backend.propose.proposal import NOTHING, Room
 from lr_backend.step import Step, StepEnd
-from lr_backend.testing import RecordedCall, ScriptedEngine, run_virtual
+from lr_backend.testing import ScriptedEngine, run_virtual
+from tests.support.traces import taking
+from tests.support.world import FickleEngine
 
-END = 999
-RULES = StepRules.build("\n\n", {}, [END])
+END, BREAK = 999, 300
+RULES = StepRules.build("\n\n", {BREAK: "\n\n"}, [END])
 PREFIX: IntArray = np.arange(10, dtype=np.int32)
 
 
 def counting(context: tuple[int, ...], seed: int) -> int:
-    """Goes on counting; ends after 400."""
+    """Goes on counting past a break at 300; ends after 400."""
     return context[-1] + 1 if context[-1] < 400 else END
 
 
-def written(
-    proposes: int, *, cost: float, remember: bool = True, steps: int = 1, lately: Verifications | None = None
-) -> tuple[list[RecordedCall], list[int]]:
-    """The calls for ``steps`` steps of 300 tokens whose drafts are right for ``proposes`` tokens, and the last step's ids."""
+@dataclass
+class Proposing:
+    """Proposes tokens of which so many are right, or nothing; keeps what it is told."""
 
-    def proposer(context: IntArray, written: Sequence[int], drafted: Sequence[int] | None, most: int) -> tuple[int, ...]:
-        right = range(int(context[-1]) + 1, int(context[-1]) + 1 + proposes)
-        return (*right, 777)[:most]
+    num_right: int = 3
+    proposal: Proposal | None = None
+    rooms: list[int] = field(default_factory=list)
+    told: list[tuple[int, int]] = field(default_factory=list)
+    follows_drafted: bool = True
 
+    @asynccontextmanager
+    async def step(
+        self, prefix: IntArray, stop_words: IntArray, room: Room, drafted: GrowingText | None
+    ) -> AsyncIterator[Proposing]:
+        self._prefix, self._room = prefix, room
+        yield self
+
+    async def next(self, written: Sequence[int], max_tokens: int) -> Proposal:
+        self.rooms.append(self._room(written))
+        if self.proposal is not None:
+            return self.proposal
+        last = int([*self._prefix, *written][-1])
+        return Proposal((*range(last + 1, last + 1 + self.num_right), 777)[:max_tokens])
+
+    def verified(self, proposed: Sequence[int], num_accepted: int) -> None:
+        self.told.append((len(proposed), num_accepted))
+
+
+def writer(
+    engine: ScriptedEngine, source: object = None, *, most: int = 8, sampling: Sampling = GREEDY, **options: object
+) -> StepWriter:
+    drafts = DraftTokens(source, most, **options) if source is not None else None  # type: ignore[arg-type]
+    return StepWriter(engine, Role.TARGET, sampling, Seeds(0), "r", Ledger(lambda: 0.0, len(PREFIX)), drafts)
+
+
+# Verified ----------------------------------------------------------------------------------------------------------------
+
+
+def test_draft_tokens_are_verified_a_call_each_and_counted() -> None:
+    engine, source = ScriptedEngine(counting), Proposing(3)
+    made = writer(engine, source)
+
+    step = run_virtual(made.verify(PREFIX, 30, RULES.of_step))
+
+    assert step.ids == tuple(range(10, 40))
+    assert (step.end, step.closes) == (StepEnd.CAP, False)
+    sizes = [len(call.call.draft_ids) if call.call.draft_ids is not None else 0 for call in engine.calls]
+    # Three right ones and a wrong one, and the target's own; of the last two tokens one is the target's own.
+    assert sizes == [4, 4, 4, 4, 4, 4, 4, 1]
+    assert source.told == [(4, 3)] * 7 + [(1, 1)]
+    assert made.ledger.verifications == source.told
+    assert (made.ledger.num_proposed, made.ledger.num_accepted) == (29, 22)
+    assert source.rooms == list(range(30, 0, -4))[:8]
+
+
+def test_nothing_is_proposed_past_the_end_of_a_step() -> None:
     engine = ScriptedEngine(counting)
-    speculation = TokenSpeculation(by_lookup(proposer), 8, DraftCosts(cost), remember=remember, lately=lately)
-    writer = StepWriter(engine, Role.TARGET, RULES, GREEDY, 0, "r", Ledger(lambda: 0.0, len(PREFIX)), speculation)
-
-    async def run() -> list[int]:
-        ids: Sequence[int] = ()
-        for _ in range(steps):
-            ids = (await writer.write(PREFIX, 300)).ids
-        return list(ids)
-
-    return engine.calls, run_virtual(run())
+    step = run_virtual(writer(engine, Proposing(300), most=16).verify(PREFIX, 400, RULES.of_step))
+    assert step.ids == tuple(range(10, BREAK + 1))
+    for recorded in engine.calls:
+        drafts = [] if recorded.call.draft_ids is None else recorded.call.draft_ids.tolist()
+        assert BREAK not in drafts[:-1]
 
 
-def verified(calls: list[RecordedCall]) -> list[bool]:
-    return [recorded.call.draft_ids is not None for recorded in calls]
+@pytest.mark.parametrize(("proposal", "budgets"), [(Proposal(plain_tokens=7), [7] * 4 + [2]), (NOTHING, [30])])
+def test_where_there_is_nothing_to_verify_the_target_writes_as_far_as_it_is_told(proposal: Proposal, budgets: list[int]) -> None:
+    engine = ScriptedEngine(counting)
+    run_virtual(writer(engine, Proposing(proposal=proposal)).verify(PREFIX, 30, RULES.of_step))
+    assert [recorded.call.max_new_tokens for recorded in engine.calls] == budgets
+    assert all(recorded.call.draft_ids is None for recorded in engine.calls)
 
 
-def test_drafts_that_pay_are_always_verified() -> None:
-    calls, ids = written(3, cost=2.0)
-    assert ids == list(range(10, 310))
-    assert all(verified(calls)[:-1])
+def test_plain_calls_grow_while_a_lookup_finds_nothing() -> None:
+    engine = ScriptedEngine(counting)
+    run_virtual(writer(engine, NGram()).verify(PREFIX, 200, RULES.of_step))
+    assert [recorded.call.max_new_tokens for recorded in engine.calls] == [4, 8, 16, 32, MOST_PLAIN, MOST_PLAIN, 12]
 
 
-def test_drafts_that_do_not_pay_are_left_and_tried_again() -> None:
-    calls, ids = written(0, cost=2.0)
-    assert ids == list(range(10, 310))
-    assert verified(calls) == [True, True, False, True, False]
-    rest = Verifications.LEAST_REST
-    assert [r.call.max_new_tokens for r in calls if r.call.draft_ids is None] == [rest, 300 - 2 - rest - 1]
+def test_a_single_token_is_not_speculated_on() -> None:
+    source = Proposing()
+    engine = ScriptedEngine(counting)
+    run_virtual(writer(engine, source).verify(PREFIX, 1, RULES.of_step))
+    assert (source.rooms, [recorded.call.max_new_tokens for recorded in engine.calls]) == ([], [1])
 
 
-def test_what_one_step_learned_holds_for_the_next() -> None:
-    calls, _ = written(0, cost=2.0, steps=2)
-    first, _ = written(0, cost=2.0)
-    assert verified(calls)[len(first) :][:1] == [False]
+@pytest.mark.parametrize(("temperature", "width"), [(0.7, 1000), (0.0, 0)])
+def test_one_hot_logits_go_with_sampled_drafts_alone(temperature: float, width: int) -> None:
+    engine = ScriptedEngine(counting)
+    made = writer(engine, Proposing(), sampling=Sampling(temperature), one_hot_vocab=1000)
+    run_virtual(made.verify(PREFIX, 30, RULES.of_step))
+    sent = [call.call.draft_logits for call in engine.calls if call.call.draft_ids is not None]
+    assert {0 if logits is None else logits.shape[1] for logits in sent} == {width}
 
 
-def test_without_memory_each_step_begins_anew() -> None:
-    calls, _ = written(0, cost=2.0, steps=2, remember=False)
-    first, _ = written(0, cost=2.0)
-    assert verified(calls) == verified(first) * 2
+# However it is cut -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("num_before", "brought", "first"),
-    [
-        (Verifications.LEAST_SEEN, 1.0, False),
-        (Verifications.LEAST_SEEN - 1, 1.0, True),
-        (Verifications.LEAST_SEEN, 2.0, True),
-    ],
+@given(
+    st.integers(0, 10_000),
+    st.integers(1, 60),
+    st.sampled_from([0, 280, 390]),
+    st.integers(0, 9),
+    st.sampled_from(["step", "answer"]),
 )
-def test_what_earlier_requests_saw_is_where_a_request_begins(num_before: int, brought: float, first: bool) -> None:
-    lately = Verifications()
-    for _ in range(num_before):
-        lately.verified(brought)
-    calls, ids = written(0, cost=2.0, lately=lately)
+def test_a_step_does_not_depend_on_the_calls_that_bring_it(
+    salt: int, max_tokens: int, start: int, num_right: int, ending: str
+) -> None:
+    rules = RULES.of_step if ending == "step" else RULES.of_answer
+    prefix = np.asarray([start], dtype=np.int32)
 
-    assert ids == list(range(10, 310))
-    assert verified(calls)[0] is first
-    assert any(verified(calls))  # it is tried again all the same, and seen by those to come
-    assert lately.count == num_before + sum(verified(calls))
+    async def all_ways() -> list[Step]:
+        text = GrowingText()
+        return [
+            await writer(ScriptedEngine(counting)).write(prefix, max_tokens, rules),
+            await writer(FickleEngine(counting, salt=salt)).write(prefix, max_tokens, rules),
+            await writer(ScriptedEngine(counting), Proposing(num_right)).verify(prefix, max_tokens, rules),
+            await writer(FickleEngine(counting, salt=salt), Proposing(num_right)).verify(prefix, max_tokens, rules),
+            await writer(FickleEngine(counting, salt=salt)).draft(
+                prefix, max_tokens, rules, text, sibling=0, sampling=GREEDY, tokens_a_call=1 + num_right
+            ),
+        ]
+
+    first, *others = run_virtual(all_ways())
+    assert others == [first] * 4
 
 
-def test_plain_chunks_grow_while_nothing_is_proposed() -> None:
+# Drafted -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_drafted_step_is_read_while_it_is_written() -> None:
+    engine = ScriptedEngine(counting, delay=taking(1.0))
+    made = writer(engine)
+
+    async def main() -> None:
+        text = GrowingText()
+        seen = []
+
+        async def read() -> None:
+            for num in (1, 5, 9, 13):
+                await text.has(num)
+                seen.append((asyncio.get_running_loop().time(), len(text.ids), text.done))
+
+        reading = asyncio.create_task(read())
+        step = await made.draft(PREFIX, 10, RULES.of_step, text, sibling=0, sampling=GREEDY, tokens_a_call=4)
+        await reading
+        assert step.ids == tuple(text.ids) == tuple(range(10, 20))
+        assert seen == [(1.0, 4, False), (2.0, 8, False), (3.0, 10, True), (3.0, 10, True)]
+
+    run_virtual(main())
+    assert [recorded.call.max_new_tokens for recorded in engine.calls] == [4, 4, 2]
+
+
+def test_a_text_that_fails_ends_for_those_who_wait_for_it() -> None:
+    engine = ScriptedEngine(counting, fail=lambda call: EngineUnavailable("down") if len(call.input_ids) > 12 else None)
+
+    async def main() -> None:
+        text = GrowingText()
+        waiting = asyncio.create_task(text.has(100))
+        with pytest.raises(EngineUnavailable):
+            await writer(engine).draft(PREFIX, 50, RULES.of_step, text, sibling=0, sampling=GREEDY, tokens_a_call=4)
+        await waiting
+        assert text.done and len(text.ids) == 4
+
+    run_virtual(main())
+
+
+@given(st.lists(st.integers(0, 2), max_size=6), st.lists(st.integers(0, 2), max_size=6))
+def test_texts_agree_as_far_as_both_go(ids: list[int], written: list[int]) -> None:
+    text = GrowingText()
+    text.extend(ids)
+    assert text.agrees(written) == all(a == b for a, b in zip(ids, written, strict=False))
+
+
+@pytest.mark.parametrize("scored", [False, True])
+def test_the_log_probability_is_that_of_the_steps_own_tokens(scored: bool) -> None:
+    """A call may bring more than the step."""
+
+    async def unstopped(call: EngineCall) -> Generation:
+        ids = tuple(range(int(call.input_ids[-1]) + 1, int(call.input_ids[-1]) + 9))
+        return Generation(ids, log_probs=tuple(-float(one) for one in ids) if call.return_log_probs else ())
+
     engine = ScriptedEngine(counting)
-    nothing = TokenSpeculation(by_lookup(lambda *_: ()), 8)
-    writer = StepWriter(engine, Role.TARGET, RULES, GREEDY, 0, "r", Ledger(lambda: 0.0, len(PREFIX)), nothing)
-    run_virtual(writer.write(PREFIX, 100))
-    assert [recorded.call.max_new_tokens for recorded in engine.calls] == [4, 8, 16, 32, 40]
+    engine.generate = unstopped  # type: ignore[method-assign]
+    made = writer(engine)
+    prefix = np.asarray([297], dtype=np.int32)
+    step = run_virtual(made.draft(prefix, 50, RULES.of_step, GrowingText(), sibling=0, sampling=GREEDY, scored=scored))
+    assert step.ids == (298, 299, BREAK)
+    assert step.log_prob == (-897.0 if scored else None)
 
 
-def resting(lately: Verifications) -> Payoff:
-    """A request whose drafts have not paid."""
-    payoff = Payoff(2.0, lately)
-    for _ in range(3):
-        payoff.verified(1.0)
-    assert not payoff.pays
-    return payoff
+def test_an_engine_that_keeps_silent_is_taken_for_dead_by_every_way_of_writing() -> None:
+    async def nothing(call: EngineCall) -> Generation:
+        return Generation(())
 
-
-def test_a_chance_that_nobody_uses_is_soon_over() -> None:
-    payoff = resting(Verifications())
-    for _ in range(2):
-        payoff.decoded(payoff.tokens_until_chance)
-        for _ in range(Payoff.MAX_IDLE_CALLS):
-            assert payoff.pays
-            payoff.decoded(4)
-        assert not payoff.pays
-    payoff.decoded(payoff.tokens_until_chance)
-    payoff.verified(9.0)  # this time somebody does, and it pays
-    payoff.decoded(4)
-    payoff.decoded(4)
-    assert payoff.pays
-
-
-def test_each_chance_that_is_none_makes_the_rest_twice_as_long() -> None:
-    payoff = resting(Verifications())
-    rests = []
-    for _ in range(6):
-        rests.append(payoff.tokens_until_chance)
-        payoff.decoded(rests[-1])
-        payoff.verified(1.0)
-    assert rests == [128, 256, 512, 1024, 2048, 2048]
-    payoff.decoded(2048)
-    payoff.verified(9.0)
-    while payoff.pays:
-        payoff.verified(1.0)
-    assert payoff.tokens_until_chance == 128
-
-
-def test_requests_rest_together() -> None:
-    """One chance for all of them, after what they have decoded together."""
-    lately = Verifications()
-    first, second = resting(lately), resting(lately)
-    first.decoded(40)
-    assert second.tokens_until_chance == 88
-    first.decoded(60)
-    assert second.tokens_until_chance == Verifications.LEAST_CALL  # and not 28: a call more costs more
-    second.decoded(28)
-    assert (first.pays, second.pays) == (False, True)
-
-
-def test_a_tally_counts_what_the_target_takes_over_of_the_drafted_step() -> None:
-    tally = DraftedTally()
-    assert tally.share(4) is None
-
-    tally.verified(None, (1, 2), (1, 2, 3))
-    tally.verified((1, 2, 3, 4), (7, 8), (7, 8, 9))
-    assert tally.share(4) is None  # neither was of the drafted step
-
-    tally.verified((1, 2, 3, 4), (1, 2), (1, 9))
-    assert tally.share(4) == 0.25
-    tally.verified((1, 2, 3, 4), (3, 4), (3, 4, 5))
-    assert tally.share(4) == 0.75
-    tally.verified((1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 3, 4, 5))
-    assert tally.share(4) == 1.0
-
-
-def test_a_call_that_runs_on_leaves_its_rest_to_the_next_step() -> None:
-    """Steps of three tokens, the last of them 9; the answer ends after three steps."""
-
-    def threes(context: tuple[int, ...], seed: int) -> int:
-        position = len(context) - len(PREFIX)
-        return END if position == 9 else 9 if position % 3 == 2 else 8
-
-    rules = StepRules.build("\n\n", {9: "\n\n"}, [END])
-    engine = ScriptedEngine(threes)
-    writer = StepWriter(engine, Role.DRAFT, rules, GREEDY, 0, "r", Ledger(lambda: 0.0, len(PREFIX)))
-
-    async def run() -> list[Step]:
-        steps = [Step((), StepEnd.DELIMITER)]
-        prefix = PREFIX
-        for _ in range(4):
-            steps.append(await writer.write(prefix, 5, begun=steps[-1].tail, run_tokens=7, scored=True))
-            prefix = append(prefix, steps[-1])
-        return steps[1:]
-
-    steps = run_virtual(run())
-    assert [step.ids for step in steps] == [(8, 8, 9)] * 3 + [(END,)]
-    assert [len(step.tail.ids) for step in steps] == [4, 1, 1, 0]
-    assert all(step.log_prob is not None and len(step.tail.log_probs) == len(step.tail.ids) for step in steps)
-    # Two steps and the first token of the third in one call; the end of the answer stops the other.
-    assert [len(recorded.call.input_ids) - len(PREFIX) for recorded in engine.calls] == [0, 7]
-
-
-def test_a_run_shorter_than_the_step_is_followed_by_a_call_to_its_end() -> None:
-    rules = StepRules.build("\n\n", {300: "\n\n"}, [END])
     engine = ScriptedEngine(counting)
-    writer = StepWriter(engine, Role.DRAFT, rules, GREEDY, 0, "r", Ledger(lambda: 0.0, len(PREFIX)))
-
-    step = run_virtual(writer.write(PREFIX, 400, run_tokens=20))
-
-    assert step.ids == tuple(range(10, 301))
-    assert not step.tail.ids
-    assert [recorded.call.max_new_tokens for recorded in engine.calls] == [20, 380]
+    engine.generate = nothing  # type: ignore[method-assign]
+    made = writer(engine, Proposing())
+    for work in (
+        lambda: made.write(PREFIX, 9, RULES.of_step),
+        lambda: made.verify(PREFIX, 9, RULES.of_step),
+        lambda: made.draft(PREFIX, 9, RULES.of_step, GrowingText(), sibling=0, sampling=GREEDY),
+    ):
+        with pytest.raises(EngineUnavailable, match="no tokens"):
+            run_virtual(work())

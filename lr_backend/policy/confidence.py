@@ -15,7 +15,7 @@ NEIGHBOURS = 24
 PRIOR_VERDICTS = 4
 """The overall acceptance rate weighs as much as this many of them."""
 LEAST_VERDICTS = 32
-"""With fewer, every step is taken to be accepted."""
+"""With fewer, log-probabilities say nothing."""
 
 
 class Confidence:
@@ -33,11 +33,11 @@ class Confidence:
         self._log_probs[place], self._accepted[place] = log_prob, accepted
         self._num_decided += 1
 
-    def chance(self, log_prob: float | None) -> float:
-        """Probability, in [0, 1], that a drafted step will be accepted; 1 while little is known."""
+    def chance(self, log_prob: float | None) -> float | None:
+        """Probability, in [0, 1], that a drafted step will be accepted; None while little is known."""
         known = min(self._num_decided, MEMORY)
         if log_prob is None or known < LEAST_VERDICTS:
-            return 1.0
+            return None
         accepted = self._accepted[:known]
         nearest = np.argpartition(np.abs(self._log_probs[:known] - log_prob), NEIGHBOURS)[:NEIGHBOURS]
         return float((accepted[nearest].sum() + PRIOR_VERDICTS * accepted.mean()) / (NEIGHBOURS + PRIOR_VERDICTS))

@@ -1,0 +1,142 @@
+"""The committed part of an answer: what is written so far, what of it is text, and whether it has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lr_backend.contract import IntArray
+from lr_backend.loop.ledger import Ledger
+from lr_backend.loop.steps import StepRules
+from lr_backend.loop.text import TextStream
+from lr_backend.loop.tree import Decision, append
+from lr_backend.request import FinishReason, Origin, StepRecord
+from lr_backend.step import Step, StepEnd, StepTokenizer
+from lr_backend.verify import Reason
+
+REASONING_TAIL_TOKENS = 8
+"""A chat template that opens or skips the reasoning does so in the last few tokens of the prompt."""
+DRAFTED_TIMES = ("drafted_started_s", "drafted_finished_s")
+TARGET_TIMES = ("target_started_s", "target_finished_s")
+
+
+@dataclass(frozen=True)
+class Committed:
+    """Newly committed text, and the record of the step that brought it (None for text that was held back)."""
+
+    text: str
+    record: StepRecord | None
+
+
+Emit = Callable[[Committed], None]
+"""Receives committed text in order; must not block."""
+
+
+class Answer:
+    """One answer. Committed text is final.
+
+    Args:
+        prompt_ids: the rendered prompt, shape [N].
+        max_tokens: of the answer.
+        traced: keep a record of every step.
+
+    Attributes:
+        prefix: prompt and committed tokens.
+        end: absolute token count at which the answer is full.
+        finish: why it has ended; None: it has not.
+        is_reasoning: the reasoning goes on; lookahead belongs to it.
+    """
+
+    def __init__(
+        self,
+        prompt_ids: IntArray,
+        max_tokens: int,
+        rules: StepRules,
+        text: TextStream,
+        tokenizer: StepTokenizer,
+        ledger: Ledger,
+        emit: Emit,
+        *,
+        traced: bool,
+    ) -> None:
+        self.prefix = prompt_ids
+        self.end = len(prompt_ids) + max_tokens
+        self.finish: FinishReason | None = None
+        self._prompt_length = len(prompt_ids)
+        self._rules, self._text, self._tokenizer = rules, text, tokenizer
+        self._ledger, self._emit, self._traced = ledger, emit, traced
+        self.is_reasoning = self._may_reason(prompt_ids)
+
+    @property
+    def num_left(self) -> int:
+        """Tokens until it is full."""
+        return self.end - len(self.prefix)
+
+    @property
+    def completion_ids(self) -> tuple[int, ...]:
+        return tuple(self.prefix[self._prompt_length :].tolist())
+
+    def commit(self, step: Step, origin: Origin, reason: Reason, decision: Decision | None = None) -> None:
+        """Make a step final: extend the prefix, send its text, see whether it ends anything."""
+        self.prefix = append(self.prefix, step)
+        text = self._text.push(step.ids)
+        self._ledger.step_committed(len(step.ids), num_reasoning=self._num_reasoning(step))
+        self.is_reasoning = self.is_reasoning and self._may_reason(self.prefix) and self.has_opened(self.prefix)
+        if self._text.stopped or step.end is StepEnd.END:
+            self.finish = FinishReason.STOP
+        elif len(self.prefix) >= self.end:
+            self.finish = FinishReason.LENGTH
+        record = self._record(step, origin, reason, decision) if self._traced else None
+        self._emit(Committed(text, record))
+
+    def flush(self) -> None:
+        """Send what was still held back; call once, at the end."""
+        if held := self._text.flush():
+            self._emit(Committed(held, None))
+
+    def has_opened(self, prefix: IntArray) -> bool:
+        """The reasoning has begun; always true for a model that marks none."""
+        opening = self._rules.think_open_id
+        return opening is None or opening in self._since_prompt(prefix)
+
+    def plain(self, step: Step) -> str:
+        """The text of a step, without special tokens."""
+        return str(self._tokenizer.decode(list(step.ids), skip_special_tokens=True))
+
+    def _may_reason(self, prefix: IntArray) -> bool:
+        """The reasoning has not been closed, be it by the prompt's last tokens or since."""
+        close = self._rules.think_close_id
+        return close is None or close not in self._since_prompt(prefix)
+
+    def _since_prompt(self, prefix: IntArray) -> IntArray:
+        return prefix[max(0, self._prompt_length - REASONING_TAIL_TOKENS) :]
+
+    def _num_reasoning(self, step: Step) -> int:
+        if not self.is_reasoning:
+            return 0
+        close = self._rules.think_close_id
+        return step.ids.index(close) + 1 if close in step.ids else len(step.ids)
+
+    def _record(self, step: Step, origin: Origin, reason: Reason, decision: Decision | None) -> StepRecord:
+        compared = decision.compared if decision is not None else None
+        drafted_times = compared.times_s if compared is not None else {}
+        target_times = decision.position.times_s if decision is not None else {}
+        target = decision.position.target if decision is not None else step
+        verdict = compared.verdict if compared is not None else None
+        record = StepRecord(
+            index=self._ledger.num_steps - 1,
+            origin=origin,
+            reason=reason.value,
+            verifier=verdict.verifier if verdict is not None else None,
+            score=verdict.score if verdict is not None else None,
+            text=self.plain(step),
+            num_tokens=len(step.ids),
+            sibling=compared.sibling if compared is not None else None,
+            drafted_text=self.plain(compared.drafted) if compared is not None and compared.drafted else None,
+            target_text=self.plain(target) if target is not None else None,
+            committed_s=self._ledger.now_s(),
+            **{name: drafted_times[name] for name in DRAFTED_TIMES if name in drafted_times},
+            **{name: target_times[name] for name in TARGET_TIMES if name in target_times},
+        )
+        self._ledger.records.append(record)
+        return record

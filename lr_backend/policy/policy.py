@@ -1,0 +1,211 @@
+"""What a request speculates: how far ahead, on which branches, and with draft tokens or without.
+
+A row more in the target's iterations makes each request in flight slower by its price. So work is started where it is of use
+with a probability of at least that price times the number of requests: this one rule bounds depth and own branches, and shares
+the target fairly under load. Whether to look ahead at all, and with draft tokens or without, is the paper's formula with measured
+prices, corrected by what was measured (:mod:`~lr_backend.policy.trial`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from lr_backend.clock import Clock
+from lr_backend.policy.acceptance import Acceptance
+from lr_backend.policy.draft_length import DraftLength
+from lr_backend.policy.formulas import speedup
+from lr_backend.policy.prices import Prices
+from lr_backend.policy.trial import LEAST_STEPS, Trial, Way
+from lr_backend.request import LookaheadRequest, ProposerName, VerifierName
+
+USUAL_GAIN_OF_DRAFTS = 1.3
+"""Of the target's steps, before draft tokens were tried."""
+
+
+class Learned:
+    """What one server has learned, shared by all its requests. ``clock`` returns seconds; only differences are used."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.prices = Prices(clock)
+        self.acceptance: defaultdict[VerifierName, Acceptance] = defaultdict(Acceptance)
+        self.draft_length: defaultdict[ProposerName, DraftLength] = defaultdict(DraftLength)
+        self._trials: dict[tuple[int, ProposerName, VerifierName, tuple[Way, ...]], Trial] = {}
+
+    def trial(self, proposer: ProposerName, verifier: VerifierName, ways: tuple[Way, ...]) -> Trial:
+        """That of the present load: requests in flight, by powers of two."""
+        key = (self.prices.num_requests.bit_length(), proposer, verifier, ways)
+        return self._trials.setdefault(key, Trial(ways))
+
+    def num_draft_tokens(self, proposer: ProposerName, most: int) -> int:
+        """To verify at once."""
+        drafted_token_s = self.prices.drafted_token_s.value if proposer is ProposerName.DRAFT_MODEL else None
+        return self.draft_length[proposer].best(most, drafted_token_s or 0.0) if most else 0
+
+    @property
+    def price_of_row(self) -> float:
+        """By which share one sequence more slows down the target, with those in flight."""
+        prices = self.prices
+        crowding = max(prices.target.values(), key=lambda one: one.token_s.count).crowding
+        return crowding.slowdown(max(0, prices.num_sequences - 1), 1) - 1.0
+
+    @property
+    def least_chance(self) -> float:
+        """That a branch is of use, for it to be worth its row."""
+        return self.price_of_row * self.prices.num_requests
+
+
+class RequestPolicy(Protocol):
+    """What one request speculates just now."""
+
+    @property
+    def depth(self) -> int:
+        """Target steps ahead; 0: the target alone."""
+        ...
+
+    @property
+    def verifies_drafts(self) -> bool:
+        """Whether the target's steps are written with draft tokens."""
+        ...
+
+    @property
+    def min_chance(self) -> float:
+        """Below which no own branch is begun."""
+        ...
+
+    @property
+    def min_draft_chance(self) -> float:
+        """Below which nothing is begun behind drafted steps."""
+        ...
+
+    def alone_steps(self) -> int | None:
+        """Steps that the target writes alone in one go, where the depth is 0; None: all the rest."""
+        ...
+
+    def committed(self, num_tokens: int, num_steps: int = 1) -> None:
+        """Steps were committed."""
+        ...
+
+
+@dataclass
+class Fixed:
+    """As the request says."""
+
+    request: LookaheadRequest
+    shared: Learned
+    max_depth: int
+    can_draft: bool
+
+    @property
+    def depth(self) -> int:
+        return self.max_depth
+
+    @property
+    def verifies_drafts(self) -> bool:
+        return self.can_draft
+
+    @property
+    def min_chance(self) -> float:
+        # What pays depends on time, hence on other requests, and a deterministic result on neither.
+        return 0.0 if self.request.deterministic else self.shared.least_chance
+
+    @property
+    def min_draft_chance(self) -> float:
+        return 0.0
+
+    def alone_steps(self) -> int | None:
+        return None
+
+    def committed(self, num_tokens: int, num_steps: int = 1) -> None:
+        pass
+
+
+@dataclass
+class Measured:
+    """As it pays: depth and draft tokens up to the request's bounds.
+
+    Attributes:
+        verifier: who decides on drafted steps.
+        can_draft: there are draft tokens to be had.
+    """
+
+    request: LookaheadRequest
+    shared: Learned
+    max_depth: int
+    verifier: VerifierName
+    can_draft: bool
+    _way: Way = field(init=False)
+    _since_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._since_s = self.shared.prices.clock()
+        self._way = self._trial.way
+
+    @property
+    def depth(self) -> int:
+        return self.max_depth if self._trial.way.ahead else 0
+
+    @property
+    def verifies_drafts(self) -> bool:
+        if self.can_draft:
+            # Both kinds of steps must have a price before they are compared.
+            for drafts in (True, False):
+                if self.shared.prices.target[drafts].token_s.count < LEAST_STEPS:
+                    return drafts
+        return self._trial.way.drafts
+
+    @property
+    def min_chance(self) -> float:
+        return self.shared.least_chance
+
+    @property
+    def min_draft_chance(self) -> float:
+        return self.shared.least_chance
+
+    def alone_steps(self) -> int | None:
+        return 4
+
+    def committed(self, num_tokens: int, num_steps: int = 1) -> None:
+        trial, now_s = self._trial, self.shared.prices.clock()
+        num_requests = self.shared.prices.num_requests
+        trial.committed(self._way, now_s - self._since_s, num_tokens, num_steps, self._predicted, num_requests)
+        self._since_s, self._way = now_s, trial.way
+
+    @property
+    def _trial(self) -> Trial:
+        return self.shared.trial(self.request.proposer, self.verifier, self._ways)
+
+    @property
+    def _ways(self) -> tuple[Way, ...]:
+        drafts = (True, False) if self.can_draft else (False,)
+        depths = (True, False) if self.max_depth else (False,)
+        return tuple(Way(ahead, one) for ahead in depths for one in drafts)
+
+    def _predicted(self, way: Way) -> float:
+        """Seconds a committed token."""
+        prices = self.shared.prices
+        found, other = prices.target[way.drafts], prices.target[not way.drafts]
+        token_s, crowding, off = found.token_s.value, found.crowding, 1.0
+        if token_s is None:
+            token_s, crowding = other.token_s.value, other.crowding
+            off = 1.0 / USUAL_GAIN_OF_DRAFTS if way.drafts else USUAL_GAIN_OF_DRAFTS
+        if token_s is None:
+            return 1.0
+        # At the present load: what tokens have lately taken may be of another.
+        num_requests = max(1, prices.num_requests)
+        alone_s = off * crowding.at(num_requests - 1)
+        num_tokens, drafted = prices.step_tokens.value, prices.drafted_token_s.value
+        if not way.ahead or num_tokens is None or drafted is None:
+            return alone_s
+        alpha = self.shared.acceptance[self.verifier].rate
+        cost_ratio = min(1.0, max(drafted / alone_s, 1e-3))
+        verdict = (prices.verdict_s[self.verifier].value or 0.0) / (alone_s * num_tokens)
+        return alone_s / speedup(alpha, cost_ratio, self._depth_that_pays(alpha), verdict_cost=verdict)
+
+    def _depth_that_pays(self, alpha: float) -> int:
+        """Steps behind so many drafted ones are of use often enough."""
+        depth, chance = 1, alpha
+        while depth < self.max_depth and chance >= self.min_draft_chance:
+            depth, chance = depth + 1, chance * alpha
+        return depth

@@ -1,0 +1,221 @@
+"""The policy: which way it takes, what trying the others costs, and that it keeps up with what changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lr_backend.plan.simulation import Policy, simulate
+from lr_backend.policy.policy import Fixed, Learned, Measured
+from lr_backend.policy.trial import EXPLORED_SHARE, SPAN_STEPS, Trial, Way
+from lr_backend.request import LookaheadRequest, Mode, ProposerName, VerifierName
+from tests.support.scenarios import fitted
+from tests.support.servers import Conditions, Server, served
+from tests.unit.test_prices import Clock
+
+WAYS = tuple(Way(ahead, drafts) for ahead, drafts in product((True, False), repeat=2))
+ALONE = Way(False, False)
+JUDGE = VerifierName.JUDGE
+
+
+# Trials ----------------------------------------------------------------------------------------------------------------
+
+
+def spans(trial: Trial, truth: Mapping[Way, float], num_spans: int, predict: Callable[[Way], float]) -> list[Way]:
+    """The ways of so many spans of one request, whose tokens take as long as its way makes them."""
+    followed = []
+    for _ in range(num_spans):
+        followed.append(way := trial.way)
+        for _ in range(SPAN_STEPS):
+            trial.committed(way, 10 * truth[way], 10, 1, predict, num_requests=1)
+    return followed
+
+
+def seconds(followed: list[Way], truth: Mapping[Way, float]) -> float:
+    return sum(truth[way] for way in followed)
+
+
+@pytest.mark.parametrize("best", WAYS)
+def test_a_trial_keeps_to_the_way_that_brings_tokens_soonest(best: Way) -> None:
+    truth = {way: 1.0 if way is best else 1.3 for way in WAYS}
+    followed = spans(Trial(WAYS), truth, 300, lambda way: 1.0)
+    assert followed[-100:].count(best) >= 90
+
+
+@settings(max_examples=25)
+@given(st.lists(st.floats(0.5, 4.0), min_size=4, max_size=4), st.lists(st.floats(0.8, 1.2), min_size=4, max_size=4))
+def test_what_trying_others_costs_is_bounded(truths: list[float], wrong: list[float]) -> None:
+    truth = dict(zip(WAYS, truths, strict=True))
+    guess = {way: one * truth[way] for way, one in zip(WAYS, wrong, strict=True)}
+    trial = Trial(WAYS)
+    spans(trial, truth, 150, guess.__getitem__)  # it learns how wrong they are
+
+    followed = spans(trial, truth, 300, guess.__getitem__)
+
+    # Of two ways that are nearly as fast it may take either.
+    assert seconds(followed, truth) <= (1.1 + EXPLORED_SHARE) * 300 * min(truths) + max(truths)
+
+
+def test_a_trial_changes_its_mind_and_changes_it_back() -> None:
+    trial = Trial(WAYS)
+    ahead, alone = Way(True, False), ALONE
+    first = dict.fromkeys(WAYS, 2.0) | {ahead: 1.0}
+    second = dict.fromkeys(WAYS, 2.0) | {ahead: 3.0, alone: 1.0}
+
+    assert spans(trial, first, 200, lambda way: 1.0)[-50:].count(ahead) >= 45
+    assert spans(trial, second, 300, lambda way: 1.0)[-50:].count(alone) >= 45
+    assert spans(trial, first, 300, lambda way: 1.0)[-50:].count(ahead) >= 45
+
+
+def test_steps_that_were_begun_another_way_say_nothing() -> None:
+    trial = Trial(WAYS)
+    for _ in range(10 * SPAN_STEPS):
+        trial.committed(ALONE, 1.0, 10, 1, lambda way: 1.0, num_requests=1)
+    assert trial.way == WAYS[0]
+
+
+def test_a_span_is_as_long_for_each_of_many_requests() -> None:
+    trial = Trial(WAYS)
+    truth = {way: 1.0 if way == ALONE else 3.0 for way in WAYS}
+    num = 0
+    while trial.way == WAYS[0]:
+        trial.committed(trial.way, truth[trial.way], 1, 1, truth.__getitem__, num_requests=8)
+        num += 1
+    assert num == 8 * SPAN_STEPS
+
+
+# What a request speculates ---------------------------------------------------------------------------------------------
+
+
+def request(**fields: object) -> LookaheadRequest:
+    return LookaheadRequest.parse({"text_input": "?", **fields})
+
+
+def test_a_deterministic_request_asks_nobody_what_pays() -> None:
+    shared = Learned(Clock())
+    for companions in (0, 1, 3, 7) * 10:
+        shared.prices.target[False].crowding.add(companions, 1.0 + companions)
+    shared.prices.num_requests = 8
+    steady, other = (Fixed(request(deterministic=one), shared, 4, can_draft=True) for one in (True, False))
+    assert (steady.min_chance, steady.min_draft_chance, steady.depth, steady.verifies_drafts) == (0.0, 0.0, 4, True)
+    assert other.min_chance > 1.0
+    assert other.min_draft_chance == 0.0  # what is asked for is done
+
+
+def test_both_kinds_of_steps_are_tried_before_they_are_compared() -> None:
+    shared = Learned(Clock())
+    policy = Measured(request(), shared, 4, JUDGE, can_draft=True)
+    tried = []
+    for _ in range(20):
+        tried.append(drafts := policy.verifies_drafts)
+        shared.prices.target[drafts].token_s.add(1.0)
+    assert tried[:16] == [True] * 8 + [False] * 8
+
+
+@pytest.mark.parametrize(("max_depth", "can_draft"), [(0, False), (0, True), (4, False)])
+def test_what_there_is_not_is_never_chosen(max_depth: int, can_draft: bool) -> None:
+    clock = Clock()
+    policy = Measured(request(), Learned(clock), max_depth, JUDGE, can_draft)
+    for _ in range(100):
+        assert policy.depth in {0, max_depth}
+        assert can_draft or not policy.verifies_drafts
+        clock.now_s += 1.0
+        policy.committed(10)
+
+
+def test_each_load_each_proposer_and_each_verifier_has_a_trial_of_its_own() -> None:
+    shared = Learned(Clock())
+    trials = set()
+    for shared.prices.num_requests, proposer, verifier in product((1, 2, 8), ProposerName, (JUDGE, VerifierName.EXACT)):
+        trials.add(id(shared.trial(proposer, verifier, WAYS)))
+    assert len(trials) == 3 * len(ProposerName) * 2
+    shared.prices.num_requests = 9  # as 8 are
+    assert id(shared.trial(ProposerName.NGRAM, JUDGE, WAYS)) in trials
+
+
+# Servers ---------------------------------------------------------------------------------------------------------------
+
+STEPS_ALONE = {"num_draft_tokens": 0}
+"""Without draft tokens, so that it is looking ahead by steps that is seen to pay or not."""
+
+
+@pytest.mark.parametrize(("alpha", "least"), [(0.6, 1.2), (0.8, 1.3)])
+def test_ten_fresh_servers_all_gain(alpha: float, least: float) -> None:
+    """One answer each: whatever the first verdicts were."""
+    scenario = fitted(
+        acceptance_rate=alpha, num_steps=40, step_tokens=8, draft_token_s=0.15, step_spread=0.9, verdict_s=0.5
+    ).scenario
+    auto = Policy(Mode.AUTO, 8, fields=STEPS_ALONE)
+    found = [simulate(scenario, Policy(Mode.AR), n).latency_s / simulate(scenario, auto, n).latency_s for n in range(10)]
+    assert min(found) > least, found
+
+
+def gains(phases: Sequence[tuple[Conditions, int]], num_questions: int, **fields: object) -> list[float]:
+    """Over the target alone, at the end of each phase of so many sets of requests; one server for all of them."""
+
+    async def serve(server: Server, **fields: object) -> list[float]:
+        found = []
+        for server.conditions, num_clients in phases:
+            await server.answer(num_clients, num_questions - 4, **fields)
+            found.append(await server.answer(num_clients, 4, **fields))
+        return found
+
+    auto, alone = (served(Server(3, num_steps=20), partial(serve, **one)) for one in (fields, {"mode": "ar"}))
+    return [before / now for before, now in zip(alone, auto, strict=True)]
+
+
+def test_a_draft_that_loses_its_touch_and_finds_it_again() -> None:
+    good, bad = Conditions(liked=0.9, companion=0.15), Conditions(liked=0.02, agreement=0.4, companion=0.15)
+    first, second, third = gains([(good, 1), (bad, 1), (good, 1)], 16, **STEPS_ALONE)
+    assert first > 1.3
+    assert second > 0.93  # looking ahead all the same takes a third longer
+    assert third > 1.3
+
+
+def test_a_load_that_comes_and_goes() -> None:
+    """What pays one request alone slows sixteen down; and while it does, it is still known what pays one alone."""
+    crowded = Conditions(companion=0.15)
+    first, second, third = gains([(crowded, 1), (crowded, 16), (crowded, 1)], 6, **STEPS_ALONE)
+    assert first > 1.3
+    assert second > 0.75  # of few spans there are at that load, some try both ways
+    assert third > 1.2
+
+
+def test_draft_tokens_that_do_not_pay_are_switched_off_and_on_again() -> None:
+    cheap, dear = Conditions(agreement=0.7), Conditions(agreement=0.7, verification=4.0)
+
+    async def shares(server: Server) -> list[float]:
+        found = []
+        for server.conditions, num_questions in ((cheap, 24), (dear, 24), (cheap, 80)):
+            await server.answer(num_questions=num_questions, max_depth=0)
+            before = len(server.world.target.calls)
+            await server.answer(num_questions=2, max_depth=0)
+            calls = server.world.target.calls[before:]
+            verified = [recorded for recorded in calls if recorded.call.draft_ids is not None]
+            found.append(len(verified) / len(calls))
+        return found
+
+    first, second, third = served(Server(num_steps=20), shares)
+    assert first > 0.5
+    assert second < 0.2
+    assert third > 0.4
+
+
+@pytest.mark.parametrize(
+    "conditions",
+    [Conditions(), Conditions(verdict=10.0), Conditions(companion=0.15)],
+    ids=["all pays", "verdicts are slow", "rows are dear"],
+)
+def test_it_is_nearly_as_fast_as_the_best_fixed_mode(conditions: Conditions) -> None:
+    async def serve(server: Server, mode: str) -> float:
+        await server.answer(num_questions=10, mode=mode)
+        return await server.answer(num_questions=5, mode=mode)
+
+    modes = ("sd", "lr_sd", "auto")  # the others are slower in each of these
+    taken = {mode: served(Server(3, conditions, num_steps=12), partial(serve, mode=mode)) for mode in modes}
+    assert taken.pop("auto") <= 1.1 * min(taken.values()), taken
