@@ -6,7 +6,7 @@ N ?= 200
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test contract lint test-gpu bench-engine bench-gpu bench-ablation bench-pace bench-maps bench-paper bench-pace-peers bench-emulation bench-systems bench-peers load eval-demo check-models \
+.PHONY: help venv demo test contract lint fields test-gpu bench-engine bench-gpu bench-ablation bench-pace bench-maps bench-paper bench-pace-peers bench-emulation bench-systems bench-peers load eval-demo check-models \
 	profiles image-check clean
 
 help: ## list the targets
@@ -36,13 +36,16 @@ lint: venv ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+fields: venv ## the client's options and the tables of the documentation, from the fields of a request
+	$(BIN)/python -m tools.request_fields
+
 bench-engine: venv ## what an iteration of the embedded engine costs, beside transformers
 	$(BIN)/python -m bench.engine
 
 bench-gpu: venv ## decoding on a CUDA device, beside what its memory allows
 	$(BIN)/python -m bench.gpu
 
-bench-ablation: venv ## what depth, width, verifiers and token drafts are each worth (about 17 minutes)
+bench-ablation: venv ## what depth, width, own branches, verifiers and draft tokens are each worth (about 17 minutes)
 	$(BIN)/python -m bench.ablation
 
 image-check: venv ## builds both images without docker, runs the CPU one and asks it a question (root, Debian or Ubuntu)

@@ -1,13 +1,14 @@
 """``make bench-ablation``: what each part of lookahead is worth, against its absence, on the demo models through a real Triton.
 
-One row a setting. Every row answers the same problems as ``ar``, in turns whose order rotates, and its
-speedup is the ratio of the seconds. ``ar`` is one uninterrupted request at its best thread setting.
+One row a setting. Every row answers the same problems as ``ar``, in turns whose order rotates, and its speedup is the ratio of
+the seconds. ``ar`` is one uninterrupted request at its best thread setting. Settings that no request carries have servers of
+their own.
 
 Two bounds stand beside it. ``ceiling`` is the paper's (S1 and S2) at the measured acceptance and cost ratio, where parallel
 steps and verdicts are free. ``hardware_ceiling`` is what the real loop gains on a virtual clock (:mod:`lr_backend.plan`) over
 engines as fast as they were measured here: the target's time a token by sequences in its batch, how much a busy draft slows it
-down on the shared cores, and no overhead at all: no hand-over, no prefill, no verdicts. Rows that speculate by tokens too have
-both times the best measured ``sd``. ``realised_share`` is speedup over hardware ceiling.
+down on the shared cores, and no overhead at all: no hand-over, no prefill, no verdicts. Rows that speculate by draft tokens too
+have both times the best measured ``sd``. ``realised_share`` is speedup over hardware ceiling.
 
 Beside the timed run, a few problems of each row are asked again with ``trace``, untimed, and the drafted steps that were
 accepted are read by the demo world's checker.
@@ -34,12 +35,13 @@ from rich.table import Table
 
 from bench.hardware import Hardware, hardware_ceiling, measure_hardware
 from demo.asking import MAX_TOKENS, REQUEST_TIMEOUT_S, console_of_any_width, demo_spec, in_turns, serving
-from demo.check import Share
 from demo.measure import ModeReport, Sample, report
 from demo.problems import Problem, check_answer, problems, same_step
 from demo.run import best_baseline
+from demo.shares import Share
+from lr_backend.build.spec import TorchDeployment
 from lr_backend.config import LoopConfig
-from lr_backend.loop.depth import ceiling
+from lr_backend.policy.formulas import ceiling
 from lr_backend.request import LookaheadRequest, VerifierName, with_defaults
 from lr_backend.verify.verdict import UNCOMPARED
 
@@ -48,13 +50,42 @@ BASELINE = "ar"
 
 
 @dataclass(frozen=True, slots=True)
+class Change:
+    """What a server has that is not as the demo's spec says.
+
+    Attributes:
+        threads: of the target; None: as it says. Such a server answers ``ar`` alone.
+        own_branches: False: none are begun.
+    """
+
+    threads: int | None = None
+    own_branches: bool = True
+
+    def of(self, spec: TorchDeployment) -> TorchDeployment:
+        """The deployment with it."""
+        target = spec.target if self.threads is None else spec.target.model_copy(update={"num_threads": self.threads})
+        lookahead = spec.lookahead if self.own_branches else {**spec.lookahead, "own_branches": False}
+        return spec.model_copy(update={"target": target, "lookahead": lookahead})
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Those that are served; none: all."""
+        return () if self.threads is None else ("target", "lookahead")
+
+    def __str__(self) -> str:
+        return f"threads-{self.threads}" if self.threads is not None else "all" if self.own_branches else "no-own-branches"
+
+
+AS_IT_IS = Change()
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
-    """One setting. ``fields`` are the request's, the rest being the deployment's defaults; with ``threads`` it is asked of a
-    server of its own, whose target has so many."""
+    """One setting. ``fields`` are the request's, the rest being the deployment's defaults; ``change`` the server's."""
 
     name: str
     fields: Mapping[str, Any]
-    threads: int | None = None
+    change: Change = AS_IT_IS
 
     def request(self, config: LoopConfig) -> LookaheadRequest:
         """The whole request, defaults filled in."""
@@ -62,52 +93,46 @@ class Row:
 
 
 def all_rows(config: LoopConfig, other_threads: Iterable[int] = ()) -> tuple[Row, ...]:
-    """Every row that a server of this configuration can serve: ``ar`` first, the default ``lr_sd`` last.
+    """Every row that such servers can serve: ``ar`` first, ``auto``, which takes every default, last.
 
-    ``sd``, ``lr`` and ``lr_sd`` are the rows of their group that take every default.
+    ``sd``, ``lr`` and ``lr_sd`` are the rows of their group that take every other default.
     """
-    alone = [Row(_setting(threads), {"mode": "ar"}, threads) for threads in other_threads]
+    alone = [Row(_setting(threads), {"mode": "ar"}, Change(threads=threads)) for threads in other_threads]
     sd: dict[str, dict[str, Any]] = {
         "sd": {},
         "sd num_draft_tokens 4": {"num_draft_tokens": 4},
         "sd num_draft_tokens 16": {"num_draft_tokens": 16},
         "sd proposer ngram": {"proposer": "ngram"},
-        "sd proposer ngram, draft_length auto": {"proposer": "ngram", "draft_length": "auto", "num_draft_tokens": 16},
-        "sd proposer draft_model": {"proposer": "draft_model", "draft_length": "auto"},
+        "sd proposer draft_model": {"proposer": "draft_model"},
     }
     lr: dict[str, dict[str, Any]] = {
         "lr depth 1": {"max_depth": 1},
         "lr depth 2": {"max_depth": 2},
         "lr depth 4": {"max_depth": 4},
         "lr": {},
-        "lr depth auto": {"max_depth": 8, "depth": "auto"},
-        "lr min_chance 0": {"min_chance": 0.0},
-        "lr min_chance 0.6": {"min_chance": 0.6},
-        "lr draft_run_tokens 60": {"draft_run_tokens": 60},
         "lr width 2": {"width": 2},
         "lr width 4": {"width": 4},
-        "lr segmenter sentence": {"segmenter": "sentence"},
-        "lr segmenter adaptive": {"segmenter": "adaptive"},
     }
     others = [name for name in VerifierName if name is not config_verifier(config) and config.lacks(name.value) is None]
     lr |= {f"lr verifier {name.value}": {"verifier": name.value} for name in others}
     both: dict[str, dict[str, Any]] = {
-        "lr_sd depth auto": {"max_depth": 8, "depth": "auto"},
         "lr_sd num_draft_tokens 4": {"num_draft_tokens": 4},
         "lr_sd num_draft_tokens 16": {"num_draft_tokens": 16},
         "lr_sd proposer ngram": {"proposer": "ngram"},
-        "lr_sd proposer draft_step": {"proposer": "draft_step"},
-        "lr_sd proposer draft_step, await_draft always": {"proposer": "draft_step", "await_draft": "always"},
-        "lr_sd proposer draft_step, await_draft auto": {"proposer": "draft_step", "await_draft": "auto"},
-        "lr_sd lossless": {"lossless": True},
+        "lr_sd proposer draft_model": {"proposer": "draft_model"},
         "lr_sd": {},
     }
+    root_alone = Change(own_branches=False)
     return (
         Row(BASELINE, {"mode": "ar"}),
         *alone,
         *(Row(name, {"mode": "sd", **fields}) for name, fields in sd.items()),
         *(Row(name, {"mode": "lr", **fields}) for name, fields in lr.items()),
+        Row("lr own branches off", {"mode": "lr"}, root_alone),
         *(Row(name, {"mode": "lr_sd", **fields}) for name, fields in both.items()),
+        Row("lr_sd own branches off", {"mode": "lr_sd"}, root_alone),
+        *([Row("lossless", {"mode": "lossless"})] if config.lacks("lossless") is None else []),
+        Row("auto", {"mode": "auto"}),
     )
 
 
@@ -148,12 +173,19 @@ class Checked:
     wrong: Share
 
     @classmethod
-    def of(cls, steps: Iterable[StepRecord]) -> Checked:
-        compared = [step for step in steps if step.drafted_text is not None and step.target_text is not None]
-        compared = [step for step in compared if step.reason not in UNCOMPARED]
-        accepted = [step for step in compared if step.origin == "draft"]
-        wrong = sum(not same_step(step.target_text or "", step.drafted_text or "") for step in accepted)
-        return cls(Share(len(accepted), len(compared)), Share(wrong, len(accepted)))
+    def of(cls, answers: Iterable[Iterable[StepRecord]]) -> Checked:
+        """Of the steps of each answer, one to a problem."""
+        compared = [
+            (number, step)
+            for number, steps in enumerate(answers)
+            for step in steps
+            if step.drafted_text is not None and step.target_text is not None and step.reason not in UNCOMPARED
+        ]
+        accepted = [(number, step) for number, step in compared if step.origin == "draft"]
+        return cls(
+            Share.of((number, step.origin == "draft") for number, step in compared),
+            Share.of((number, not same_step(step.target_text or "", step.drafted_text or "")) for number, step in accepted),
+        )
 
 
 @dataclass(frozen=True)
@@ -228,7 +260,9 @@ def lines(
         if request.mode.speculates_steps and alpha is not None and alpha < 1.0:
             factor = by_tokens if request.mode.speculates_tokens else 1.0
             free = ceiling(alpha, min(1.0, hardware.cost_ratio), request.max_depth)
-            most = (factor * free, factor * hardware_ceiling(hardware, request, alpha, step_tokens))
+            own_branches = row.change.own_branches
+            gain = hardware_ceiling(hardware, request, alpha, step_tokens, own_branches=own_branches)
+            most = (factor * free, factor * gain)
         result.append(Line(row.name, row.fields, one, hardware.cost_ratio, *most, (checked or {}).get(row.name)))
     return result
 
@@ -302,21 +336,21 @@ def ask(
 
 
 def compare(
-    clients: Mapping[int | None, Client],
+    clients: Mapping[Change, Client],
     rows: Sequence[Row],
     questions: Sequence[Problem],
     temperature: float,
     console: Console,
 ) -> list[Sample]:
-    """Every row on every problem, in turns whose order rotates; ``clients`` by threads of the target."""
+    """Every row on every problem, in turns whose order rotates; ``clients`` by what their servers have changed."""
     turns = in_turns(rows, questions, "rows in turn", console)
-    return [ask(clients[row.threads], row, problem, index, temperature)[0] for index, problem, row in turns]
+    return [ask(clients[row.change], row, problem, index, temperature)[0] for index, problem, row in turns]
 
 
 def check(client: Client, row: Row, questions: Sequence[Problem], temperature: float) -> Checked:
     """Ask a few problems again, with records of the steps; not timed."""
     answers = (ask(client, row, problem, index, temperature, trace=True)[1] for index, problem in enumerate(questions))
-    return Checked.of(step for answer in answers for step in answer.steps)
+    return Checked.of(answer.steps for answer in answers)
 
 
 def show(console: Console, result: Sequence[Line], title: str) -> None:
@@ -349,19 +383,18 @@ def main(
     questions = list(islice(problems(PROBLEM_SEED, "test"), num_problems + 1))
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lookahead-ablation-")))
-        server = stack.enter_context(serving(spec, folder / "all"))
-        clients: dict[int | None, Client] = {None: stack.enter_context(Client(server.grpc_url))}
-        for threads in other_threads:
-            alone = spec.model_copy(update={"target": spec.target.model_copy(update={"num_threads": threads})})
-            other = stack.enter_context(serving(alone, folder / f"ar-{threads}", only=("target", "lookahead")))
-            clients[threads] = stack.enter_context(Client(other.grpc_url))
+        servers = {
+            change: stack.enter_context(serving(change.of(spec), folder / str(change), only=change.models))
+            for change in dict.fromkeys((AS_IT_IS, *(row.change for row in rows)))
+        }
+        clients = {change: stack.enter_context(Client(server.grpc_url)) for change, server in servers.items()}
         for row in rows:  # a row that is refused fails here and not in the middle of the run
-            ask(clients[row.threads], row, questions[0], 0, temperature)
-        hardware = measure_hardware(server, spec, questions[0])
+            ask(clients[row.change], row, questions[0], 0, temperature)
+        hardware = measure_hardware(servers[AS_IT_IS], spec, questions[0])
         samples = compare(clients, rows, questions[1:], temperature, console)
         stepwise = [row for row in rows if row.request(config).mode.speculates_steps]
         with console.status("checking what was accepted"):
-            checked = {row.name: check(clients[None], row, questions[1 : num_checked + 1], temperature) for row in stepwise}
+            checked = {row.name: check(clients[row.change], row, questions[1 : num_checked + 1], temperature) for row in stepwise}
     samples, baseline = best_baseline(samples)
     setting = baseline if baseline != BASELINE else _setting(spec.target.num_threads)
     result = lines(rows, samples, hardware, config, checked)

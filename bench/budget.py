@@ -3,7 +3,7 @@
     python -m bench.budget
 
 For every budget M three ways to spend it run on the demo models through a real Triton: all on tokens (``sd``), all on steps
-(``lr``), and the best of those between by the formulas (:mod:`lr_backend.plan.budget`), with rates measured here. Token drafts
+(``lr``), and the best of those between by the formulas (:mod:`lr_backend.plan.budget`), with rates measured here. Draft tokens
 are the draft model's, so that the formula's acceptance and cost are a model's and not a text's. All answer the same problems as
 ``ar``, in turns.
 """
@@ -24,18 +24,18 @@ from lr_client import Client
 from rich.console import Console
 from rich.table import Table
 
-from bench.ablation import PROBLEM_SEED, Row, ask, compare
+from bench.ablation import AS_IT_IS, PROBLEM_SEED, Row, ask, compare
 from bench.hardware import measure_hardware
 from demo.asking import console_of_any_width, demo_spec, serving
 from demo.measure import ModeReport, Sample, report
 from demo.problems import problems
 from lr_backend.config import Limits
-from lr_backend.loop.depth import ceiling
 from lr_backend.plan.budget import Rates, acceptance_from_length, token_speedup
+from lr_backend.policy.formulas import ceiling
 
 BASELINE = Row("ar", {"mode": "ar"})
 PROBE_DRAFTS = 4
-"""Token drafts of the row that shows their acceptance."""
+"""Draft tokens of the row that shows their acceptance."""
 PROBES = (
     Row("probe lr", {"mode": "lr"}),
     Row("probe sd", {"mode": "sd", "proposer": "engine", "num_draft_tokens": PROBE_DRAFTS}),
@@ -99,7 +99,7 @@ def main(
         def measured(rows: Sequence[Row]) -> tuple[list[Sample], dict[str, ModeReport]]:
             for row in rows:  # a row that is refused fails here
                 ask(client, row, questions[0], 0, temperature)
-            samples = compare({None: client}, rows, questions[1:], temperature, console)
+            samples = compare({AS_IT_IS: client}, rows, questions[1:], temperature, console)
             return samples, report(samples, BASELINE.name)
 
         cost_ratio = measure_hardware(server, spec, questions[0]).cost_ratio

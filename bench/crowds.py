@@ -2,9 +2,9 @@
 
     python -m bench.crowds
 
-``depth=auto`` falls back to the target alone, and with ``lr_sd`` to its token drafts, where looking ahead brings nothing; a
-fixed depth does not. Sets of problems are answered by so many clients at a time, each set by every row, and two rows never
-answer one set one after the other: the second would find its text in the KV cache.
+``auto`` falls back to draft tokens, or to the target alone, where looking ahead brings nothing; the other modes do not. Sets of
+problems are answered by so many clients at a time, each set by every row, and two rows never answer one set one after the other:
+the second would find its text in the KV cache.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from demo.problems import Problem, problems
 ROWS = (
     Row("ar", {"mode": "ar"}),
     Row("sd", {"mode": "sd"}),
-    Row("lr, depth auto", {"mode": "lr", "depth": "auto"}),
-    Row("lr_sd, depth auto", {"mode": "lr_sd", "depth": "auto"}),
     Row("lr", {"mode": "lr"}),
+    Row("lr_sd", {"mode": "lr_sd"}),
+    Row("auto", {"mode": "auto"}),
 )
 """The baseline first."""
 CONCURRENCY = (1, 2, 4, 8, 16)

@@ -35,12 +35,12 @@ from lr_backend.request import Mode
 from lr_backend.triton.refresher import REFRESH_S
 
 LOADS = (1, 4, 8)
-FIXED: Mapping[str, Any] = {"verifier": "judge", "depth": "fixed"}
+JUDGED: Mapping[str, Any] = {"verifier": "judge"}
 ROWS: Mapping[str, Policy] = {
     "ar": Policy(Mode.AR, 0),
     "sd": Policy(Mode.SD, 0, fields=DRAFT_TOKENS),
-    "lr": Policy(Mode.LR, 4, fields=FIXED),
-    "lr_sd": Policy(Mode.LR_SD, 4, fields={**FIXED, **DRAFT_TOKENS}),
+    "lr": Policy(Mode.LR, 4, fields=JUDGED),
+    "lr_sd": Policy(Mode.LR_SD, 4, fields={**JUDGED, **DRAFT_TOKENS}),
 }
 LIMITS = {Mode.AR: 0.05, Mode.LR: 0.05, Mode.SD: 0.08, Mode.LR_SD: 0.08}
 """How far the two may be apart."""

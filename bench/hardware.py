@@ -19,7 +19,7 @@ from lr_backend.emulated.workload import Workload
 from lr_backend.engine import Role
 from lr_backend.hardware.machine import LinearTimes
 from lr_backend.plan.simulation import Policy, Scenario, speedup
-from lr_backend.request import DepthPolicy, LookaheadRequest
+from lr_backend.request import LookaheadRequest
 from lr_backend.triton.server import TritonServer
 
 PARALLEL = (1, 2, 4)
@@ -59,12 +59,12 @@ class Hardware:
         """As how many cores the machine behaves when two roles are busy; None: neither slows the other down."""
         return max(1.0, 2.0 / self.beside_draft) if self.beside_draft > 1.0 else None
 
-    def scenario(self, acceptance_rate: float, step_tokens: int) -> Scenario:
+    def scenario(self, acceptance_rate: float, step_tokens: int, *, own_branches: bool = True) -> Scenario:
         """The loop on this hardware with no overhead."""
         alone = self.target_token_s[1]
         texts = Workload(acceptance_rate, step_tokens=max(2, step_tokens), step_spread=STEP_SPREAD, num_steps=SIMULATED_STEPS)
         times = LinearTimes(alone, self.cost_ratio * alone, crowding=self.crowding, num_cores=self.num_cores)
-        return Scenario(texts, times.machine())
+        return Scenario(texts, times.machine(), own_branches=own_branches)
 
     def as_dict(self) -> dict[str, object]:
         return {**asdict(self), "crowding": self.crowding, "num_cores": self.num_cores}
@@ -103,17 +103,19 @@ def acceptance_of_each(alpha: float, width: int) -> float:
     return 1.0 - rejected
 
 
-def hardware_ceiling(hardware: Hardware, request: LookaheadRequest, alpha: float, step_tokens: int) -> float:
+def hardware_ceiling(
+    hardware: Hardware, request: LookaheadRequest, alpha: float, step_tokens: int, *, own_branches: bool = True
+) -> float:
     """Speedup of the loop without any overhead on this hardware, where ``alpha`` of the positions accept a drafted step.
 
-    With ``depth=auto`` it is that of the best depth up to ``max_depth``, or of none.
+    Where the mode chooses, it is that of the best depth up to ``max_depth``, or of none.
     """
-    scenario = hardware.scenario(acceptance_of_each(alpha, request.width), step_tokens)
+    scenario = hardware.scenario(acceptance_of_each(alpha, request.width), step_tokens, own_branches=own_branches)
 
     def gain(depth: int) -> float:
         policy = Policy(max_depth=depth, width=request.width)
         return fmean(speedup(scenario, policy, seed) for seed in range(SIMULATED_SEEDS))
 
-    if request.depth is DepthPolicy.AUTO:
+    if request.mode.chooses:
         return max(1.0, *map(gain, range(1, request.max_depth + 1)))
     return gain(request.max_depth)

@@ -63,15 +63,17 @@ TEXTS = Workload(
     verdict_tokens=20,
 )
 """Acceptance, prompts and steps are set for each cell."""
-AUTO: Mapping[str, Any] = {"depth": "auto", "proposer": "draft_model", "num_draft_tokens": 8, "draft_length": "auto"}
 POLICIES: Mapping[str, Policy] = {
     "ar": Policy(Mode.AR),
     "sd": Policy(Mode.SD, 0, fields=DRAFT_TOKENS),
     "lr": Policy(Mode.LR, 8),
     "lr_sd": Policy(Mode.LR_SD, 8, fields=DRAFT_TOKENS),
-    "auto": Policy(Mode.LR_SD, 8, fields=AUTO),
+    "auto": Policy(Mode.AUTO, 8, fields=DRAFT_TOKENS),
 }
 FIXED = tuple(name for name in POLICIES if name != "auto")
+CHOOSES = "auto"
+LEARNS_FROM, FIRST = 50, 20
+"""Requests that the server has answered before it is measured, where a mode learns; of so many first ones it is told too."""
 LIMITED = "lr"
 """Of which it is asked what limits it."""
 
@@ -92,7 +94,8 @@ class Found:
     """What a cell comes to.
 
     Attributes:
-        ms_a_token: of one request, by policy; empty: its texts do not fit the KV memory.
+        ms_a_token: of one request, by policy; empty: its texts do not fit the KV memory. All have the same questions.
+        first_ms: of the first requests that a fresh server answers in the mode that learns.
         limit: what holds lookahead back most, and how much more it would gain over the target alone if that were free to both.
             None: not asked.
     """
@@ -100,6 +103,7 @@ class Found:
     cell: Cell
     ms_a_token: Mapping[str, float]
     limit: tuple[str, float] | None = None
+    first_ms: float | None = None
 
     @property
     def gains(self) -> dict[str, float]:
@@ -139,16 +143,20 @@ def explore(cell: Cell) -> Found:
     """All policies of a cell."""
     if not fits(cell):
         return Found(cell, {})
-    asked = scenario(cell)
-    found = {name: _ms_a_token(asked, replace(policy, num_requests=cell.load)) for name, policy in POLICIES.items()}
+    asked, skipped, measured = scenario(cell), -(-LEARNS_FROM // cell.load), -(-MIN_ANSWERS // cell.load)
+    learning = replace(POLICIES[CHOOSES], num_requests=cell.load)
+    usages = simulate(asked, learning, num_sets=skipped + measured).usages
+    found = {name: _ms_a_token(asked, replace(POLICIES[name], num_requests=cell.load), skipped) for name in FIXED}
+    found[CHOOSES] = ms_a_token(usages[skipped * cell.load :])
     is_asked = (cell.system, cell.alpha) == ("h200_sxm", EQUAL_ALPHA)
     limit = _limit(asked, cell.load, found["ar"] / found[LIMITED]) if is_asked else None
-    return Found(cell, found, limit)
+    return Found(cell, found, limit, ms_a_token(usages[:FIRST]))
 
 
-def _ms_a_token(asked: Scenario, policy: Policy) -> float:
-    seeds = range(-(-MIN_ANSWERS // policy.num_requests))
-    return ms_a_token(usage for seed in seeds for usage in simulate(asked, policy, seed).usages)
+def _ms_a_token(asked: Scenario, policy: Policy, skipped: int = 0) -> float:
+    """Of sets of requests behind the first ones."""
+    num_sets = -(-MIN_ANSWERS // policy.num_requests)
+    return ms_a_token(simulate(asked, policy, first=skipped * policy.num_requests, num_sets=num_sets).usages)
 
 
 def _limit(asked: Scenario, load: int, gain: float) -> tuple[str, float]:
@@ -197,17 +205,25 @@ def map_table(found: Sequence[Found], system: str, sizes: str, alpha: float) -> 
     """Gains over the target alone, load by load, context by context."""
     title = f"{system}, {DEPLOYMENT} {sizes}, compiled engines, acceptance {alpha:g}: speedup over ar at the same load"
     table = Table(title=title)
-    for name in ("in flight", "context", "ar, ms a token", *(name for name in POLICIES if name != "ar"), "what limits lr"):
+    for name in (
+        "in flight",
+        "context",
+        "ar, ms a token",
+        *(name for name in POLICIES if name != "ar"),
+        "auto, first 20",
+        "what limits lr",
+    ):
         table.add_column(name, justify="right")
     mine = [one for one in found if (one.cell.system, one.cell.sizes, one.cell.alpha) == (system, sizes, alpha)]
     for one in sorted(mine, key=lambda one: (one.cell.load, one.cell.context)):
         place = (str(one.cell.load), f"{one.cell.context:,}")
         if not one.ms_a_token:
-            table.add_row(*place, "-", *["-"] * (len(POLICIES) - 1), "KV memory: does not fit")
+            table.add_row(*place, "-", *["-"] * len(POLICIES), "KV memory: does not fit")
             continue
         limit = f"{one.limit[0]} (+{one.limit[1]:.0%})" if one.limit else ""
         gains = [f"{gain:.2f}" for name, gain in one.gains.items() if name != "ar"]
-        table.add_row(*place, f"{one.ms_a_token['ar']:.1f}", *gains, limit)
+        first = f"{one.ms_a_token['ar'] / one.first_ms:.2f}" if one.first_ms else ""
+        table.add_row(*place, f"{one.ms_a_token['ar']:.1f}", *gains, first, limit)
     return table
 
 
@@ -225,6 +241,7 @@ def summary(found: Sequence[Found], equal: Mapping[tuple[int, int], Sequence[Use
         "auto_share_of_best_min": min((one.auto_share_of_best for one in mapped), default=None),
         "auto_share_of_best_mean": fmean(one.auto_share_of_best for one in mapped) if mapped else None,
         "auto_over_ar_min": min((one.gains["auto"] for one in mapped), default=None),
+        "auto_first_over_ar_min": min((one.ms_a_token["ar"] / one.first_ms for one in mapped if one.first_ms), default=None),
         "equal_gpus": {
             str(cards): {
                 "lr_over_ar": best(rows, "ar") / best(rows, "lr"),
@@ -290,7 +307,9 @@ def _run(
     output.parent.mkdir(parents=True, exist_ok=True)
     document: dict[str, Any] = {
         "label": label_of(profiles),
-        "cells": [{**asdict(one.cell), "ms_a_token": one.ms_a_token, "limit": one.limit} for one in found],
+        "cells": [
+            {**asdict(one.cell), "ms_a_token": one.ms_a_token, "first_ms": one.first_ms, "limit": one.limit} for one in found
+        ],
         "equal_gpus": [asdict(row) for rows in equal.values() for row in rows],
         "summary": told,
     }

@@ -35,11 +35,12 @@ from lr_backend.emulated.workload import Workload
 from lr_backend.engine import EngineCall, Role, Sampling
 from lr_backend.errors import LookaheadError
 from lr_backend.hardware.profile import find, label_of
+from lr_backend.loop.assemble import Engines
 from lr_backend.loop.ledger import Ledger
-from lr_backend.loop.loop import Engines
+from lr_backend.loop.seeds import Seeds
 from lr_backend.loop.steps import StepRules
 from lr_backend.loop.writer import StepWriter
-from lr_backend.plan.equal_gpus import COMPILED, LLM_API
+from lr_backend.plan.equal_gpus import BY_ITSELF, COMPILED, DRAFT_TOKENS, LLM_API
 from lr_backend.plan.simulation import Policy, Scenario, judge_prompt, ms_a_token, run_on_engines, simulate
 from lr_backend.request import Mode
 from lr_backend.step import StepEnd
@@ -47,19 +48,18 @@ from lr_backend.step import StepEnd
 SCORE_QUESTION_TOKENS = 80
 """SpecReason's question for a score, about as long as its prompt."""
 SAMPLING = Sampling(temperature=0.6)
-EXTERNAL: Mapping[str, Any] = {"draft_length": "fixed", "num_draft_tokens": 4}
+EXTERNAL: Mapping[str, Any] = {"num_draft_tokens": 8}
 ROWS: Mapping[str, tuple[Policy, str]] = {
     "ar": (Policy(Mode.AR), COMPILED),
     "ar, LLM API": (Policy(Mode.AR), LLM_API),
     "sd, n-gram": (Policy(Mode.SD, 0, fields={**EXTERNAL, "proposer": "ngram"}), COMPILED),
-    "sd, draft model": (Policy(Mode.SD, 0, fields={**EXTERNAL, "proposer": "draft_model"}), COMPILED),
-    "sd, draft model in the engine": (Policy(Mode.SD, 0, fields={**EXTERNAL, "proposer": "engine"}), LLM_API),
+    "sd, draft model": (Policy(Mode.SD, 0, fields=DRAFT_TOKENS), COMPILED),
+    "sd, draft model in the engine": (Policy(Mode.SD, 0, fields=BY_ITSELF), LLM_API),
     "lr": (Policy(Mode.LR, 8), COMPILED),
-    "lr_sd, the drafted step": (Policy(Mode.LR_SD, 8, fields={**EXTERNAL, "proposer": "draft_step"}), COMPILED),
-    "lr_sd, draft model": (Policy(Mode.LR_SD, 8, fields={**EXTERNAL, "proposer": "draft_model"}), COMPILED),
-    "lr_sd, draft model in the engine": (Policy(Mode.LR_SD, 8, fields={**EXTERNAL, "proposer": "engine"}), LLM_API),
+    "lr_sd, draft model": (Policy(Mode.LR_SD, 8, fields=DRAFT_TOKENS), COMPILED),
+    "lr_sd, draft model in the engine": (Policy(Mode.LR_SD, 8, fields=BY_ITSELF), LLM_API),
 }
-"""The four modes of the server, and the runtime of ours that can run each."""
+"""Modes of the server, and the runtime of ours that can run each."""
 SYNCHRONOUS_DEPTHS = (2, 4, 8)
 """Target steps of one batch."""
 
@@ -89,16 +89,16 @@ async def sequential(engines: Engines, texts: Texts, workload: Workload) -> int:
     prefix = prompt = texts.prompt(0)
     ledger = Ledger(lambda: 0.0, len(prompt))
     draft, target = (
-        StepWriter(engine, role, rules, SAMPLING, 1, "sequential", ledger)
+        StepWriter(engine, role, SAMPLING, Seeds(1), "sequential", ledger)
         for engine, role in ((engines.draft, Role.DRAFT), (engines.target, Role.TARGET))
     )
     numbers = count()
     while True:
-        step = await draft.write(prefix, workload.longest_step)
+        step = await draft.write(prefix, workload.longest_step, rules.of_step)
         scored = np.concatenate([prefix, np.asarray(step.ids, np.int32), _question()])
         await engines.target.generate(EngineCall(f"score-{next(numbers)}", scored, 1))
         if any(UNLIKE <= token < UNLIKE + NUM_WORDS for token in step.ids):
-            step = await target.write(prefix, workload.longest_step)
+            step = await target.write(prefix, workload.longest_step, rules.of_step)
         prefix = np.concatenate([prefix, np.asarray(step.ids, np.int32)])
         if step.end is StepEnd.END:
             return len(prefix) - len(prompt)

@@ -43,9 +43,11 @@ from lr_backend.request import Mode
 
 ALONE = Policy(Mode.AR)
 """Of tokens, where the place drafts by itself."""
-PAPERS = Policy(Mode.LR, max_depth=6, width=1, fields={"verifier": "judge", "depth": "fixed"})
-"""The paper's algorithm in the paper's setting (section 4)."""
-OURS = Policy(Mode.LR, max_depth=8, width=1, fields={"verifier": "judge", "depth": "auto"})
+NO_DRAFT_TOKENS: Mapping[str, Any] = {"verifier": "judge", "num_draft_tokens": 0}
+"""Of the loop: where tokens are drafted, each engine does so by itself."""
+PAPERS = Policy(Mode.LR, max_depth=6, width=1, fields=NO_DRAFT_TOKENS)
+"""The paper's algorithm in the paper's setting (section 4), without own branches. With them it is what they alone add."""
+OURS = Policy(Mode.AUTO, max_depth=8, width=1, fields=NO_DRAFT_TOKENS)
 """What our server does where a request chooses nothing, with the paper's verifier. This is the one place that says so."""
 
 # What was published ----------------------------------------------------------------------------------------------------
@@ -171,8 +173,8 @@ class Gain:
     taken_s: tuple[float, ...]
 
     @classmethod
-    def of(cls, alone: Sequence[Prediction], taken: Sequence[Prediction]) -> Self:
-        return cls(tuple(one.latency_s for one in alone), tuple(one.latency_s for one in taken))
+    def of(cls, alone: Prediction, taken: Prediction) -> Self:
+        return cls(tuple(one.latency_s for one in alone.usages), tuple(one.latency_s for one in taken.usages))
 
     @cached_property
     def mean(self) -> float:
@@ -200,7 +202,8 @@ class Row:
 
     Attributes:
         sd: fitted, so as published.
-        papers, ours: lookahead by the paper's algorithm and by our policy; ``_sd``: over engines that look up n-grams.
+        papers, own, ours: lookahead by the paper's algorithm, by that with own branches, and by our policy; ``_sd``: over engines
+            that look up n-grams.
         acceptance_rate: of ``papers``, as it came out.
     """
 
@@ -210,8 +213,10 @@ class Row:
     acceptance_rate: float
     sd: Gain
     papers: Gain
+    own: Gain
     ours: Gain
     papers_sd: Gain
+    own_sd: Gain
     ours_sd: Gain
 
     @property
@@ -224,6 +229,15 @@ class Row:
         return self.papers_sd.mean / self.published.lr_sd
 
     @property
+    def own_gain_lr(self) -> float:
+        """What own branches alone add to the paper's algorithm."""
+        return self.own.mean / self.papers.mean
+
+    @property
+    def own_gain_lr_sd(self) -> float:
+        return self.own_sd.mean / self.papers_sd.mean
+
+    @property
     def gain_lr(self) -> float:
         """What our policy adds to the paper's."""
         return self.ours.mean / self.papers.mean
@@ -233,14 +247,15 @@ class Row:
         return self.ours_sd.mean / self.papers_sd.mean
 
     def as_dict(self) -> dict[str, Any]:
-        gains = ("sd", "papers", "ours", "papers_sd", "ours_sd")
+        gains = ("sd", "papers", "own", "ours", "papers_sd", "own_sd", "ours_sd")
+        ratios = ("ratio_lr", "ratio_lr_sd", "own_gain_lr", "own_gain_lr_sd", "gain_lr", "gain_lr_sd")
         return {
             "cell": self.name,
             "alpha": self.alpha,
             "acceptance_rate": self.acceptance_rate,
             "published": asdict(self.published),
             **{name: getattr(self, name).as_dict() for name in gains},
-            **{name: getattr(self, name) for name in ("ratio_lr", "ratio_lr_sd", "gain_lr", "gain_lr_sd")},
+            **{name: getattr(self, name) for name in ratios},
         }
 
 
@@ -268,18 +283,21 @@ class Emulation:
         plain, looking_up = (
             Scenario(workload, machine_of(setting.system, pair, number, self.bound)) for number in (0, setting.num_draft_tokens)
         )
+        without, without_sd = (replace(one, own_branches=False) for one in (plain, looking_up))
         alone = self._answers(plain, ALONE)
         gain = partial(self._gain, alone)
-        papers = self._answers(plain, setting.papers)
+        papers = self._answers(without, setting.papers)
         return Row(
             cell,
             was,
             workload.acceptance_rate,
-            fmean(one.step_acceptance_rate or 0.0 for one in papers),
+            papers.step_acceptance_rate or 0.0,
             sd=gain(looking_up, ALONE),
             papers=Gain.of(alone, papers),
+            own=gain(plain, setting.papers),
             ours=gain(plain, OURS),
-            papers_sd=gain(looking_up, setting.papers),
+            papers_sd=gain(without_sd, setting.papers),
+            own_sd=gain(looking_up, setting.papers),
             ours_sd=gain(looking_up, OURS),
         )
 
@@ -303,36 +321,37 @@ class Emulation:
             if abs(ends[middle]) < FITS_WITHIN:
                 return middle
 
-    def _gain(self, alone: Sequence[Prediction], scenario: Scenario, policy: Policy) -> Gain:
+    def _gain(self, alone: Prediction, scenario: Scenario, policy: Policy) -> Gain:
         return Gain.of(alone, self._answers(scenario, policy))
 
-    def _answers(self, scenario: Scenario, policy: Policy) -> list[Prediction]:
-        return [simulate(scenario, policy, seed) for seed in range(self.num_texts)]
+    def _answers(self, scenario: Scenario, policy: Policy) -> Prediction:
+        """By one server, one after another."""
+        return simulate(scenario, policy, num_sets=self.num_texts)
 
 
 # What is shown ---------------------------------------------------------------------------------------------------------
 
 
 def show(console: Console, title: str, rows: Sequence[Row]) -> None:
-    """One block of columns for lookahead alone, and one over engines that look up n-grams."""
-    table = Table(title=title)
-    block = ("paper's", "ratio", "ours", "gain")
-    for name in ("cell", "α", "LR", *block, "SD", "SD+LR", *block):
-        table.add_column(name, justify="left" if name == "cell" else "right", no_wrap=True)
+    """A table for lookahead alone, and one over engines that look up n-grams."""
+    block = ("paper's", "ratio", "own branches", "gain", "ours", "gain")
+    alone, looking_up = Table(title=f"LR: {title}"), Table(title=f"SD+LR: {title}")
+    for table, names in ((alone, ("α", "published")), (looking_up, ("SD", "published"))):
+        for name in ("cell", *names, *block):
+            table.add_column(name, justify="left" if name == "cell" else "right", no_wrap=True)
     for row in rows:
-        table.add_row(
-            row.name,
-            f"{row.alpha:.2f}",
-            *_block(row.published.lr, row.papers, row.ratio_lr, row.ours, row.gain_lr),
-            f"{row.sd.mean:.2f}",
-            *_block(row.published.lr_sd, row.papers_sd, row.ratio_lr_sd, row.ours_sd, row.gain_lr_sd),
-        )
-    console.print(table)
+        alone.add_row(row.name, f"{row.alpha:.2f}", *_block(row.published.lr, row.papers, row.own, row.ours))
+        looking_up.add_row(row.name, f"{row.sd.mean:.2f}", *_block(row.published.lr_sd, row.papers_sd, row.own_sd, row.ours_sd))
+    console.print(alone)
+    console.print(looking_up)
 
 
-def _block(was: float, papers: Gain, ratio: float, ours: Gain, gain: float) -> list[str]:
-    colour = "green" if ours.mean > was else "red"
-    return [f"{was:.2f}", f"{papers.mean:.2f}", f"{ratio:.2f}", f"[{colour}]{ours.mean:.2f}[/]", f"{gain:.2f}"]
+def _block(was: float, papers: Gain, *others: Gain) -> list[str]:
+    found = [f"{was:.2f}", f"{papers.mean:.2f}", f"{papers.mean / was:.2f}"]
+    for one in others:
+        colour = "green" if one.mean > was else "red"
+        found += [f"[{colour}]{one.mean:.2f}[/]", f"{one.mean / papers.mean:.2f}"]
+    return found
 
 
 def noise(rows: Sequence[Row]) -> float:
@@ -341,7 +360,8 @@ def noise(rows: Sequence[Row]) -> float:
 
 
 def summary(rows: Sequence[Row], rerun: Row) -> dict[str, float | int]:
-    """The last line. ``ratio``: the paper's algorithm over published; ``gain``: ours over the paper's algorithm."""
+    """The last line. ``ratio``: the paper's algorithm over published; ``own_gain``, ``gain``: own branches alone, and our policy,
+    over the paper's algorithm."""
 
     def middle(of: Callable[[Row], float]) -> float:
         return round(median(of(row) for row in rows), 4)
@@ -350,6 +370,8 @@ def summary(rows: Sequence[Row], rerun: Row) -> dict[str, float | int]:
         "cells": len(rows),
         "median_ratio_lr": middle(lambda row: row.ratio_lr),
         "median_ratio_lr_sd": middle(lambda row: row.ratio_lr_sd),
+        "median_own_gain_lr": middle(lambda row: row.own_gain_lr),
+        "median_own_gain_lr_sd": middle(lambda row: row.own_gain_lr_sd),
         "median_gain_lr": middle(lambda row: row.gain_lr),
         "median_gain_lr_sd": middle(lambda row: row.gain_lr_sd),
         "ahead_lr": sum(row.ours.mean > row.published.lr for row in rows),

@@ -2,8 +2,8 @@
 
 Every contender answers the same problems, in turns whose order rotates: transformers' ``generate`` plain, with our draft as its
 assistant, and with prompt lookup; the target's engine asked directly through Triton, without the ``lookahead`` model; the paper's
-synchronous procedure (:mod:`bench.synchronous`) over the same three engines; and the four modes. ``ar`` is the baseline, at its
-best thread setting; transformers computes with the number of threads that is best for it. Each draws with seeds of its own.
+synchronous procedure (:mod:`bench.synchronous`) over the same three engines; and the server's modes. ``ar`` is the baseline, at
+its best thread setting; transformers computes with the number of threads that is best for it. Each draws with seeds of its own.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from demo.tokenizer import chat
 from lr_backend.build.spec import TorchDeployment
 from lr_backend.contract import IntArray, encode_stop_words
 from lr_backend.engine import GREEDY, EngineCall, Generation, Role, Sampling
-from lr_backend.loop.loop import Engines
+from lr_backend.loop.assemble import Engines
 from lr_backend.loop.steps import StepRules
 from lr_backend.torch_engine.config import EngineConfig
 from lr_backend.triton.models import end_ids, load_models

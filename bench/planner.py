@@ -27,7 +27,7 @@ from lr_client import Client
 from rich.console import Console
 from rich.table import Table
 
-from bench.ablation import PROBLEM_SEED, Row, ask, compare
+from bench.ablation import AS_IT_IS, PROBLEM_SEED, Row, ask, compare
 from bench.hardware import acceptance_of_each, measure_hardware
 from demo.asking import console_of_any_width, demo_spec, in_turns, serving
 from demo.measure import ModeReport, report
@@ -39,8 +39,8 @@ from lr_backend.plan.simulation import Policy, Scenario
 from lr_backend.plan.table import plan
 from lr_backend.trace.schema import Trace
 
-FIXED: Mapping[str, Any] = {"mode": "lr", "verifier": "judge", "min_chance": 0.0, "draft_run_tokens": 0}
-"""What the simulated loop does: ask the judge of every step, look ahead whatever the chances, and draft a step a call."""
+FIXED: Mapping[str, Any] = {"mode": "lr", "verifier": "judge"}
+"""What the simulated loop does: look ahead as far as it is told, and ask the judge of every step."""
 BASELINE = Row("ar", {"mode": "ar"})
 RECORDED = (
     BASELINE,
@@ -142,7 +142,7 @@ def main(
         # Two roles may not slow each other down where two and the hand-over of a call do.
         cores = cores or measure_hardware(server, spec, first).num_cores or os.cpu_count()
         fitted = fit(record(client, questions[:num_recorded], temperature, console), cores)
-        samples = compare({None: client}, (BASELINE, *rows), questions[num_recorded:], temperature, console)
+        samples = compare({AS_IT_IS: client}, (BASELINE, *rows), questions[num_recorded:], temperature, console)
     scenario = fitted.scenario
     lines = lines_of(scenario, report(samples, BASELINE.name))
     show(console, f"{num_recorded} problems recorded, {num_problems} others measured, temperature {temperature:g}", lines)

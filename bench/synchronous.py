@@ -24,8 +24,9 @@ import numpy as np
 
 from lr_backend.contract import IntArray
 from lr_backend.engine import Engine, Role, Sampling
+from lr_backend.loop.assemble import Engines
 from lr_backend.loop.ledger import Ledger
-from lr_backend.loop.loop import Engines
+from lr_backend.loop.seeds import Seeds
 from lr_backend.loop.steps import StepRules
 from lr_backend.loop.writer import StepWriter
 from lr_backend.step import Step, StepEnd
@@ -134,6 +135,7 @@ class _Work:
 
     def __init__(self, procedure: SynchronousLookahead, request_id: str, seed: int, num_prompt_tokens: int) -> None:
         engines, self._texts = procedure.engines, procedure.texts
+        self._ending = procedure.texts.rules.of_step
         self.end = num_prompt_tokens + procedure.max_tokens
         self._max_step_tokens = procedure.max_step_tokens
         self._request_id = request_id
@@ -141,17 +143,17 @@ class _Work:
         ledger = Ledger(asyncio.get_running_loop().time, num_prompt_tokens)
 
         def writer(engine: Engine, role: Role) -> StepWriter:
-            return StepWriter(engine, role, procedure.texts.rules, procedure.sampling, seed, request_id, ledger)
+            return StepWriter(engine, role, procedure.sampling, Seeds(seed), request_id, ledger)
 
         self._target, self._draft = writer(engines.target, Role.TARGET), writer(engines.draft, Role.DRAFT)
         prompt, tokenizer = procedure.texts.judge_prompt, procedure.texts.judge_tokenizer
         self._judge = JudgeVerifier(engines.judge, prompt, tokenizer, timeout_s=JUDGE_TIMEOUT_S)
 
     async def target(self, prefix: IntArray) -> Step:
-        return await self._target.write(prefix, self._budget(prefix))
+        return await self._target.write(prefix, self._budget(prefix), self._ending)
 
     async def draft(self, prefix: IntArray) -> Step:
-        return await self._draft.write(prefix, self._budget(prefix))
+        return await self._draft.write(prefix, self._budget(prefix), self._ending)
 
     async def means_the_same(self, prefix: IntArray, target: Step, drafted: Step) -> bool:
         """The reference's decision on one pair."""

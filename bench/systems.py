@@ -41,7 +41,7 @@ from demo.problems import problems
 from lr_backend.build.base import Layout
 from lr_backend.build.spec import TorchDeployment
 from lr_backend.engine import Role
-from lr_backend.loop.depth import ceiling
+from lr_backend.policy.formulas import ceiling
 from lr_backend.request import LookaheadRequest
 from lr_backend.torch_engine.config import EngineConfig
 from lr_backend.torch_engine.random_checkpoint import write_random_checkpoint, write_random_config
@@ -94,7 +94,7 @@ class Setting:
         if self.alpha is None:
             return Options(mode="ar", **common)
         lookahead: dict[str, Any] = {"max_depth": self.max_depth, "verifier": "random", "verifier_threshold": self.alpha}
-        return Options(mode="lr", min_chance=0.0, **lookahead, **common)
+        return Options(mode="lr", **lookahead, **common)
 
 
 @dataclass(frozen=True, slots=True)

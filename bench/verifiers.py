@@ -2,8 +2,8 @@
 
 Drafted and target steps are compared at every step prefix of the demo target's own chains, in process: how often each verifier
 accepts, how often it says what the demo world's checker says, which share of its acceptances the checker would not have given
-(Wilson's 95 % interval), and what a verdict takes, one at a time. Pairs that no verifier is asked about (equal tokens,
-one of the two ends the reasoning) are left out. What a changed name, number or word does is measured on the checker's own pairs
+(95 % interval, by problem), and what a verdict takes, one at a time. Pairs that no verifier is asked about (equal tokens, one of
+the two ends the reasoning) are left out. What a changed name, number or word does is measured on the checker's own pairs
 (``--pairs``), where half are changed in one field, and on the same kind of pairs of a domain that no demo model has learned
 (:mod:`demo.second_domain`).
 """
@@ -27,9 +27,10 @@ from rich.console import Console
 from rich.table import Table
 
 from demo import second_domain
-from demo.check import CHECKPOINTS, Model, Share, compared_steps, solve
+from demo.check import CHECKPOINTS, Model, compared_steps, solve
 from demo.judge_pairs import pairs
 from demo.problems import problems, same_meaning
+from demo.shares import Share
 from lr_backend.config import LoopConfig
 from lr_backend.request import LookaheadRequest
 from lr_backend.step import Step, StepEnd
@@ -41,16 +42,15 @@ from lr_backend.verify.similarity import Embedder
 
 TEMPERATURE = 0.6
 EMBEDDING_THRESHOLDS = (0.85, 0.9, 0.95, 0.99)
-LIKELIHOOD_THRESHOLDS = (-1.0, -0.5)
-MAX_DRAFT_LEN = 16
 
 
 @dataclass(frozen=True)
 class Case:
-    """A pair and what the demo world's checker says of it."""
+    """A pair, what the demo world's checker says of it, and of which problem it is; pairs of one problem are alike."""
 
     pair: StepPair
     same: bool
+    problem: int
 
 
 @dataclass(frozen=True)
@@ -66,16 +66,14 @@ class VerifierFigures:
     @classmethod
     def of(cls, cases: Sequence[Case], verdicts: Sequence[Verdict], seconds: Sequence[float]) -> VerifierFigures:
         """The figures of ``verdicts`` on ``cases``, each of which took its ``seconds``."""
-        accepted = [verdict.accepted for verdict in verdicts]
-        agreed = [one == case.same for one, case in zip(accepted, cases, strict=True)]
-        wrong = [one and not case.same for one, case in zip(accepted, cases, strict=True)]
+        judged = [(case, verdict.accepted) for case, verdict in zip(cases, verdicts, strict=True)]
         by: dict[str, int] = {}
         for verdict in verdicts:
             by[verdict.verifier or ""] = by.get(verdict.verifier or "", 0) + 1
         return cls(
-            Share(sum(accepted), len(cases)),
-            Share(sum(agreed), len(cases)),
-            Share(sum(wrong), sum(accepted)),
+            Share.of((case.problem, accepted) for case, accepted in judged),
+            Share.of((case.problem, accepted == case.same) for case, accepted in judged),
+            Share.of((case.problem, not case.same) for case, accepted in judged if accepted),
             median(seconds) * 1e3 if seconds else 0.0,
             by,
         )
@@ -110,7 +108,7 @@ def drafted_cases(target: Model, draft: Model, num_problems: int, seed: int) -> 
         first, second = Step(tuple(one.target_ids), StepEnd.DELIMITER), Step(tuple(one.drafted_ids), StepEnd.DELIMITER)
         prefix = np.asarray(one.prefix, dtype=np.int32)
         pair = StepPair(first, second, one.target_text, one.drafted_text, f"drafted/{index}", prefix)
-        cases.append(Case(pair, one.same))
+        cases.append(Case(pair, one.same, one.problem))
     return cases
 
 
@@ -131,12 +129,12 @@ def pair_cases(target: Model, found: Iterable[tuple[str, str, bool]], name: str)
     cases = []
     for index, (first, second, same) in enumerate(found):
         steps = [Step(tuple(target.encode(text)), StepEnd.DELIMITER) for text in (first, second)]
-        cases.append(Case(StepPair(steps[0], steps[1], first, second, f"{name}/{index}", prefix), same))
+        cases.append(Case(StepPair(steps[0], steps[1], first, second, f"{name}/{index}", prefix), same, index))
     return cases
 
 
-def verifiers(parts: VerifierParts, config: LoopConfig, *, in_context: bool) -> Iterator[tuple[str, Verifier]]:
-    """(row, verifier) of all that this machine can run; ``in_context``: the pairs follow what they were written after."""
+def verifiers(parts: VerifierParts, config: LoopConfig) -> Iterator[tuple[str, Verifier]]:
+    """(row, verifier) of all that this machine can run."""
 
     def made(verifier: str, threshold: float | None = None) -> Verifier:
         fields = {"text_input": "-", "verifier": verifier, "verifier_threshold": threshold}
@@ -151,8 +149,6 @@ def verifiers(parts: VerifierParts, config: LoopConfig, *, in_context: bool) -> 
     yield "judge", made("judge")
     for grade in (7.0, 9.0):
         yield f"score {grade:g}", made("score", grade)
-    for threshold in LIKELIHOOD_THRESHOLDS if in_context else ():
-        yield f"likelihood {threshold:g}", made("likelihood", threshold)
     yield "cascade", made("cascade")
 
 
@@ -198,10 +194,7 @@ def main(
 ) -> None:
     """Print a table for drafted, one for changed steps and one for those of another domain, and one JSON line."""
     folders = {role: checkpoints / role for role in ("target", "draft", "judge")} | ({"judge": judge_dir} if judge_dir else {})
-    models = {
-        role: Model.load(folder, threads, max_draft_len=MAX_DRAFT_LEN if role == "target" else 0)
-        for role, folder in folders.items()
-    }
+    models = {role: Model.load(folder, threads) for role, folder in folders.items()}
     target, judge = models["target"], models["judge"]
     embedder = load_embedder(embedding_dir)
     parts = VerifierParts(
@@ -216,7 +209,6 @@ def main(
         tokenizer_dir=checkpoints / "target",
         judge_tokenizer_dir=folders["judge"],
         embedding_dir=embedding_dir,
-        accepts_all_drafts=True,
     )
     sets = {
         "drafted": drafted_cases(target, models["draft"], num_problems, seed),
@@ -226,9 +218,7 @@ def main(
 
     async def all_rows() -> dict[str, dict[str, VerifierFigures]]:
         return {
-            name: {
-                row: await measure(verifier, cases) for row, verifier in verifiers(parts, config, in_context=name == "drafted")
-            }
+            name: {row: await measure(verifier, cases) for row, verifier in verifiers(parts, config)}
             for name, cases in sets.items()
         }
 

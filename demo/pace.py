@@ -31,17 +31,17 @@ from lr_backend.hardware.machine import Machine
 from lr_backend.hardware.overheads import Bound
 from lr_backend.plan.fit_texts import by_verifier, fit_workload
 from lr_backend.plan.losses import engines_alone
-from lr_backend.plan.simulation import COSTS_OF_DRAFTS, Policy, Scenario
-from lr_backend.plan.table import plan_row
-from lr_backend.request import Mode
+from lr_backend.plan.simulation import Policy, Scenario, ms_a_token, simulate
+from lr_backend.plan.table import LEAST_STEPS, plan_row
+from lr_backend.request import LookaheadRequest, Mode, with_defaults
 from lr_backend.trace.schema import Call, Trace
 from lr_backend.triton.refresher import REFRESH_S
 from lr_backend.triton.server import TritonServer
 
 SYSTEM = "h200_sxm"
 BASELINE = "ar"
-DRAFT_TOKENS: Mapping[str, Any] = {"proposer": "draft_model", "num_draft_tokens": 8, "draft_length": "fixed"}
-AHEAD: Mapping[str, Any] = {"max_depth": 8, "depth": "fixed"}
+DRAFT_TOKENS: Mapping[str, Any] = {"num_draft_tokens": 8}
+AHEAD: Mapping[str, Any] = {"max_depth": 8}
 Row = Mapping[str, Any]
 """Fields of a request, beside the deployment's defaults."""
 ROWS: Mapping[str, Row] = {
@@ -56,6 +56,8 @@ SLOW_MOTIONS = (1.0, 2.0, 3.0)
 PROBE = {"max_tokens": 120}
 PROBE_LATE_SHARE = 0.6 * MAX_LATE_SHARE
 """A probe is short: what it comes to leaves room for what it has not seen."""
+LEARNS_FROM = 20
+"""Answers by which a server has learned what pays."""
 TIMEOUT_S = 600.0
 
 
@@ -111,29 +113,32 @@ class Paced:
 
     def scenario(self, row: str, machine: Machine) -> Scenario:
         """Texts like those of a row's own answers; where these have no drafted steps, like those of the other rows too."""
-        config = self.spec.loop_config()
-        settings = {name: getattr(config, name) for name in COSTS_OF_DRAFTS}
         own = self.traces[row]
         if not by_verifier(own):
-            others = (trace for name, traces in self.traces.items() if name != row for trace in traces)
-            own = [*own, *(trace for trace in others if trace.request.mode is Mode.LR)]
-        return Scenario(fit_workload(own), machine, settings)
+            others = [trace for name, traces in self.traces.items() if name != row for trace in traces]
+            ahead = [trace for trace in others if trace.request.mode.speculates_steps]
+            own = [*own, *([trace for trace in ahead if trace.request.mode is Mode.LR] or ahead)]
+        return Scenario(fit_workload(own), machine)
 
     def policy(self, row: str) -> Policy:
-        fields = self._fields(row)
-        names: tuple[str, ...] = ("depth", "draft_length", "proposer", "num_draft_tokens")
-        return Policy(Mode(fields["mode"]), fields["max_depth"], fields={name: fields[name] for name in names if name in fields})
+        fields = with_defaults(self.spec.loop_config().defaults, self.asked[row])
+        request = LookaheadRequest.parse({**fields, "text_input": "any"})
+        of_tokens = {"proposer": request.proposer.value, "num_draft_tokens": request.num_draft_tokens}
+        return Policy(request.mode, request.max_depth, fields=of_tokens)
 
     def gain(self, row: str, machine: Machine) -> float:
-        """Speedup of a row by the real loop on a virtual clock."""
-        return plan_row(self.scenario(row, machine), self.policy(row)).speedup
+        """Speedup of a row by the real loop on a virtual clock; of a mode that chooses, once a server has learned."""
+        scenario, policy = self.scenario(row, machine), self.policy(row)
+        if not policy.mode.chooses:
+            return plan_row(scenario, policy).speedup
+        num_measured = -(-LEAST_STEPS // scenario.workload.num_steps)
+        alone = simulate(scenario, Policy(Mode.AR), first=LEARNS_FROM, num_sets=num_measured).usages
+        ours = simulate(scenario, policy, num_sets=LEARNS_FROM + num_measured).usages[LEARNS_FROM:]
+        return ms_a_token(alone) / ms_a_token(ours)
 
     def realised_share(self, row: str) -> float:
         """Its speedup over what the real loop gains on a virtual clock where nothing costs time but the engines."""
         return self.rows[row].speedup / self.gain(row, engines_alone(self.machine()))
-
-    def _fields(self, row: str) -> dict[str, Any]:
-        return {"max_depth": 4, **self.spec.loop_config().defaults, **self.asked[row]}
 
     def as_dict(self, row: str = "auto") -> dict[str, Any]:
         """The document's ``pace``; ``row`` is the one whose realised share is told."""

@@ -29,13 +29,13 @@ from demo.measure import ModeReport, Sample, report
 from demo.problems import Problem, problems
 from lr_backend.build.base import Layout
 from lr_backend.build.spec import TorchDeployment
-from lr_backend.loop.depth import ceiling
+from lr_backend.policy.formulas import ceiling
 from lr_backend.request import LookaheadRequest
 from lr_backend.trace.analysis import analyse
 from lr_backend.trace.html import page
 from lr_backend.trace.schema import Trace
 
-MODES = ("ar", "sd", "lr", "lr_sd")
+MODES = ("ar", "sd", "lr", "lr_sd", "auto")
 PROBLEM_SEED = 2025
 WARM_UP_PROBLEMS = 2
 PACED_PROBLEMS, LEAST_PACED_PROBLEMS = 12, 4
@@ -56,7 +56,7 @@ def ceilings(rows: Mapping[str, ModeReport], c: float, max_depth: int) -> dict[s
 
 
 def show_one(client: Client, problem: Problem, temperature: float, console: Console) -> Trace | None:
-    """Stream one answer step by step, coloured by origin, with steps and tokens speculated throughout; returns its trace."""
+    """Stream one answer step by step, coloured by origin, by steps and draft tokens throughout; returns its trace."""
     console.rule("[bold]one question, live, at production pace: lr_sd")
     console.print(f"[bold]{problem.question}[/]\n", highlight=False)
     renderer = ConsoleRenderer(console, legend=True)
@@ -184,7 +184,7 @@ def at_production_pace(
 def on_this_cpu(
     spec: TorchDeployment, questions: list[Problem], temperature: float, console: Console, folder: Path
 ) -> dict[str, Any]:
-    """The four modes unpaced, each against the best setting of ``ar``."""
+    """The modes unpaced, each against the best setting of ``ar``."""
     other_threads = {1, os.cpu_count() or 1} - {spec.target.num_threads}
     with ExitStack() as stack:
         with console.status("starting Triton without a pace"):

@@ -17,8 +17,8 @@ from zlib import crc32
 import typer
 
 from bench.load.errors import LoadError
-from lr_backend.contract import LOOKAHEAD_INPUTS
 from lr_backend.errors import ConfigError
+from lr_backend.fields import LOOKAHEAD_INPUTS
 
 INPUTS = Path(__file__).resolve().parents[1] / "inputs"
 DEMO_SEED = 4242
