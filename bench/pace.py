@@ -141,7 +141,7 @@ def by_fitted_times(found: Paced, row: str) -> float | None:
     if policy.fields.get("proposer") == ProposerName.ENGINE and policy.mode.speculates_tokens:
         policy = replace(policy, mode=Mode.LR if policy.mode.speculates_steps else Mode.AR, fields={})
         likes = ()
-    traces = [trace for name in dict.fromkeys((row, *likes)) for trace in found.traces[name]]
+    traces = [trace for name in dict.fromkeys((row, *likes)) for trace in found.traces.get(name, ())]
     try:
         machine = TimedTraces.of(traces).times.machine()
     except TraceError:
