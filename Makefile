@@ -6,7 +6,7 @@ N ?= 200
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test contract lint fields test-gpu bench-engine bench-gpu bench-ablation bench-pace bench-maps bench-paper bench-pace-peers bench-emulation bench-systems bench-peers load eval-demo check-models \
+.PHONY: help venv demo test contract lint fields test-gpu bench-engine bench-gpu bench-ablation bench-pace bench-maps bench-paper bench-pace-peers bench-emulation bench-systems bench-peers load eval-demo eval-quality check-models \
 	profiles image-check clean
 
 help: ## list the targets
@@ -85,6 +85,9 @@ profiles: venv ## the pace of H100, H200, B200 and L40S, anew from NVIDIA's kern
 	$(VENV)-profiles/bin/pip install --quiet --disable-pip-version-check -c tools/constraints-profiles.txt aiconfigurator-core
 	$(BIN)/python tools/hardware_profiles.py wanted > $(VENV)-profiles/wanted.json
 	$(VENV)-profiles/bin/python tools/hardware_profiles.py write $(VENV)-profiles/wanted.json --output lr_backend/hardware/profiles
+
+eval-quality: venv ## does mode auto keep what ar gets right? 2,000 demo problems (about 20 minutes)
+	$(BIN)/python -m bench.evaluation.quality
 
 check-models: venv ## the demo models against their figures (500 problems, 2,000 pairs)
 	$(BIN)/python -m demo.check

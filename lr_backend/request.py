@@ -167,8 +167,8 @@ class LookaheadRequest(BaseModel):
     """share of the accepted steps that the server's auditor judges again, off the critical path; steps of equal tokens need no
     audit and are not among them"""
     risk_budget: float = Field(default=0.0, ge=0.0, le=1.0, allow_inf_nan=False)
-    """highest tolerable share of wrongly accepted steps; while the server measures more beyond doubt, it accepts equal tokens
-    only; 0 is no limit"""
+    """a tripwire on wrongly accepted steps: while the server measures a larger share of them than this beyond doubt, the request
+    accepts equal tokens only; it is no bound, and a share a little above it is noticed late or not at all; 0 is none"""
     deterministic: bool = False
     """the result does not depend on which engine answers first; `auto` then takes its upper bounds"""
     deadline_s: float = Field(default=0.0, ge=0.0, le=86400.0, allow_inf_nan=False)

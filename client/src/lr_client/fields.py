@@ -130,8 +130,9 @@ class Options:
         float | None,
         Field(
             "FP32",
-            "highest tolerable share of wrongly accepted steps; while the server measures more beyond "
-            "doubt, it accepts equal tokens only; 0 is no limit (0 to 1)",
+            "a tripwire on wrongly accepted steps: while the server measures a larger share of them than "
+            "this beyond doubt, the request accepts equal tokens only; it is no bound, and a share a little "
+            "above it is noticed late or not at all; 0 is none (0 to 1)",
         ),
     ] = None
     deterministic: Annotated[
