@@ -4,8 +4,8 @@ The drafted step beside a target step is the draft model's word already: it goes
 long as the target follows it. From where the target leaves it the draft model goes on from the target's own words. It never waits
 for a verification: it writes on behind its own last tokens, and begins anew only where the target disagrees.
 
-Whatever the draft writes, the answer's distribution stays the target's. An engine that shares its noise takes a draft token over if
-it is what the target draws there; another accepts x with probability p(x) and else draws from the rest.
+Whatever the draft writes, the answer's distribution stays the target's. An engine that shares its noise takes a draft token
+over if it is what the target draws there; another accepts x with probability p(x) and else draws from the rest.
 """
 
 from __future__ import annotations
