@@ -141,10 +141,12 @@ class StepRules:
 
     def cut_answer(self, ids: Sequence[int], max_tokens: int) -> Step | None:
         """Like :meth:`cut` for text in which only the end of the answer matters."""
-        for count, token in enumerate(ids[:max_tokens], start=1):
-            if token in self.end_ids:
-                return self.step(ids[:count], StepEnd.END)
-        return self.step(ids[:max_tokens], StepEnd.CAP) if len(ids) >= max_tokens else None
+        within = ids[:max_tokens]
+        # Asked again with every call of an answer, which may be long: its tokens are not walked through one by one.
+        if not self.end_ids.isdisjoint(within):
+            last = next(index for index, token in enumerate(within) if token in self.end_ids)
+            return self.step(ids[: last + 1], StepEnd.END)
+        return self.step(within, StepEnd.CAP) if len(ids) >= max_tokens else None
 
     def step(self, ids: Sequence[int], end: StepEnd) -> Step:
         """These tokens as a step."""

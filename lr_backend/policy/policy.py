@@ -22,6 +22,8 @@ from lr_backend.request import LookaheadRequest, ProposerName, VerifierName
 
 USUAL_GAIN_OF_DRAFTS = 1.3
 """Of the target's steps, before draft tokens were tried."""
+STEPS_ALONE = 4
+"""In one go: half a span of a trial, so that the way is not followed for long after it has changed."""
 
 
 class Learned:
@@ -36,7 +38,9 @@ class Learned:
     def trial(self, proposer: ProposerName, verifier: VerifierName, ways: tuple[Way, ...]) -> Trial:
         """That of the present load: requests in flight, by powers of two."""
         key = (self.prices.num_requests.bit_length(), proposer, verifier, ways)
-        return self._trials.setdefault(key, Trial(ways))
+        if key not in self._trials:
+            self._trials[key] = Trial(ways)
+        return self._trials[key]
 
     def num_draft_tokens(self, proposer: ProposerName, most: int) -> int:
         """To verify at once."""
@@ -135,10 +139,14 @@ class Measured:
     max_depth: int
     verifier: VerifierName
     can_draft: bool
+    _ways: tuple[Way, ...] = field(init=False)
     _way: Way = field(init=False)
     _since_s: float = field(init=False)
 
     def __post_init__(self) -> None:
+        depths = (True, False) if self.max_depth else (False,)
+        drafts = (True, False) if self.can_draft else (False,)
+        self._ways = tuple(Way(ahead, one) for ahead in depths for one in drafts)
         self._since_s = self.shared.prices.clock()
         self._way = self._trial.way
 
@@ -164,7 +172,7 @@ class Measured:
         return self.shared.least_chance
 
     def alone_steps(self) -> int | None:
-        return 4
+        return STEPS_ALONE
 
     def committed(self, num_tokens: int, num_steps: int = 1) -> None:
         trial, now_s = self._trial, self.shared.prices.clock()
@@ -175,12 +183,6 @@ class Measured:
     @property
     def _trial(self) -> Trial:
         return self.shared.trial(self.request.proposer, self.verifier, self._ways)
-
-    @property
-    def _ways(self) -> tuple[Way, ...]:
-        drafts = (True, False) if self.can_draft else (False,)
-        depths = (True, False) if self.max_depth else (False,)
-        return tuple(Way(ahead, one) for ahead in depths for one in drafts)
 
     def _predicted(self, way: Way) -> float:
         """Seconds a committed token."""

@@ -20,10 +20,9 @@ MEMORY = 24
 PRIOR_SPANS = 2.0
 """A prediction counts as much as so many spans at first, and no more once a way's memory is full."""
 FIRST_TRY_WITHIN, SPANS_A_FIRST_TRY = 2.0, 8
-"""Of so many spans one goes to a way that was never taken, if it is expected to be slower than the best by no more than this
-factor."""
+"""Every eighth span tries a way that was never taken, unless it is expected to take more than twice as long as the best."""
 EXPLORED_SHARE = 0.01
-"""Of the time, that other ways than the best may cost at most."""
+"""Trying other ways than the best may cost this share of the time at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +94,8 @@ class Trial:
         self._found[self.way].add(taken / predict(self.way))
         self._spent_s += self._seconds
         self._num_spans += 1
-        if expected[self.way] > best:  # it was a try
+        if expected[self.way] > best:  # another way was tried
             self._lost_s += max(0.0, self._seconds - best * self._num_tokens)
-        if taken >= best:  # else it is better than was thought of any way: one more span of it
+        if taken >= best:  # a way that was faster than any is expected to be gets one more span
             self.choose(predict)
         self._seconds, self._num_steps, self._num_tokens = 0.0, 0, 0
