@@ -52,7 +52,7 @@ RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-de
 COPY lr_backend lr_backend
 COPY demo demo
 RUN /opt/pip/bin/pip --python /opt/venv/bin/python install --no-deps --target /opt/lookahead . \
-    && ls /opt/lookahead/lr_backend/torch_engine/_native*.so
+    && ls /opt/lookahead/lr_backend/embedded/native/_decoder*.so
 COPY model_repository /opt/lookahead/model_repository
 COPY engines /opt/lookahead/engines
 COPY demo/checkpoints /opt/lookahead/demo/checkpoints
@@ -90,7 +90,7 @@ USER 1000:1000
 EXPOSE 8000 8001 8002
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=6s --start-period=180s --retries=3 \
-    CMD ["python3", "-I", "-S", "/opt/lookahead/lr_backend/triton/health.py"]
+    CMD ["python3", "-I", "-S", "/opt/lookahead/lr_backend/serve/health.py"]
 # Triton's log goes where a container's log belongs; a later option wins over the same one here.
 ENTRYPOINT ["lookahead", "serve", "--host", "0.0.0.0", "--log-file", "/dev/stderr"]
 CMD ["--spec", "demo"]
@@ -152,6 +152,6 @@ USER 1000:1000
 EXPOSE 8000 8001 8002
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=6s --start-period=900s --retries=3 \
-    CMD ["python3", "-I", "-S", "/opt/lookahead/lr_backend/triton/health.py"]
+    CMD ["python3", "-I", "-S", "/opt/lookahead/lr_backend/serve/health.py"]
 ENTRYPOINT ["lookahead", "serve", "--host", "0.0.0.0", "--log-file", "/dev/stderr"]
 CMD ["--spec", "qwen3-32b"]

@@ -14,7 +14,7 @@ help: ## list the targets
 
 venv: $(STAMP) ## the virtual environment that the others use
 
-$(STAMP): pyproject.toml setup.py client/pyproject.toml constraints.txt $(wildcard lr_backend/torch_engine/native/*.[ch])
+$(STAMP): pyproject.toml setup.py client/pyproject.toml constraints.txt $(wildcard lr_backend/embedded/native/*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cpu,dev]' -e client
 	@touch $@

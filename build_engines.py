@@ -5,7 +5,7 @@ The same as ``lookahead build``; it lies here because a build is the first thing
 
 import typer
 
-from lr_backend.cli import build
+from lr_backend.cli.app import build
 
 if __name__ == "__main__":
     typer.run(build)

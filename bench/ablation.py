@@ -39,7 +39,7 @@ from demo.measure import ModeReport, Sample, report
 from demo.problems import Problem, check_answer, problems, same_step
 from demo.run import best_baseline
 from demo.shares import Share
-from lr_backend.build.spec import TorchDeployment
+from lr_backend.build.spec import EmbeddedDeployment
 from lr_backend.config import LoopConfig
 from lr_backend.policy.formulas import ceiling
 from lr_backend.request import LookaheadRequest, VerifierName, with_defaults
@@ -61,7 +61,7 @@ class Change:
     threads: int | None = None
     own_branches: bool = True
 
-    def of(self, spec: TorchDeployment) -> TorchDeployment:
+    def of(self, spec: EmbeddedDeployment) -> EmbeddedDeployment:
         """The deployment with it."""
         target = spec.target if self.threads is None else spec.target.model_copy(update={"num_threads": self.threads})
         lookahead = spec.lookahead if self.own_branches else {**spec.lookahead, "own_branches": False}

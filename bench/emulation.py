@@ -23,7 +23,7 @@ from rich.table import Table
 from demo.asking import console_of_any_width, serving
 from lr_backend.build.emulated_spec import EmulatedDeployment, emulated
 from lr_backend.build.pace import machine_of, stood_for
-from lr_backend.cli_errors import fail
+from lr_backend.cli.errors import fail
 from lr_backend.emulated.texts import Texts
 from lr_backend.emulated.workload import Workload
 from lr_backend.errors import LookaheadError

@@ -27,12 +27,12 @@ from transformers import AutoModelForCausalLM
 
 from bench import overhead
 from bench.timing import Rounds, Spread, in_turns, ratio
-from lr_backend.torch_engine.checkpoint import read_spec
-from lr_backend.torch_engine.config import EngineConfig
-from lr_backend.torch_engine.engine import TorchEngine
-from lr_backend.torch_engine.inprocess import run_all
-from lr_backend.torch_engine.model import DecoderModel
-from lr_backend.torch_engine.request import EngineRequest
+from lr_backend.embedded.checkpoint import read_spec
+from lr_backend.embedded.config import EngineConfig
+from lr_backend.embedded.engine import EmbeddedEngine
+from lr_backend.embedded.reference.model import DecoderModel
+from lr_backend.engine.inprocess import run_all
+from lr_backend.engine.request import EngineRequest
 
 CHECKPOINT = Path("demo/checkpoints/target")
 NUM_DECODED = 48
@@ -76,7 +76,7 @@ class Transformers:
 class Ours:
     """The embedded engine through its whole path: queue, schedule, forward, sampling, books."""
 
-    def __init__(self, engine: TorchEngine) -> None:
+    def __init__(self, engine: EmbeddedEngine) -> None:
         self._engine = engine
 
     def decode_ms(self, prompts: Sequence[Tokens]) -> float:
@@ -158,8 +158,8 @@ def config_of(checkpoint: Path, **settings: Any) -> EngineConfig:
 
 
 @contextmanager
-def torch_engine(config: EngineConfig, model: DecoderModel | None = None) -> Iterator[TorchEngine]:
-    engine = TorchEngine(config, model)
+def embedded_engine(config: EngineConfig, model: DecoderModel | None = None) -> Iterator[EmbeddedEngine]:
+    engine = EmbeddedEngine(config, model)
     try:
         yield engine
     finally:
@@ -171,7 +171,7 @@ def measure(config: EngineConfig, prefix_length: int, num_rounds: int) -> Engine
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     baseline = Transformers(config.checkpoint_dir, config.dtype, config.device)
-    with torch_engine(config) as engine:
+    with embedded_engine(config) as engine:
         ours, vocab = Ours(engine), engine.spec.vocab_size
         prompts = [random_tokens(vocab, prefix_length, seed) for seed in range(BATCH)]
         actions = {"transformers": lambda: baseline.decode_ms(prompts[0])}
@@ -179,7 +179,7 @@ def measure(config: EngineConfig, prefix_length: int, num_rounds: int) -> Engine
         actions["verify 8"] = lambda: ours.verify_ms(prompts[0])
         fresh_prompts = (random_tokens(vocab, prefix_length, seed) for seed in count(10_000))
         actions["beside prompts"] = lambda: ours.beside_prompts_ms(prompts[0], fresh_prompts)
-        with torch_engine(replace(config, overlap_prefill=False)) as waiting:
+        with embedded_engine(replace(config, overlap_prefill=False)) as waiting:
             actions["beside prompts, in turns with them"] = lambda: Ours(waiting).beside_prompts_ms(prompts[0], fresh_prompts)
             figures = in_turns(actions, num_rounds)
         branches = [random_tokens(vocab, BRANCH_TOKENS, 100 + seed) for seed in range(BRANCHES)]

@@ -1,4 +1,4 @@
-"""``make bench-gpu``: how near the torch engine's decoding comes to what the card's memory allows, with and without CUDA graphs.
+"""``make bench-gpu``: how near decoding by the embedded engine comes to what the card allows, with and without CUDA graphs.
 
 Decoding reads every weight once an iteration, so the roof of one sequence's speed is the memory's bandwidth over the bytes that a
 token needs. The bandwidth is measured on the same card, by copying; the model has random weights, which cost the same. With
@@ -22,16 +22,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from bench.engine import NUM_DECODED, Ours, device_line, random_tokens, torch_engine
+from bench.engine import NUM_DECODED, Ours, device_line, embedded_engine, random_tokens
 from bench.timing import Spread, in_turns
+from lr_backend.embedded.checkpoint import ModelSpec
+from lr_backend.embedded.config import EngineConfig
+from lr_backend.embedded.memory import bytes_a_token
+from lr_backend.embedded.random_checkpoint import random_model, tensor_shapes
 from lr_backend.errors import ConfigError
 from lr_backend.hardware.cost import Iteration, ProfileCosts
 from lr_backend.hardware.overheads import Overheads
 from lr_backend.hardware.profile import Profile, ProfileKey, find
-from lr_backend.torch_engine.checkpoint import ModelSpec
-from lr_backend.torch_engine.config import EngineConfig
-from lr_backend.torch_engine.memory import bytes_a_token
-from lr_backend.torch_engine.random_checkpoint import random_model, tensor_shapes
 
 _PROFILED = {"qwen3-32b": "Qwen3-32B", "qwen3-1.7b": "Qwen3-1.7B", "qwen3-8b": "Qwen3-8B"}
 """Model of a hardware profile by shape."""
@@ -141,7 +141,7 @@ def measure(spec: ModelSpec, device: str, dtype: str, prefix: int, num_rounds: i
         actions: dict[str, Callable[[], float]] = {}
         for launch in launches:
             # They share one model: its weights are only read, and one engine runs at a time.
-            engine = torch_engine(replace(config, use_cuda_graphs=launch == "graphs"), model)
+            engine = embedded_engine(replace(config, use_cuda_graphs=launch == "graphs"), model)
             ours = Ours(opened.enter_context(engine))
             # The largest first, so that what is recorded in the round before the first stays valid.
             for batch in sorted(batches, reverse=True):

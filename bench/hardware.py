@@ -13,14 +13,14 @@ import numpy as np
 from demo.asking import cost_ratio, seconds_a_token
 from demo.problems import Problem
 from demo.tokenizer import chat, load_tokenizer
-from lr_backend.build.spec import TorchDeployment
+from lr_backend.build.spec import EmbeddedDeployment
 from lr_backend.contract import IntArray
 from lr_backend.emulated.workload import Workload
 from lr_backend.engine import Role
 from lr_backend.hardware.machine import LinearTimes
 from lr_backend.plan.simulation import Policy, Scenario, speedup
 from lr_backend.request import LookaheadRequest
-from lr_backend.triton.server import TritonServer
+from lr_backend.serve.server import TritonServer
 
 PARALLEL = (1, 2, 4)
 TIMING_TOKENS = 96
@@ -70,7 +70,7 @@ class Hardware:
         return {**asdict(self), "crowding": self.crowding, "num_cores": self.num_cores}
 
 
-def measure_hardware(server: TritonServer, spec: TorchDeployment, problem: Problem) -> Hardware:
+def measure_hardware(server: TritonServer, spec: EmbeddedDeployment, problem: Problem) -> Hardware:
     """Time the engines of an idle server; each figure is the best of a few rounds."""
     tokenizer = load_tokenizer(spec.checkpoint_dir(Role.TARGET))
     prompt = np.asarray(tokenizer.encode(chat(problem.question), add_special_tokens=False), dtype=np.int32)

@@ -29,7 +29,7 @@ from bench.maps_plot import draw_limits, draw_maps
 from lr_backend.build.gpu_spec import GpuDeployment
 from lr_backend.build.pace import kv_tokens, machine_of, pace_of, stood_for
 from lr_backend.build.placements import Where, resized
-from lr_backend.cli_errors import fail
+from lr_backend.cli.errors import fail
 from lr_backend.emulated.workload import Workload
 from lr_backend.engine import Role
 from lr_backend.errors import LookaheadError

@@ -26,11 +26,11 @@ from rich.table import Table
 from demo.asking import demo_spec, serving
 from demo.problems import problems
 from lr_backend.build.base import Layout
-from lr_backend.build.spec import TorchDeployment
+from lr_backend.build.spec import EmbeddedDeployment
+from lr_backend.embedded.random_checkpoint import write_random_checkpoint
 from lr_backend.engine import Role
-from lr_backend.torch_engine.random_checkpoint import write_random_checkpoint
+from lr_backend.serve.server import TritonServer
 from lr_backend.triton.refresher import REFRESH_S
-from lr_backend.triton.server import TritonServer
 
 STEP_TOKENS = 24
 TIMEOUT_S = 300.0
@@ -70,7 +70,7 @@ class Overhead:
         return self.seconds / self.num_calls * 1e3
 
 
-def random_models(spec: TorchDeployment, folder: Path, shapes: Mapping[Role, Mapping[str, Any]]) -> TorchDeployment:
+def random_models(spec: EmbeddedDeployment, folder: Path, shapes: Mapping[Role, Mapping[str, Any]]) -> EmbeddedDeployment:
     """``spec`` with random models of these shapes in place of its own; the prompt opens the reasoning and steps are cut."""
     changed = {}
     for role, shape in shapes.items():
@@ -94,7 +94,7 @@ def busy_seconds(server: TritonServer) -> dict[str, float]:
     return server.counter("lr_engine_busy_seconds_total")
 
 
-def measure(spec: TorchDeployment, questions: Sequence[str], max_tokens: int) -> Overhead:
+def measure(spec: EmbeddedDeployment, questions: Sequence[str], max_tokens: int) -> Overhead:
     """Ask one question after another in ``lr_sd`` at ``max_depth`` 1; the first one warms up and is not counted."""
     options = Options(mode="lr_sd", max_depth=1, max_tokens=max_tokens, temperature=0.6, stream=False)
     usages: list[Usage] = []

@@ -29,7 +29,7 @@ from rich.table import Table
 from demo.asking import console_of_any_width, demo_spec
 from demo.pace import AHEAD, BASELINE, ROWS, SYSTEM, Hops, Paced, Row, compare, hops, stage
 from demo.problems import Problem, problems
-from lr_backend.cli_errors import fail
+from lr_backend.cli.errors import fail
 from lr_backend.errors import LookaheadError, TraceError
 from lr_backend.hardware.lateness import Lateness
 from lr_backend.hardware.machine import Machine

@@ -27,7 +27,7 @@ from rich.table import Table
 from bench.synchronous import SynchronousLookahead
 from bench.synchronous import Texts as ReadAs
 from lr_backend.build.pace import machine_of, pace_of, stood_for
-from lr_backend.cli_errors import fail
+from lr_backend.cli.errors import fail
 from lr_backend.contract import IntArray
 from lr_backend.emulated.texts import Texts
 from lr_backend.emulated.vocabulary import END, FIRST_WORD, NUM_WORDS, UNLIKE, VOCABULARY
@@ -38,12 +38,12 @@ from lr_backend.hardware.profile import find, label_of
 from lr_backend.loop.assemble import Engines
 from lr_backend.loop.ledger import Ledger
 from lr_backend.loop.seeds import Seeds
-from lr_backend.loop.steps import StepRules
 from lr_backend.loop.writer import StepWriter
 from lr_backend.plan.equal_gpus import BY_ITSELF, COMPILED, DRAFT_TOKENS, LLM_API
 from lr_backend.plan.simulation import Policy, Scenario, judge_prompt, ms_a_token, run_on_engines, simulate
 from lr_backend.request import Mode
-from lr_backend.step import StepEnd
+from lr_backend.steps.rules import StepRules
+from lr_backend.steps.step import StepEnd
 
 SCORE_QUESTION_TOKENS = 80
 """SpecReason's question for a score, about as long as its prompt."""

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from demo.asking import console_of_any_width
-from lr_backend.cli_errors import fail, refuse
+from lr_backend.cli.errors import fail, refuse
 from lr_backend.emulated.workload import Workload, published
 from lr_backend.engine import Role
 from lr_backend.errors import LookaheadError

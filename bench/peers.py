@@ -41,12 +41,12 @@ from demo.measure import INTERVAL, NUM_RESAMPLES, ModeReport, Sample, report
 from demo.problems import Problem, check_answer, problems
 from demo.run import MODES, best_baseline
 from demo.tokenizer import chat
-from lr_backend.build.spec import TorchDeployment
+from lr_backend.build.spec import EmbeddedDeployment
 from lr_backend.contract import IntArray, encode_stop_words
+from lr_backend.embedded.config import EngineConfig
 from lr_backend.engine import GREEDY, EngineCall, Generation, Role, Sampling
 from lr_backend.loop.assemble import Engines
-from lr_backend.loop.steps import StepRules
-from lr_backend.torch_engine.config import EngineConfig
+from lr_backend.steps.rules import StepRules
 from lr_backend.triton.models import end_ids, load_models
 
 PROBLEM_SEED = 3030
@@ -78,7 +78,7 @@ def sampling_of(temperature: float) -> Sampling:
 class TransformersPeer:
     """``generate`` on the demo's checkpoints, in float32 as the engines compute."""
 
-    def __init__(self, spec: TorchDeployment, tokenizer: Any, temperature: float) -> None:
+    def __init__(self, spec: EmbeddedDeployment, tokenizer: Any, temperature: float) -> None:
         self._tokenizer = tokenizer
         self._target, self.draft = (self._model(spec.checkpoint_dir(role)) for role in (Role.TARGET, Role.DRAFT))
         ends = end_ids(tokenizer, spec.checkpoint_dir(Role.TARGET))
@@ -157,7 +157,7 @@ class SynchronousPeer:
 
 
 @contextmanager
-def synchronous_peer(url: str, spec: TorchDeployment, sampling: Sampling, max_depth: int) -> Iterator[SynchronousPeer]:
+def synchronous_peer(url: str, spec: EmbeddedDeployment, sampling: Sampling, max_depth: int) -> Iterator[SynchronousPeer]:
     models = load_models(spec.loop_config())
     ends = end_ids(models.tokenizer, spec.checkpoint_dir(Role.TARGET))
     # The reference knows no end of the reasoning: its steps end at blank lines alone.

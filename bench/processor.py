@@ -22,8 +22,8 @@ from bench.engine import device_line
 from demo.asking import ask, demo_spec, serving
 from demo.problems import problems
 from lr_backend.build.base import Layout
+from lr_backend.embedded.config import EngineConfig
 from lr_backend.engine import Role
-from lr_backend.torch_engine.config import EngineConfig
 
 MODES = ("ar", "lr", "lr_sd")
 SERVER = "tritonserver"

@@ -20,29 +20,29 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from bench.engine import CHECKPOINT, config_of, device_line, random_tokens, torch_engine
+from bench.engine import CHECKPOINT, config_of, device_line, embedded_engine, random_tokens
+from lr_backend.embedded import engine as engine_module
+from lr_backend.embedded.config import EngineConfig
+from lr_backend.embedded.engine import EmbeddedEngine
+from lr_backend.embedded.native.model import NativeModel
+from lr_backend.embedded.native.run import RunAhead
+from lr_backend.embedded.native.runner import NativeRunner
+from lr_backend.embedded.reference.attention import DecodeGroup, IterationAttention
+from lr_backend.embedded.reference.decode_window import DecodeWindow
+from lr_backend.embedded.reference.kv_store import KvStore
+from lr_backend.embedded.reference.model import DecoderModel
+from lr_backend.embedded.reference.product import ByteProduct, DenseProduct, HalfProduct
+from lr_backend.embedded.reference.runner import TorchRunner
+from lr_backend.embedded.scheduler import Scheduler
 from lr_backend.engine import Sampling
-from lr_backend.torch_engine import engine as engine_module
-from lr_backend.torch_engine.attention import DecodeGroup, IterationAttention
-from lr_backend.torch_engine.config import EngineConfig
-from lr_backend.torch_engine.decode_window import DecodeWindow
-from lr_backend.torch_engine.engine import TorchEngine
-from lr_backend.torch_engine.inprocess import run_all
-from lr_backend.torch_engine.kv_store import KvStore
-from lr_backend.torch_engine.model import DecoderModel
-from lr_backend.torch_engine.native_model import NativeModel
-from lr_backend.torch_engine.native_run import RunAhead
-from lr_backend.torch_engine.native_runner import NativeRunner
-from lr_backend.torch_engine.product import ByteProduct, DenseProduct, HalfProduct
-from lr_backend.torch_engine.request import EngineRequest
-from lr_backend.torch_engine.scheduler import Scheduler
-from lr_backend.torch_engine.torch_runner import TorchRunner
+from lr_backend.engine.inprocess import run_all
+from lr_backend.engine.request import EngineRequest
 
 NUM_DECODED = 64
 SAMPLINGS = {"greedy": Sampling(), "T 0.6, top_k 20, top_p 0.95": Sampling(0.6, 20, 0.95)}
 PARTS: tuple[tuple[str, Any, str], ...] = (
-    ("books: wake, tokens, ends", TorchEngine, "_iterate"),
-    ("books: wake, tokens, ends", TorchEngine, "_take_work"),
+    ("books: wake, tokens, ends", EmbeddedEngine, "_iterate"),
+    ("books: wake, tokens, ends", EmbeddedEngine, "_take_work"),
     ("schedule", Scheduler, "schedule"),
     ("inputs: lists to tensors", TorchRunner, "run"),
     ("inputs: lists to tensors", NativeRunner, "run"),
@@ -101,7 +101,7 @@ class Stopwatch:
 def profile(config: EngineConfig, batch: int, sampling: Sampling, prefix_length: int) -> dict[str, float]:
     """Microseconds an iteration by part, in the order of ``PARTS``; those of the kernels that were not used are left out."""
     watch = Stopwatch()
-    with torch_engine(config) as engine, ExitStack() as patched:
+    with embedded_engine(config) as engine, ExitStack() as patched:
         vocab = engine.spec.vocab_size
         prompts = [random_tokens(vocab, prefix_length, seed) for seed in range(batch)]
         for seed in (0, 1):  # the first round warms up

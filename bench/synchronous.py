@@ -27,9 +27,9 @@ from lr_backend.engine import Engine, Role, Sampling
 from lr_backend.loop.assemble import Engines
 from lr_backend.loop.ledger import Ledger
 from lr_backend.loop.seeds import Seeds
-from lr_backend.loop.steps import StepRules
 from lr_backend.loop.writer import StepWriter
-from lr_backend.step import Step, StepEnd
+from lr_backend.steps.rules import StepRules
+from lr_backend.steps.step import Step, StepEnd
 from lr_backend.verify import StepPair
 from lr_backend.verify.judge import JudgeVerifier
 from lr_backend.verify.judge_prompt import JudgePrompt

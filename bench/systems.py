@@ -39,12 +39,12 @@ from demo.asking import demo_spec, serving
 from demo.measure import paired_speedup, rotated
 from demo.problems import problems
 from lr_backend.build.base import Layout
-from lr_backend.build.spec import TorchDeployment
+from lr_backend.build.spec import EmbeddedDeployment
+from lr_backend.embedded.config import EngineConfig
+from lr_backend.embedded.random_checkpoint import write_random_checkpoint, write_random_config
 from lr_backend.engine import Role
 from lr_backend.policy.formulas import ceiling
 from lr_backend.request import LookaheadRequest
-from lr_backend.torch_engine.config import EngineConfig
-from lr_backend.torch_engine.random_checkpoint import write_random_checkpoint, write_random_config
 from lr_backend.triton.models import load_tokenizer
 
 
@@ -168,7 +168,7 @@ def figures(measured: Mapping[Setting, Measured], hardware: Hardware) -> list[Fi
 # The models --------------------------------------------------------------------------------------------------------
 
 
-def random_deployment(folder: Path, shapes: Mapping[Role, str], *, device: str, judged: bool) -> TorchDeployment:
+def random_deployment(folder: Path, shapes: Mapping[Role, str], *, device: str, judged: bool) -> EmbeddedDeployment:
     """The demo's deployment with random models of these shapes; the prompt opens the reasoning, and steps end at their cap.
 
     On a CPU checkpoints are written, since the decoder in C reads files. On CUDA the engines draw their weights: 32 billion of

@@ -32,9 +32,9 @@ from demo.judge_pairs import pairs
 from demo.problems import problems, same_meaning
 from demo.shares import Share
 from lr_backend.config import LoopConfig
+from lr_backend.engine.inprocess import InProcessEngine
 from lr_backend.request import LookaheadRequest
-from lr_backend.step import Step, StepEnd
-from lr_backend.torch_engine.inprocess import InProcessEngine
+from lr_backend.steps.step import Step, StepEnd
 from lr_backend.verify import Reason, StepPair, Verdict, Verifier, VerifierParts, make_verifier
 from lr_backend.verify.cascade import CascadeVerifier, NumericVeto
 from lr_backend.verify.judge_prompt import JudgePrompt

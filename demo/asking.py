@@ -21,10 +21,10 @@ from demo.problems import Problem, check_answer
 from demo.tokenizer import chat, load_tokenizer
 from lr_backend.build.base import Layout
 from lr_backend.build.repository import build_repository
-from lr_backend.build.spec import DeploymentSpec, TorchDeployment
+from lr_backend.build.spec import DeploymentSpec, EmbeddedDeployment
 from lr_backend.contract import IntArray
 from lr_backend.engine import EngineCall, Role
-from lr_backend.triton.server import ServerOptions, TritonServer
+from lr_backend.serve.server import ServerOptions, TritonServer
 
 Asked = TypeVar("Asked")
 
@@ -39,10 +39,10 @@ def console_of_any_width() -> Console:
     return console if console.is_terminal else Console(width=PIPED_WIDTH)
 
 
-def demo_spec(layout: Layout | None = None) -> TorchDeployment:
+def demo_spec(layout: Layout | None = None) -> EmbeddedDeployment:
     """The deployment of the demo models; ``layout`` instead of its own."""
     spec = DeploymentSpec.load("demo")
-    assert isinstance(spec, TorchDeployment)
+    assert isinstance(spec, EmbeddedDeployment)
     return spec if layout is None else spec.model_copy(update={"server": spec.server.model_copy(update={"layout": layout})})
 
 
@@ -92,7 +92,7 @@ def seconds_a_token(url: str, model: str, prompt: IntArray, num_tokens: int = 96
     return min(times_s)
 
 
-def cost_ratio(server: TritonServer, spec: TorchDeployment, problem: Problem) -> float:
+def cost_ratio(server: TritonServer, spec: EmbeddedDeployment, problem: Problem) -> float:
     """c: a drafted step's time over a target step's of as many tokens, each model alone."""
     tokenizer = load_tokenizer(spec.checkpoint_dir(Role.TARGET))
     prompt = np.asarray(tokenizer.encode(chat(problem.question), add_special_tokens=False), dtype=np.int32)

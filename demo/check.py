@@ -20,11 +20,11 @@ from demo.judge_pairs import pairs
 from demo.problems import DELIMITER, Problem, Split, check_answer, problems, same_meaning
 from demo.shares import Share
 from demo.tokenizer import CONTEXT, END_THINK, TURN_END, chat, load_tokenizer
+from lr_backend.embedded.config import EngineConfig
+from lr_backend.embedded.engine import EmbeddedEngine
 from lr_backend.engine import GREEDY, Sampling
-from lr_backend.torch_engine.config import EngineConfig
-from lr_backend.torch_engine.engine import TorchEngine
-from lr_backend.torch_engine.inprocess import run_all
-from lr_backend.torch_engine.request import EngineRequest, StopWords
+from lr_backend.engine.inprocess import run_all
+from lr_backend.engine.request import EngineRequest, StopWords
 from lr_backend.verify.judge_prompt import JudgePrompt, parse_verdict
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
@@ -41,7 +41,7 @@ DRAFT_SEED = 1 << 32
 class Model:
     """A checkpoint on the embedded engine, and its tokenizer."""
 
-    engine: TorchEngine
+    engine: EmbeddedEngine
     tokenizer: PreTrainedTokenizerFast
 
     @classmethod
@@ -56,7 +56,7 @@ class Model:
             max_seq_len=CONTEXT,
             weight_dtype=weight_dtype,
         )
-        return cls(TorchEngine(config), load_tokenizer(directory))
+        return cls(EmbeddedEngine(config), load_tokenizer(directory))
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)

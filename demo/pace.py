@@ -24,7 +24,7 @@ from demo.asking import ask, in_turns, serving
 from demo.measure import ModeReport, Sample, report
 from demo.problems import Problem
 from lr_backend.build.paced import paced
-from lr_backend.build.spec import TorchDeployment
+from lr_backend.build.spec import EmbeddedDeployment
 from lr_backend.engine import Role
 from lr_backend.hardware.lateness import MAX_LATE_SHARE, Lateness
 from lr_backend.hardware.machine import Machine
@@ -34,9 +34,9 @@ from lr_backend.plan.losses import engines_alone
 from lr_backend.plan.simulation import Policy, Scenario, ms_a_token, simulate
 from lr_backend.plan.table import LEAST_STEPS, plan_row
 from lr_backend.request import LookaheadRequest, Mode, with_defaults
+from lr_backend.serve.server import TritonServer
 from lr_backend.trace.schema import Call, Trace
 from lr_backend.triton.refresher import REFRESH_S
-from lr_backend.triton.server import TritonServer
 
 SYSTEM = "h200_sxm"
 BASELINE = "ar"
@@ -65,7 +65,7 @@ TIMEOUT_S = 600.0
 class Stage:
     """A server at some pace, and who asks it."""
 
-    spec: TorchDeployment
+    spec: EmbeddedDeployment
     server: TritonServer
     client: Client
 
@@ -90,7 +90,7 @@ class Paced:
         traces: of each row, those of its answers.
     """
 
-    spec: TorchDeployment
+    spec: EmbeddedDeployment
     asked: Mapping[str, Row]
     samples: Sequence[Sample]
     traces: Mapping[str, Sequence[Trace]]
@@ -198,7 +198,7 @@ def _plain_calls(found: Paced, role: Role) -> Iterable[Call]:
 
 @contextmanager
 def stage(
-    spec: TorchDeployment,
+    spec: EmbeddedDeployment,
     system: str,
     probes: Sequence[Problem],
     folder: Path,

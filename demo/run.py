@@ -28,7 +28,7 @@ from demo.asking import MAX_TOKENS, REQUEST_TIMEOUT_S, ask, console_of_any_width
 from demo.measure import ModeReport, Sample, report
 from demo.problems import Problem, problems
 from lr_backend.build.base import Layout
-from lr_backend.build.spec import TorchDeployment
+from lr_backend.build.spec import EmbeddedDeployment
 from lr_backend.policy.formulas import ceiling
 from lr_backend.request import LookaheadRequest
 from lr_backend.trace.analysis import analyse
@@ -145,7 +145,7 @@ def _number(value: float | None) -> str:
 
 
 def at_production_pace(
-    spec: TorchDeployment,
+    spec: EmbeddedDeployment,
     questions: list[Problem],
     num_problems: int | None,
     temperature: float,
@@ -182,7 +182,7 @@ def at_production_pace(
 
 
 def on_this_cpu(
-    spec: TorchDeployment, questions: list[Problem], temperature: float, console: Console, folder: Path
+    spec: EmbeddedDeployment, questions: list[Problem], temperature: float, console: Console, folder: Path
 ) -> dict[str, Any]:
     """The modes unpaced, each against the best setting of ``ar``."""
     other_threads = {1, os.cpu_count() or 1} - {spec.target.num_threads}

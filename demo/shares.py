@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from math import sqrt
 
-from lr_backend.loop.audit import Z_95
+from lr_backend.audit.desk import Z_95
 
 
 def wilson(share: float, num: float) -> tuple[float, float]:

@@ -161,11 +161,11 @@ class LoopConfig(BaseModel):
         random_asks_judge: the verifier ``random`` waits for the judge and disregards its word: chance decides in the time of a
             verdict. For benchmarks of sizes whose judge has no trained weights.
         coupled_noise: target and draft draw the token at a position with noise that follows from the call's seed and the position
-            alone (:mod:`lr_backend.torch_engine`); sampled ``lossless`` answers need it. TensorRT-LLM's engines do not.
+            alone (:mod:`lr_backend.embedded`); sampled ``lossless`` answers need it. TensorRT-LLM's engines do not.
         own_branches: go on from a target step while the verdict on the drafted one is pending.
         engine_drafts: the target's engine holds the draft model too and guesses by itself where a call asks for it
             (``num_draft_tokens``); the proposer ``engine`` needs it.
-        engines: parameters of the torch engines that the step loop's own process runs, by role; empty: it calls the server's
+        engines: parameters of the embedded engines that the step loop's own process runs, by role; empty: it calls the server's
             models of these names by BLS.
         pace: at whose pace the engines run, as it must stand beside every time; empty: at this machine's own.
         cascade: where the ``cascade`` verifier's cheap score is clear.

@@ -2,7 +2,7 @@
 
 ``ENGINE_INPUTS`` and ``ENGINE_OUTPUTS`` are the ``tensorrt_llm`` model of TensorRT-LLM 1.2.1
 (``triton_backend/all_models/inflight_batcher_llm/tensorrt_llm/config.pbtxt``): same names, dtypes, dims, reshape, ragged and
-optional flags. Every engine of ours, compiled or torch, is served behind them. What clients of the ``lookahead`` model see is
+optional flags. Every engine of ours, compiled or embedded, is served behind them. What clients of the ``lookahead`` model see is
 made from the request (:mod:`lr_backend.fields`).
 
 Config files, encoding, decoding and tests read these tables; nothing else in the project spells a tensor's dtype or dims.
@@ -42,7 +42,7 @@ class TensorSpec:
         dims: shape without the batch dimension; -1 is free.
         scalar: the backend sees shape ``[]``: ``reshape { shape: [] }`` in the config file.
         ragged: requests of one Triton batch may differ in the free dims.
-        torch: the torch engine implements it; an input it does not implement is refused by name.
+        embedded: the embedded engine implements it; an input it does not implement is refused by name.
     """
 
     name: str
@@ -51,7 +51,7 @@ class TensorSpec:
     optional: bool = True
     scalar: bool = False
     ragged: bool = False
-    torch: bool = False
+    embedded: bool = False
 
     @property
     def numpy_dtype(self) -> Any:
@@ -70,41 +70,41 @@ class TensorSpec:
         return "  {\n" + "".join(f"    {line}\n" for line in lines) + "  }"
 
 
-def _scalar(name: str, dtype: str, *, optional: bool = True, torch: bool = False) -> TensorSpec:
-    return TensorSpec(name, dtype, (1,), optional=optional, scalar=True, torch=torch)
+def _scalar(name: str, dtype: str, *, optional: bool = True, embedded: bool = False) -> TensorSpec:
+    return TensorSpec(name, dtype, (1,), optional=optional, scalar=True, embedded=embedded)
 
 
-def _ragged(name: str, dtype: str, *dims: int, torch: bool = False) -> TensorSpec:
-    return TensorSpec(name, dtype, dims, ragged=True, torch=torch)
+def _ragged(name: str, dtype: str, *dims: int, embedded: bool = False) -> TensorSpec:
+    return TensorSpec(name, dtype, dims, ragged=True, embedded=embedded)
 
 
-def _output(name: str, dtype: str, *dims: int, torch: bool = False) -> TensorSpec:
-    return TensorSpec(name, dtype, dims, optional=False, torch=torch)
+def _output(name: str, dtype: str, *dims: int, embedded: bool = False) -> TensorSpec:
+    return TensorSpec(name, dtype, dims, optional=False, embedded=embedded)
 
 
 LOGITS_DTYPE = "FP32"
 
 ENGINE_INPUTS: tuple[TensorSpec, ...] = (
-    _ragged("input_ids", "INT32", -1, torch=True),
+    _ragged("input_ids", "INT32", -1, embedded=True),
     _ragged("encoder_input_features", "FP16", -1, -1),
     _scalar("encoder_output_lengths", "INT32"),
-    _scalar("input_lengths", "INT32", optional=False, torch=True),
-    _scalar("request_output_len", "INT32", optional=False, torch=True),
+    _scalar("input_lengths", "INT32", optional=False, embedded=True),
+    _scalar("request_output_len", "INT32", optional=False, embedded=True),
     _scalar("num_return_sequences", "INT32"),
-    _ragged("draft_input_ids", "INT32", -1, torch=True),
+    _ragged("draft_input_ids", "INT32", -1, embedded=True),
     _ragged("decoder_input_ids", "INT32", -1),
     _scalar("decoder_input_lengths", "INT32"),
-    _ragged("draft_logits", LOGITS_DTYPE, -1, -1, torch=True),
-    _scalar("draft_acceptance_threshold", "FP32", torch=True),
-    _scalar("end_id", "INT32", torch=True),
-    _scalar("pad_id", "INT32", torch=True),
-    _ragged("stop_words_list", "INT32", 2, -1, torch=True),
+    _ragged("draft_logits", LOGITS_DTYPE, -1, -1, embedded=True),
+    _scalar("draft_acceptance_threshold", "FP32", embedded=True),
+    _scalar("end_id", "INT32", embedded=True),
+    _scalar("pad_id", "INT32", embedded=True),
+    _ragged("stop_words_list", "INT32", 2, -1, embedded=True),
     _ragged("bad_words_list", "INT32", 2, -1),
     _ragged("embedding_bias", "FP32", -1),
-    _scalar("beam_width", "INT32", torch=True),
-    _scalar("temperature", "FP32", torch=True),
-    _scalar("runtime_top_k", "INT32", torch=True),
-    _scalar("runtime_top_p", "FP32", torch=True),
+    _scalar("beam_width", "INT32", embedded=True),
+    _scalar("temperature", "FP32", embedded=True),
+    _scalar("runtime_top_k", "INT32", embedded=True),
+    _scalar("runtime_top_p", "FP32", embedded=True),
     _scalar("runtime_top_p_min", "FP32"),
     _scalar("runtime_top_p_decay", "FP32"),
     _scalar("runtime_top_p_reset_ids", "INT32"),
@@ -114,17 +114,17 @@ ENGINE_INPUTS: tuple[TensorSpec, ...] = (
     _scalar("frequency_penalty", "FP32"),
     _scalar("beam_search_diversity_rate", "FP32"),
     _scalar("early_stopping", "BOOL"),
-    _scalar("min_tokens", "INT32", torch=True),
-    _scalar("seed", "UINT64", torch=True),
-    _scalar("return_log_probs", "BOOL", torch=True),
+    _scalar("min_tokens", "INT32", embedded=True),
+    _scalar("seed", "UINT64", embedded=True),
+    _scalar("return_log_probs", "BOOL", embedded=True),
     _scalar("return_context_logits", "BOOL"),
     _scalar("return_generation_logits", "BOOL"),
-    _scalar("return_perf_metrics", "BOOL", torch=True),
-    _scalar("return_num_input_tokens", "BOOL", torch=True),
-    _scalar("return_num_output_tokens", "BOOL", torch=True),
-    _scalar("exclude_input_in_output", "BOOL", torch=True),
-    _scalar("stop", "BOOL", torch=True),
-    _scalar("streaming", "BOOL", torch=True),
+    _scalar("return_perf_metrics", "BOOL", embedded=True),
+    _scalar("return_num_input_tokens", "BOOL", embedded=True),
+    _scalar("return_num_output_tokens", "BOOL", embedded=True),
+    _scalar("exclude_input_in_output", "BOOL", embedded=True),
+    _scalar("stop", "BOOL", embedded=True),
+    _scalar("streaming", "BOOL", embedded=True),
     _ragged("prompt_embedding_table", "FP16", -1, -1),
     _ragged("prompt_table_extra_ids", "UINT64", -1),
     _scalar("prompt_vocab_size", "INT32"),
@@ -149,36 +149,36 @@ ENGINE_INPUTS: tuple[TensorSpec, ...] = (
     _ragged("lookahead_verification_set_size", "INT32", 1),
 )
 
-TORCH_ENGINE_INPUTS: tuple[TensorSpec, ...] = (*ENGINE_INPUTS, _scalar("num_draft_tokens", "INT32", torch=True))
-"""What the torch engine takes: upstream's, and how many tokens its own draft model may guess for a pass. A compiled engine that
-holds a draft model guesses for all requests alike, and has no tensor for it."""
+EMBEDDED_ENGINE_INPUTS: tuple[TensorSpec, ...] = (*ENGINE_INPUTS, _scalar("num_draft_tokens", "INT32", embedded=True))
+"""What the embedded engine takes: upstream's, and how many draft tokens its own draft model may write for a pass. A compiled
+engine with a draft model of its own drafts for all requests alike, and has no tensor for it."""
 
 ENGINE_OUTPUTS: tuple[TensorSpec, ...] = (
-    _output("output_ids", "INT32", -1, -1, torch=True),
-    _output("sequence_length", "INT32", -1, torch=True),
-    _output("cum_log_probs", "FP32", -1, torch=True),
-    _output("output_log_probs", "FP32", -1, -1, torch=True),
+    _output("output_ids", "INT32", -1, -1, embedded=True),
+    _output("sequence_length", "INT32", -1, embedded=True),
+    _output("cum_log_probs", "FP32", -1, embedded=True),
+    _output("output_log_probs", "FP32", -1, -1, embedded=True),
     _output("context_logits", LOGITS_DTYPE, -1, -1),
     _output("generation_logits", LOGITS_DTYPE, -1, -1, -1),
     _output("batch_index", "INT32", 1),
     _output("sequence_index", "INT32", 1),
     _output("context_phase_params", "UINT8", -1),
-    _output("kv_cache_alloc_new_blocks", "INT32", 1, torch=True),
-    _output("kv_cache_reused_blocks", "INT32", 1, torch=True),
-    _output("kv_cache_alloc_total_blocks", "INT32", 1, torch=True),
-    _output("arrival_time_ns", "INT64", 1, torch=True),
-    _output("first_scheduled_time_ns", "INT64", 1, torch=True),
-    _output("first_token_time_ns", "INT64", 1, torch=True),
-    _output("last_token_time_ns", "INT64", 1, torch=True),
-    _output("acceptance_rate", "FP32", 1, torch=True),
-    _output("total_accepted_draft_tokens", "INT32", 1, torch=True),
-    _output("total_draft_tokens", "INT32", 1, torch=True),
-    _output("num_input_tokens", "INT32", 1, torch=True),
-    _output("num_output_tokens", "INT32", 1, torch=True),
+    _output("kv_cache_alloc_new_blocks", "INT32", 1, embedded=True),
+    _output("kv_cache_reused_blocks", "INT32", 1, embedded=True),
+    _output("kv_cache_alloc_total_blocks", "INT32", 1, embedded=True),
+    _output("arrival_time_ns", "INT64", 1, embedded=True),
+    _output("first_scheduled_time_ns", "INT64", 1, embedded=True),
+    _output("first_token_time_ns", "INT64", 1, embedded=True),
+    _output("last_token_time_ns", "INT64", 1, embedded=True),
+    _output("acceptance_rate", "FP32", 1, embedded=True),
+    _output("total_accepted_draft_tokens", "INT32", 1, embedded=True),
+    _output("total_draft_tokens", "INT32", 1, embedded=True),
+    _output("num_input_tokens", "INT32", 1, embedded=True),
+    _output("num_output_tokens", "INT32", 1, embedded=True),
 )
 
 
-BY_NAME: dict[str, TensorSpec] = {spec.name: spec for spec in TORCH_ENGINE_INPUTS + ENGINE_OUTPUTS}
+BY_NAME: dict[str, TensorSpec] = {spec.name: spec for spec in EMBEDDED_ENGINE_INPUTS + ENGINE_OUTPUTS}
 
 
 def engine_tensor(name: str, values: Any, *, batched: bool = True) -> npt.NDArray[Any]:

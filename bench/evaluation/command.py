@@ -26,7 +26,7 @@ from bench.evaluation.scoring import Outcome
 from bench.evaluation.summary import BASELINE, DEFAULT_MARGIN, Run, Summary, summarise
 from bench.evaluation.tasks import DATA_DIR_VARIABLE, NAMES, DataSet, load
 from bench.evaluation.turns import Turn, option_fields, rounds, turns
-from lr_backend.build.spec import DeploymentSpec, TorchDeployment
+from lr_backend.build.spec import DeploymentSpec, EmbeddedDeployment
 
 MODES = "ar,sd,lr,lr_sd"
 DATA_SEED = 2025
@@ -178,7 +178,7 @@ def run_evaluation(
     out: Path,
     *,
     url: str | None,
-    deployment: TorchDeployment | None,
+    deployment: EmbeddedDeployment | None,
     console: Console,
     scorers: int = 2,
     scorer_timeout_s: float = workers.DEFAULT_TIMEOUT_S,
@@ -213,9 +213,9 @@ def run_evaluation(
     return directory
 
 
-def deployment_of(spec: str) -> TorchDeployment:
+def deployment_of(spec: str) -> EmbeddedDeployment:
     found = DeploymentSpec.load(spec)
-    if not isinstance(found, TorchDeployment):
+    if not isinstance(found, EmbeddedDeployment):
         raise EvaluationError(f"the spec {found.name} is served from its own container: start it there, and give its --url")
     return found
 
@@ -225,7 +225,7 @@ def _ask(
     plan: Plan,
     directory: RunDirectory,
     url: str | None,
-    deployment: TorchDeployment | None,
+    deployment: EmbeddedDeployment | None,
     console: Console,
     num_wanted: int,
     num_there: int,
@@ -279,7 +279,7 @@ def _client(url: str) -> Client:
 
 
 @contextmanager
-def _own_server(deployment: TorchDeployment, directory: RunDirectory, console: Console) -> Iterator[Client]:
+def _own_server(deployment: EmbeddedDeployment, directory: RunDirectory, console: Console) -> Iterator[Client]:
     """A server of this spec, its engines timed while nothing else runs."""
     from bench.hardware import measure_hardware
     from demo.asking import serving

@@ -17,7 +17,7 @@ from bench.evaluation.summary import BASELINE, DEFAULT_MARGIN
 from bench.evaluation.tasks import load
 from bench.evaluation.turns import turns
 from demo.asking import MAX_TOKENS, demo_spec
-from lr_backend.build.spec import TorchDeployment
+from lr_backend.build.spec import EmbeddedDeployment
 from lr_backend.request import VerifierName
 
 ALWAYS = ("random@0.3", "random@0.5", "random@0.7", "random@0.9", "exact", "judge", "cascade")
@@ -32,7 +32,7 @@ def chosen_verifiers(given: str, embedding: bool) -> tuple[str, ...]:
     return (*ALWAYS, *(WITH_EMBEDDING if embedding else ()))
 
 
-def deployment(embedding_dir: Path | None) -> TorchDeployment:
+def deployment(embedding_dir: Path | None) -> EmbeddedDeployment:
     """The demo's, with a sentence embedding where there is one."""
     spec = demo_spec()
     if embedding_dir is None:

@@ -40,8 +40,8 @@ def machine() -> str:
     """What it runs on."""
     from bench.engine import device_line  # torch, which takes seconds to load
     from demo.asking import demo_spec
+    from lr_backend.embedded.config import EngineConfig
     from lr_backend.engine import Role
-    from lr_backend.torch_engine.config import EngineConfig
 
     spec = demo_spec()
     return device_line(EngineConfig(spec.checkpoint_dir(Role.TARGET), num_threads=spec.target.num_threads))

@@ -2,7 +2,7 @@
 
 Where to look:
 
-- what a TOML file may say: :mod:`~lr_backend.build.base` (all runtimes), :mod:`~lr_backend.build.torch_spec`,
+- what a TOML file may say: :mod:`~lr_backend.build.base` (all runtimes), :mod:`~lr_backend.build.embedded_spec`,
   :mod:`~lr_backend.build.gpu_spec`; import them from :mod:`~lr_backend.build.spec`
 - a build from end to end: :mod:`~lr_backend.build.repository` (no compiling), :mod:`~lr_backend.build.gpu_build` (engines)
 - the inputs: :mod:`~lr_backend.build.checkpoints`, :mod:`~lr_backend.build.shapes`; whether they fit:

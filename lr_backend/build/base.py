@@ -139,7 +139,7 @@ class DeploymentSpec(Section):
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """Which engines have GPUs to themselves; none on the torch engine."""
+        """Which engines have GPUs to themselves; none on the embedded engine."""
         return ()
 
     @classmethod
@@ -234,8 +234,8 @@ class DeploymentSpec(Section):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
-        if self.server.layout is Layout.ONE_PROCESS and self.runtime != "torch":
-            raise ValueError("server.layout: one_process needs the runtime torch; other engines run where their servers are")
+        if self.server.layout is Layout.ONE_PROCESS and self.runtime != "embedded":
+            raise ValueError("server.layout: one_process needs the runtime embedded; other engines run where their servers are")
         limits = _checked_loop_config(self).limits
         longest = limits.max_prompt_tokens + limits.max_tokens
         for role in (Role.TARGET, Role.DRAFT):

@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from lr_backend.build.base import DeploymentSpec, EngineSpec, Section
 from lr_backend.build.pace import kv_tokens, pace_of, stood_for
-from lr_backend.contract import TORCH_ENGINE_INPUTS, TensorSpec
+from lr_backend.contract import EMBEDDED_ENGINE_INPUTS, TensorSpec
 from lr_backend.emulated.texts import Script
 from lr_backend.emulated.vocabulary import TOKENIZER_DIR
 from lr_backend.emulated.workload import Workload
@@ -62,7 +62,7 @@ class EmulatedEngineSpec(EngineSpec):
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        return TORCH_ENGINE_INPUTS
+        return EMBEDDED_ENGINE_INPUTS
 
     def parameters(self, model_dir: Path) -> dict[str, str]:
         numbers = ("tokens_per_block", "max_batch_size", "max_num_tokens", "max_queue_size", "max_seq_len", "max_draft_len")
@@ -150,7 +150,7 @@ class EmulatedDeployment(DeploymentSpec):
         return engine
 
     def template(self, role: Role) -> str:
-        return "torch"
+        return "embedded"
 
     @property
     def texts(self) -> Workload:

@@ -1,4 +1,4 @@
-"""A deployment on the torch engine at the pace of one on GPUs: that one's spec of engines and loop, over our own models."""
+"""A deployment on the embedded engine at the pace of one on GPUs: that one's spec of engines and loop, over our own models."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from lr_backend.build.base import Layout
+from lr_backend.build.embedded_spec import EmbeddedDeployment
 from lr_backend.build.gpu_spec import GpuDeployment
 from lr_backend.build.pace import stood_for
-from lr_backend.build.torch_spec import TorchDeployment
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError, first_error
 
@@ -19,14 +19,14 @@ OF_THE_LIMITS = ("max_depth", "max_width", "max_draft_len", "max_in_flight_reque
 
 
 def paced(
-    spec: TorchDeployment,
+    spec: EmbeddedDeployment,
     system: str,
     like: str | None = None,
     *,
     drafts_itself: bool = False,
     embedded: bool = False,
     slow_motion: float = 1.0,
-) -> TorchDeployment:
+) -> EmbeddedDeployment:
     """The same models, served as the deployment ``like`` would be served on ``system``.
 
     From that one come the pace of each role, the sizes of its iterations, the limits of the loop, how drafted steps are drawn,
@@ -50,7 +50,7 @@ def paced(
     changed: dict[str, Any] = {"paced_as": like, "lookahead": _lookahead(spec, other, embedded), "server": server, **roles}
     changed |= {"name": f"{spec.name}.{system}", "slow_motion": slow_motion, "embedded": embedded}
     try:
-        fresh = TorchDeployment.model_validate({**dict(spec), **{name: _plain(value) for name, value in changed.items()}})
+        fresh = EmbeddedDeployment.model_validate({**dict(spec), **{name: _plain(value) for name, value in changed.items()}})
     except ValidationError as error:
         raise ConfigError(f"{spec.name} cannot stand for {like}: {first_error(error)}") from error
     fresh._path = spec.path
@@ -59,7 +59,7 @@ def paced(
     return fresh
 
 
-def _role(spec: TorchDeployment, other: GpuDeployment, role: Role, system: str, drafts_itself: bool) -> dict[str, Any]:
+def _role(spec: EmbeddedDeployment, other: GpuDeployment, role: Role, system: str, drafts_itself: bool) -> dict[str, Any]:
     own, engine = spec.engine(role), other.engine(role)
     return {
         **own.model_dump(),
@@ -72,7 +72,7 @@ def _role(spec: TorchDeployment, other: GpuDeployment, role: Role, system: str, 
     }
 
 
-def _lookahead(spec: TorchDeployment, other: GpuDeployment, embedded: bool) -> dict[str, Any]:
+def _lookahead(spec: EmbeddedDeployment, other: GpuDeployment, embedded: bool) -> dict[str, Any]:
     own, theirs = spec.lookahead, other.lookahead
     taken = () if embedded else OF_UNCOUPLED_ENGINES
     limits = {name: value for name, value in theirs.get("limits", {}).items() if name in OF_THE_LIMITS}

@@ -22,7 +22,7 @@ from lr_backend.build.render import (
     write_repository,
 )
 from lr_backend.build.report import BuildReport
-from lr_backend.build.spec import DeploymentSpec, EmulatedDeployment, GpuDeployment, TorchDeployment
+from lr_backend.build.spec import DeploymentSpec, EmbeddedDeployment, EmulatedDeployment, GpuDeployment
 from lr_backend.emulated.vocabulary import VOCABULARY
 from lr_backend.engine import Role
 from lr_backend.errors import CheckpointError, ConfigError
@@ -65,7 +65,7 @@ def build_repository(
     if isinstance(spec, EmulatedDeployment):
         checked, vocab_size = tuple(_emulated_line(spec, each) for each in roles), len(VOCABULARY)
     else:
-        assert isinstance(spec, TorchDeployment), spec.runtime
+        assert isinstance(spec, EmbeddedDeployment), spec.runtime
         infos = {each: _check_role(spec, each) for each in roles}
         if Role.TARGET in infos and Role.DRAFT in infos:
             check_same_vocabulary(infos[Role.TARGET], infos[Role.DRAFT])
@@ -89,7 +89,7 @@ def build_repository(
     return BuildReport(spec, output, checked, tuple(files), written=False)
 
 
-def _check_role(spec: TorchDeployment, role: Role) -> CheckpointInfo:
+def _check_role(spec: EmbeddedDeployment, role: Role) -> CheckpointInfo:
     try:
         info = check_checkpoint(spec.checkpoint_dir(role), weights_needed=not spec.engine(role).random_weights)
     except CheckpointError as error:

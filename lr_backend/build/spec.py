@@ -8,20 +8,20 @@ registers them all.
 from __future__ import annotations
 
 from lr_backend.build.base import PACKAGE_ROOT, DeploymentSpec, EngineSpec, ServerSpec
+from lr_backend.build.embedded_spec import EmbeddedDeployment, EmbeddedEngineSpec
 from lr_backend.build.emulated_spec import EmulatedDeployment
 from lr_backend.build.gpu_spec import GpuDeployment, HardwareSpec, LlmapiEngineSpec, TrtllmEngineSpec
-from lr_backend.build.torch_spec import TorchDeployment, TorchEngineSpec
 
 __all__ = [
     "PACKAGE_ROOT",
     "DeploymentSpec",
+    "EmbeddedDeployment",
+    "EmbeddedEngineSpec",
     "EmulatedDeployment",
     "EngineSpec",
     "GpuDeployment",
     "HardwareSpec",
     "LlmapiEngineSpec",
     "ServerSpec",
-    "TorchDeployment",
-    "TorchEngineSpec",
     "TrtllmEngineSpec",
 ]

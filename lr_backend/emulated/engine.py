@@ -22,17 +22,17 @@ from functools import partial
 from itertools import accumulate, count
 from math import inf
 
+from lr_backend.embedded.config import EngineConfig
+from lr_backend.embedded.limits import plan_run
+from lr_backend.embedded.sequence import OnDone, Sequence
+from lr_backend.embedded.stats import EngineStats
 from lr_backend.emulated.feed import Feed, TextSource
 from lr_backend.emulated.timeline import Sizes, Timeline
+from lr_backend.engine.request import EngineRequest, EngineResponse
+from lr_backend.engine.upstream_errors import prompt_too_long, queue_full, too_many_drafts
 from lr_backend.errors import EngineRejected, EngineUnavailable, LookaheadError, Overloaded
 from lr_backend.hardware.lateness import Lateness
 from lr_backend.hardware.pace import EnginePace, Runtime
-from lr_backend.torch_engine.config import EngineConfig
-from lr_backend.torch_engine.limits import plan_run
-from lr_backend.torch_engine.request import EngineRequest, EngineResponse
-from lr_backend.torch_engine.sequence import OnDone, Sequence
-from lr_backend.torch_engine.stats import EngineStats
-from lr_backend.upstream_errors import prompt_too_long, queue_full, too_many_drafts
 
 SPIN_S = 100e-6
 """Before an event the clock is watched for so long: a wait ends some 60 us late."""

@@ -7,8 +7,8 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Protocol
 
+from lr_backend.engine.request import EngineRequest
 from lr_backend.errors import LookaheadError
-from lr_backend.torch_engine.request import EngineRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
+from lr_backend.embedded.config import EngineConfig
+from lr_backend.embedded.engine import EmbeddedEngine
+from lr_backend.embedded.sequence import NewTokens
 from lr_backend.emulated.feed import Feed, Pass
+from lr_backend.engine.request import EngineRequest, EngineResponse
 from lr_backend.errors import EngineError, LookaheadError
-from lr_backend.torch_engine.config import EngineConfig
-from lr_backend.torch_engine.engine import TorchEngine
-from lr_backend.torch_engine.request import EngineRequest, EngineResponse
-from lr_backend.torch_engine.sequence import NewTokens
 
 MAX_PASSES = 8
 """Tokens are told in such pieces: the timeline must not wait for one because more of them come later."""
@@ -26,10 +26,10 @@ class ModelSource:
             token_s: what a token is to take.
 
         Raises:
-            CheckpointError, ConfigError: as :class:`~lr_backend.torch_engine.engine.TorchEngine`.
+            CheckpointError, ConfigError: as :class:`~lr_backend.embedded.engine.EmbeddedEngine`.
         """
         niceness = min(MAX_NICENESS, 1 + round(1e3 * token_s))
-        self.engine = TorchEngine(config, max_passes=MAX_PASSES, niceness=niceness)
+        self.engine = EmbeddedEngine(config, max_passes=MAX_PASSES, niceness=niceness)
 
     def begin(self, request: EngineRequest) -> Feed:
         feed = Feed()

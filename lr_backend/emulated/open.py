@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from lr_backend.embedded.config import EngineConfig
+from lr_backend.embedded.engine import EmbeddedEngine
 from lr_backend.emulated.engine import PacedEngine
 from lr_backend.emulated.feed import TextSource
 from lr_backend.emulated.model_source import ModelSource
@@ -11,11 +13,9 @@ from lr_backend.emulated.texts import Script
 from lr_backend.emulated.vocabulary import VOCABULARY
 from lr_backend.errors import ConfigError
 from lr_backend.hardware.cost import Iteration
-from lr_backend.torch_engine.config import EngineConfig
-from lr_backend.torch_engine.engine import TorchEngine
 
 
-def open_engine(config: EngineConfig) -> TorchEngine | PacedEngine:
+def open_engine(config: EngineConfig) -> EmbeddedEngine | PacedEngine:
     """The engine of these settings.
 
     Raises:
@@ -25,7 +25,7 @@ def open_engine(config: EngineConfig) -> TorchEngine | PacedEngine:
     if config.pace is None:
         if config.script is not None:
             raise ConfigError("script: scripted texts have no pace of their own; give one")
-        return TorchEngine(config)
+        return EmbeddedEngine(config)
     pace = config.pace
     config = replace(config, ends_drafted_requests=pace.rules.ends_drafted_requests)
     token_s = pace.costs().seconds(Iteration((), 1, 1))  # what is missing is said before a model is loaded

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from lr_backend.embedded.kv_cache import KvCache
+from lr_backend.embedded.scheduler import Scheduler
+from lr_backend.embedded.sequence import Sequence
 from lr_backend.hardware.rules import UpstreamRules
-from lr_backend.torch_engine.kv_cache import KvCache
-from lr_backend.torch_engine.scheduler import Scheduler
-from lr_backend.torch_engine.sequence import Sequence
 
 
 class UpstreamScheduler(Scheduler):

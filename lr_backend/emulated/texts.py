@@ -38,9 +38,9 @@ from lr_backend.emulated.vocabulary import (
 )
 from lr_backend.emulated.workload import Workload
 from lr_backend.engine import Role
+from lr_backend.engine.request import EngineRequest
 from lr_backend.errors import ConfigError, EngineError, first_error
 from lr_backend.propose.ngram import lookup_ngram
-from lr_backend.torch_engine.request import EngineRequest
 from lr_backend.verify.judge_prompt import VERDICT_PREFILL
 
 

@@ -9,17 +9,17 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Self
 
+from lr_backend.embedded.advance import advance, stamp
+from lr_backend.embedded.config import EngineConfig
+from lr_backend.embedded.kv_cache import KvCache
+from lr_backend.embedded.scheduler import Chunk
+from lr_backend.embedded.sequence import NewTokens, Sequence
+from lr_backend.embedded.stats import Counters, EngineStats
 from lr_backend.emulated.feed import Feed
 from lr_backend.emulated.scheduler import UpstreamScheduler
 from lr_backend.errors import LookaheadError
 from lr_backend.hardware.cost import CostModel, Iteration, Join
 from lr_backend.hardware.rules import OWN_RULES, UpstreamRules
-from lr_backend.torch_engine.advance import advance, stamp
-from lr_backend.torch_engine.config import EngineConfig
-from lr_backend.torch_engine.kv_cache import KvCache
-from lr_backend.torch_engine.scheduler import Chunk
-from lr_backend.torch_engine.sequence import NewTokens, Sequence
-from lr_backend.torch_engine.stats import Counters, EngineStats
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate, count
 
+from lr_backend.embedded.sequence import Sequence
 from lr_backend.emulated.feed import TextSource
 from lr_backend.emulated.timeline import Sizes, Timeline
 from lr_backend.engine import EngineCall, Generation
+from lr_backend.engine.request import EngineRequest, EngineResponse
 from lr_backend.errors import EngineError, LookaheadError
 from lr_backend.hardware.machine import Place
 from lr_backend.hardware.sharing import CardSharing, slowdown
-from lr_backend.torch_engine.request import EngineRequest, EngineResponse
-from lr_backend.torch_engine.sequence import Sequence
 
 LOOKS = 4
 """Into so many parts work on shared cards is cut; before each it is seen what the others ask of them by then."""

@@ -21,7 +21,7 @@ class UpstreamRules:
             prompt first (executorImpl.cpp, executionLoop; trtGptModelInflightBatching.cpp, forwardSync).
         cancellation_check_period_ms: how often the backend looks whether a client has gone away (model_instance_state.cc,
             WaitForCancel); a request with ``stop`` is heard at once. None: nobody looks.
-        fails_as_internal: every refusal comes back as INTERNAL, in upstream's words (:mod:`lr_backend.upstream_errors`).
+        fails_as_internal: every refusal comes back as INTERNAL, in upstream's words (:mod:`lr_backend.engine.upstream_errors`).
     """
 
     charges_whole_prefix: bool = True

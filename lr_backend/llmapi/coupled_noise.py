@@ -1,6 +1,6 @@
 """Draws with the embedded engine's noise in an engine of the LLM API: a logits processor that leaves the drawn token alone.
 
-What the noise is and what it is for stands in :mod:`lr_backend.torch_engine.noise`. Upstream samples greedily from what this
+What the noise is and what it is for stands in :mod:`lr_backend.engine.noise`. Upstream samples greedily from what this
 leaves, so the processor decides each token. It keeps no state: it reads the position off the tokens that upstream hands it.
 
 What upstream asks and grants (``tensorrt_llm/sampling_params.py``, ``executor/base_worker.py``, ``executor/ipc.py``, the forward
@@ -42,7 +42,7 @@ class CoupledNoise:
         self, req_id: int, logits: Any, token_ids: list[list[int]], stream_ptr: int | None, client_id: int | None = None
     ) -> None:
         """Rule out all tokens but the one that is drawn after ``token_ids``."""
-        from lr_backend.torch_engine.sampler import next_tokens  # torch is at hand where upstream calls, and not needed elsewhere
+        from lr_backend.embedded.sampler import next_tokens  # torch is at hand where upstream calls, and not needed elsewhere
 
         rows = logits.view(len(token_ids), -1)
         positions = [len(tokens) for tokens in token_ids]

@@ -16,13 +16,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from lr_backend.embedded.limits import cut_at_end
+from lr_backend.engine.request import EngineRequest, EngineResponse
 from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, LookaheadError, Overloaded
 from lr_backend.llmapi.config import LlmApiConfig
 from lr_backend.llmapi.outputs import log_probs_of, perf_of
 from lr_backend.llmapi.sampling import check_request, sampling_arguments
 from lr_backend.llmapi.stats import LlmApiStats
-from lr_backend.torch_engine.limits import cut_at_end
-from lr_backend.torch_engine.request import EngineRequest, EngineResponse
 
 OnDone = Callable[[EngineResponse | LookaheadError], None]
 _REJECTED = ("RequestError", "ValueError", "TypeError")

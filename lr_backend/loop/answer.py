@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from lr_backend.contract import IntArray
 from lr_backend.loop.ledger import Ledger
-from lr_backend.loop.steps import StepRules
-from lr_backend.loop.text import TextStream
 from lr_backend.loop.tree import Decision, append
 from lr_backend.request import FinishReason, Origin, StepRecord
-from lr_backend.step import Step, StepEnd, StepTokenizer
+from lr_backend.steps.rules import StepRules
+from lr_backend.steps.step import Step, StepEnd, StepTokenizer
+from lr_backend.steps.text import TextStream
 from lr_backend.verify import Reason
 
 REASONING_TAIL_TOKENS = 8

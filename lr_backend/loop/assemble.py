@@ -5,23 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
+from lr_backend.audit.desk import AuditDesk, RequestAudit
 from lr_backend.clock import running_clock
 from lr_backend.config import Checker, LoopConfig
 from lr_backend.contract import IntArray
 from lr_backend.engine import Engine, Role, Sampling
 from lr_backend.errors import InvalidRequest
 from lr_backend.loop.answer import Answer, Emit
-from lr_backend.loop.audit import AuditDesk, RequestAudit
 from lr_backend.loop.ledger import Ledger, MeteredEngine
 from lr_backend.loop.loop import LookaheadLoop
 from lr_backend.loop.seeds import Seeds
-from lr_backend.loop.steps import StepRules
-from lr_backend.loop.text import TextStream
 from lr_backend.loop.writer import DraftTokens, StepWriter
 from lr_backend.policy.policy import Fixed, Learned, Measured
 from lr_backend.propose import DraftModel, DraftSource, NGram
 from lr_backend.request import LookaheadRequest, Mode, ProposerName, VerifierName
-from lr_backend.step import StepTokenizer
+from lr_backend.steps.rules import StepRules
+from lr_backend.steps.step import StepTokenizer
+from lr_backend.steps.text import TextStream
 from lr_backend.verify import VerifierParts, make_verifier
 from lr_backend.verify.judge_prompt import JudgePrompt
 from lr_backend.verify.similarity import Embedder

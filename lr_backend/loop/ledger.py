@@ -17,7 +17,7 @@ from lr_backend.engine import Engine, EngineCall, Generation, Role
 from lr_backend.errors import EngineError, EngineTimeout
 from lr_backend.loop.tree import Decision, Node
 from lr_backend.request import Mode, StepRecord, Usage, rate
-from lr_backend.tokens import num_equal
+from lr_backend.steps.tokens import num_equal
 from lr_backend.trace.schema import Purpose
 from lr_backend.verify.verdict import Reason
 

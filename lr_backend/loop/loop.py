@@ -23,20 +23,20 @@ from functools import partial
 from itertools import count
 from math import ceil
 
+from lr_backend.audit.desk import RequestAudit
 from lr_backend.config import LoopConfig
 from lr_backend.contract import IntArray
 from lr_backend.engine import Sampling
 from lr_backend.errors import EngineError, EngineRejected, TargetUnavailable
 from lr_backend.loop.answer import Answer
-from lr_backend.loop.audit import RequestAudit
 from lr_backend.loop.ledger import Job, Ledger, made_for
-from lr_backend.loop.steps import Ending, StepRules
 from lr_backend.loop.tree import Decision, Node, Tree
 from lr_backend.loop.writer import StepWriter
 from lr_backend.policy.policy import Learned, RequestPolicy
 from lr_backend.propose.growing import GrowingText
 from lr_backend.request import FinishReason, LookaheadRequest, Origin, Usage
-from lr_backend.step import Step
+from lr_backend.steps.rules import Ending, StepRules
+from lr_backend.steps.step import Step
 from lr_backend.trace.schema import Purpose
 from lr_backend.verify import ExactVerifier, Reason, StepPair, Verifier
 

@@ -24,7 +24,7 @@ from enum import StrEnum
 import numpy as np
 
 from lr_backend.contract import IntArray
-from lr_backend.step import Step
+from lr_backend.steps.step import Step
 from lr_backend.verify.verdict import Reason, Verdict, settle
 
 

@@ -18,11 +18,11 @@ from lr_backend.engine import Engine, EngineCall, Generation, Role, Sampling, on
 from lr_backend.errors import EngineUnavailable
 from lr_backend.loop.ledger import Ledger
 from lr_backend.loop.seeds import Seeds
-from lr_backend.loop.steps import Ending
 from lr_backend.propose.growing import GrowingText
 from lr_backend.propose.proposal import NOTHING, DraftSource, Proposal
-from lr_backend.step import Step
-from lr_backend.tokens import num_equal
+from lr_backend.steps.rules import Ending
+from lr_backend.steps.step import Step
+from lr_backend.steps.tokens import num_equal
 
 MAX_EMPTY_ANSWERS = 2
 """An engine that returns nothing this often in a row is taken for dead: something else keeps ending the call."""

@@ -17,7 +17,7 @@ from lr_backend.engine import Role
 from lr_backend.errors import TraceError
 from lr_backend.plan.budget import acceptance_from_length
 from lr_backend.request import Origin, StepRecord, VerifierName
-from lr_backend.tokens import num_equal
+from lr_backend.steps.tokens import num_equal
 from lr_backend.trace.schema import Purpose, Trace
 from lr_backend.verify.verdict import UNCOMPARED, Reason
 

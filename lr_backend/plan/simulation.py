@@ -23,10 +23,10 @@ from lr_backend.errors import ConfigError
 from lr_backend.hardware.machine import LinearTimes, Machine, Place
 from lr_backend.loop.assemble import Engines, Models, assemble
 from lr_backend.loop.loop import Outcome
-from lr_backend.loop.steps import StepRules
 from lr_backend.loop.tracing import build_trace
 from lr_backend.policy.policy import Learned
 from lr_backend.request import LookaheadRequest, Mode, Usage
+from lr_backend.steps.rules import StepRules
 from lr_backend.testing import run_virtual
 from lr_backend.trace.schema import Trace
 from lr_backend.verify.judge_prompt import JudgePrompt

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lr_backend.loop.audit import Book
+from lr_backend.audit.desk import Book
 from lr_backend.request import VerifierName
 from lr_backend.triton.refresher import Refresher
 

@@ -18,6 +18,7 @@ import triton_python_backend_utils as pb
 
 from lr_backend.config import CANCEL_RESERVE, LoopConfig
 from lr_backend.engine import Role
+from lr_backend.engine.upstream_errors import kind_of
 from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, LookaheadError, Overloaded
 from lr_backend.fields import LOOKAHEAD_INPUTS
 from lr_backend.loop.assemble import Engines
@@ -27,7 +28,6 @@ from lr_backend.triton.models import load_models
 from lr_backend.triton.service import LookaheadService, triton_code
 from lr_backend.triton.speculation_metrics import SpeculationMetrics
 from lr_backend.triton.threads import share_interpreter, use_uvloop
-from lr_backend.upstream_errors import kind_of
 
 if TYPE_CHECKING:
     from lr_backend.triton.own_engines import OwnEngines

@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from lr_backend.engine.inprocess import Submits
+from lr_backend.engine.request import EngineRequest, EngineResponse
 from lr_backend.errors import Cancelled, EngineRejected, EngineUnavailable, InvalidRequest, LookaheadError, Overloaded
-from lr_backend.torch_engine.inprocess import Submits
-from lr_backend.torch_engine.request import EngineRequest, EngineResponse
 from lr_backend.triton.client_watch import ClientWatch, WatchedClient
 
 REQUIRED_OUTPUTS = ("output_ids", "sequence_length")

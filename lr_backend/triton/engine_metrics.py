@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
-from lr_backend.torch_engine.stats import EngineStats
+from lr_backend.embedded.stats import EngineStats
 from lr_backend.triton.refresher import Refresher
 
 GAUGES = ("num_waiting", "num_running", "num_blocks_used", "num_blocks_cached", "num_blocks_free")

@@ -1,4 +1,4 @@
-"""The torch engine as a Triton Python model behind the ``tensorrt_llm`` tensor contract."""
+"""The embedded engine as a Triton Python model behind the ``tensorrt_llm`` tensor contract."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
+from lr_backend.embedded.config import EngineConfig
+from lr_backend.embedded.engine import EmbeddedEngine
 from lr_backend.emulated.engine import PacedEngine
 from lr_backend.emulated.open import open_engine
 from lr_backend.errors import LookaheadError
-from lr_backend.torch_engine.config import EngineConfig
-from lr_backend.torch_engine.engine import TorchEngine
 from lr_backend.triton.client_watch import ClientWatch
 from lr_backend.triton.contract_model import ContractModel, batch_size_default, model_parameters, require_one_response
 from lr_backend.triton.engine_metrics import EngineMetrics
@@ -43,7 +43,7 @@ class TritonPythonModel(ContractModel):
     """One engine; Triton loads one instance of it."""
 
     pb = pb_utils
-    _engine: TorchEngine | PacedEngine
+    _engine: EmbeddedEngine | PacedEngine
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the checkpoint and start the engine. A failure here keeps the model from becoming ready."""

@@ -9,7 +9,7 @@ from typing import Any
 from lr_backend.config import LoopConfig
 from lr_backend.errors import CheckpointError
 from lr_backend.loop.assemble import Models
-from lr_backend.loop.steps import StepRules
+from lr_backend.steps.rules import StepRules
 from lr_backend.verify.judge_prompt import JudgePrompt
 from lr_backend.verify.similarity import Embedder
 

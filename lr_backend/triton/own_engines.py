@@ -1,4 +1,4 @@
-"""The three torch engines in the step loop's own process (``layout = "one_process"``): no call is handed over."""
+"""The three embedded engines in the step loop's own process (``layout = "one_process"``): no call is handed over."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
+from lr_backend.embedded.config import EngineConfig
+from lr_backend.embedded.engine import EmbeddedEngine
 from lr_backend.engine import Engine, EngineCall, Generation, Role
+from lr_backend.engine.inprocess import InProcessEngine
 from lr_backend.loop.assemble import Engines
-from lr_backend.torch_engine.config import EngineConfig
-from lr_backend.torch_engine.engine import TorchEngine
-from lr_backend.torch_engine.inprocess import InProcessEngine
 from lr_backend.triton.engine_metrics import EngineMetrics
 
 
@@ -49,7 +49,7 @@ class OwnEngines:
 
     @staticmethod
     def _open(role: Role, parameters: Mapping[str, str], family: Any, opened: ExitStack) -> Engine:
-        engine = TorchEngine(EngineConfig.from_parameters(parameters))
+        engine = EmbeddedEngine(EngineConfig.from_parameters(parameters))
         opened.callback(engine.close)
         metrics = EngineMetrics(family, f"lookahead/{role.value}", engine.stats)
         opened.callback(metrics.close)

@@ -14,13 +14,14 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
+from lr_backend.audit.auditor import make_auditor
+from lr_backend.audit.desk import AuditDesk
 from lr_backend.clock import running_clock
 from lr_backend.config import LoopConfig
 from lr_backend.contract import IntArray
 from lr_backend.errors import Cancelled, EngineRejected, InvalidRequest, LookaheadError, Overloaded
 from lr_backend.loop.answer import Committed
 from lr_backend.loop.assemble import Engines, Models, assemble
-from lr_backend.loop.audit import AuditDesk
 from lr_backend.loop.loop import LookaheadLoop, Outcome
 from lr_backend.loop.tracing import build_trace
 from lr_backend.policy.policy import Learned
@@ -28,7 +29,6 @@ from lr_backend.request import LookaheadRequest, with_defaults
 from lr_backend.triton.speculation_metrics import DraftCounts
 from lr_backend.triton.tensors import committed_tensors, final_tensors, request_fields
 from lr_backend.verify import VerifierParts
-from lr_backend.verify.auditor import make_auditor
 
 CANCEL_POLL_S = 0.1
 """Triton tells of a client that went away only when asked (``is_cancelled``)."""

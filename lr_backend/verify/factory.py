@@ -9,7 +9,7 @@ from lr_backend.config import Bounds, LoopConfig
 from lr_backend.engine import Engine
 from lr_backend.errors import InvalidRequest
 from lr_backend.request import LookaheadRequest, VerifierName
-from lr_backend.step import StepTokenizer
+from lr_backend.steps.step import StepTokenizer
 from lr_backend.verify.cascade import Band, CascadeVerifier, NumericVeto, SameText, Stage
 from lr_backend.verify.exact import ExactVerifier
 from lr_backend.verify.grade import GradeScorer

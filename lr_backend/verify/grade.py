@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lr_backend.engine import Engine, EngineCall
-from lr_backend.step import StepTokenizer
+from lr_backend.steps.step import StepTokenizer
 from lr_backend.verify.asking import ask
 from lr_backend.verify.judge_prompt import JudgePrompt, parse_grade
 from lr_backend.verify.verdict import Reason, StepPair

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from lr_backend.engine import Engine, EngineCall
-from lr_backend.step import StepTokenizer
+from lr_backend.steps.step import StepTokenizer
 from lr_backend.verify.asking import ask
 from lr_backend.verify.judge_prompt import JudgePrompt, parse_verdict
 from lr_backend.verify.verdict import Reason, StepPair, Verdict

@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from lr_backend.contract import IntArray
-from lr_backend.step import Step, StepEnd
+from lr_backend.steps.step import Step, StepEnd
 
 
 class Reason(StrEnum):

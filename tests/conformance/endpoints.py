@@ -17,12 +17,12 @@ from typing import Any
 from bench.remote_engine import RemoteEngine
 from lr_backend.emulated.open import open_engine
 from lr_backend.engine import Engine
+from lr_backend.engine.inprocess import InProcessEngine
 from lr_backend.hardware.pace import EnginePace
 from lr_backend.hardware.profile import ProfileKey
 from lr_backend.testing import ScriptedEngine, run_virtual
-from lr_backend.torch_engine.inprocess import InProcessEngine
+from tests.support.embedded_engines import VOCAB, engine_config, tiny_engine
 from tests.support.llmapi_engines import by_torch, in_process, llmapi_engine
-from tests.support.torch_engines import VOCAB, engine_config, tiny_engine
 
 ADDRESS = os.environ.get("LOOKAHEAD_ENGINE", "")
 MAX_SEQ_LEN = 256
@@ -70,7 +70,7 @@ def scripted() -> Endpoint:
     return Endpoint(lambda: ScriptedEngine(hashed), run_virtual, samples=False, limits_length=False)
 
 
-def torch_engine(checkpoint: Path, device: str, kernels: str) -> Endpoint:
+def embedded_engine(checkpoint: Path, device: str, kernels: str) -> Endpoint:
     settings: dict[str, Any] = {"device": device, "kernels": kernels, "max_seq_len": MAX_SEQ_LEN, "max_draft_len": 16}
     return Endpoint(lambda: InProcessEngine(tiny_engine(checkpoint, **settings)))
 

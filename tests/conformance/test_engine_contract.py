@@ -16,8 +16,8 @@ from demo.asking import demo_spec, serving
 from lr_backend.contract import encode_stop_words
 from lr_backend.engine import Engine, EngineCall, Generation, Sampling
 from lr_backend.errors import EngineRejected
-from tests.conformance.endpoints import ADDRESS, Endpoint, llmapi, paced_engine, remote, scripted, torch_engine
-from tests.support.torch_engines import NEEDS_LIBRARY, tiny_checkpoint
+from tests.conformance.endpoints import ADDRESS, Endpoint, embedded_engine, llmapi, paced_engine, remote, scripted
+from tests.support.embedded_engines import NEEDS_LIBRARY, tiny_checkpoint
 
 SAMPLED = Sampling(temperature=1.0)
 PROMPT = (7, 3, 11, 5, 2, 13, 4, 9, 6)
@@ -35,11 +35,11 @@ def endpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         case "scripted":
             yield scripted()
         case "torch-cpu":
-            yield torch_engine(tiny_checkpoint(folder), "cpu", "torch")
+            yield embedded_engine(tiny_checkpoint(folder), "cpu", "torch")
         case "native":
-            yield torch_engine(tiny_checkpoint(folder, head_dim=16), "cpu", "native")
+            yield embedded_engine(tiny_checkpoint(folder, head_dim=16), "cpu", "native")
         case "torch-cuda":
-            yield torch_engine(tiny_checkpoint(folder), "cuda", "torch")
+            yield embedded_engine(tiny_checkpoint(folder), "cuda", "torch")
         case "paced":
             yield paced_engine(tiny_checkpoint(folder))
         case "llmapi":

@@ -12,9 +12,9 @@ import pytest
 
 from lr_backend.build.placement import Placement
 from lr_backend.engine import Role
-from lr_backend.triton.launch import LaunchPlan, launch_plan
-from lr_backend.triton.restrictions import HEADER, RESTRICTED, restriction_arguments
-from lr_backend.triton.server import Ports, ServerOptions, TritonServer
+from lr_backend.serve.launch import LaunchPlan, launch_plan
+from lr_backend.serve.restrictions import HEADER, RESTRICTED, restriction_arguments
+from lr_backend.serve.server import Ports, ServerOptions, TritonServer
 
 UPSTREAM = json.loads((Path(__file__).parent / "data" / "triton_options.json").read_text())
 KEY = "0123456789abcdef"
@@ -33,7 +33,7 @@ def command(plan: LaunchPlan, tmp_path: Path) -> list[str]:
 
 
 PLANS = {
-    "torch": (launch_plan(()), "24.10"),
+    "embedded": (launch_plan(()), "24.10"),
     "orchestrator": (launch_plan(placements("tensorrtllm", 2)), "26.07"),
     "leader": (launch_plan(placements("tensorrtllm", 2)[:1] + placements("llmapi")[1:]), "26.07"),
     "llmapi": (launch_plan(placements("llmapi", 2)), "26.07"),

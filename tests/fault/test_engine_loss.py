@@ -14,7 +14,7 @@ from lr_client import Client, Options
 from demo.asking import demo_spec, serving
 from demo.problems import problems
 from lr_backend.build.base import Layout
-from lr_backend.triton.server import TritonServer
+from lr_backend.serve.server import TritonServer
 
 pytestmark = pytest.mark.integration
 QUESTION = next(islice(problems(98, "test"), 1)).question

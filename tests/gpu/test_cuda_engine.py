@@ -1,4 +1,4 @@
-"""The torch engine on CUDA: graphs against eager launches, bfloat16 against transformers.
+"""The embedded engine on CUDA: graphs against eager launches, bfloat16 against transformers.
 
 What the loop relies on is asked by the conformance suite, whose ``torch-cuda`` endpoint runs where these tests do:
 ``pytest -m gpu`` selects both.
@@ -15,16 +15,16 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
+from lr_backend.embedded.engine import EmbeddedEngine
+from lr_backend.embedded.reference.decode_graphs import CudaGraphRecorder, GraphSettings
+from lr_backend.embedded.reference.model import DecoderModel
+from lr_backend.embedded.reference.runner import TorchRunner
+from lr_backend.embedded.sampler import next_tokens
+from lr_backend.embedded.scheduler import Chunk
+from lr_backend.embedded.sequence import Sequence
 from lr_backend.engine import Sampling
-from lr_backend.torch_engine.decode_graphs import CudaGraphRecorder, GraphSettings
-from lr_backend.torch_engine.engine import TorchEngine
-from lr_backend.torch_engine.model import DecoderModel
-from lr_backend.torch_engine.noise import gumbel_noise, noise_bits, noise_keys
-from lr_backend.torch_engine.sampler import next_tokens
-from lr_backend.torch_engine.scheduler import Chunk
-from lr_backend.torch_engine.sequence import Sequence
-from lr_backend.torch_engine.torch_runner import TorchRunner
-from tests.support.torch_engines import MakeEngine, ask, engines, prompt, request, tiny_checkpoint
+from lr_backend.engine.noise import gumbel_noise, noise_bits, noise_keys
+from tests.support.embedded_engines import MakeEngine, ask, engines, prompt, request, tiny_checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -45,7 +45,7 @@ def make_engine(checkpoint: Path) -> Iterator[MakeEngine]:
     yield from engines(checkpoint)
 
 
-def answers(engine: TorchEngine, count: int = 60) -> list[tuple[int, ...]]:
+def answers(engine: EmbeddedEngine, count: int = 60) -> list[tuple[int, ...]]:
     return [answer.token_ids for answer in ask(engine, *(request(one, count) for one in PROMPTS))]
 
 

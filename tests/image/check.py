@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 from lr_backend.errors import LookaheadError
-from lr_backend.triton.server import ServerOptions, free_ports
-from lr_backend.triton.warmup import post_json
+from lr_backend.serve.server import ServerOptions, free_ports
+from lr_backend.serve.warmup import post_json
 from tests.image.sandbox import Container, ImageConfig, Sandbox
 
 PROJECT = Path(__file__).resolve().parents[2]

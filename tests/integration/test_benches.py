@@ -10,7 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 import bench.peers
-from lr_backend.cli import app
+from lr_backend.cli.app import app
 
 pytestmark = pytest.mark.integration
 

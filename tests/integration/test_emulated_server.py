@@ -18,8 +18,8 @@ from lr_backend.emulated.texts import Texts
 from lr_backend.emulated.vocabulary import VOCABULARY
 from lr_backend.emulated.workload import Workload
 from lr_backend.engine import EngineCall, Role
+from lr_backend.serve.server import TritonServer
 from lr_backend.triton.refresher import REFRESH_S
-from lr_backend.triton.server import TritonServer
 from tests.support.texts import whole_text
 
 pytestmark = pytest.mark.integration

@@ -18,9 +18,9 @@ from lr_backend.build.render import TEMPLATES, _render_folder
 from lr_backend.contract import ENGINE_INPUTS, ENGINE_OUTPUTS, encode_stop_words, tensor_list_pbtxt
 from lr_backend.engine import EngineCall, Generation
 from lr_backend.errors import EngineRejected
-from lr_backend.triton.backend_dir import PACKAGE
-from lr_backend.triton.restrictions import HEADER
-from lr_backend.triton.server import ServerOptions, TritonServer
+from lr_backend.serve.backend_dir import PACKAGE
+from lr_backend.serve.restrictions import HEADER
+from lr_backend.serve.server import ServerOptions, TritonServer
 
 pytestmark = pytest.mark.integration
 

@@ -20,10 +20,10 @@ from demo.asking import demo_spec, serving
 from demo.problems import Problem, problems
 from lr_backend.build.base import Layout
 from lr_backend.request import Mode, Usage
+from lr_backend.serve.server import TritonServer
 from lr_backend.trace.analysis import analyse
 from lr_backend.trace.html import page
 from lr_backend.trace.schema import Purpose, Trace
-from lr_backend.triton.server import TritonServer
 
 pytestmark = pytest.mark.integration
 WAIT_S = 120.0

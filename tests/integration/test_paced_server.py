@@ -12,12 +12,12 @@ from lr_client import Client, Options
 from demo.asking import demo_spec, serving
 from demo.problems import Problem, problems
 from lr_backend.build.paced import paced
-from lr_backend.build.spec import TorchDeployment
+from lr_backend.build.spec import EmbeddedDeployment
 from lr_backend.engine import Role
 from lr_backend.hardware.cost import Iteration
+from lr_backend.serve.server import TritonServer
 from lr_backend.trace.schema import CallOutcome, Trace
 from lr_backend.triton.refresher import REFRESH_S
-from lr_backend.triton.server import TritonServer
 
 pytestmark = pytest.mark.integration
 
@@ -26,12 +26,12 @@ WAIT_S = 120.0
 
 
 @pytest.fixture(scope="module")
-def spec() -> TorchDeployment:
+def spec() -> EmbeddedDeployment:
     return paced(demo_spec(), SYSTEM)
 
 
 @pytest.fixture(scope="module")
-def server(spec: TorchDeployment, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+def server(spec: EmbeddedDeployment, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     with serving(spec, tmp_path_factory.mktemp("paced")) as running:
         yield running
 
@@ -49,7 +49,7 @@ def question() -> Problem:
 
 @pytest.mark.parametrize("mode", ["ar", "sd", "lr", "lr_sd"])
 def test_no_call_is_faster_than_the_hardware_and_the_trace_says_whose_it_is(
-    spec: TorchDeployment, client: Client, question: Problem, mode: str
+    spec: EmbeddedDeployment, client: Client, question: Problem, mode: str
 ) -> None:
     result = client.ask(question.question, Options(mode=mode, trace=True, stream=False, max_tokens=80, seed=3), timeout_s=WAIT_S)
     assert result.trace is not None

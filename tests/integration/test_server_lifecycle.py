@@ -20,9 +20,9 @@ import pytest
 
 from lr_backend.build.repository import build_repository
 from lr_backend.build.spec import DeploymentSpec
-from lr_backend.triton import server as launcher
-from lr_backend.triton.server import ServerError, ServerOptions, TritonServer
-from lr_backend.triton.warmup import post_json, warm_up
+from lr_backend.serve import server as launcher
+from lr_backend.serve.server import ServerError, ServerOptions, TritonServer
+from lr_backend.serve.warmup import post_json, warm_up
 from tests.support.tiny_models import make_tiny_models, write_spec
 
 pytestmark = pytest.mark.integration
@@ -133,7 +133,7 @@ def test_a_port_lost_to_another_process_is_replaced(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_serve_command_answers_and_ends_cleanly(spec: DeploymentSpec, tmp_path: Path, number: int) -> None:
-    command = [sys.executable, "-c", "from lr_backend.cli import app; app()", "serve", "--spec", str(spec.path)]
+    command = [sys.executable, "-c", "from lr_backend.cli.app import app; app()", "serve", "--spec", str(spec.path)]
     command += ["--http-port=0", "--grpc-port=0", "--metrics-port=0", f"--log-file={tmp_path / 'server.log'}"]
     environment = {**os.environ, "COLUMNS": "200", "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as serving:

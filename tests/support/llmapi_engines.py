@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from lr_backend.engine import Sampling
+from lr_backend.engine.inprocess import InProcessEngine
 from lr_backend.llmapi.config import LlmApiConfig
 from lr_backend.llmapi.engine import LlmApiEngine
 from lr_backend.llmapi.upstream import make_llm
-from lr_backend.torch_engine.inprocess import InProcessEngine
+from tests.support.embedded_engines import ask, request, tiny_engine
 from tests.support.fake_llmapi import Ask, Choice, Choose, FakeSamplingParams, fake_upstream
-from tests.support.torch_engines import ask, request, tiny_engine
 
 
 def llmapi_engine(folder: Path, choose: Choose, **settings: Any) -> LlmApiEngine:

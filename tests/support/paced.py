@@ -12,11 +12,11 @@ from typing import Any
 from lr_backend.emulated.engine import Clock, PacedEngine
 from lr_backend.emulated.feed import Feed, Pass, TextSource
 from lr_backend.engine import GREEDY, Sampling
+from lr_backend.engine.request import EngineRequest, EngineResponse
 from lr_backend.errors import EngineError, LookaheadError
 from lr_backend.hardware.pace import EnginePace
 from lr_backend.hardware.profile import ProfileKey
-from lr_backend.torch_engine.request import EngineRequest, EngineResponse
-from tests.support.torch_engines import engine_config, request
+from tests.support.embedded_engines import engine_config, request
 
 TARGET = EnginePace(ProfileKey("h200_sxm", "Qwen3-32B", 2, "bfloat16"))
 VOCAB_SIZE = 1000

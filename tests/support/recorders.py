@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from lr_backend.torch_engine.decode_graphs import GraphSettings, Step
+from lr_backend.embedded.reference.decode_graphs import GraphSettings, Step
 
 HOST_OPERATIONS = ("_local_scalar_dense", "nonzero", "lift_fresh", "masked_select")
 """What a CUDA graph cannot hold: it asks the device for a number, or brings one from the host."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from tests.support.torch_engines import VOCAB
+from tests.support.embedded_engines import VOCAB
 
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,

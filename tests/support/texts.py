@@ -10,7 +10,7 @@ from lr_backend.contract import IntArray
 from lr_backend.emulated.texts import Texts
 from lr_backend.emulated.vocabulary import END
 from lr_backend.emulated.workload import Workload
-from tests.support.torch_engines import request
+from tests.support.embedded_engines import request
 
 ASKED = request((1,), 1)
 

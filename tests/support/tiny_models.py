@@ -51,7 +51,7 @@ def write_spec(path: Path, checkpoints: dict[str, Path], name: str = "tiny", **s
     """A deployment spec over ``checkpoints`` with small sizes."""
     engine = "num_threads = 1\nmax_tokens_in_paged_kv_cache = 8192\nmax_batch_size = 8\nmax_num_tokens = 256\n"
     engine += "max_queue_size = 64\nmax_seq_len = 2048\n"
-    sections = [f'name = "{name}"\nruntime = "torch"\n']
+    sections = [f'name = "{name}"\nruntime = "embedded"\n']
     for role, checkpoint in checkpoints.items():
         drafts = 16 if role == "target" else 0
         sections.append(f'[{role}]\ncheckpoint = "{checkpoint}"\n{engine}max_draft_len = {drafts}\n')

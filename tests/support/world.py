@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 
+from lr_backend.audit.desk import AuditDesk
 from lr_backend.config import Limits, LoopConfig, Timeouts
 from lr_backend.engine import EngineCall, Generation
 from lr_backend.loop.answer import Committed
 from lr_backend.loop.assemble import Engines, Models, assemble
-from lr_backend.loop.audit import AuditDesk
 from lr_backend.loop.loop import Outcome
-from lr_backend.loop.steps import StepRules
 from lr_backend.policy.policy import Learned
 from lr_backend.request import LookaheadRequest
+from lr_backend.steps.rules import StepRules
 from lr_backend.testing import Script, ScriptedEngine, WordTokenizer
 from lr_backend.verify.judge_prompt import (
     ALIGNED,

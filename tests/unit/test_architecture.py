@@ -11,52 +11,37 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LEAVES = {
-    "clock",
-    "errors",
-    "contract",
-    "step",
-    "tokens",
-    "engine",
-    "request",
-    "fields",
-    "config",
-    "parameters",
-    "hardware",
-    "upstream_errors",
-}
+LEAVES = {"clock", "errors", "contract", "engine", "steps", "request", "fields", "config", "parameters", "hardware"}
+"""What every room may know."""
 LEAF_MODULES = {"lr_backend.build.nvidia", "lr_backend.build.placement"}
 """Values that every part may know of."""
 
 ALLOWED: dict[str, set[str]] = {
     "clock": set(),
     "errors": set(),
-    "step": set(),
-    "tokens": set(),
     "contract": {"errors"},
     "engine": {"contract", "errors"},
+    "steps": {"config", "contract"},
     "request": {"engine", "errors"},
     "fields": {"contract", "request"},
     "config": {"errors"},
     "hardware": {"engine", "errors"},
-    "upstream_errors": {"errors"},
     "parameters": {"errors", "hardware"},
-    "verify": {"engine", "errors", "step", "contract", "request", "config"},
+    "verify": {"engine", "errors", "steps", "contract", "request", "config"},
     "propose": {"contract", "engine", "errors", "request"},
     "trace": {"engine", "errors", "request"},
     "policy": {"clock", "request"},
-    "loop": {"verify", "propose", "policy", "trace", *LEAVES},
-    "torch_engine": LEAVES,
-    "emulated": {"torch_engine", "propose", "verify", *LEAVES},
-    "llmapi": {"torch_engine", *LEAVES},
+    "audit": {"verify", *LEAVES},
+    "loop": {"verify", "propose", "policy", "audit", "trace", *LEAVES},
+    "embedded": LEAVES,
+    "emulated": {"embedded", "propose", "verify", *LEAVES},
+    "llmapi": LEAVES,
     "build": {"emulated", *LEAVES},
-    "triton": {"loop", "policy", "verify", "trace", "torch_engine", "emulated", "llmapi", *LEAVES},
+    "triton": {"loop", "policy", "audit", "verify", "trace", "embedded", "emulated", "llmapi", *LEAVES},
+    "serve": {"build", *LEAVES},
     "testing": {"contract", "engine", "errors"},
     "plan": {"loop", "policy", "verify", "trace", "testing", "emulated", "build", *LEAVES},
-    "cli_errors": {"errors"},
-    "cli_plan": {"build", "plan", "emulated", "trace", "cli_errors", *LEAVES},
-    "cli_workload": {"plan", "emulated", "trace", "cli_errors", *LEAVES},
-    "cli": {"build", "plan", "emulated", "trace", "triton", "cli_plan", "cli_workload", "cli_errors", *LEAVES},
+    "cli": {"build", "plan", "emulated", "trace", "serve", *LEAVES},
 }
 
 
@@ -100,10 +85,10 @@ def test_the_allowed_imports_have_no_circle() -> None:
             del remaining[part]
 
 
-def test_torch_lives_in_the_torch_engine_and_the_embedding_model_alone() -> None:
+def test_torch_lives_in_the_embedded_engine_and_the_embedding_model_alone() -> None:
     users = {path for path in python_files("lr_backend") if any(n.split(".")[0] == "torch" for n in imported(path))}
 
-    assert {part_of(path) for path in users} <= {"torch_engine", "verify"}
+    assert {part_of(path) for path in users} <= {"embedded", "verify"}
     assert {path.name for path in users if part_of(path) == "verify"} <= {"embedding.py"}
 
 
@@ -126,13 +111,13 @@ def test_tensorrt_llm_is_imported_by_name_at_one_place_and_only_when_it_is_neede
 
 
 def test_the_llm_api_engine_loads_no_torch_of_its_own() -> None:
-    roots = {name: path for path in python_files("lr_backend/llmapi") for name in imported(path) if "torch_engine" in name}
+    roots = {name: path for path in python_files("lr_backend/llmapi") for name in imported(path) if "embedded" in name}
 
     # Of a logits processor, which upstream calls where it has loaded torch itself.
-    sampler = roots.pop("lr_backend.torch_engine.sampler")
+    sampler = roots.pop("lr_backend.embedded.sampler")
     assert sampler.name == "coupled_noise.py"
-    assert "\nfrom lr_backend.torch_engine.sampler" not in sampler.read_text(encoding="utf-8")
-    assert roots.keys() <= {"lr_backend.torch_engine.request", "lr_backend.torch_engine.limits"}
+    assert "\nfrom lr_backend.embedded.sampler" not in sampler.read_text(encoding="utf-8")
+    assert roots.keys() <= {"lr_backend.engine.request", "lr_backend.embedded.limits"}
 
 
 ROOMS = ("lr_backend/loop", "lr_backend/propose", "lr_backend/policy")
@@ -148,7 +133,7 @@ def test_the_tree_is_pure() -> None:
     roots = {
         name.split(".")[0]
         for path in python_files("lr_backend/loop")
-        if path.stem in {"tree", "steps", "seeds", "text"}
+        if path.stem in {"tree", "seeds"}
         for name in imported(path)
     }
 
@@ -171,7 +156,7 @@ def test_the_server_does_without_the_libraries_of_the_evaluation() -> None:
     roots = {name.split(".")[0] for path in python_files("lr_backend", "client/src") for name in imported(path)}
     assert not roots & {"bench", *EVALUATION}
 
-    code = "import sys, lr_backend.cli; print(sorted({name.split('.')[0] for name in sys.modules}))"
+    code = "import sys, lr_backend.cli.app; print(sorted({name.split('.')[0] for name in sys.modules}))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
     assert not set(ast.literal_eval(loaded)) & {"bench", *EVALUATION}
 

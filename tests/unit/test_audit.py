@@ -15,17 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from lr_backend.audit.auditor import CheckerAuditor, ModelAuditor, make_auditor
+from lr_backend.audit.desk import LEAST_AUDITS, TRICKLE, Z_95, AuditCase, AuditDesk, Book, Estimate, FalseAccepts, corrected
 from lr_backend.config import AuditSettings
 from lr_backend.errors import EngineUnavailable, InvalidRequest
-from lr_backend.loop.audit import LEAST_AUDITS, TRICKLE, Z_95, AuditCase, AuditDesk, Book, Estimate, FalseAccepts, corrected
 from lr_backend.loop.seeds import audit_draw
 from lr_backend.policy.acceptance import Acceptance
 from lr_backend.policy.policy import Learned
 from lr_backend.request import VerifierName
-from lr_backend.step import Step, StepEnd
+from lr_backend.steps.step import Step, StepEnd
 from lr_backend.testing import ScriptedEngine, run_virtual
 from lr_backend.verify import Reason, StepPair, Verdict, Verifier, VerifierParts
-from lr_backend.verify.auditor import CheckerAuditor, ModelAuditor, make_auditor
 from lr_backend.verify.judge_prompt import AUDIT_TASK_TEXT
 from tests.support.world import CONFIG, MODELS, World, chance, imitator, judge_script, storyteller
 

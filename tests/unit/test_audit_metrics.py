@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lr_backend.loop.audit import Book, FalseAccepts
+from lr_backend.audit.desk import Book, FalseAccepts
 from lr_backend.request import VerifierName
 from lr_backend.triton.audit_metrics import AUDITS, COUNTERS, GAUGES, RATE, RATE_HIGH, RATE_LOW, SPENT, AuditMetrics
 

@@ -25,9 +25,9 @@ from demo.asking import demo_spec
 from demo.tokenizer import load_tokenizer
 from lr_backend.build.checkpoints import check_checkpoint
 from lr_backend.engine import Role
-from lr_backend.step import Step, StepEnd
+from lr_backend.steps.step import Step, StepEnd
 from lr_backend.verify import Reason, StepPair, Verdict
-from tests.support.torch_engines import tiny_checkpoint
+from tests.support.embedded_engines import tiny_checkpoint
 
 
 def run(main: object, *arguments: str) -> str:

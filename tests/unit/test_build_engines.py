@@ -25,7 +25,7 @@ from lr_backend.build.repository import build_repository
 from lr_backend.build.runner import run_steps
 from lr_backend.build.spec import DeploymentSpec, GpuDeployment
 from lr_backend.build.trtllm_commands import Command, EngineDirs, Step
-from lr_backend.cli import app
+from lr_backend.cli.app import app
 from lr_backend.config import LoopConfig
 from lr_backend.engine import Role
 from lr_backend.errors import BuildError, CheckpointError, ConfigError
@@ -331,7 +331,7 @@ def test_a_role_on_the_llm_api_is_rendered_and_not_compiled(
     templates = tmp_path / "templates"
     shutil.copytree(render.TEMPLATES, templates)
     shutil.rmtree(templates / "llmapi", ignore_errors=True)
-    shutil.copytree(templates / "torch", templates / "llmapi")
+    shutil.copytree(templates / "embedded", templates / "llmapi")
     monkeypatch.setattr(render, "TEMPLATES", templates)
     changed = edited(spec, "[judge]\n", '[judge]\nruntime = "llmapi"\n')
     report = build(changed, tools)
@@ -397,7 +397,7 @@ def test_the_command_line_fails_with_the_end_of_the_log(
     tools.fail("convert")
     monkeypatch.setenv("PATH", f"{Path(tools.chain.trtllm_build).parent}:{os.environ['PATH']}")
     monkeypatch.setattr(
-        "lr_backend.cli.build_gpu_deployment", lambda *given, **named: build_gpu_deployment(*given, **named, platform=hopper)
+        "lr_backend.cli.app.build_gpu_deployment", lambda *given, **named: build_gpu_deployment(*given, **named, platform=hopper)
     )
     failed = CliRunner().invoke(app, ["build", "--spec", str(spec.path), "--examples", str(tools.chain.examples)])
     assert failed.exit_code == 1

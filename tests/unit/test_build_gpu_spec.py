@@ -84,7 +84,7 @@ def test_a_default_of_sampled_lossless_answers_needs_noise_that_is_shared(spec_p
     ("old", "new", "said"),
     [
         ("[target]\n", "[target]\nnum_threads = 1\n", "target.num_threads: Extra inputs are not permitted"),
-        ("[target]\n", '[target]\nruntime = "torch"\n', "target: Input tag 'torch'"),
+        ("[target]\n", '[target]\nruntime = "embedded"\n', "target: Input tag 'embedded'"),
         ("[judge]\n", '[judge]\nruntime = "llmapi"\nquantization = "fp8"\n', "judge.quantization: Extra inputs"),
         ("[hardware]\n", "[hardware]\ncolour = 1\n", "hardware.colour"),
         ('compute_capability = "9.0"', 'compute_capability = "sm_90"', "hardware.compute_capability"),
@@ -143,5 +143,5 @@ def test_every_key_of_a_deployment_says_why(name: str) -> None:
 
 def test_compiled_engines_run_in_no_process_of_the_loops(spec_path: Path) -> None:
     spec_path.write_text(re.sub(r"\[server\]\n|\Z", '[server]\nlayout = "one_process"\n', spec_path.read_text(), count=1))
-    with pytest.raises(ConfigError, match=r"server\.layout: one_process needs the runtime torch"):
+    with pytest.raises(ConfigError, match=r"server\.layout: one_process needs the runtime embedded"):
         DeploymentSpec.load(spec_path)

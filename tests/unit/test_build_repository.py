@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from lr_backend.build import render
 from lr_backend.build.repository import build_repository
 from lr_backend.build.spec import DeploymentSpec
-from lr_backend.cli import app
+from lr_backend.cli.app import app
 from lr_backend.config import LoopConfig
 from lr_backend.engine import Role
 from lr_backend.errors import CheckpointError, ConfigError
@@ -138,7 +138,7 @@ def test_a_sequence_beyond_the_checkpoint_is_refused(spec: DeploymentSpec) -> No
 def test_a_bad_template_is_refused(spec: DeploymentSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     templates = tmp_path / "templates"
     shutil.copytree(render.TEMPLATES, templates)
-    (templates / "torch" / "config.pbtxt").write_text(text)
+    (templates / "embedded" / "config.pbtxt").write_text(text)
     monkeypatch.setattr(render, "TEMPLATES", templates)
     with pytest.raises(ConfigError, match=r"template config\.pbtxt"):
         build_repository(spec)

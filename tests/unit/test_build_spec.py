@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from lr_backend.build.spec import PACKAGE_ROOT, DeploymentSpec, TorchDeployment
+from lr_backend.build.spec import PACKAGE_ROOT, DeploymentSpec, EmbeddedDeployment
+from lr_backend.embedded.config import EngineConfig
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError
-from lr_backend.torch_engine.config import EngineConfig
 from tests.support.tiny_models import write_spec
 
 ROLES = ("target", "draft", "judge")
@@ -31,7 +31,7 @@ def edited(path: Path, old: str, new: str) -> Path:
 def test_the_demo_is_found_by_name_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     spec = DeploymentSpec.load("demo")
-    assert isinstance(spec, TorchDeployment)
+    assert isinstance(spec, EmbeddedDeployment)
     assert spec.root == PACKAGE_ROOT
     assert spec.checkpoint_dir(Role.TARGET) == PACKAGE_ROOT / "demo" / "checkpoints" / "target"
     assert spec.loop_config(1024).defaults["mode"] == "auto"
@@ -52,7 +52,7 @@ def test_every_key_of_the_demo_says_why() -> None:
 
 def test_paths_are_relative_to_the_project_root(spec_path: Path) -> None:
     spec = DeploymentSpec.load(spec_path)
-    assert isinstance(spec, TorchDeployment)
+    assert isinstance(spec, EmbeddedDeployment)
     assert spec.checkpoint_dir(Role.DRAFT) == spec_path.parent.parent / "ck" / "draft"
 
 
@@ -64,7 +64,7 @@ def test_a_spec_outside_of_engines_is_its_own_root(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ('"torch"', '"tortch"', "runtime 'tortch' is not one of emulated, llmapi, tensorrtllm, torch"),
+        ('"embedded"', '"embeded"', "runtime 'embeded' is not one of embedded, emulated, llmapi, tensorrtllm"),
         ("num_threads = 1", "num_thread = 1", "target.num_thread"),
         ("num_threads = 1", "num_threads = 0", "target.num_threads"),
         ("[server]", "[serve]", "serve"),
@@ -130,7 +130,7 @@ def test_an_embedding_model_is_found_from_the_project_root_and_a_default_that_ne
 
     edited(spec_path, "[lookahead.defaults]", '[lookahead]\nembedding_dir = "models/minilm"\n[lookahead.defaults]')
     spec = DeploymentSpec.load(spec_path)
-    assert isinstance(spec, TorchDeployment)
+    assert isinstance(spec, EmbeddedDeployment)
     assert spec.loop_config().embedding_dir == spec.root / "models" / "minilm"
 
 
@@ -154,7 +154,7 @@ def test_only_a_loop_that_runs_its_engines_is_told_of_them(spec_path: Path) -> N
 
     spec = DeploymentSpec.load(edited(spec_path, "[server]", '[server]\nlayout = "one_process"'))
 
-    assert isinstance(spec, TorchDeployment)
+    assert isinstance(spec, EmbeddedDeployment)
     own = {name: EngineConfig.from_parameters(parameters) for name, parameters in spec.loop_config().engines.items()}
     assert {name: config.checkpoint_dir for name, config in own.items()} == {
         role.value: spec.checkpoint_dir(role) for role in Role

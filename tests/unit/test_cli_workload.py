@@ -10,7 +10,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from lr_backend.cli import app
+from lr_backend.cli.app import app
 from lr_backend.emulated.workload import Workload, published
 from lr_backend.errors import TraceError
 from lr_backend.plan import table

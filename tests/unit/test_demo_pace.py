@@ -16,7 +16,7 @@ from demo import pace
 from demo.asking import demo_spec
 from demo.measure import Sample
 from demo.problems import problems
-from lr_backend.build.spec import TorchDeployment
+from lr_backend.build.spec import EmbeddedDeployment
 from lr_backend.hardware.lateness import Lateness
 
 PROBES = list(islice(problems(1, "test"), 2))
@@ -51,7 +51,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     found: list[float] = []
 
     @contextmanager
-    def serving(spec: TorchDeployment, folder: Path) -> Iterator[SlowServer]:
+    def serving(spec: EmbeddedDeployment, folder: Path) -> Iterator[SlowServer]:
         found.append(spec.slow_motion)
         yield SlowServer(spec.slow_motion, 2.0)
 

@@ -16,10 +16,10 @@ from compose_spec import PyCompose
 from dockerfile_parse import DockerfileParser
 
 import lr_backend
-from lr_backend import cli
 from lr_backend.build.spec import DeploymentSpec
-from lr_backend.triton import health
-from lr_backend.triton.server import CLEANUP_MARGIN_S
+from lr_backend.cli import app as cli
+from lr_backend.serve import health
+from lr_backend.serve.server import CLEANUP_MARGIN_S
 
 PROJECT = Path(__file__).resolve().parents[2]
 TARGETS = ("cpu", "trtllm")
@@ -178,7 +178,7 @@ def ignored(path: str) -> bool:
         ),
         *("tests/unit/test_deploy_files.py", "docs/api.md", "client/src/lr_client/__init__.py", "bench/engine.py", "shared/x"),
         *("engines/built/demo/manifest.json", "checkpoints/Qwen3-32B/model.safetensors", "demo/runs/x.json"),
-        *("lr_backend/torch_engine/_native.cpython-311-x86_64-linux-gnu.so", "lr_backend/__pycache__/cli.cpython-311.pyc"),
+        *("lr_backend/embedded/native/_decoder.cpython-311-x86_64-linux-gnu.so", "lr_backend/__pycache__/cli.cpython-311.pyc"),
         *("demo/server.log", "id_rsa", "Dockerfile"),
     ],
 )
@@ -281,7 +281,7 @@ def test_ports_are_published_on_loopback(name: str) -> None:
 @pytest.mark.parametrize("path", sorted((PROJECT / "engines").glob("*.toml")), ids=lambda path: path.stem)
 def test_a_server_is_given_the_time_that_it_takes_to_drain(path: Path) -> None:
     spec = DeploymentSpec.load(path)
-    service = SERVICES["cpu" if spec.runtime == "torch" else "gpu"]
+    service = SERVICES["cpu" if spec.runtime == "embedded" else "gpu"]
     assert int(service["stop_grace_period"].removesuffix("s")) >= spec.server.exit_timeout_s + 2 * CLEANUP_MARGIN_S
     start_s = int(service["healthcheck"]["start_period"].removesuffix("s"))
     assert start_s >= spec.server.load_timeout_s

@@ -14,12 +14,12 @@ from lr_backend.contract import IntArray
 from lr_backend.engine import GREEDY, EngineCall, Generation, Role
 from lr_backend.errors import EngineRejected, EngineUnavailable
 from lr_backend.loop.loop import Outcome
-from lr_backend.loop.steps import StepRules
 from lr_backend.propose import DraftModel, Proposal
 from lr_backend.propose.draft_model import MOST_AHEAD
 from lr_backend.propose.growing import GrowingText
 from lr_backend.propose.proposal import NOTHING, Room
 from lr_backend.request import FinishReason
+from lr_backend.steps.rules import StepRules
 from lr_backend.testing import Script, ScriptedEngine, run_virtual
 from lr_backend.trace.analysis import analyse
 from lr_backend.trace.html import page

@@ -15,20 +15,20 @@ from lr_backend.build.pace import CARD_MEMORY_GIB, kv_tokens, machine_of
 from lr_backend.build.repository import build_repository
 from lr_backend.build.spec import DeploymentSpec, EmulatedDeployment, GpuDeployment
 from lr_backend.config import LoopConfig
+from lr_backend.embedded.config import EngineConfig
 from lr_backend.emulated.engine import PacedEngine
 from lr_backend.emulated.open import open_engine
 from lr_backend.emulated.texts import Script, Texts
 from lr_backend.emulated.vocabulary import TOKENIZER_DIR, VOCABULARY
 from lr_backend.emulated.workload import Workload, published
 from lr_backend.engine import Role
+from lr_backend.engine.request import EngineResponse
 from lr_backend.errors import ConfigError, EngineRejected
 from lr_backend.hardware.pace import EnginePace, Runtime
 from lr_backend.hardware.rules import OWN_RULES, UpstreamRules
 from lr_backend.hardware.sharing import CardSharing
-from lr_backend.torch_engine.config import EngineConfig
-from lr_backend.torch_engine.request import EngineResponse
+from tests.support.embedded_engines import Pending, engine_config, request
 from tests.support.paced import TARGET
-from tests.support.torch_engines import Pending, engine_config, request
 
 SYSTEM = "h200_sxm"
 LIKE = DeploymentSpec.load("qwen3-32b")
@@ -201,7 +201,7 @@ def test_a_workload_file_may_lie_anywhere(tmp_path: Path, monkeypatch: pytest.Mo
         (['system = "h300"'], "how much memory a card of h300 has is not known; known: h100_sxm, h200_sxm, b200_sxm, l40s"),
         (['system = "l40s"'], "there is no hardware profile of Qwen3-32B at TP 2 in bfloat16 on l40s"),
         (['emulates = "gpt-5"'], "whose pace it is: no deployment spec named 'gpt-5'; known: "),
-        (['emulates = "demo"'], "whose pace it is: demo.toml: the runtime 'torch' is no GpuDeployment"),
+        (['emulates = "demo"'], "whose pace it is: demo.toml: the runtime 'embedded' is no GpuDeployment"),
         (['workload = "essays"'], "no workload named 'essays'; known: "),
         (["slow_motion = 0.5"], "slow_motion: "),
         (["speed = 2"], "speed: "),
@@ -212,7 +212,7 @@ def test_a_workload_file_may_lie_anywhere(tmp_path: Path, monkeypatch: pytest.Mo
         (["[target]", 'weights = "none"'], "target.weights: "),
         (["[target]", "max_seq_len = 100"], "target.max_seq_len must hold limits.max_prompt_tokens + limits.max_tokens"),
         (["[lookahead.defaults]", 'mode = "fast"'], "lookahead.defaults.mode="),
-        (["[server]", 'layout = "one_process"'], "server.layout: one_process needs the runtime torch"),
+        (["[server]", 'layout = "one_process"'], "server.layout: one_process needs the runtime embedded"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(write: Write, lines: list[str], said: str) -> None:
@@ -227,7 +227,7 @@ def test_what_cannot_be_is_refused_in_one_line(write: Write, lines: list[str], s
     [
         ("qwen3-32b", "h300", None, "qwen3-32b cannot be emulated: how much memory a card of h300 has is not known"),
         ("qwen3-32b", SYSTEM, "essays", "no workload named 'essays'"),
-        ("demo", SYSTEM, None, "whose pace it is: demo.toml: the runtime 'torch' is no GpuDeployment"),
+        ("demo", SYSTEM, None, "whose pace it is: demo.toml: the runtime 'embedded' is no GpuDeployment"),
     ],
 )
 def test_so_is_what_a_command_asks_for(spec: str, system: str, workload: str | None, said: str) -> None:

@@ -13,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from lr_backend.embedded.config import EngineConfig
+from lr_backend.embedded.engine import EmbeddedEngine
+from lr_backend.embedded.native import drafter as drafter_module
+from lr_backend.embedded.native import run as native_run
+from lr_backend.embedded.native.drafter import Drafter
+from lr_backend.embedded.native.model import NativeModel
 from lr_backend.engine import Sampling
+from lr_backend.engine.request import EngineRequest, EngineResponse
 from lr_backend.errors import ConfigError, EngineRejected
-from lr_backend.torch_engine import drafter as drafter_module
-from lr_backend.torch_engine import native_run
-from lr_backend.torch_engine.config import EngineConfig
-from lr_backend.torch_engine.drafter import Drafter
-from lr_backend.torch_engine.engine import TorchEngine
-from lr_backend.torch_engine.native_model import NativeModel
-from lr_backend.torch_engine.request import EngineRequest, EngineResponse
-from tests.support.torch_engines import (
+from tests.support.embedded_engines import (
     NEEDS_LIBRARY,
     VOCAB,
     Gate,
@@ -237,7 +237,7 @@ def test_a_request_that_breaks_a_rule_is_refused_by_name(make_engine: MakeEngine
 
 
 def test_an_engine_without_a_draft_model_says_so(target: Path) -> None:
-    engine: TorchEngine = tiny_engine(target)
+    engine: EmbeddedEngine = tiny_engine(target)
     try:
         with pytest.raises(EngineRejected, match="num_draft_tokens: 3 wanted, and this engine holds no draft model"):
             start(engine, request(prompt(9), 8, num_draft_tokens=3))

@@ -23,7 +23,7 @@ from bench.evaluation.scoring import Outcome, Score
 from bench.evaluation.summary import Run
 from bench.evaluation.tasks import DataSet, Rule, Task, load
 from bench.evaluation.turns import option_fields, rounds, seed_of, turns
-from lr_backend import cli
+from lr_backend.cli import app as cli
 from tests.support.fake_lookahead import Fail, FakeServer, Reply
 
 USAGE = {"completion_tokens": 20, "latency_s": 0.1, "num_steps": 2, "num_target_passes": 20, "first_step_s": 0.05}

@@ -25,7 +25,7 @@ from bench.evaluation.statistics import (
     share,
 )
 from demo.shares import Share, effective_trials, wilson
-from lr_backend.loop.audit import Z_95
+from lr_backend.audit.desk import Z_95
 
 shares = st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=2, max_size=30)
 

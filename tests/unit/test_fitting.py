@@ -10,7 +10,7 @@ from statistics import fmean
 import pytest
 from typer.testing import CliRunner
 
-from lr_backend.cli import app
+from lr_backend.cli.app import app
 from lr_backend.engine import Role
 from lr_backend.errors import TraceError
 from lr_backend.plan.fit_texts import acceptance_rate, sibling_acceptance_rate

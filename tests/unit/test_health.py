@@ -11,9 +11,9 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 from typer.testing import CliRunner
 
-from lr_backend.cli import app
-from lr_backend.triton import health
-from lr_backend.triton.health import why_not_ready
+from lr_backend.cli.app import app
+from lr_backend.serve import health
+from lr_backend.serve.health import why_not_ready
 
 
 class _Triton(HTTPServer):

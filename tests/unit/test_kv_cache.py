@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lr_backend.torch_engine.kv_cache import BlockTable, KvCache, block_key, prefix_keys
+from lr_backend.embedded.kv_cache import BlockTable, KvCache, block_key, prefix_keys
 
 SIZE = 4
 

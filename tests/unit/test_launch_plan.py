@@ -9,9 +9,9 @@ import pytest
 from lr_backend.build.placement import Placement
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError
-from lr_backend.triton.launch import PLAIN, LaunchMode, launch_plan
-from lr_backend.triton.restrictions import FILE_VARIABLE, KEY_VARIABLE, admin_key, without_key
-from lr_backend.triton.server import ServerOptions, TritonServer
+from lr_backend.serve.launch import PLAIN, LaunchMode, launch_plan
+from lr_backend.serve.restrictions import FILE_VARIABLE, KEY_VARIABLE, admin_key, without_key
+from lr_backend.serve.server import ServerOptions, TritonServer
 
 
 def on(role: Role, runtime: str, *gpus: int) -> Placement:
@@ -21,8 +21,8 @@ def on(role: Role, runtime: str, *gpus: int) -> Placement:
 TARGET, DRAFT, JUDGE = Role.TARGET, Role.DRAFT, Role.JUDGE
 
 
-def test_the_torch_engine_needs_nothing() -> None:
-    assert launch_plan(()) == launch_plan([on(role, "torch") for role in Role]) == PLAIN
+def test_the_embedded_engine_needs_nothing() -> None:
+    assert launch_plan(()) == launch_plan([on(role, "embedded") for role in Role]) == PLAIN
 
 
 @pytest.mark.parametrize("gpus", [((0,), (0,), (0,)), ((0,), (1,), (2,)), ((0, 1), (2,), (3,))])

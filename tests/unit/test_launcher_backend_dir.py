@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lr_backend.errors import ConfigError
-from lr_backend.triton.backend_dir import PACKAGE, TritonInstall, find_tritonserver, prepare_backend_dir, server_environment
+from lr_backend.serve.backend_dir import PACKAGE, TritonInstall, find_tritonserver, prepare_backend_dir, server_environment
 
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from lr_backend.errors import ConfigError
-from lr_backend.triton import server as launcher
-from lr_backend.triton.guard import remove_shared_memory
-from lr_backend.triton.launch import LaunchPlan
-from lr_backend.triton.server import Ports, ServerError, ServerOptions, TritonServer, free_ports, useful_lines
+from lr_backend.serve import server as launcher
+from lr_backend.serve.guard import remove_shared_memory
+from lr_backend.serve.launch import LaunchPlan
+from lr_backend.serve.server import Ports, ServerError, ServerOptions, TritonServer, free_ports, useful_lines
 from tests.support import fake_mpirun, fake_triton
 
 BOUND_S = 30.0
@@ -156,7 +156,7 @@ def test_a_killed_guard_takes_the_server_along(start: type[Started]) -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_no_server_outlives_its_launcher(repository: Path, fake: Path, tmp_path: Path, number: int) -> None:
     code = (
-        "import sys, pathlib; from lr_backend.triton.server import *\n"
+        "import sys, pathlib; from lr_backend.serve.server import *\n"
         "server = TritonServer(pathlib.Path(sys.argv[1]), ServerOptions(tritonserver=pathlib.Path(sys.argv[2])))\n"
         "server.start(); server.wait_ready(30); print(server.shm_prefix, flush=True); sys.stdin.read()"
     )

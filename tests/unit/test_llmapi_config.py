@@ -17,8 +17,8 @@ from lr_backend.llmapi.coupled_noise import CoupledNoise
 from lr_backend.llmapi.environment import apply, engine_environment, visible_devices
 from lr_backend.llmapi.sampling import MAX_LOG_PROBS, check_request, engine_stop_ids, sampling_arguments
 from lr_backend.llmapi.upstream import llm_arguments, load_upstream, make_llm
+from tests.support.embedded_engines import request
 from tests.support.fake_llmapi import FakeSamplingParams, fake_upstream, scripted
-from tests.support.torch_engines import request
 
 CHOOSE = scripted(lambda context, draw: 0)
 

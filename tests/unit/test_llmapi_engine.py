@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
+from lr_backend.embedded.sampler import Draw, drawn_tokens
 from lr_backend.engine import Sampling
+from lr_backend.engine.request import EngineRequest, EngineResponse
 from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, LookaheadError, Overloaded
 from lr_backend.llmapi.engine import LlmApiEngine
 from lr_backend.llmapi.outputs import log_probs_of
-from lr_backend.torch_engine.request import EngineRequest, EngineResponse
-from lr_backend.torch_engine.sampler import Draw, drawn_tokens
+from tests.support.embedded_engines import Pending, request
 from tests.support.fake_llmapi import Choose, Completion, FakeLLM, Logprob, RequestError, by_logits, scripted
 from tests.support.llmapi_engines import llmapi_engine
-from tests.support.torch_engines import Pending, request
 
 PROMPT = (50, 60)
 COUNTING = scripted(lambda context, draw: len(context) - len(PROMPT))

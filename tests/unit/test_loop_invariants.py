@@ -12,7 +12,7 @@ from lr_backend.engine import EngineCall
 from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, TargetUnavailable
 from lr_backend.loop.loop import Outcome
 from lr_backend.request import FinishReason, Mode, ProposerName
-from lr_backend.step import StepEnd
+from lr_backend.steps.step import StepEnd
 from lr_backend.testing import ScriptedEngine, run_virtual
 from tests.support.world import (
     CLOSE,

@@ -14,18 +14,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lr_backend.embedded import backends, sampler
+from lr_backend.embedded.backends import is_native
+from lr_backend.embedded.config import EngineConfig
+from lr_backend.embedded.native import model as native_model
+from lr_backend.embedded.native.library import library
+from lr_backend.embedded.native.model import NativeModel, NativePool
+from lr_backend.embedded.native.runner import NativeRunner
+from lr_backend.embedded.native.weights import Format, NativeProduct, bytes_are_fast, pairs_are_fast
+from lr_backend.embedded.reference.attention import Span
+from lr_backend.embedded.reference.runner import TorchRunner
 from lr_backend.errors import ConfigError
-from lr_backend.torch_engine import backends, native_model, sampler
-from lr_backend.torch_engine.attention import Span
-from lr_backend.torch_engine.backends import is_native
-from lr_backend.torch_engine.config import EngineConfig
-from lr_backend.torch_engine.native_library import library
-from lr_backend.torch_engine.native_model import NativeModel, NativePool
-from lr_backend.torch_engine.native_runner import NativeRunner
-from lr_backend.torch_engine.native_weights import Format, NativeProduct, bytes_are_fast, pairs_are_fast
-from lr_backend.torch_engine.torch_runner import TorchRunner
+from tests.support.embedded_engines import NEEDS_LIBRARY, greedy, prompt, tiny_checkpoint, tiny_engine
 from tests.support.reference_models import logits_of_reference, reference_model
-from tests.support.torch_engines import NEEDS_LIBRARY, greedy, prompt, tiny_checkpoint, tiny_engine
 
 pytestmark = NEEDS_LIBRARY
 

@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from lr_backend.torch_engine.native_library import library
-from lr_backend.torch_engine.noise import gumbel_noise, noise_bits, noise_keys
+from lr_backend.embedded.native.library import library
+from lr_backend.engine.noise import gumbel_noise, noise_bits, noise_keys
 from tests.support import noise as reference
-from tests.support.torch_engines import NEEDS_LIBRARY
+from tests.support.embedded_engines import NEEDS_LIBRARY
 
 VECTORS = json.loads((Path(__file__).parent.parent / "data/noise/vectors.json").read_text())["vectors"]
 Numbers = tuple[list[int], list[float]]

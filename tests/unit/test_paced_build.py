@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from demo.asking import demo_spec
 from lr_backend.build.base import Layout
 from lr_backend.build.paced import paced
-from lr_backend.build.spec import DeploymentSpec, TorchDeployment
-from lr_backend.cli import app
+from lr_backend.build.spec import DeploymentSpec, EmbeddedDeployment
+from lr_backend.cli.app import app
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError
 from lr_backend.hardware import profile
@@ -23,17 +23,17 @@ LIKE = DeploymentSpec.load("qwen3-32b")
 
 
 @pytest.fixture(scope="module")
-def fast() -> TorchDeployment:
+def fast() -> EmbeddedDeployment:
     return paced(demo_spec(), SYSTEM)
 
 
-def pace(spec: TorchDeployment, role: Role) -> EnginePace:
+def pace(spec: EmbeddedDeployment, role: Role) -> EnginePace:
     found = spec.engine_pace(role)
     assert found is not None
     return found
 
 
-def test_each_role_has_the_profile_of_the_same_role(fast: TorchDeployment) -> None:
+def test_each_role_has_the_profile_of_the_same_role(fast: EmbeddedDeployment) -> None:
     keys = {role: str(pace(fast, role).profile) for role in Role}
     assert keys == {
         Role.TARGET: "Qwen3-32B at TP 2 in bfloat16 on h200_sxm",
@@ -44,7 +44,7 @@ def test_each_role_has_the_profile_of_the_same_role(fast: TorchDeployment) -> No
     assert [role for role in Role if pace(fast, role).one_hot] == [Role.TARGET]
 
 
-def test_sizes_limits_and_defaults_are_those_of_the_engines_that_are_stood_for(fast: TorchDeployment) -> None:
+def test_sizes_limits_and_defaults_are_those_of_the_engines_that_are_stood_for(fast: EmbeddedDeployment) -> None:
     for role in Role:
         assert fast.engine(role).max_batch_size == LIKE.engine(role).max_batch_size  # type: ignore[attr-defined]
         assert fast.engine(role).num_drafts == LIKE.engine(role).num_drafts
@@ -65,14 +65,14 @@ def test_a_target_that_drafts_by_itself_is_paced_as_the_llm_api_is() -> None:
     assert (inside.draft.model, inside.draft.tp_size) == ("Qwen3-1.7B", 2)
 
 
-def test_only_engines_that_stand_for_none_of_tensorrt_llms_share_their_noise(fast: TorchDeployment) -> None:
+def test_only_engines_that_stand_for_none_of_tensorrt_llms_share_their_noise(fast: EmbeddedDeployment) -> None:
     own, inside = demo_spec().loop_config(), paced(demo_spec(), SYSTEM, drafts_itself=True).loop_config()
     assert (own.coupled_noise, own.draft_temperature) == (True, None)
     for config in (fast.loop_config(), inside):
         assert (config.coupled_noise, config.draft_temperature) == (False, 0.0)
 
 
-def test_embedded_engines_at_that_pace_share_their_noise(fast: TorchDeployment) -> None:
+def test_embedded_engines_at_that_pace_share_their_noise(fast: EmbeddedDeployment) -> None:
     embedded = paced(demo_spec(), SYSTEM, embedded=True)
     config = embedded.loop_config()
     assert (config.coupled_noise, config.draft_temperature, config.lacks("lossless")) == (True, None, None)
@@ -93,7 +93,7 @@ def test_roles_on_one_card_know_of_one_another(tmp_path: Path) -> None:
     assert not any(pace(alone, role).cards for role in Role)
 
 
-def test_the_label_names_tables_release_and_what_it_is_not(fast: TorchDeployment) -> None:
+def test_the_label_names_tables_release_and_what_it_is_not(fast: EmbeddedDeployment) -> None:
     label = fast.loop_config().pace
     assert label == fast.pace_label
     parts = (
@@ -109,7 +109,7 @@ def test_the_label_names_tables_release_and_what_it_is_not(fast: TorchDeployment
     assert demo_spec().loop_config().pace == ""
 
 
-def test_a_role_at_this_machines_own_pace_is_named(fast: TorchDeployment) -> None:
+def test_a_role_at_this_machines_own_pace_is_named(fast: EmbeddedDeployment) -> None:
     own = fast.model_copy(update={"judge": fast.judge.model_copy(update={"pace": None})})
     assert "judge at this machine's own pace" in own.pace_label
 
@@ -119,7 +119,7 @@ def test_a_role_at_this_machines_own_pace_is_named(fast: TorchDeployment) -> Non
     [
         ("h300", None, "there is no hardware profile of the system 'h300'; known: b200_sxm, h100_sxm, h200_sxm, l40s"),
         ("l40s", "qwen3-32b", "there is no hardware profile of Qwen3-32B at TP 2 in bfloat16 on l40s; of that system: "),
-        (SYSTEM, "demo", "whose pace it is: demo.toml: the runtime 'torch' is no GpuDeployment"),
+        (SYSTEM, "demo", "whose pace it is: demo.toml: the runtime 'embedded' is no GpuDeployment"),
         (SYSTEM, "gpt-5", "whose pace it is: no deployment spec named 'gpt-5'; known: "),
     ],
 )

@@ -233,7 +233,7 @@ def test_a_callers_failure_is_not_the_engines(make: MakeBench, caplog: pytest.Lo
     def broken(result: object) -> None:
         raise RuntimeError("the caller's")
 
-    from tests.support.torch_engines import request
+    from tests.support.embedded_engines import request
 
     bench.time.at(0.0, lambda: bench.engine.submit(request((1, 2, 3), 2, request_id="a"), broken))
     bench.time.at(1.0, lambda: bench.ask("b"))

@@ -7,7 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from lr_backend.cli import app
+from lr_backend.cli.app import app
 from lr_backend.plan import simulation, table
 from lr_backend.plan.fitting import Fitted
 from lr_backend.plan.losses import losses

@@ -19,7 +19,7 @@ from lr_backend.engine import Role
 from lr_backend.errors import EngineUnavailable, InvalidRequest
 from lr_backend.loop.seeds import Seeds
 from lr_backend.request import LookaheadRequest
-from lr_backend.step import Step, StepEnd
+from lr_backend.steps.step import Step, StepEnd
 from lr_backend.testing import VirtualClockLoop, WordTokenizer, run_virtual
 from lr_backend.verify import Reason, settle
 from lr_backend.verify.judge_prompt import JudgePrompt, parse_verdict

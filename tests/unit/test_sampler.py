@@ -13,11 +13,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from lr_backend.embedded import sampler
+from lr_backend.embedded.sampler import Draw, chosen_log_probs, drawn_tokens, kept_logits
 from lr_backend.engine import Sampling
-from lr_backend.torch_engine import sampler
-from lr_backend.torch_engine.sampler import Draw, chosen_log_probs, drawn_tokens, kept_logits
 from tests.support import noise as reference
-from tests.support.torch_engines import KERNELS, NEEDS_LIBRARY
+from tests.support.embedded_engines import KERNELS, NEEDS_LIBRARY
 
 NUM_DRAWS = 30_000
 LOGITS = torch.tensor([2.0, 1.0, 0.5, float("-inf"), 0.0, -1.0, 1.5, 0.9, -3.0])

@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 from lr_backend.build.nvidia import Gpu, parse_gpus
 from lr_backend.build.placement import Placement
 from lr_backend.build.spec import DeploymentSpec
-from lr_backend.cli import app
+from lr_backend.cli.app import app
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError
-from lr_backend.triton import startup_check
-from lr_backend.triton.startup_check import Level, Machine, check, missing, probe, require_ready
+from lr_backend.serve import startup_check
+from lr_backend.serve.startup_check import Level, Machine, check, missing, probe, require_ready
 
 H200 = Gpu(0, "NVIDIA H200", "9.0", 143771)
 GOOD = Machine(
@@ -140,11 +140,11 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_doctor_prints_a_table_and_fails_where_something_is_missing(four_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lr_backend.cli.probe", lambda binary: replace(GOOD, mpirun=None))
+    monkeypatch.setattr("lr_backend.cli.app.probe", lambda binary: replace(GOOD, mpirun=None))
     result = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"})
     assert result.exit_code == 1
     assert "install Open MPI" in result.output
-    monkeypatch.setattr("lr_backend.cli.probe", lambda binary: GOOD)
+    monkeypatch.setattr("lr_backend.cli.app.probe", lambda binary: GOOD)
     result = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"})
     assert result.exit_code == 0
     assert "NVIDIA H200, 140 GiB" in result.output
@@ -153,7 +153,7 @@ def test_doctor_prints_a_table_and_fails_where_something_is_missing(four_gpus: N
 def test_serve_refuses_a_machine_before_it_builds_anything(
     four_gpus: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("lr_backend.cli.probe", lambda binary: replace(GOOD, gpus=(), mpirun=None))
+    monkeypatch.setattr("lr_backend.cli.app.probe", lambda binary: replace(GOOD, gpus=(), mpirun=None))
     result = CliRunner().invoke(app, ["serve", "--repository", str(tmp_path / "out")], env={"COLUMNS": "200"})
     assert result.exit_code == 1
     assert "GPUs: 0 visible, 4 needed" in result.output and "mpirun: not found" in result.output
@@ -161,9 +161,9 @@ def test_serve_refuses_a_machine_before_it_builds_anything(
 
 
 def test_serve_starts_the_server_by_the_plan(four_gpus: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("lr_backend.cli.probe", lambda binary: replace(GOOD, gpus=(*GOOD.gpus, replace(H200, index=4))))
+    monkeypatch.setattr("lr_backend.cli.app.probe", lambda binary: replace(GOOD, gpus=(*GOOD.gpus, replace(H200, index=4))))
     seen: list[Any] = []
-    monkeypatch.setattr("lr_backend.cli._run", lambda console, server, deployment: seen.append(server) or 0)
+    monkeypatch.setattr("lr_backend.cli.app._run", lambda console, server, deployment: seen.append(server) or 0)
     result = CliRunner().invoke(
         app, ["serve", "--repository", str(tmp_path / "out")], env={"LOOKAHEAD_ADMIN_KEY": "0123456789abcdef"}
     )

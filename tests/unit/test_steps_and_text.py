@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from lr_backend.contract import decode_stop_words
 from lr_backend.errors import ConfigError
-from lr_backend.loop.steps import StepRules
-from lr_backend.loop.text import TextStream
 from lr_backend.propose import NGram, Proposal
 from lr_backend.propose.ngram import lookup_ngram
-from lr_backend.step import StepEnd
+from lr_backend.steps.rules import StepRules
+from lr_backend.steps.step import StepEnd
+from lr_backend.steps.text import TextStream
 from lr_backend.testing import WordTokenizer, run_virtual
 from tests.support.checkpoints import QWEN_LIKE
 from tests.support.world import BREAK, CLOSE, DOT_BREAK, DOT_NEWLINE, END, NEWLINE, RULES, THINK, TOKENIZER, TOOL

@@ -11,7 +11,7 @@ from bench.synchronous import SynchronousAnswer, SynchronousLookahead, Texts, sa
 from lr_backend.engine import GREEDY
 from lr_backend.errors import EngineUnavailable
 from lr_backend.loop.assemble import Engines
-from lr_backend.loop.steps import StepRules
+from lr_backend.steps.rules import StepRules
 from lr_backend.testing import Script, ScriptedEngine, run_virtual
 from tests.support.world import (
     BREAK,

@@ -22,17 +22,17 @@ from demo.problems import problems
 from demo.tokenizer import load_tokenizer
 from lr_backend.build.checkpoints import check_checkpoint
 from lr_backend.build.repository import build_repository
-from lr_backend.cli import app
+from lr_backend.cli.app import app
+from lr_backend.embedded.config import EngineConfig
+from lr_backend.embedded.engine import EmbeddedEngine
+from lr_backend.embedded.random_checkpoint import tensor_shapes, write_random_config
 from lr_backend.engine import Role, Sampling
+from lr_backend.engine.inprocess import run_all
+from lr_backend.engine.request import EngineRequest
 from lr_backend.errors import CheckpointError
 from lr_backend.policy.formulas import ceiling
 from lr_backend.request import LookaheadRequest
-from lr_backend.step import Step, StepEnd
-from lr_backend.torch_engine.config import EngineConfig
-from lr_backend.torch_engine.engine import TorchEngine
-from lr_backend.torch_engine.inprocess import run_all
-from lr_backend.torch_engine.random_checkpoint import tensor_shapes, write_random_config
-from lr_backend.torch_engine.request import EngineRequest
+from lr_backend.steps.step import Step, StepEnd
 from lr_backend.triton.models import load_tokenizer as load_any_tokenizer
 from lr_backend.verify import Reason, StepPair, Verdict, VerifierParts, make_verifier
 from tests.support.world import MODELS, World, storyteller
@@ -77,7 +77,7 @@ def test_no_token_that_could_end_a_step_is_drawn(deployment: Path) -> None:
     head = load_file(deployment / "target" / "model.safetensors")["model.embed_tokens.weight"]
     assert not head[sorted(silent)].any() and head[[token for token in range(len(head)) if token not in silent]].any(dim=1).all()
 
-    engine = TorchEngine(EngineConfig(deployment / "target", max_tokens_in_paged_kv_cache=4096))
+    engine = EmbeddedEngine(EngineConfig(deployment / "target", max_tokens_in_paged_kv_cache=4096))
     try:
         prompt = tuple(tokenizer.encode("Why are there 3 apples?\n\n", add_special_tokens=False))
         requests = [EngineRequest("", prompt, 200, Sampling(0.6, 20, 1.0), seed=seed) for seed in range(4)]
@@ -129,7 +129,7 @@ def test_real_shapes_have_the_sizes_that_they_are_named_for(tmp_path: Path) -> N
 
 
 def read(folder: Path):  # type: ignore[no-untyped-def]
-    from lr_backend.torch_engine.checkpoint import read_spec
+    from lr_backend.embedded.checkpoint import read_spec
 
     return read_spec(folder)
 
@@ -138,7 +138,7 @@ def test_an_engine_may_draw_its_weights(tmp_path: Path) -> None:
     folder = write_random_config(tmp_path / "model", **SHAPES["tiny"], vocab_size=61)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (folder / name).write_bytes((demo_spec().checkpoint_dir(Role.TARGET) / name).read_bytes())
-    engine = TorchEngine(EngineConfig(folder, random_weights=True, max_tokens_in_paged_kv_cache=4096))
+    engine = EmbeddedEngine(EngineConfig(folder, random_weights=True, max_tokens_in_paged_kv_cache=4096))
     try:
         (answer,) = run_all(engine, [EngineRequest("", (1, 2, 3), 8)])
     finally:

@@ -28,12 +28,12 @@ from lr_backend.emulated.vocabulary import (
 )
 from lr_backend.emulated.workload import Workload
 from lr_backend.engine import GREEDY, Role, Sampling
+from lr_backend.engine.request import EngineRequest
 from lr_backend.errors import ConfigError
-from lr_backend.tokens import num_equal
-from lr_backend.torch_engine.request import EngineRequest
+from lr_backend.steps.tokens import num_equal
 from lr_backend.verify.judge_prompt import JudgePrompt
+from tests.support.embedded_engines import request
 from tests.support.texts import ASKED, grown, share_looked_up, whole_text
-from tests.support.torch_engines import request
 
 SAMPLED = Sampling(temperature=1.0)
 WORKLOAD = Workload(0.6, exact_rate=0.2, token_agreement=0.9, word_agreement=0.5, step_tokens=12, step_spread=0.4, num_steps=40)

@@ -11,11 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lr_backend.embedded.sequence import Sequence
 from lr_backend.emulated.feed import Feed, Pass
 from lr_backend.emulated.texts import FIRST_WORD, ScriptedSource
 from lr_backend.emulated.timeline import Sizes, Timeline
 from lr_backend.emulated.virtual import LoopThread, SharedCards, VirtualEngine
 from lr_backend.engine import EngineCall, Sampling
+from lr_backend.engine.request import EngineRequest
 from lr_backend.errors import EngineError
 from lr_backend.hardware.cost import CostModel, Iteration, Join, LinearCosts
 from lr_backend.hardware.machine import Place, Way
@@ -24,10 +26,8 @@ from lr_backend.hardware.pace import Runtime
 from lr_backend.hardware.profile import ProfileKey
 from lr_backend.hardware.sharing import CardSharing
 from lr_backend.testing import run_virtual
-from lr_backend.torch_engine.request import EngineRequest
-from lr_backend.torch_engine.sequence import Sequence
+from tests.support.embedded_engines import request
 from tests.support.paced import TARGET
-from tests.support.torch_engines import request
 
 COSTS = TARGET.costs()
 SIZES = Sizes(num_blocks=64, tokens_per_block=8, max_batch_size=4, max_num_tokens=64)

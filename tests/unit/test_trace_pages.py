@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from lr_backend.cli import app
+from lr_backend.cli.app import app
 from lr_backend.trace.analysis import analyse
 from lr_backend.trace.chrome import chrome_json
 from lr_backend.trace.html import lay_out, milliseconds, page

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lr_backend.contract import IntArray
 from lr_backend.loop.tree import Decision, Drafting, Node, Tree
-from lr_backend.step import Step, StepEnd
+from lr_backend.steps.step import Step, StepEnd
 from lr_backend.verify import Reason, Verdict
 from tests.support.world import chance
 

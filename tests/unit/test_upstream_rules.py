@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lr_backend.embedded.sequence import Sequence
 from lr_backend.emulated.feed import Feed, Pass
 from lr_backend.emulated.model_source import ModelSource
 from lr_backend.emulated.texts import Script, Texts
@@ -22,17 +23,16 @@ from lr_backend.emulated.timeline import Ended, Sizes, Timeline
 from lr_backend.emulated.vocabulary import END, VOCABULARY
 from lr_backend.emulated.workload import Workload
 from lr_backend.engine import EngineCall, Role
+from lr_backend.engine.request import EngineResponse
+from lr_backend.engine.upstream_errors import UpstreamFailure, kind_of, prompt_too_long, queue_full, too_many_drafts
 from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, LookaheadError, Overloaded
 from lr_backend.hardware.cost import Iteration, Join
 from lr_backend.hardware.rules import OWN_RULES, UpstreamRules
 from lr_backend.testing import run_virtual
-from lr_backend.torch_engine.request import EngineResponse
-from lr_backend.torch_engine.sequence import Sequence
 from lr_backend.triton.bls_engine import RETRY_S, BlsEngine, CallGate
-from lr_backend.upstream_errors import UpstreamFailure, kind_of, prompt_too_long, queue_full, too_many_drafts
+from tests.support.embedded_engines import KERNELS, ask, engine_config, greedy, prompt, request, tiny_checkpoint, tiny_engine
 from tests.support.fake_pb_utils import StubError, StubFamily, StubRequest, stub_module
 from tests.support.paced import TARGET, Bench
-from tests.support.torch_engines import KERNELS, ask, engine_config, greedy, prompt, request, tiny_checkpoint, tiny_engine
 
 SIZES = Sizes(num_blocks=512, tokens_per_block=32, max_batch_size=8, max_num_tokens=4096)
 

@@ -17,7 +17,7 @@ from lr_backend.config import Bounds
 from lr_backend.engine import EngineCall, Generation
 from lr_backend.errors import EngineUnavailable, InvalidRequest, LookaheadError
 from lr_backend.request import THRESHOLDS, LookaheadRequest, Mode, VerifierName, with_defaults
-from lr_backend.step import Step, StepEnd
+from lr_backend.steps.step import Step, StepEnd
 from lr_backend.testing import ScriptedEngine, run_virtual
 from lr_backend.verify import ExactVerifier, Reason, StepPair, Verdict, VerifierParts, make_verifier
 from lr_backend.verify.cascade import Band, CascadeVerifier, NumericVeto, Opinion, SameText

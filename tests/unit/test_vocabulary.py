@@ -26,7 +26,7 @@ from lr_backend.emulated.vocabulary import (
     VOCABULARY,
     tokenizer_files,
 )
-from lr_backend.loop.steps import StepRules
+from lr_backend.steps.rules import StepRules
 from lr_backend.verify.judge_prompt import JudgePrompt, parse_verdict
 
 THEIRS: Any = AutoTokenizer.from_pretrained(TOKENIZER_DIR)

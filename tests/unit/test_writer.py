@@ -17,13 +17,13 @@ from lr_backend.engine import GREEDY, EngineCall, Generation, Role, Sampling
 from lr_backend.errors import EngineUnavailable
 from lr_backend.loop.ledger import Ledger
 from lr_backend.loop.seeds import Seeds
-from lr_backend.loop.steps import StepRules
 from lr_backend.loop.writer import DraftTokens, StepWriter
 from lr_backend.propose import NGram, Proposal
 from lr_backend.propose.growing import GrowingText
 from lr_backend.propose.ngram import MOST_PLAIN
 from lr_backend.propose.proposal import NOTHING, Room
-from lr_backend.step import Step, StepEnd
+from lr_backend.steps.rules import StepRules
+from lr_backend.steps.step import Step, StepEnd
 from lr_backend.testing import ScriptedEngine, run_virtual
 from tests.support.traces import taking
 from tests.support.world import FickleEngine

@@ -1,0 +1,258 @@
+"""``lookahead plan``: what speculation would gain, by the real step loop on a virtual clock."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from lr_backend.build.pace import machine_of, pace_of, stood_for
+from lr_backend.cli.errors import fail, refuse
+from lr_backend.emulated.workload import Workload
+from lr_backend.engine import Role
+from lr_backend.errors import LookaheadError
+from lr_backend.hardware.cost import Iteration, Join
+from lr_backend.hardware.machine import LinearTimes, Machine, Place
+from lr_backend.hardware.profile import find, label_of
+from lr_backend.hardware.sharing import CardSharing
+from lr_backend.plan.fit_texts import by_verifier, fit_workload
+from lr_backend.plan.fitting import Fitted, fit_by_verifier
+from lr_backend.plan.losses import Without, losses
+from lr_backend.plan.overrides import Overrides
+from lr_backend.plan.simulation import Policy, Scenario
+from lr_backend.plan.table import PlanRow
+from lr_backend.plan.table import plan as make_plan
+from lr_backend.request import Mode, ProposerName
+from lr_backend.trace.schema import Trace
+
+ASSUMED_SPREAD = 0.3
+_SHARED = {CardSharing.MPS: "CUDA MPS, the better bound", CardSharing.TIME_SLICES: "turns, the worse bound"}
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One scenario with its rows, and where the best of them loses.
+
+    Attributes:
+        fitted: from traces; None: assumed, or of a system.
+    """
+
+    scenario: Scenario
+    rows: Sequence[PlanRow]
+    lost: Sequence[Without]
+    fitted: Fitted | None = None
+
+    @property
+    def best(self) -> PlanRow:
+        return max(self.rows, key=lambda row: row.speedup)
+
+
+def plan(
+    alpha: Annotated[float | None, typer.Option(help="Share of drafted steps that are accepted.")] = None,
+    c: Annotated[float | None, typer.Option(help="Time of a drafted step over that of a target step, each model alone.")] = None,
+    traces: Annotated[
+        list[Path] | None,
+        typer.Option("--trace", help="A recorded trace, to fit all that is not given to; repeat it for more of them."),
+    ] = None,
+    workload: Annotated[
+        str | None,
+        typer.Option(help="How texts behave: one of `lookahead workload`, by name, or a file (.toml); instead of --trace."),
+    ] = None,
+    system: Annotated[
+        str | None, typer.Option(help="Take all times from the kernel tables of this system: h100_sxm, h200_sxm, b200_sxm, l40s.")
+    ] = None,
+    spec: Annotated[str, typer.Option(help="With --system: the deployment whose models, parallelism and placement it is.")] = (
+        "qwen3-32b"
+    ),
+    card_sharing: Annotated[
+        CardSharing,
+        typer.Option(help="With --system: what runs where roles share cards; the two are bounds of what a card does."),
+    ] = CardSharing.MPS,
+    mode: Annotated[Mode, typer.Option(help="What is predicted.")] = Mode.LR,
+    proposer: Annotated[ProposerName, typer.Option(help="Of draft tokens, in modes that have them.")] = ProposerName.DRAFT_MODEL,
+    draft_tokens: Annotated[int, typer.Option(help="In one verification at most.", min=1, max=64)] = 8,
+    token_agreement: Annotated[
+        float | None, typer.Option(help="Chance that the draft's best next token is the target's; by default 0.")
+    ] = None,
+    k: Annotated[list[int] | None, typer.Option(help="Depths to predict; by default 1 to 8.")] = None,
+    width: Annotated[list[int] | None, typer.Option(help="Widths to predict; by default 1.")] = None,
+    verdict: Annotated[float | None, typer.Option(help="Time of a verdict over that of a target step; by default 0.")] = None,
+    call: Annotated[float | None, typer.Option(help="Hand-over of an engine call over a target step; by default 0.")] = None,
+    crowding: Annotated[
+        float | None, typer.Option(help="Share by which a further sequence lengthens an iteration; by default 0.")
+    ] = None,
+    cores: Annotated[
+        float | None, typer.Option(help="Cores that the three models share; by default each has its own. Never fitted.")
+    ] = None,
+    requests: Annotated[int, typer.Option(help="Requests at a time.")] = 1,
+    prompt_tokens: Annotated[int | None, typer.Option(help="Length of a question; by default 3.")] = None,
+    step_tokens: Annotated[int | None, typer.Option(help="Mean length of a step; by default 24.")] = None,
+    step_spread: Annotated[float | None, typer.Option(help="Steps vary by this share around it; by default 0.3.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of an answer; by default 60.")] = None,
+    answer_tokens: Annotated[int | None, typer.Option(help="Tokens after the reasoning; by default none.")] = None,
+    costs: Annotated[bool, typer.Option("--costs", help="Also the best row with each cost taken away, and all of them.")] = False,
+    json_lines: Annotated[bool, typer.Option("--json", help="Print one JSON line a row instead of a table.")] = False,
+) -> None:
+    """Predict speedups by running the real step loop on a virtual clock, over engines that only take time.
+
+    Times come from --system, from --trace, or from --c and the like; how texts behave from --trace, --workload, or --alpha and
+    the like. What is given by itself counts more than what is fitted or read.
+    """
+    given = Overrides(
+        alpha, c, verdict, call, crowding, cores, step_tokens, step_spread, steps, answer_tokens, prompt_tokens, token_agreement
+    )
+    times = {"--c": c, "--verdict": verdict, "--call": call, "--crowding": crowding, "--cores": cores}
+    for option, value in times.items():
+        if system is not None and value is not None:
+            refuse(f"{option} is what --system says; give one of the two")
+    if traces and workload is not None:
+        refuse("--workload is what --trace is fitted to; give one of the two")
+    if not traces and ((alpha is None and workload is None) or (c is None and system is None)):
+        refuse("--alpha or --workload and either --c or --system are needed where there is no --trace")
+    fields: dict[str, Any] = {}
+    if mode.speculates_tokens:
+        fields = {"proposer": proposer.value, "num_draft_tokens": draft_tokens}
+    policy = Policy(mode, num_requests=requests, fields=fields)
+    depths, widths = (k or range(1, 9), width or (1,)) if mode.speculates_steps else ((1,), (1,))
+    try:
+        recorded = [Trace.load(path) for path in traces or ()]
+        texts = Workload(1.0, step_spread=ASSUMED_SPREAD) if workload is None else Workload.load(workload)
+        by_itself = mode.speculates_tokens and proposer is ProposerName.ENGINE
+        if system is None:
+            scenarios = _scenarios(recorded, texts, given)
+        else:
+            other = stood_for(spec)
+            machine = machine_of(other, system, drafts_itself=by_itself, card_sharing=card_sharing)
+            most = other.target.num_drafts
+            if mode.speculates_tokens and not by_itself and draft_tokens > most:
+                refuse(f"--draft-tokens {draft_tokens}: the target of {spec} takes at most {most}")
+            scenarios = _of_system(recorded, texts, given, machine)
+        found = {}
+        for name, (scenario, fitted) in scenarios.items():
+            rows = make_plan(scenario, depths, widths, policy)
+            best = max(rows, key=lambda row: row.speedup)
+            lost = losses(scenario, Policy(mode, best.max_depth, best.width, requests, fields)) if costs else []
+            found[name] = Planned(scenario, rows, lost, fitted)
+        about = _system_line(next(iter(scenarios.values()))[0], policy) if system else ""
+        label = system_label(spec, system) if system else ""
+    except ValueError as error:
+        refuse(str(error))
+    except LookaheadError as error:
+        fail(error)
+    if json_lines:
+        for name, one in found.items():
+            _print_json(one, name if traces else "", label)
+    else:
+        _print_tables(Console(), found, f"{mode}, {requests} at a time", [about, label], len(recorded))
+
+
+def _scenarios(traces: Sequence[Trace], texts: Workload, given: Overrides) -> dict[str, tuple[Scenario, Fitted | None]]:
+    """What to predict for, by verifier of the traces; without traces one of no name, over ``texts``."""
+    if not traces:
+        return {"": (_given(Fitted(texts, LinearTimes()), given).scenario, None)}
+    fitted = {name.value: _given(one, given) for name, one in fit_by_verifier(traces, given.num_cores).items()}
+    return {name: (one.scenario, one) for name, one in fitted.items()}
+
+
+def _of_system(
+    traces: Sequence[Trace], texts: Workload, given: Overrides, machine: Machine
+) -> dict[str, tuple[Scenario, Fitted | None]]:
+    """The same with all times from a machine's tables."""
+    workloads: Mapping[str, Workload] = {"": texts}
+    if traces:
+        workloads = {name.value: fit_workload(group) for name, group in by_verifier(traces).items()}
+    return {name: (Scenario(given.of_texts(one), machine), None) for name, one in workloads.items()}
+
+
+def _given(fitted: Fitted, given: Overrides) -> Fitted:
+    workload = given.of_texts(fitted.workload)
+    return Fitted(workload, given.of_times(fitted.times, workload.step_tokens))
+
+
+def _print_json(found: Planned, name: str, label: str) -> None:
+    verifier = ({"verifier": name} if name else {}) | ({"label": label} if label else {})
+    for row in found.rows:
+        typer.echo(json.dumps({**verifier, **{key: round(value, 4) for key, value in asdict(row).items()}}))
+    for one in found.lost:
+        shape = {"max_depth": found.best.max_depth, "width": found.best.width}
+        typer.echo(json.dumps({**verifier, **shape, "without": one.without, "speedup": round(one.speedup, 4)}))
+
+
+def _print_tables(console: Console, found: Mapping[str, Planned], what: str, notes: Sequence[str], num_traces: int) -> None:
+    for name, one in found.items():
+        if one.fitted is not None:
+            console.print(_fitted_line(name, one.fitted, num_traces), highlight=False, soft_wrap=True)
+        workload = one.scenario.workload
+        ratio = one.scenario.machine.cost_ratio(workload.prompt_tokens)
+        title = f"alpha {workload.acceptance_rate:.3g}, c {ratio:.3g}, {what}"
+        table = Table("width", "depth", "speedup (range)", "formula", "target batch", title=f"{name}: {title}" if name else title)
+        for row in one.rows:
+            gain = f"{row.speedup:.2f} ({row.low:.2f} to {row.high:.2f})"
+            table.add_row(f"{row.width}", f"{row.max_depth}", gain, f"{row.ceiling:.2f}", f"{row.target_batch:.2f}")
+        console.print(table)
+        if one.lost:
+            table = Table("without", "speedup", title=f"depth {one.best.max_depth}, width {one.best.width}")
+            for each in one.lost:
+                table.add_row(each.without, f"{each.speedup:.2f}")
+            console.print(table)
+    for note in filter(None, notes):
+        console.print(f"[dim]{note}[/]", highlight=False, soft_wrap=True)
+
+
+def system_label(spec: str, system: str) -> str:
+    """What must stand beside a plan for a system."""
+    return label_of([find(pace_of(stood_for(spec), role, system).profile) for role in Role])
+
+
+def _system_line(scenario: Scenario, policy: Policy) -> str:
+    """What a system takes for what a fit finds in traces, so that the two can be held against each other."""
+    workload, machine = scenario.workload, scenario.machine
+    behind = workload.prompt_tokens + workload.num_steps * workload.step_tokens // 2
+    target, draft, judge = (machine.places[role] for role in (Role.TARGET, Role.DRAFT, Role.JUDGE))
+    verdict = Join(2 * workload.step_tokens + workload.verdict_tokens, workload.verdict_prefix_tokens)
+    seconds = {
+        "a target token": target.costs.seconds(Iteration((), 1, behind)),
+        "a draft token": draft.costs.seconds(Iteration((), 1, behind)),
+        **_verification(target, behind, policy),
+        "a verdict": judge.costs.seconds(Iteration((verdict,))),
+        "a call": target.way.there_s + target.way.back_s,
+    }
+    told = f"behind {behind} tokens: " + ", ".join(f"{name} {1e3 * one:.3g} ms" for name, one in seconds.items())
+    shared = any(place.cards for place in machine.places.values())
+    return f"{told}; roles share cards: {_SHARED[machine.sharing]}" if shared else told
+
+
+def _verification(target: Place, behind: int, policy: Policy) -> dict[str, float]:
+    """Seconds of a verification, by its name, where draft tokens are verified."""
+    if not policy.mode.speculates_tokens:
+        return {}
+    num_drafts = int(policy.fields["num_draft_tokens"])
+    if policy.fields["proposer"] == ProposerName.ENGINE:
+        round_s = target.costs.seconds(Iteration((), 1, behind, num_drafts, num_drafts))
+        return {f"a round of {num_drafts} draft tokens of its own": round_s}
+    join = Join(num_drafts + 1, behind, num_drafts, target.one_hot)
+    on_the_way_s = num_drafts * target.way.draft_token_s
+    return {f"a verification of {num_drafts} draft tokens": on_the_way_s + target.costs.seconds(Iteration((join,)))}
+
+
+def _fitted_line(name: str, fitted: Fitted, num_traces: int) -> str:
+    times, workload = fitted.times, fitted.workload
+    target, draft, verdict, call, loop = (
+        f"{1e3 * seconds:.3g} ms"
+        for seconds in (times.target_token_s, times.draft_token_s, times.verdict_s, times.call_s, times.loop_s)
+    )
+    prompts = " and ".join(f"{1e3 * seconds:.3g}" for seconds in (times.target_prompt_s, times.draft_prompt_s))
+    return (
+        f"fitted to {num_traces} traces, verifier {name}: a target token {target} (each further sequence "
+        f"{times.crowding:+.0%}), a draft token {draft}, new prompt tokens {prompts} ms, "
+        f"a verification of draft tokens {1e3 * (times.target_token_s + times.verification_s):.3g} ms, a verdict {verdict}, "
+        f"a call {call}, the loop {loop}; "
+        f"{workload.num_steps} steps of {workload.step_tokens} tokens, give or take {workload.step_spread:.0%}, "
+        f"and {workload.answer_tokens} tokens of answer"
+    )

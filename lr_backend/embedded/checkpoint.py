@@ -1,0 +1,206 @@
+"""Reading a Hugging Face checkpoint: the shape of the model, and its tensors one at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from lr_backend.errors import CheckpointError
+
+ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """What ``config.json`` says of a decoder. ``rope`` holds ``rope_type``, ``rope_theta`` and the type's own numbers."""
+
+    architecture: str
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    rope: Mapping[str, Any]
+
+    @property
+    def qk_norm(self) -> bool:
+        return self.architecture == "Qwen3ForCausalLM"
+
+    @property
+    def max_positions(self) -> int:
+        """Longest sequence, stretched by the rope scaling where there is one."""
+        stretched = float(self.rope["original_max_position_embeddings"]) * float(self.rope.get("factor") or 1.0)
+        return max(self.max_position_embeddings, int(stretched))
+
+    @property
+    def qkv_bias(self) -> bool:
+        return self.architecture == "Qwen2ForCausalLM"
+
+
+def read_spec(checkpoint_dir: Path) -> ModelSpec:
+    """The model of a checkpoint.
+
+    Raises:
+        CheckpointError: no or broken ``config.json``, or something in it that this engine does not compute.
+    """
+    path = checkpoint_dir / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    architecture = (config.get("architectures") or ["none"])[0]
+    if architecture not in ARCHITECTURES:
+        raise CheckpointError(f"{path}: architecture {architecture} is not one of {', '.join(ARCHITECTURES)}")
+    _refuse_unsupported(config, path)
+    try:
+        spec = _spec(config, architecture)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error.message}") from error
+    if spec.num_heads % spec.num_kv_heads or spec.head_dim % 2:
+        raise CheckpointError(f"{path}: {spec.num_heads} heads over {spec.num_kv_heads} of size {spec.head_dim} do not fit")
+    return spec
+
+
+def check_length(spec: ModelSpec, max_seq_len: int, checkpoint_dir: Path) -> None:
+    """Raises: CheckpointError: the model has fewer positions than a sequence may have."""
+    if max_seq_len > spec.max_positions:
+        raise CheckpointError(f"{checkpoint_dir}: the model has {spec.max_positions} positions, max_seq_len is {max_seq_len}")
+
+
+def _refuse_unsupported(config: Mapping[str, Any], path: Path) -> None:
+    sliding = config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ())
+    refused = {
+        "sliding window attention (use_sliding_window, layer_types)": bool(sliding),
+        "quantization_config": bool(config.get("quantization_config")),
+        "hidden_act other than silu": config.get("hidden_act", "silu") != "silu",
+        "attention_bias": bool(config.get("attention_bias")),
+        "mlp_bias": bool(config.get("mlp_bias")),
+        "partial_rotary_factor": config.get("partial_rotary_factor", 1.0) != 1.0,
+    }
+    for name, present in refused.items():
+        if present:
+            raise CheckpointError(f"{path}: {name} is not supported by the embedded engine")
+
+
+def _spec(config: Mapping[str, Any], architecture: str) -> ModelSpec:
+    num_heads = _positive(config, "num_attention_heads")
+    hidden_size = _positive(config, "hidden_size")
+    max_positions = _positive(config, "max_position_embeddings")
+    return ModelSpec(
+        architecture=architecture,
+        hidden_size=hidden_size,
+        num_layers=_positive(config, "num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=_positive(config, "num_key_value_heads", num_heads),
+        head_dim=_positive(config, "head_dim", hidden_size // num_heads),
+        intermediate_size=_positive(config, "intermediate_size"),
+        vocab_size=_positive(config, "vocab_size"),
+        rms_norm_eps=_real(config, "rms_norm_eps"),
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        rope=_rope(config, max_positions),
+    )
+
+
+def _positive(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    value = config.get(name)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, int) or value < 1:
+        raise CheckpointError(f"{name}={value!r} must be a positive integer")
+    return value
+
+
+def _real(values: Mapping[str, Any], name: str) -> float:
+    value = values.get(name)
+    if not isinstance(value, int | float):
+        raise CheckpointError(f"{name}={value!r} must be a number")
+    return float(value)
+
+
+def _rope(config: Mapping[str, Any], max_positions: int) -> dict[str, Any]:
+    """Rope settings of both spellings: ``rope_parameters`` (transformers 5) or ``rope_scaling`` with ``rope_theta``."""
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
+    if rope["rope_type"] not in ROPE_TYPES:
+        raise CheckpointError(f"rope_type {rope['rope_type']!r} is not one of {', '.join(ROPE_TYPES)}")
+    rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
+    rope.setdefault("original_max_position_embeddings", max_positions)
+    own = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",)}
+    for name in ("rope_theta", "original_max_position_embeddings", *own.get(rope["rope_type"], ())):
+        _real(rope, name)
+    return rope
+
+
+class TensorFiles:
+    """The tensors of a checkpoint by name, whichever files hold them; each is read when asked for."""
+
+    def __init__(self, checkpoint_dir: Path) -> None:
+        """Raises: CheckpointError: a file is missing, truncated or no safetensors file."""
+        paths = _weight_files(checkpoint_dir)
+        self._files: dict[str, Any] = {}
+        self._unread: set[str] = set()
+        for path in paths:
+            try:
+                file = safe_open(str(path), framework="pt")
+            except FileNotFoundError:
+                raise CheckpointError(f"{path} is missing") from None
+            except (SafetensorError, OSError, ValueError) as error:
+                raise CheckpointError(f"{path} is corrupt or truncated: {error}") from error
+            names: list[str] = file.keys()  # type: ignore[no-untyped-call]
+            self._files |= dict.fromkeys(names, file)
+        self._unread = set(self._files)
+
+    def read(self, name: str, *shape: int) -> torch.Tensor:
+        """One tensor, in the type it is stored in. Raises: CheckpointError: absent, another shape, not finite."""
+        file = self._files.get(name)
+        if file is None:
+            raise CheckpointError(f"tensor {name} is missing")
+        try:
+            tensor: torch.Tensor = file.get_tensor(name)
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CheckpointError(f"tensor {name} cannot be read: {error}") from error
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(f"tensor {name} has shape {tuple(tensor.shape)}, config.json says {shape}")
+        if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(f"tensor {name} holds values that are not finite numbers")
+        self._unread.discard(name)
+        return tensor
+
+    def require_all_read(self, *optional: str) -> None:
+        """Raises: CheckpointError: the files hold weights that the model did not take, so it is not the model we built."""
+        unknown = {name for name in self._unread - set(optional) if not name.endswith("rotary_emb.inv_freq")}
+        if unknown:
+            raise CheckpointError(f"tensors of no use to this architecture: {', '.join(sorted(unknown)[:4])}")
+
+
+def _weight_files(checkpoint_dir: Path) -> list[Path]:
+    index = checkpoint_dir / "model.safetensors.index.json"
+    if not index.is_file():
+        single = checkpoint_dir / "model.safetensors"
+        if not single.is_file():
+            raise CheckpointError(f"{checkpoint_dir} has neither model.safetensors nor {index.name}")
+        return [single]
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} cannot be read: {error}") from error
+    if any(Path(name).name != name for name in names):
+        raise CheckpointError(f"{index} names files outside of the checkpoint")
+    return [checkpoint_dir / name for name in sorted(names)]

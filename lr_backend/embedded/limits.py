@@ -1,0 +1,93 @@
+"""What a request must keep to on one engine, and where its run ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+from lr_backend.embedded.config import EngineConfig
+from lr_backend.engine.request import EngineRequest
+from lr_backend.errors import EngineRejected
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """What is left of a request's wishes: upstream shortens drafts and outputs silently where they do not fit.
+
+    Attributes:
+        goes_on: behind its drafts.
+    """
+
+    drafts: tuple[int, ...]
+    max_new_tokens: int
+    goes_on: bool
+
+
+def plan_run(request: EngineRequest, config: EngineConfig, vocab_size: int) -> RunPlan:
+    """Check a request against the engine.
+
+    Raises:
+        EngineRejected: the same request will always be refused; names the field.
+    """
+    num_prompt, num_drafts = len(request.input_ids), len(request.draft_ids)
+    if num_drafts > config.max_draft_len:
+        raise EngineRejected(f"draft_input_ids: length {num_drafts} exceeds max_draft_len {config.max_draft_len}")
+    if num_prompt >= config.max_seq_len:
+        raise EngineRejected(f"input_ids: length {num_prompt} leaves no room for output in max_seq_len {config.max_seq_len}")
+    _check_engine_drafts(request, config)
+    _check_ids("input_ids", request.input_ids, vocab_size)
+    _check_ids("draft_input_ids", request.draft_ids, vocab_size)
+    if request.end_id is not None:
+        _check_ids("end_id", (request.end_id,), vocab_size)
+    if request.draft_logits is not None and request.draft_logits.shape[1] != vocab_size:
+        raise EngineRejected(f"draft_logits: width {request.draft_logits.shape[1]}, the vocabulary has {vocab_size}")
+    room = config.max_seq_len - num_prompt
+    drafts = request.draft_ids[: room - 1]
+    goes_on = bool(drafts) and not config.ends_drafted_requests
+    max_new_tokens = len(drafts) + 1 if num_drafts and not goes_on else min(request.max_new_tokens, room)
+    capacity = config.num_blocks * config.tokens_per_block
+    if num_prompt + max_new_tokens > capacity:
+        raise EngineRejected(
+            f"input_ids: {num_prompt} tokens and {max_new_tokens} of output exceed the KV cache of {capacity} tokens"
+        )
+    return RunPlan(drafts, max_new_tokens, goes_on)
+
+
+def _check_engine_drafts(request: EngineRequest, config: EngineConfig) -> None:
+    if (wanted := request.num_draft_tokens) == 0:
+        return
+    if config.speculative_model_dir is None:
+        raise EngineRejected(f"num_draft_tokens: {wanted} wanted, and this engine holds no draft model")
+    if request.draft_ids:
+        raise EngineRejected("num_draft_tokens: not beside draft_input_ids; either the engine drafts or the caller")
+    if wanted > config.max_draft_len:
+        raise EngineRejected(f"num_draft_tokens: {wanted} exceeds max_draft_len {config.max_draft_len}")
+
+
+def _check_ids(name: str, ids: Items[int], vocab_size: int) -> None:
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+        raise EngineRejected(f"{name}: token ids must be from 0 to {vocab_size - 1}")
+
+
+def cut_at_end(
+    request: EngineRequest, num_output: int, tail: Items[int], new_tokens: Items[int], max_new_tokens: int
+) -> tuple[list[int], bool]:
+    """Those of the new tokens that are emitted, and whether the run ends with them.
+
+    An end token is not emitted; a stop word is, and counts from ``min_tokens`` on. Stop words are matched within the output:
+    never over the end of the prompt.
+
+    Args:
+        num_output: tokens that were emitted before.
+        tail: the last of them, as many as the longest stop word has, or all where there are fewer.
+    """
+    words = request.stop_words
+    emitted = list(new_tokens[: max(1, max_new_tokens - num_output)])
+    for count, token in enumerate(emitted):
+        if token == request.end_id:
+            return emitted[:count], True
+        if token in words.last_tokens and num_output + count + 1 >= request.min_tokens:
+            before = tail[max(0, len(tail) + count + 1 - words.longest) :] if count + 1 < words.longest else ()
+            if words.end([*before, *emitted[max(0, count + 1 - words.longest) : count + 1]]):
+                return emitted[: count + 1], True
+    return emitted, num_output + len(emitted) >= max_new_tokens

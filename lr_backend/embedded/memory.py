@@ -1,0 +1,76 @@
+"""How much memory there is for keys and values."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import torch
+
+from lr_backend.embedded.checkpoint import ModelSpec
+from lr_backend.embedded.config import EngineConfig
+from lr_backend.errors import ConfigError
+
+CGROUP = Path("/sys/fs/cgroup")
+_M_MMAP_THRESHOLD = -3
+"""glibc's ``malloc.h``."""
+_PIECE, _LARGEST_KEPT = 128 << 10, 32 << 20
+"""glibc's first threshold, and the highest that it comes to by itself."""
+
+
+@contextmanager
+def freed_at_once() -> Iterator[None]:
+    """What is freed inside goes back to the system, not into holes between what stays: glibc raises the size from which it maps
+    a piece on its own with every large one that is freed. Afterwards that size is where it would have come to. Elsewhere
+    nothing happens."""
+    set_option = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: 0)
+    set_option(_M_MMAP_THRESHOLD, _PIECE)
+    try:
+        yield
+    finally:
+        set_option(_M_MMAP_THRESHOLD, _LARGEST_KEPT)
+
+
+def with_kv_budget(config: EngineConfig, specs: Sequence[ModelSpec], free_bytes: int) -> EngineConfig:
+    """``config`` with its pool in tokens: as many as were asked for, within ``kv_cache_free_mem_fraction`` of ``free_bytes``.
+
+    ``specs``: of whom each token has keys and values: the model's pool, a draft model's, a decode window that may grow as large.
+
+    Raises:
+        ConfigError: not even one sequence of ``max_seq_len`` fits.
+    """
+    fraction = config.kv_cache_free_mem_fraction
+    if fraction is None:
+        return config
+    affordable = int(fraction * free_bytes) // sum(bytes_a_token(spec, getattr(torch, config.dtype)) for spec in specs)
+    if affordable < config.max_seq_len:
+        raise ConfigError(
+            f"kv_cache_free_mem_fraction={fraction}: of {free_bytes >> 20} MiB free, {affordable} tokens;"
+            f" one sequence of max_seq_len has {config.max_seq_len}"
+        )
+    return replace(config, max_tokens_in_paged_kv_cache=min(affordable, config.max_tokens_in_paged_kv_cache))
+
+
+def bytes_a_token(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Keys and values of one token in all layers."""
+    return spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+
+
+def free_bytes(device: str) -> int:
+    """Memory to be had on ``device`` now; on a CPU within the limit of the container."""
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    return min(int(psutil.virtual_memory().available), _free_in_cgroup(CGROUP))
+
+
+def _free_in_cgroup(folder: Path) -> int:
+    """What the limit of a version 2 control group leaves; more than any machine has where there is none."""
+    try:
+        limit, used = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError):  # no limit reads "max"
+        return 1 << 62
+    return max(0, limit - used)

@@ -1,0 +1,132 @@
+"""A request while it runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from lr_backend.embedded.kv_cache import BlockTable, prefix_keys
+from lr_backend.engine.request import EngineRequest, EngineResponse
+from lr_backend.errors import LookaheadError
+
+OnDone = Callable[[EngineResponse | LookaheadError], None]
+"""Called once a request, from the engine's thread (or the closing one); must not block."""
+
+
+OnTokens = Callable[["NewTokens"], None]
+"""Called with what an iteration has brought to one request, from the engine's thread; must not block."""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """State of one request, owned by the engine's thread after it was submitted.
+
+    Attributes:
+        order: arrival number; lower goes first, and is preempted last.
+        tokens: prompt and output so far.
+        drafts: those of the request's that fit ``max_seq_len``.
+        max_new_tokens: likewise.
+        goes_on: behind its drafts, once they are verified; else it ends with them.
+        num_proposed, num_accepted: drafts of the engine itself, or that it went on behind; and of all drafts those that stood.
+        num_computed: how many of ``tokens + drafts`` have keys and values in the pool.
+        keys: chain keys of the full blocks of what was known when it was queued: the prompt, after a preemption the output too.
+    """
+
+    order: int
+    request: EngineRequest
+    on_done: OnDone
+    drafts: tuple[int, ...]
+    max_new_tokens: int
+    tokens_per_block: int
+    on_tokens: OnTokens | None = None
+    goes_on: bool = False
+    tokens: list[int] = field(init=False)
+    keys: list[bytes] = field(init=False)
+    table: BlockTable = field(default_factory=BlockTable)
+    num_computed: int = 0
+    log_probs: list[float] = field(default_factory=list)
+    num_proposed: int = 0
+    num_accepted: int = 0
+    num_reused: int = 0
+    num_allocated_blocks: int = 0
+    arrival_ns: int = field(default_factory=time.monotonic_ns)
+    first_scheduled_ns: int = 0
+    first_token_ns: int = 0
+    last_token_ns: int = 0
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.input_ids)
+        self.restart()
+
+    def restart(self) -> None:
+        """Back to the queue: nothing is computed."""
+        self.num_computed = 0
+        self.keys = prefix_keys(self.tokens, self.tokens_per_block)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.input_ids)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - len(self.request.input_ids)
+
+    @property
+    def is_verification(self) -> bool:
+        """Ends after one verification; ``drafts`` may be empty all the same, when none of them fitted."""
+        return bool(self.request.draft_ids) and not self.goes_on
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Tokens that the engine may draft: one of those that are left is the model's own."""
+        return min(self.request.num_draft_tokens, self.max_new_tokens - self.num_generated - 1)
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens to compute before the next output; 1 while it decodes."""
+        return len(self.tokens) + len(self.drafts) - self.num_computed
+
+    def pending(self, count: int) -> list[int]:
+        """The next ``count`` tokens to compute."""
+        start = self.num_computed
+        known = self.tokens[start : start + count]
+        if len(known) == count:
+            return known
+        first = max(0, start - len(self.tokens))
+        return known + list(self.drafts[first : first + count - len(known)])
+
+    def response(self) -> EngineResponse:
+        return EngineResponse(
+            request=self.request,
+            token_ids=tuple(self.tokens[self.num_prompt_tokens :]),
+            log_probs=tuple(self.log_probs),
+            num_draft_tokens=len(self.drafts) + self.num_proposed,
+            num_accepted_tokens=self.num_accepted,
+            num_reused_tokens=self.num_reused,
+            num_allocated_blocks=self.num_allocated_blocks,
+            tokens_per_block=self.tokens_per_block,
+            arrival_ns=self.arrival_ns,
+            first_scheduled_ns=self.first_scheduled_ns,
+            first_token_ns=self.first_token_ns,
+            last_token_ns=self.last_token_ns,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """What one sequence gained, at least one token.
+
+    Attributes:
+        log_probs: of the tokens, if the request wants them.
+        num_stored: how many of the tokens have their keys and values already: all but the last.
+        num_accepted: how many of them are drafts; of the engine's own drafts, how many each pass brought beyond one.
+        num_proposed: how many drafts the engine itself put forward for them.
+    """
+
+    sequence: Sequence
+    token_ids: list[int]
+    log_probs: list[float]
+    num_stored: int
+    num_accepted: int = 0
+    num_proposed: int = 0

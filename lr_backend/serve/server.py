@@ -1,0 +1,409 @@
+"""Starts a tritonserver, waits until it serves, and stops it with everything that it started.
+
+    with TritonServer(repository) as server:      # free ports, own shared memory, log in a temporary folder
+        server.wait_ready(timeout_s=120)
+        requests to server.http_url or server.grpc_url
+
+Leaving the block drains and cleans up; so does :mod:`lr_backend.serve.guard` when this process dies without leaving it.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+from lr_backend.errors import LookaheadError
+from lr_backend.hardware.lateness import Lateness
+from lr_backend.serve import guard
+from lr_backend.serve.backend_dir import PACKAGE, find_tritonserver, prepare_backend_dir, server_environment
+from lr_backend.serve.launch import ONE_RANK, PLAIN, LaunchPlan
+from lr_backend.serve.restrictions import admin_key, restriction_arguments, without_key
+
+POLL_S = 0.1
+"""Between two readiness probes; a server that dies ends the wait at once."""
+CLEANUP_MARGIN_S = 10.0
+"""For the guard to kill and reap after the drain; beyond it the launcher does that itself."""
+PORT_ATTEMPTS = 4
+
+_REASON = re.compile(r"failed to load '(?P<model>[^']+)' version \d+: (?P<reason>.*)")
+_PORT_TAKEN = re.compile(r"failed to start (?P<service>\w+) service: .*?(?P<address>'\S+') already in use")
+_TABLE = re.compile(r"^\s*[|+]")
+
+
+class ServerError(LookaheadError):
+    """The server did not start, did not get ready in time, or died.
+
+    Attributes:
+        log_tail: last useful lines of its log.
+    """
+
+    code = "LR_SERVER"
+
+    def __init__(self, message: str, log_tail: str = "") -> None:
+        super().__init__(message if not log_tail else f"{message}\n{log_tail}")
+        self.log_tail = log_tail
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """Where a server listens."""
+
+    http: int
+    grpc: int
+    metrics: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """How tritonserver is run.
+
+    Attributes:
+        host: address to listen on. Triton has no authentication: anything but loopback belongs behind a gateway.
+        http_port, grpc_port, metrics_port: 0 takes a free one.
+        thread_pool_size: BLS calls that the Python backend has in flight at a time.
+        exit_timeout_s: how long a stopping server waits for requests in flight.
+        tritonserver: the binary; None looks on PATH, then in the wheel.
+        log_file: None keeps the log in the temporary folder, until the server is stopped.
+        packages: importable in the models, beside the environment's own.
+        environment: set for the server, over the launcher's own variables and the plan's.
+        arguments: further ones for tritonserver.
+        plan: what a deployment's engines need of the server; by default nothing.
+        admin_key: opens what :mod:`~lr_backend.serve.restrictions` closes; empty: each start makes one that nobody is told.
+    """
+
+    host: str = "127.0.0.1"
+    http_port: int = 0
+    grpc_port: int = 0
+    metrics_port: int = 0
+    thread_pool_size: int = 128
+    exit_timeout_s: int = 30
+    tritonserver: Path | None = None
+    log_file: Path | None = None
+    packages: tuple[Path, ...] = (PACKAGE,)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
+    plan: LaunchPlan = PLAIN
+    admin_key: str = field(default="", repr=False)
+
+
+def free_ports(options: ServerOptions) -> Ports:
+    """The ports asked for, and free ones (different from each other) where none was."""
+    held = []
+    try:
+        numbers = []
+        for wanted in (options.http_port, options.grpc_port, options.metrics_port):
+            if wanted == 0:
+                held.append(socket.socket())
+                held[-1].bind((options.host, 0))
+                wanted = held[-1].getsockname()[1]
+            numbers.append(wanted)
+        return Ports(*numbers)
+    finally:
+        for each in held:
+            each.close()
+
+
+def useful_lines(log: str, limit: int = 12) -> str:
+    """What a person needs from a server's log: why each model failed, else the last lines that are not tables."""
+    reasons = [f"{match['model']}: {_unescape(match['reason'])}" for match in _REASON.finditer(log)]
+    reasons += [f"{match['service']}: {match['address']} is already in use" for match in _PORT_TAKEN.finditer(log)]
+    if reasons:
+        return "\n".join(dict.fromkeys(reasons))
+    lines = [line for line in log.splitlines() if line.strip() and not _TABLE.match(line)]
+    return "\n".join(lines[-limit:])
+
+
+def _unescape(text: str) -> str:
+    return text.strip().strip('"').replace("\\n", "\n").rstrip()
+
+
+class TritonServer:
+    """One tritonserver over one model repository. Not thread-safe; :meth:`stop` may be called any number of times."""
+
+    def __init__(self, repository: Path, options: ServerOptions | None = None) -> None:
+        self.repository = repository.absolute()
+        self.options = options or ServerOptions()
+        self.ports = Ports(0, 0, 0)
+        self.shm_prefix = ""
+        self.pid: int | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._lifeline: int | None = None
+        self._work_dir: Path | None = None
+        self._last_log = ""
+        self._attempts = 0
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    @property
+    def http_url(self) -> str:
+        """``host:port``, as tritonclient takes it."""
+        return f"{self._client_host}:{self.ports.http}"
+
+    @property
+    def grpc_url(self) -> str:
+        return f"{self._client_host}:{self.ports.grpc}"
+
+    @property
+    def metrics_url(self) -> str:
+        return f"{self._client_host}:{self.ports.metrics}"
+
+    def counter(self, name: str) -> dict[str, float]:
+        """The metric ``name`` of every engine, by its label ``role``.
+
+        Raises:
+            ServerError: the server does not answer.
+        """
+        text = self._get("/metrics", self.ports.metrics)
+        if text is None:
+            raise ServerError("the server's metrics do not answer")
+        lines = re.finditer(rf'^{name}{{role="([^"]*)"}} (\S+)$', text.decode(), re.MULTILINE)
+        return {match[1]: float(match[2]) for match in lines}
+
+    def lateness(self) -> dict[str, Lateness]:
+        """Of every engine that has kept a pace until now; up to a second old.
+
+        Raises:
+            ServerError: the server does not answer.
+        """
+        paced, late = (self.counter(f"lr_engine_{name}_seconds_total") for name in ("paced", "late"))
+        return {role: Lateness(paced_s, late.get(role, 0.0)) for role, paced_s in paced.items() if paced_s > 0.0}
+
+    @property
+    def _client_host(self) -> str:
+        return "127.0.0.1" if self.options.host == "0.0.0.0" else self.options.host
+
+    @property
+    def running(self) -> bool:
+        return self._guard is not None and self._guard.poll() is None
+
+    @property
+    def log_file(self) -> Path | None:
+        """The log of the running server."""
+        return self.options.log_file or (self._work_dir / "server.log" if self._work_dir else None)
+
+    def log_text(self) -> str:
+        """What the server and its models wrote; after :meth:`stop` what they had written until then."""
+        path = self.log_file
+        if path is not None and path.is_file():
+            self._last_log = path.read_text(encoding="utf-8", errors="replace")
+        return self._last_log
+
+    def start(self) -> None:
+        """Start the process; returns before it serves.
+
+        Raises:
+            ConfigError: no tritonserver, or none for this Python.
+            ServerError: it cannot be executed, or this object is already running one.
+        """
+        if self._guard is not None:
+            raise ServerError("this server is already started")
+        install = find_tritonserver(self.options.tritonserver)
+        self._work_dir = Path(tempfile.mkdtemp(prefix="lookahead-triton-"))
+        self._attempts += 1
+        try:
+            self.shm_prefix = f"lookahead_{uuid.uuid4().hex[:12]}_"
+            self.ports = free_ports(self.options)
+            backends = prepare_backend_dir(install, self._work_dir, self.options.packages)
+            secrets = restriction_arguments(self.options.admin_key or admin_key({}))
+            self._spawn(self._command(install.binary, backends, secrets), install.binary.name)
+        except BaseException:
+            self._clean_up()
+            raise
+
+    def command(self, binary: Path, backends: Path | None) -> list[str]:
+        """The whole command line, the restrictions' key left out: :meth:`start` adds it, and nothing logs that."""
+        return self._command(binary, backends, ())
+
+    def _command(self, binary: Path, backends: Path | None, secrets: tuple[str, ...]) -> list[str]:
+        plan = self.options.plan
+        ranks = [[str(binary), *self._arguments(backends, rank), *secrets] for rank in range(plan.num_ranks)]
+        if not plan.launcher:
+            return ranks[0]
+        parts = [[*ONE_RANK, *rank] for rank in ranks]
+        return [*plan.launcher, *parts[0], *(word for part in parts[1:] for word in (":", *part))]
+
+    def _arguments(self, backends: Path | None, rank: int) -> list[str]:
+        """Options of one rank's tritonserver. Ranks other than 0 load the engine alone and never come to listening."""
+        options, suffix = self.options, f"rank{rank}_" if rank else ""
+        own_backends = [f"--backend-directory={backends}"] if backends else []
+        control = ["--model-control-mode=none"]
+        if rank:
+            control = ["--model-control-mode=explicit", *(f"--load-model={name}" for name in options.plan.worker_models)]
+        return [
+            f"--id={(self.shm_prefix + suffix).strip('_')}",
+            f"--model-repository={self.repository}",
+            *own_backends,
+            f"--http-address={options.host}",
+            f"--http-port={self.ports.http}",
+            f"--grpc-address={options.host}",
+            f"--grpc-port={self.ports.grpc}",
+            f"--metrics-address={options.host}",
+            f"--metrics-port={self.ports.metrics}",
+            f"--backend-config=python,thread-pool-size={options.thread_pool_size}",
+            f"--backend-config=python,shm-region-prefix-name={self.shm_prefix}{suffix}",
+            *control,
+            "--disable-auto-complete-config",
+            "--exit-on-error=true",
+            "--strict-readiness=true",
+            f"--exit-timeout-secs={options.exit_timeout_s}",
+            *options.plan.arguments,
+            *options.arguments,
+        ]
+
+    def wait_ready(self, timeout_s: float, give_up: threading.Event | None = None) -> None:
+        """Wait until the server is live and every model of the repository is ready, or ``give_up`` is set.
+
+        A server that lost the race for a free port is started again, on others.
+
+        Raises:
+            ServerError: it died, with the reason each model gave or the end of its log; or time is up.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self._all_ready() and not (give_up and give_up.is_set()):
+            if self.wait(POLL_S) is not None or self._lost_a_port():
+                self._restart_or_raise()
+            elif time.monotonic() > deadline:
+                raise ServerError(f"the server was not ready within {timeout_s:g} s", useful_lines(self.log_text()))
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """Wait for the server to end. Returns its exit status, or None when it still runs after ``timeout_s``."""
+        assert self._guard is not None, "not started"
+        try:
+            return self._guard.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def terminate(self) -> None:
+        """Ask a running server to drain and end; returns at once."""
+        if self.running:
+            assert self._guard is not None
+            self._guard.send_signal(signal.SIGTERM)
+
+    def stop(self, drain_s: float | None = None) -> int | None:
+        """Drain for at most ``drain_s`` seconds (the server's own exit timeout by default), kill what is left, clean up.
+
+        Returns the exit status: 0 after a full drain, 137 when it had to be killed, None when nothing was running.
+        """
+        if self._guard is None:
+            self._clean_up()
+            return None
+        limit = self._drain_limit() if drain_s is None else min(drain_s, self._drain_limit())
+        self.terminate()
+        if self.wait(limit) is None:
+            self._guard.send_signal(signal.SIGQUIT)
+        status = self.wait(CLEANUP_MARGIN_S)
+        self._clean_up()
+        return status
+
+    def _drain_limit(self) -> float:
+        return self.options.exit_timeout_s + CLEANUP_MARGIN_S / 2
+
+    def _spawn(self, command: list[str], server_name: str) -> None:
+        path = self.log_file
+        assert path is not None
+        reader, self._lifeline = os.pipe()
+        plan = self.options.plan
+        # A launcher that is asked to end kills its job within a second, so the guard asks the server behind it.
+        drained = server_name if plan.launcher else ""
+        arguments = [str(reader), str(self._drain_limit()), self.shm_prefix, drained, "--", *command]
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as log:
+                self._guard = subprocess.Popen(
+                    [sys.executable, "-I", "-S", guard.__file__, *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    env=server_environment(without_key(os.environ), {**plan.environment, **self.options.environment}),
+                    pass_fds=(reader,),
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise ServerError(f"the server cannot be started: {error}") from error
+        finally:
+            os.close(reader)
+        with self._stdout() as handshake:
+            line = handshake.readline()
+        if not line:
+            self._guard.wait(CLEANUP_MARGIN_S)
+            raise ServerError("the server cannot be started", useful_lines(self.log_text()))
+        self.pid = int(line)
+
+    def _stdout(self) -> IO[bytes]:
+        assert self._guard is not None and self._guard.stdout is not None
+        return self._guard.stdout
+
+    def _restart_or_raise(self) -> None:
+        lost, chosen = self._lost_a_port(), 0 in (self.options.http_port, self.options.grpc_port, self.options.metrics_port)
+        status, log = self.stop(0.0), self._last_log
+        if lost and chosen and self._attempts < PORT_ATTEMPTS:
+            self.start()
+            return
+        what = "the server cannot listen" if lost else f"the server ended with status {status} before it was ready"
+        raise ServerError(what, useful_lines(log))
+
+    def _lost_a_port(self) -> bool:
+        """Triton ends when it cannot listen for requests, but goes on without metrics: only its log tells."""
+        return _PORT_TAKEN.search(self.log_text()) is not None
+
+    def _all_ready(self) -> bool:
+        models = sorted(path.name for path in self.repository.iterdir() if (path / "config.pbtxt").is_file())
+        paths = ["/v2/health/live", "/v2/health/ready", *(f"/v2/models/{name}/ready" for name in models)]
+        answered = self._is_ours() and all(self._get(path) is not None for path in paths)
+        return answered and self._get("/metrics", self.ports.metrics) is not None
+
+    def _is_ours(self) -> bool:
+        """Whether the answers come from this server, and not from another that took the port first."""
+        try:
+            metadata = json.loads(self._get("/v2") or b"null")
+        except ValueError:
+            return False
+        return isinstance(metadata, dict) and metadata.get("name") == self.shm_prefix.strip("_")
+
+    def _get(self, path: str, port: int | None = None) -> bytes | None:
+        """The body of a good answer. Each probe closes its connection: an open one would hold up a drain until its limit."""
+        connection = http.client.HTTPConnection(self._client_host, port or self.ports.http, timeout=5)
+        try:
+            connection.request("GET", path, headers={"Connection": "close"})
+            response = connection.getresponse()
+            return response.read() if response.status == 200 else None
+        except (OSError, http.client.HTTPException):
+            return None
+        finally:
+            connection.close()
+
+    def _clean_up(self) -> None:
+        """Leave nothing, also when the guard itself was killed or hangs."""
+        self.log_text()
+        if self._guard is not None and self._guard.poll() is None:
+            self._guard.kill()
+            self._guard.wait()
+        if self.pid is not None:
+            guard.kill_group(self.pid)
+        guard.remove_shared_memory(self.shm_prefix)
+        if self._lifeline is not None:
+            os.close(self._lifeline)
+        if self._work_dir is not None:
+            shutil.rmtree(self._work_dir, ignore_errors=True)
+        self._guard = self._lifeline = self._work_dir = self.pid = None

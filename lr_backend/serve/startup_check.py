@@ -1,0 +1,216 @@
+"""Whether this machine can serve a deployment on GPUs: everything that is missing at once, each with what to do.
+
+:func:`check` is pure: facts and needs in, findings out. :func:`probe` is the rim that collects the facts.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from lr_backend.build.nvidia import IMAGE, TENSORRT_LLM, TRITON_RELEASE, Gpu, installed, probe_gpus
+from lr_backend.build.placement import Placement
+from lr_backend.errors import ConfigError
+from lr_backend.serve.backend_dir import find_tritonserver
+from lr_backend.serve.launch import COMPILED, LLM_API
+
+LEAST_CAPABILITY = (8, 0)
+"""Of ``draft_tokens_external`` and of bfloat16."""
+SHM_BYTES = 2 << 30
+"""Tensors of up to 120 calls at a time between server and Python models; Docker gives 64 MB unless told otherwise."""
+STACK_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What was found. None: it is not there, or does not say; limits in bytes, -1 for none.
+
+    Attributes:
+        tritonserver: the binary that would be run.
+        triton_release: of the image, "26.07".
+        cuda_visible_devices: of the environment.
+    """
+
+    tritonserver: Path | None = None
+    triton_release: str | None = None
+    tensorrt_llm: str | None = None
+    backend_library: bool = False
+    executor_worker: bool = False
+    mpirun: str | None = None
+    gpus: tuple[Gpu, ...] = ()
+    cuda_visible_devices: str | None = None
+    shm_bytes: int | None = None
+    memlock_bytes: int = -1
+    stack_bytes: int = -1
+
+    @property
+    def visible_gpus(self) -> tuple[Gpu, ...]:
+        """Those that a process sees, in its order; names other than numbers (UUIDs) are taken in the driver's order."""
+        if self.cuda_visible_devices is None:
+            return self.gpus
+        names = [part.strip() for part in self.cuda_visible_devices.split(",") if part.strip()]
+        if not all(name.isdigit() for name in names):
+            return self.gpus[: len(names)]
+        by_index = {gpu.index: gpu for gpu in self.gpus}
+        return tuple(by_index[int(name)] for name in names if int(name) in by_index)
+
+
+class Level(StrEnum):
+    """Whether a server starts without it."""
+
+    OK = "ok"
+    WARNING = "warning"
+    MISSING = "missing"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the check. ``remedy`` is empty where there is nothing to do."""
+
+    what: str
+    found: str
+    level: Level
+    remedy: str = ""
+
+
+def check(machine: Machine, placements: Sequence[Placement]) -> tuple[Finding, ...]:
+    """Hold a machine against what a deployment's engines need, in the order in which a person would mend it."""
+    compiled = [each for each in placements if each.runtime == COMPILED]
+    on_gpus = [each for each in placements if each.runtime in (COMPILED, LLM_API)]
+    findings = [_present("tritonserver", machine.tritonserver, "put it on PATH, or install the 'cpu' extra (nvidia-pytriton)")]
+    if not on_gpus:
+        return tuple(findings)
+    findings += [
+        _pinned("Triton release", machine.triton_release, TRITON_RELEASE, f"run inside {IMAGE}"),
+        _pinned(
+            "TensorRT-LLM", machine.tensorrt_llm, TENSORRT_LLM, f"run inside {IMAGE}, or install tensorrt-llm=={TENSORRT_LLM}"
+        ),
+    ]
+    if compiled:
+        findings += [
+            _present("tensorrtllm backend", machine.backend_library or None, f"{IMAGE} has backends/tensorrtllm"),
+            _present("trtllmExecutorWorker", machine.executor_worker or None, f"{IMAGE} has it beside the backend"),
+            _present("mpirun", machine.mpirun, f"install Open MPI, or run inside {IMAGE}"),
+        ]
+    findings += [_gpu_count(machine, on_gpus), *_gpus(machine, on_gpus)]
+    return (*findings, *_limits(machine))
+
+
+def missing(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """Those that keep a server from starting."""
+    return tuple(finding for finding in findings if finding.level is Level.MISSING)
+
+
+def require_ready(findings: Sequence[Finding]) -> None:
+    """Raises: ConfigError: something is missing; names all of it, a line each."""
+    lines = [f"  {each.what}: {each.found}; {each.remedy}" for each in missing(findings)]
+    if lines:
+        raise ConfigError("this machine cannot serve the deployment:\n" + "\n".join(lines))
+
+
+def probe(tritonserver: Path | None = None, environment: Mapping[str, str] = os.environ) -> Machine:
+    """This machine. ``tritonserver``: the binary that was asked for."""
+    try:
+        binary: Path | None = find_tritonserver(tritonserver).binary
+    except ConfigError:
+        binary = None
+    backend = (binary.resolve().parent.parent if binary else Path("/opt/tritonserver")) / "backends" / "tensorrtllm"
+    return Machine(
+        tritonserver=binary,
+        triton_release=environment.get("NVIDIA_TRITON_SERVER_VERSION"),
+        tensorrt_llm=installed("tensorrt-llm"),
+        backend_library=(backend / "libtriton_tensorrtllm.so").exists(),
+        executor_worker=os.access(backend / "trtllmExecutorWorker", os.X_OK),
+        mpirun=shutil.which("mpirun", path=environment.get("PATH")),
+        gpus=probe_gpus(),
+        cuda_visible_devices=environment.get("CUDA_VISIBLE_DEVICES"),
+        shm_bytes=_size_of(Path("/dev/shm")),
+        memlock_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        stack_bytes=resource.getrlimit(resource.RLIMIT_STACK)[0],
+    )
+
+
+def _present(what: str, found: object, remedy: str) -> Finding:
+    if not found:
+        return Finding(what, "not found", Level.MISSING, remedy)
+    return Finding(what, "found" if found is True else str(found), Level.OK)
+
+
+def _pinned(what: str, found: str | None, pin: str, remedy: str) -> Finding:
+    if found is None:
+        return Finding(what, f"not found; {pin} is needed", Level.MISSING, remedy)
+    if found != pin:
+        return Finding(what, f"{found}; {pin} is needed", Level.MISSING, remedy)
+    return Finding(what, found, Level.OK)
+
+
+def _gpu_count(machine: Machine, placements: Sequence[Placement]) -> Finding:
+    visible = machine.visible_gpus
+    needed = 1 + max((device for each in placements for device in each.gpu_device_ids), default=-1)
+    if len(visible) >= needed:
+        return Finding("GPUs", f"{len(visible)} visible, {needed} needed", Level.OK)
+    remedy = "give the container its GPUs (--gpus all), or choose a spec for fewer"
+    if len(machine.gpus) >= needed:
+        remedy = f"CUDA_VISIBLE_DEVICES={machine.cuda_visible_devices} hides some of {len(machine.gpus)}"
+    return Finding("GPUs", f"{len(visible)} visible, {needed} needed", Level.MISSING, remedy)
+
+
+def _gpus(machine: Machine, placements: Sequence[Placement]) -> list[Finding]:
+    """A line for each GPU that the deployment uses and that is there."""
+    roles: dict[int, list[str]] = {}
+    for each in placements:
+        for device in each.gpu_device_ids:
+            roles.setdefault(device, []).append(each.role.value)
+    findings = []
+    for device, gpu in enumerate(machine.visible_gpus):
+        if device in roles:
+            text = f"{gpu.name}, {gpu.memory_mib / 1024:.0f} GiB, compute capability {gpu.compute_capability}"
+            new_enough = _capability(gpu.compute_capability) >= LEAST_CAPABILITY
+            remedy = (
+                "" if new_enough else f"compute capability {'.'.join(map(str, LEAST_CAPABILITY))} (Ampere) or newer is needed"
+            )
+            level = Level.OK if new_enough else Level.MISSING
+            findings.append(Finding(f"GPU {device} ({', '.join(roles[device])})", text, level, remedy))
+    return findings
+
+
+def _capability(text: str) -> tuple[int, ...]:
+    parts = text.split(".")
+    return tuple(int(part) for part in parts) if all(part.isdigit() for part in parts) else ()
+
+
+def _limits(machine: Machine) -> list[Finding]:
+    shm = machine.shm_bytes or 0
+    findings = [_limit("/dev/shm", shm, SHM_BYTES, Level.MISSING, "start the container with --shm-size=2g or more")]
+    locked = machine.memlock_bytes == -1
+    remedy = "" if locked else "start the container with --ulimit memlock=-1: NCCL and MPI pin memory"
+    text = "unlimited" if locked else _mib(machine.memlock_bytes)
+    findings.append(Finding("ulimit memlock", text, Level.OK if locked else Level.WARNING, remedy))
+    stack = machine.stack_bytes
+    if stack == -1:
+        return [*findings, Finding("ulimit stack", "unlimited", Level.OK)]
+    remedy = f"start the container with --ulimit stack={STACK_BYTES}"
+    return [*findings, _limit("ulimit stack", stack, STACK_BYTES, Level.WARNING, remedy)]
+
+
+def _limit(what: str, found: int, least: int, level: Level, remedy: str) -> Finding:
+    if found >= least:
+        return Finding(what, _mib(found), Level.OK)
+    return Finding(what, f"{_mib(found)}; {_mib(least)} is needed", level, remedy)
+
+
+def _mib(size: int) -> str:
+    return f"{size / (1 << 20):.0f} MiB"
+
+
+def _size_of(directory: Path) -> int | None:
+    try:
+        status = os.statvfs(directory)
+    except OSError:
+        return None
+    return status.f_frsize * status.f_blocks

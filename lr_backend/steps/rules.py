@@ -1,0 +1,179 @@
+"""What a step is, on token ids.
+
+A step ends at the first token with which its text holds the delimiter, at an end token, at the end of the reasoning, or at a cap.
+The delimiter hides inside many tokens (``".\\n\\n"``) and across two (``"\\n" + "\\n"``), so the rule is about text, but it is
+worked out once for the vocabulary and then needs token ids alone. Pure: no clock, no engine.
+
+The end of a step follows from the step's own tokens. A boundary that the token after it decided would mean to drop that token and
+draw it again; at T > 0 the next one would then not be distributed as the target alone has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from lr_backend.contract import IntArray, encode_stop_words
+from lr_backend.errors import ConfigError
+from lr_backend.steps.step import Step, StepEnd, StepTokenizer
+
+_OTHER_TEXT = "\x00"
+"""Stands for a token without any character of the delimiter."""
+
+Cut = Callable[[Sequence[int], int], Step | None]
+"""(tokens so far, most tokens) -> the first step in them, or None if they hold no end and are fewer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Where a stretch of text ends.
+
+    Attributes:
+        stop_words: of engine calls that write it (``stop_words_list`` of the contract, shape [2, L]).
+    """
+
+    cut: Cut
+    stop_words: IntArray
+
+
+@dataclass(frozen=True)
+class StepRules:
+    """Where steps end, for one vocabulary.
+
+    Attributes:
+        pieces: text of every token that holds a character of the delimiter; all others count as other text.
+        end_ids: tokens that end the answer.
+        think_open_id, think_close_id: tokens around the reasoning, or None.
+        closing_ids: tokens below which nothing is speculated: ends, think-close, tool markers.
+        marker_ids: tokens on which a drafted and a target step must agree exactly: those and think-open.
+        stop_words: for engine calls that write a step (delimiter tokens and pairs, end ids, think-close).
+        end_words: for engine calls that run to the end of the answer.
+    """
+
+    delimiter: str
+    pieces: Mapping[int, str]
+    end_ids: frozenset[int]
+    think_open_id: int | None
+    think_close_id: int | None
+    closing_ids: frozenset[int]
+    marker_ids: frozenset[int]
+    stop_words: IntArray
+    end_words: IntArray
+
+    @classmethod
+    def build(
+        cls,
+        delimiter: str,
+        pieces: Mapping[int, str],
+        end_ids: Iterable[int],
+        think_open_id: int | None = None,
+        think_close_id: int | None = None,
+        tool_ids: Iterable[int] = (),
+        max_pairs: int = 256,
+    ) -> StepRules:
+        """Work out the stop lists.
+
+        Pairs cover a delimiter split over two tokens. They are bounded by ``max_pairs``, shortest texts first; whatever slips
+        through is cut by :meth:`cut`, at the price of a few tokens too many.
+        """
+        ends = frozenset(end_ids)
+        if not ends:
+            raise ConfigError("the tokenizer names no end token")
+        close = frozenset() if think_close_id is None else frozenset({think_close_id})
+        relevant = {token: text for token, text in pieces.items() if set(text) & set(delimiter)}
+        whole = sorted(token for token, text in relevant.items() if delimiter in text)
+        pairs = _split_pairs(delimiter, {token: text for token, text in relevant.items() if delimiter not in text})
+        always = _singles([*sorted(ends), *sorted(close)])
+        words = [*always, *_singles(whole), *pairs[:max_pairs]]
+        closing = frozenset(tool_ids) | ends | close
+        return cls(
+            delimiter=delimiter,
+            pieces=relevant,
+            end_ids=ends,
+            think_open_id=think_open_id,
+            think_close_id=think_close_id,
+            closing_ids=closing,
+            marker_ids=closing | (frozenset() if think_open_id is None else {think_open_id}),
+            stop_words=encode_stop_words(words),
+            end_words=encode_stop_words(_singles(sorted(ends))),
+        )
+
+    @classmethod
+    def from_tokenizer(
+        cls,
+        tokenizer: StepTokenizer,
+        end_ids: Iterable[int],
+        *,
+        delimiter: str = "\n\n",
+        think_open: str | None = "<think>",
+        think_close: str | None = "</think>",
+        markers: Sequence[str] = (),
+    ) -> StepRules:
+        """Read the pieces of a whole vocabulary (one pass at start-up)."""
+        texts = tokenizer.batch_decode([[token] for token in range(len(tokenizer))], skip_special_tokens=False)
+        open_id = single_token(tokenizer, think_open) if think_open else None
+        close_id = single_token(tokenizer, think_close) if think_close else None
+        tool_ids = [token for text in markers if (token := single_token(tokenizer, text)) is not None]
+        return cls.build(delimiter, dict(enumerate(texts)), end_ids, open_id, close_id, tool_ids)
+
+    @property
+    def of_step(self) -> Ending:
+        return Ending(self.cut, self.stop_words)
+
+    @property
+    def of_answer(self) -> Ending:
+        """Only the end of the answer matters."""
+        return Ending(self.cut_answer, self.end_words)
+
+    def cut(self, ids: Sequence[int], max_tokens: int) -> Step | None:
+        """The first step in ``ids``, or None if they hold no end and are fewer than ``max_tokens``."""
+        tail = ""
+        for count, token in enumerate(ids[:max_tokens], start=1):
+            if token in self.end_ids:
+                return self.step(ids[:count], StepEnd.END)
+            if token == self.think_close_id:
+                return self.step(ids[:count], StepEnd.THINK_CLOSE)
+            tail += self.pieces.get(token, _OTHER_TEXT)
+            if self.delimiter in tail:
+                return self.step(ids[:count], StepEnd.DELIMITER)
+            tail = tail[1 - len(self.delimiter) :] if len(self.delimiter) > 1 else ""
+        return self.step(ids[:max_tokens], StepEnd.CAP) if len(ids) >= max_tokens else None
+
+    def cut_answer(self, ids: Sequence[int], max_tokens: int) -> Step | None:
+        """Like :meth:`cut` for text in which only the end of the answer matters."""
+        within = ids[:max_tokens]
+        # Asked again with every call of an answer, which may be long: its tokens are not walked through one by one.
+        if not self.end_ids.isdisjoint(within):
+            last = next(index for index, token in enumerate(within) if token in self.end_ids)
+            return self.step(ids[: last + 1], StepEnd.END)
+        return self.step(within, StepEnd.CAP) if len(ids) >= max_tokens else None
+
+    def step(self, ids: Sequence[int], end: StepEnd) -> Step:
+        """These tokens as a step."""
+        markers = self.marker_ids.intersection(ids)
+        return Step(tuple(ids), end, markers, closes=bool(markers & self.closing_ids))
+
+
+def single_token(tokenizer: StepTokenizer, text: str) -> int | None:
+    """The id of a text that is one token of the vocabulary, else None."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return ids[0] if len(ids) == 1 else None
+
+
+def _singles(tokens: Iterable[int]) -> list[tuple[int, ...]]:
+    """Stop words of one token each."""
+    return [(token,) for token in tokens]
+
+
+def _split_pairs(delimiter: str, parts: Mapping[int, str]) -> list[tuple[int, int]]:
+    """Pairs of tokens, neither of which holds the delimiter, whose joined text does; shortest texts first."""
+    starts = [(token, text) for token, text in parts.items() if any(text.endswith(delimiter[:n]) for n in _cuts(delimiter))]
+    ends = [(token, text) for token, text in parts.items() if any(text.startswith(delimiter[n:]) for n in _cuts(delimiter))]
+    pairs = [
+        (len(left) + len(right), first, second) for first, left in starts for second, right in ends if delimiter in left + right
+    ]
+    return [(first, second) for _, first, second in sorted(pairs)]
+
+
+def _cuts(delimiter: str) -> range:
+    return range(1, len(delimiter))

@@ -1,0 +1,62 @@
+"""Committed tokens become text that is never withdrawn.
+
+Two things force text to be held back: a character whose bytes are split over tokens, and the beginning of what may become a
+stop string. Both are released with the text that settles them, or at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lr_backend.steps.step import StepTokenizer
+
+_INCOMPLETE = "\ufffd"
+
+
+class TextStream:
+    """Incremental detokenizer of one answer with stop strings. Not thread-safe; owned by one request."""
+
+    def __init__(self, tokenizer: StepTokenizer, stop: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._pending_ids: list[int] = []
+        self._held = ""
+        self.stopped = False
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Text that ``ids`` makes final. Sets ``stopped`` when a stop string is complete; text before it is returned."""
+        if self.stopped:
+            return ""
+        self._pending_ids.extend(ids)
+        text = self._decode(self._pending_ids)
+        if text.endswith(_INCOMPLETE):
+            return ""
+        self._pending_ids.clear()
+        return self._release(text)
+
+    def flush(self) -> str:
+        """What was still held back; call once, when the answer has ended."""
+        if self.stopped:
+            return ""
+        text = self._release(self._decode(self._pending_ids))
+        self._pending_ids.clear()
+        held, self._held = self._held, ""
+        return text + ("" if self.stopped else held)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True)) if ids else ""
+
+    def _release(self, text: str) -> str:
+        text = self._held + text
+        found = [index for stop in self._stop if (index := text.find(stop)) >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        keep = max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` that begins ``stop``."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
