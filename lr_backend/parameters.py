@@ -1,98 +1,92 @@
-"""Settings of an engine from the ``parameters`` of a Triton ``config.pbtxt``, which are text by name."""
+"""Settings of an engine and the ``parameters`` of a Triton ``config.pbtxt``, which are text by name: read and written."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lr_backend.errors import ConfigError
-from lr_backend.hardware.pace import EnginePace
 
-CHECKPOINT_KEY = "gpt_model_path"
-"""Upstream's name for the checkpoint or engine directory."""
-Read = Callable[[str, str], Any]
-"""(key, text) -> value. Raises ConfigError."""
-Readers = Mapping[str, tuple[str, Read]]
-"""Field name and reader by key."""
+UPSTREAM_KEYS = {"checkpoint_dir": "gpt_model_path", "kv_cache_free_mem_fraction": "kv_cache_free_gpu_mem_fraction"}
+"""TensorRT-LLM's names for fields that have another name here."""
 
 
-def require(valid: bool, name: str, value: object, rule: str) -> None:
-    """Raises: ConfigError: ``valid`` does not hold; names the setting, its value and the rule."""
-    if not valid:
-        raise ConfigError(f"{name}={value!r}: {rule}")
+class EngineParameters(BaseModel):
+    """What an engine reads from its ``config.pbtxt``; an engine adds fields of its own.
 
-
-def readers_of(settings: Any, upstream_names: Mapping[str, str]) -> Readers:
-    """How each field of a dataclass is read, by its key: upstream's name for it where it has one, else its own."""
-    return {upstream_names.get(field.name, field.name): (field.name, _BY_TYPE[str(field.type)]) for field in fields(settings)}
-
-
-def read_parameters(
-    parameters: Mapping[str, str], readers: Readers, fixed: Mapping[str, tuple[str, ...]], engine: str
-) -> dict[str, Any]:
-    """Values by field name. Keys of ``fixed`` leave the engine no choice: they are checked (in lower case) and dropped.
-
-    Raises:
-        ConfigError: naming the key that is unknown or malformed.
+    Attributes:
+        checkpoint_dir: Hugging Face folder.
+        exclude_input_in_output: what holds for requests that do not say.
     """
-    values: dict[str, Any] = {}
-    for key, text in parameters.items():
-        if key in fixed:
-            require(text.lower() in fixed[key], key, text, f"this engine has only {' or '.join(fixed[key])}")
-            continue
-        require(key in readers, key, text, f"not a parameter of {engine}")
-        name, read = readers[key]
-        values[name] = read(key, text)
-    return values
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    engine_name: ClassVar[str]
+    """As messages call it."""
+    fixed: ClassVar[Mapping[str, tuple[str, ...]]]
+    """Upstream's keys that leave this engine no choice, and the values they may have, in lower case."""
+
+    checkpoint_dir: Path
+    exclude_input_in_output: bool = False
+
+    def __init__(self, checkpoint_dir: Path, **settings: Any) -> None:
+        """Raises: ConfigError: a setting is unknown or out of range; names it, its value and the rule."""
+        try:
+            super().__init__(checkpoint_dir=checkpoint_dir, **settings)
+        except ValidationError as error:
+            raise ConfigError(_in_words(error)) from error
+
+    @classmethod
+    def from_parameters(cls, parameters: Mapping[str, str], **defaults: Any) -> Self:
+        """Settings from ``parameters`` (text to text). ``defaults`` hold where a key is absent.
+
+        Keys are field names, or upstream's where :data:`UPSTREAM_KEYS` has one. Keys of :attr:`fixed` are checked and dropped.
+
+        Raises:
+            ConfigError: naming the key that is unknown, missing, malformed or out of range.
+        """
+        names = {UPSTREAM_KEYS.get(name, name): name for name in cls.model_fields}
+        values = dict(defaults)
+        for key, text in parameters.items():
+            if key in cls.fixed:
+                if text.lower() not in cls.fixed[key]:
+                    raise ConfigError(f"{key}={text!r}: this engine has only {' or '.join(cls.fixed[key])}")
+                continue
+            if key not in names:
+                raise ConfigError(f"{key}={text!r}: not a parameter of {cls.engine_name}")
+            if not text or text.startswith("${"):
+                raise ConfigError(f"{key}={text!r}: not filled in")
+            is_flag = cls.model_fields[names[key]].annotation is bool
+            values[names[key]] = _flag(key, text) if is_flag else text
+        if "checkpoint_dir" not in values:
+            raise ConfigError(f"parameter {UPSTREAM_KEYS['checkpoint_dir']} is missing")
+        return cls(**values)
 
 
-def _integer(key: str, text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ConfigError(f"{key}={text!r}: an integer") from None
+def as_parameters(settings: Mapping[str, Any]) -> dict[str, str]:
+    """``settings`` as ``parameters``, under upstream's keys where it has one; None is left out."""
+    return {
+        UPSTREAM_KEYS.get(name, name): str(value).lower() if isinstance(value, bool) else str(value)
+        for name, value in settings.items()
+        if value is not None
+    }
 
 
-def _number(key: str, text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigError(f"{key}={text!r}: a number") from None
-
-
-def _boolean(key: str, text: str) -> bool:
+def _flag(key: str, text: str) -> bool:
     """Upstream's spellings and no others."""
-    if text in ("True", "true", "TRUE", "1"):
-        return True
-    require(text in ("False", "false", "FALSE", "0"), key, text, "true or false")
-    return False
+    if text.lower() not in ("true", "false", "1", "0"):
+        raise ConfigError(f"{key}={text!r}: true or false")
+    return text.lower() in ("true", "1")
 
 
-def _path(key: str, text: str) -> Path:
-    require(bool(text) and not text.startswith("${"), key, text, "a checkpoint directory")
-    return Path(text)
-
-
-def _text(key: str, text: str) -> str:
-    return text
-
-
-def _integers(key: str, text: str) -> tuple[int, ...]:
-    return tuple(_integer(key, part.strip()) for part in text.split(",")) if text.strip() else ()
-
-
-_BY_TYPE: Mapping[str, Read] = {
-    "Path": _path,
-    "Path | None": _path,
-    "str": _text,
-    "str | None": _text,
-    "int": _integer,
-    "int | None": _integer,
-    "float": _number,
-    "float | None": _number,
-    "bool": _boolean,
-    "tuple[int, ...]": _integers,
-    "EnginePace | None": lambda key, text: EnginePace.from_json(text),
-}
+def _in_words(error: ValidationError) -> str:
+    """The first thing that is wrong: the setting, its value and the rule."""
+    first = error.errors(include_url=False)[0]
+    message = str(first["msg"]).removeprefix("Value error, ")
+    if not first["loc"]:  # a rule between settings, which names them itself
+        return message
+    name = str(first["loc"][0])
+    return f"{UPSTREAM_KEYS.get(name, name)}={first['input']!r}: {message}"

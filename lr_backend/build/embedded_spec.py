@@ -12,57 +12,30 @@ from lr_backend.build.base import DeploymentSpec, EngineSpec, Layout
 from lr_backend.build.pace import pace_of, stood_for
 from lr_backend.contract import EMBEDDED_ENGINE_INPUTS, TensorSpec
 from lr_backend.engine import Role
+from lr_backend.engine.settings import EmbeddedSettings
 from lr_backend.hardware.pace import EnginePace
 from lr_backend.hardware.profile import find, label_of
 from lr_backend.hardware.sharing import CardSharing
+from lr_backend.parameters import as_parameters
 
 
-class EmbeddedEngineSpec(EngineSpec):
-    """One role on the embedded engine. Sizes are in tokens; ``max_batch_size`` is in sequences, ``max_queue_size`` in requests.
+class EmbeddedEngineSpec(EmbeddedSettings, EngineSpec):  # type: ignore[misc]  # its queue always has a limit
+    """One role on the embedded engine.
 
     Attributes:
-        weight_dtype: ``same`` as ``dtype``, ``float16``, ``bfloat16``, ``int8`` or ``auto``: the fastest.
-        kernels: ``native``, the decoder in C; ``torch``; or ``auto``: the former where it can.
-        num_threads: threads that compute in this engine's process.
-        max_tokens_in_paged_kv_cache: KV budget of all sequences together.
-        kv_cache_free_mem_fraction: holds that budget within a share of the memory that is free once the model is loaded.
-        max_num_tokens: most tokens of one iteration; longer prompts are prefilled in chunks.
-        max_draft_len: most draft tokens of one verification; 0 refuses drafts.
-        holds_draft_model: the target's engine has a draft model of its own, the deployment's, to propose tokens with (proposer
-            ``engine``). Native kernels only.
-        speculative_min_chance: its draft tokens for one pass end where all of them together are less likely than this to stand.
-        overlap_prefill: compute longer chunks of prompts on a second thread, while others decode. Native kernels only.
-        use_cuda_graphs: replay iterations that only decode as CUDA graphs; on a CPU it means nothing.
-        random_weights: draw the weights at load; the checkpoint needs no weight files. For benchmarks of a size.
+        holds_draft_model: the target's engine has a draft model of its own, the deployment's, to write draft tokens with
+            (proposer ``engine``). Native kernels only.
         pace: iterations last as long as on this system (``h200_sxm`` and so on) those of the same role of the deployment that
             is stood for (``paced_as``); None: as long as they take here. An engine that holds a draft model is paced as the
             LLM API's, one that does not as a compiled one.
     """
 
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    device: Literal["cpu", "cuda"] = "cpu"
-    weight_dtype: Literal["auto", "same", "float16", "bfloat16", "int8"] = "same"
-    kernels: Literal["auto", "native", "torch"] = "auto"
-    num_threads: int = Field(ge=1, le=256)
-    max_tokens_in_paged_kv_cache: int = Field(ge=32)
-    kv_cache_free_mem_fraction: float | None = Field(default=None, gt=0, le=1)
-    max_batch_size: int = Field(ge=1, le=1024)
-    max_num_tokens: int = Field(ge=1)
-    max_queue_size: int = Field(ge=1)
     max_draft_len: int = Field(default=0, ge=0)
     holds_draft_model: bool = False
-    speculative_min_chance: float = Field(default=0.5, ge=0, le=1)
-    enable_kv_cache_reuse: bool = True
-    overlap_prefill: bool = True
-    use_cuda_graphs: bool = True
-    random_weights: bool = False
     pace: str | None = None
 
     @model_validator(mode="after")
-    def _fits(self) -> Self:
-        least = self.max_batch_size + self.max_draft_len
-        if self.max_num_tokens < least:
-            raise ValueError(f"max_num_tokens must be at least max_batch_size + max_draft_len = {least}")
+    def _holds_one_sequence(self) -> Self:
         if self.max_tokens_in_paged_kv_cache < self.max_seq_len:
             raise ValueError(f"max_tokens_in_paged_kv_cache must hold one sequence of max_seq_len = {self.max_seq_len}")
         return self
@@ -76,28 +49,15 @@ class EmbeddedEngineSpec(EngineSpec):
         return EMBEDDED_ENGINE_INPUTS
 
     def parameters(self, model_dir: Path) -> dict[str, str]:
-        """With upstream's keys where upstream has one."""
-        fraction = self.kv_cache_free_mem_fraction
-        numbers = ("num_threads", "tokens_per_block", "max_batch_size", "max_num_tokens", "max_queue_size")
+        """The engine's settings, and upstream's keys that leave it no choice."""
         return {
             "gpt_model_type": "inflight_fused_batching",
-            "gpt_model_path": str(model_dir),
-            "max_tokens_in_paged_kv_cache": str(self.max_tokens_in_paged_kv_cache),
             "batch_scheduler_policy": "max_utilization",
-            "enable_kv_cache_reuse": str(self.enable_kv_cache_reuse).lower(),
-            "overlap_prefill": str(self.overlap_prefill).lower(),
-            "use_cuda_graphs": str(self.use_cuda_graphs).lower(),
             "enable_chunked_context": "true",
-            "exclude_input_in_output": "true",
             "max_beam_width": "1",
             "FORCE_CPU_ONLY_INPUT_TENSORS": "yes",
-            "dtype": self.dtype,
-            "device": self.device,
-            "weight_dtype": self.weight_dtype,
-            "kernels": self.kernels,
-            **({} if fraction is None else {"kv_cache_free_gpu_mem_fraction": str(fraction)}),
-            **({"random_weights": "true"} if self.random_weights else {}),
-            **{name: str(getattr(self, name)) for name in (*numbers, "max_seq_len", "max_draft_len")},
+            **as_parameters({"checkpoint_dir": model_dir, "exclude_input_in_output": True}),
+            **as_parameters({name: getattr(self, name) for name in EmbeddedSettings.model_fields}),
         }
 
 
@@ -153,7 +113,6 @@ class EmbeddedDeployment(DeploymentSpec):
         return parameters | {
             "speculative_model_dir": str(self.checkpoint_dir(Role.DRAFT)),
             "speculative_weight_dtype": self.draft.weight_dtype,
-            "speculative_min_chance": str(self.engine(role).speculative_min_chance),
         }
 
     def engine_pace(self, role: Role) -> EnginePace | None:

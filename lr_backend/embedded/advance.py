@@ -1,14 +1,17 @@
-"""What an iteration changes: new tokens are taken, blocks are shared, and some sequences end. Pure but for its arguments."""
+"""What an iteration changes: sequences take their new tokens, blocks are shared, and some sequences end.
+
+It changes nothing but its arguments.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
-from lr_backend.embedded.limits import cut_at_end
 from lr_backend.embedded.scheduler import Chunk, Scheduler
 from lr_backend.embedded.sequence import NewTokens, Sequence
 from lr_backend.embedded.stats import Counters
+from lr_backend.engine.stopping import cut_at_end
 
 
 def advance(
@@ -30,7 +33,7 @@ def advance(
 
 
 def _take_tokens(new: NewTokens, counters: Counters, now_ns: int) -> bool:
-    """Append a sequence's new tokens as far as they are emitted; whether it ended."""
+    """Append those of a sequence's new tokens that are emitted; returns whether it ended."""
     sequence = new.sequence
     num_output = sequence.num_generated
     tail = sequence.tokens[len(sequence.tokens) - min(num_output, sequence.request.stop_words.longest) :]

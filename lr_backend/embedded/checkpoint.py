@@ -148,6 +148,39 @@ def _rope(config: Mapping[str, Any], max_positions: int) -> dict[str, Any]:
     return rope
 
 
+def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """The tensors of a checkpoint by name."""
+    hidden, kv_width, q_width = spec.hidden_size, spec.num_kv_heads * spec.head_dim, spec.num_heads * spec.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (spec.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not spec.tie_word_embeddings:
+        shapes["lm_head.weight"] = (spec.vocab_size, hidden)
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (q_width, hidden),
+        "self_attn.k_proj.weight": (kv_width, hidden),
+        "self_attn.v_proj.weight": (kv_width, hidden),
+        "self_attn.o_proj.weight": (hidden, q_width),
+        "mlp.gate_proj.weight": (spec.intermediate_size, hidden),
+        "mlp.up_proj.weight": (spec.intermediate_size, hidden),
+        "mlp.down_proj.weight": (hidden, spec.intermediate_size),
+    }
+    if spec.qk_norm:
+        layer |= {"self_attn.q_norm.weight": (spec.head_dim,), "self_attn.k_norm.weight": (spec.head_dim,)}
+    if spec.qkv_bias:
+        layer |= {
+            "self_attn.q_proj.bias": (q_width,),
+            "self_attn.k_proj.bias": (kv_width,),
+            "self_attn.v_proj.bias": (kv_width,),
+        }
+    for index in range(spec.num_layers):
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
 class TensorFiles:
     """The tensors of a checkpoint by name, whichever files hold them; each is read when asked for."""
 

@@ -23,21 +23,20 @@ from lr_backend.embedded.advance import advance, stamp
 from lr_backend.embedded.backends import open_runner
 from lr_backend.embedded.checkpoint import ModelSpec
 from lr_backend.embedded.config import EngineConfig
+from lr_backend.embedded.inbox import Inbox
 from lr_backend.embedded.kv_cache import KvCache
 from lr_backend.embedded.limits import plan_run
 from lr_backend.embedded.outputs import choose_tokens
-from lr_backend.embedded.prefill_thread import SideLane
-from lr_backend.embedded.reference.decode_graphs import GraphSettings
-from lr_backend.embedded.reference.model import DecoderModel
+from lr_backend.embedded.prefill_thread import PrefillThread
 from lr_backend.embedded.runner import Output
 from lr_backend.embedded.scheduler import Chunk, Scheduler
 from lr_backend.embedded.sequence import NewTokens, OnDone, OnTokens, Sequence
 from lr_backend.embedded.stats import Counters, EngineStats
 from lr_backend.engine.request import EngineRequest, EngineResponse
-from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, LookaheadError, Overloaded
+from lr_backend.errors import EngineError, EngineUnavailable, LookaheadError
 
 IDLE_CHECK_S = 1.0
-"""After this long without work the engine checks its KV books, once."""
+"""After this long without work the engine checks its KV block accounting, once."""
 
 _logger = logging.getLogger(__name__)
 
@@ -45,40 +44,26 @@ _logger = logging.getLogger(__name__)
 class EmbeddedEngine:
     """Serves one model. All public methods may be called from any thread."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        model: DecoderModel | None = None,
-        graphs: GraphSettings | None = None,
-        *,
-        max_passes: int | None = None,
-        niceness: int = 0,
-    ) -> None:
-        """Load the checkpoint (unless a model is given) and start the engine's thread.
+    def __init__(self, config: EngineConfig, *, max_passes: int | None = None, niceness: int = 0) -> None:
+        """Load the checkpoint and start the engine's thread.
 
         Args:
-            graphs: how decode iterations are recorded; None: as CUDA graphs where ``config`` has them.
             max_passes: decode passes after which tokens are told to whoever asked for them (:meth:`submit`); None: at the end.
-            niceness: of the thread that computes, beside that of the process.
+            niceness: of the thread that computes, on top of the process's.
 
         Raises:
             CheckpointError: the checkpoint cannot be served.
             ConfigError: a setting cannot be kept: no kernel for the weights, too little memory for the KV cache.
         """
-        self.config, self._runner = open_runner(config, model, graphs)
-        self._lane = SideLane(self._runner.run, self._notify) if self._runner.is_concurrent and config.overlap_prefill else None
+        self.config, self._runner = open_runner(config)
         self._max_passes, self._niceness = max_passes, niceness
-        self._cancelled_aside: list[Sequence] = []
-        self._scheduler = self._new_scheduler()
         self._counters = Counters()
-        self._wake = threading.Condition()
-        # Guarded by the condition's lock: what other threads hand over, and the ids they may not use again.
-        self._inbox: deque[Sequence] = deque()
-        self._cancels: deque[Sequence] = deque()
-        self._errands: deque[Callable[[], None]] = deque()
-        self._by_id: dict[str, Sequence] = {}
-        self._num_submitted = 0
-        self._closing = False
+        self._waiting: deque[Sequence] = deque()
+        self._scheduler = self._new_scheduler()
+        self._inbox = Inbox(self._waiting, config.max_queue_size, self._runner.interrupt)
+        overlaps = self._runner.is_concurrent and config.overlap_prefill
+        self._prefill = PrefillThread(self._runner.run, self._inbox.notify) if overlaps else None
+        self._cancelled_in_prefill: list[Sequence] = []
         self._thread = threading.Thread(target=self._run, name="embedded-engine", daemon=True)
         self._thread.start()
 
@@ -91,7 +76,6 @@ class EmbeddedEngine:
         """Queue a request; ``on_done`` gets its response or error, exactly once, from the engine's thread.
 
         ``on_tokens`` gets its tokens as they come, before ``on_done``, and all of a pass even where the run ends within it.
-
         A request with ``stop`` cancels the one of the same id and is answered at once, whether there was one or not.
 
         Raises:
@@ -114,22 +98,11 @@ class EmbeddedEngine:
             max_new_tokens=plan.max_new_tokens,
             tokens_per_block=self.config.tokens_per_block,
         )
-        with self._wake:
-            self._check_admission(request)
-            sequence.order = self._num_submitted
-            self._num_submitted += 1
-            self._inbox.append(sequence)
-            if request.request_id:
-                self._by_id[request.request_id] = sequence
-            self._awaken()
+        self._inbox.submit(sequence)
 
     def cancel(self, request_id: str) -> None:
         """End a request in flight: it is answered with what it has. Unknown ids are no error."""
-        with self._wake:
-            sequence = self._by_id.get(request_id)
-            if sequence is not None:
-                self._cancels.append(sequence)
-                self._awaken()
+        self._inbox.cancel(request_id)
 
     def stats(self) -> EngineStats:
         """Counters and gauges now; cheap, and consistent up to one iteration."""
@@ -146,29 +119,19 @@ class EmbeddedEngine:
         )
 
     def check_integrity(self) -> None:
-        """Check the KV books between two iterations.
+        """Check the KV block accounting between two iterations.
 
         Raises:
             AssertionError: naming what does not add up.
+            EngineUnavailable: the engine is closed.
         """
-        self._on_engine_thread(self._check_books).result()
+        self._on_engine_thread(self._check_accounting).result()
 
     def close(self) -> None:
         """Fail what is in flight with :class:`EngineUnavailable` and wait until the engine's thread has ended."""
-        with self._wake:
-            self._closing = True
-            self._awaken()
+        self._inbox.close()
         if threading.current_thread() is not self._thread:
             self._thread.join()
-
-    def _check_admission(self, request: EngineRequest) -> None:
-        if self._closing:
-            raise EngineUnavailable("the engine is closed")
-        if request.request_id in self._by_id:
-            raise EngineRejected(f"request id {request.request_id!r} is in flight already")
-        num_waiting = len(self._inbox) + len(self._scheduler.waiting)
-        if num_waiting >= self.config.max_queue_size:
-            raise Overloaded(f"the engine's queue is full: {num_waiting} requests wait")
 
     def _run(self) -> None:
         """The engine's thread. However it ends, nobody is left waiting."""
@@ -187,40 +150,30 @@ class EmbeddedEngine:
             _logger.exception("the engine's thread died")
             failure = EngineUnavailable(f"the engine died: {error}")
         finally:
-            if self._lane:
-                self._lane.close()
-            with self._wake:
-                self._closing = True
-                errands = list(self._errands)
+            if self._prefill:
+                self._prefill.close()
+            self._inbox.close()
+            callbacks = self._inbox.take().callbacks
             self._fail_all(failure)
-            for errand in errands:
-                errand()
+            for callback in callbacks:
+                callback()
 
     def _take_work(self) -> bool:
         """Wait until there is something to do, and take what other threads handed over; False once closing."""
-        with self._wake:
-            unchecked = True
-            while self._scheduler.idle and not (self._inbox or self._cancels or self._errands or self._closing):
-                if not self._wake.wait(IDLE_CHECK_S if unchecked else None):
-                    self._check_when_idle()
-                    unchecked = False
-            arrived, cancelled, errands = list(self._inbox), list(self._cancels), list(self._errands)
-            self._inbox.clear()
-            self._cancels.clear()
-            self._errands.clear()
-            closing = self._closing
-            self._runner.interrupt(False)
-            self._scheduler.waiting.extend(arrived)
-        for errand in errands:
-            errand()
-        if self._lane and self._lane.done:
-            self._take_from(self._lane)
-        for sequence in cancelled:
-            if self._lane and sequence in self._lane.sequences:
-                self._cancelled_aside.append(sequence)
+        if self._scheduler.idle and not self._inbox.wait(timeout_s=IDLE_CHECK_S):
+            self._check_when_idle()
+            self._inbox.wait()
+        work = self._inbox.take()
+        for callback in work.callbacks:
+            callback()
+        if self._prefill and self._prefill.done:
+            self._take_prefilled(self._prefill)
+        for sequence in work.cancelled:
+            if self._prefill and sequence in self._prefill.sequences:
+                self._cancelled_in_prefill.append(sequence)
             else:
                 self._cancel_now(sequence)
-        return not closing
+        return not work.closing
 
     def _cancel_now(self, sequence: Sequence) -> None:
         if sequence in self._scheduler.running or sequence in self._scheduler.waiting:
@@ -231,13 +184,13 @@ class EmbeddedEngine:
         started = time.perf_counter()
         chunks: list[Chunk] = []
         try:
-            chunks = self._scheduler.schedule(self._lane.sequences if self._lane else ())
+            chunks = self._scheduler.schedule(self._prefill.sequences if self._prefill else ())
             now = time.monotonic_ns()
-            if self._lane:
-                aside, chunks = self._lane.divide(chunks)
-                if aside:
-                    stamp(aside, now)
-                    self._lane.start(aside)
+            if self._prefill:
+                prompts, chunks = self._prefill.divide(chunks)
+                if prompts:
+                    stamp(prompts, now)
+                    self._prefill.start(prompts)
             if chunks:
                 stamp(chunks, now)
                 self._compute(chunks)
@@ -246,12 +199,13 @@ class EmbeddedEngine:
             self._recover(chunks, error)
         finally:
             self._counters.busy_s += time.perf_counter() - started
-        if not chunks and self._lane and self._lane.sequences:
-            self._wait_for_lane(self._lane)
+        if not chunks and (prefill := self._prefill) and prefill.sequences:
+            # All that runs is on the second thread.
+            self._inbox.wait(lambda: prefill.done)
 
     def _compute(self, chunks: list[Chunk]) -> None:
-        """One iteration, or several at once where all only decode and nobody waits."""
-        # What drafts is told pass by pass.
+        """One iteration, or several in one call where all only decode and nobody waits."""
+        # Sequences whose engine drafts report their tokens pass by pass.
         drafting = self._max_passes and any(chunk.sequence.request.num_draft_tokens for chunk in chunks)
         ahead = self._runner.run_ahead(chunks, 1 if drafting else self._max_passes)
         if ahead is None:
@@ -263,22 +217,17 @@ class EmbeddedEngine:
         self._counters.num_batch_rows += (num_passes - 1) * len(gained)
         self._advance(chunks, gained)
 
-    def _wait_for_lane(self, lane: SideLane) -> None:
-        """All that runs is in the lane: wait for it, or for other work."""
-        with self._wake:
-            self._wake.wait_for(lambda: lane.done or self._inbox or self._cancels or self._errands or self._closing)
-
-    def _take_from(self, lane: SideLane) -> None:
-        """Book what the lane computed, and end what was cancelled meanwhile."""
-        chunks, result = lane.take()
+    def _take_prefilled(self, prefill: PrefillThread) -> None:
+        """Take in what the second thread computed, and end what was cancelled meanwhile."""
+        chunks, result = prefill.take()
         try:
             self._complete(chunks, result)
         except Exception as error:
-            _logger.exception("an iteration beside failed")
+            _logger.exception("a prefill beside iterations failed")
             self._recover(chunks, error)
-        for sequence in self._cancelled_aside:
+        for sequence in self._cancelled_in_prefill:
             self._cancel_now(sequence)
-        self._cancelled_aside.clear()
+        self._cancelled_in_prefill.clear()
 
     def _complete(self, chunks: list[Chunk], run: Callable[[], tuple[Tensor, list[Output]]]) -> None:
         """From logits to answers."""
@@ -288,7 +237,7 @@ class EmbeddedEngine:
         self._advance(chunks, choose_tokens(logits, outputs))
 
     def _advance(self, chunks: list[Chunk], gained: list[NewTokens]) -> None:
-        """Book what was computed, give out the new tokens, finish the sequences that ended."""
+        """Take in what was computed, give out the new tokens, finish the sequences that ended."""
         for new in gained:
             if new.sequence.on_tokens is not None:
                 new.sequence.on_tokens(new)
@@ -300,20 +249,9 @@ class EmbeddedEngine:
         self._counters.num_requests += 1
         self._answer(sequence, sequence.response())
 
-    def _awaken(self) -> None:
-        """Let the engine's thread see what is new; the condition's lock is held."""
-        self._runner.interrupt(True)
-        self._wake.notify()
-
-    def _notify(self) -> None:
-        with self._wake:
-            self._awaken()
-
     def _answer(self, sequence: Sequence, result: EngineResponse | LookaheadError) -> None:
         """Free the id, then tell the caller; a caller's failure is not the engine's."""
-        with self._wake:
-            if self._by_id.get(sequence.request.request_id) is sequence:
-                del self._by_id[sequence.request.request_id]
+        self._inbox.free_id(sequence)
         try:
             sequence.on_done(result)
         except Exception:
@@ -322,15 +260,15 @@ class EmbeddedEngine:
     def _recover(self, chunks: list[Chunk], error: Exception) -> None:
         """Fail the sequences of an iteration, and trust nothing that it touched.
 
-        Without chunks it was the scheduler that failed: then all sequences fail and the books start afresh.
+        Without chunks it was the scheduler that failed: then all sequences fail and the cache starts empty.
         """
         failure = error if isinstance(error, LookaheadError) else EngineError(f"the iteration failed: {error}")
         failed = [chunk.sequence for chunk in chunks if chunk.sequence in self._scheduler.running]
         if not chunks:
-            if self._lane and self._lane.sequences:
-                self._lane.take()
+            if self._prefill and self._prefill.sequences:
+                self._prefill.take()
             self._fail_all(failure)
-            self._reset_books()
+            self._reset_cache()
             return
         self._runner.clear([block for sequence in failed for block in self._scheduler.remove_failed(sequence)])
         for sequence in failed:
@@ -338,23 +276,20 @@ class EmbeddedEngine:
             self._answer(sequence, failure)
 
     def _fail_all(self, failure: LookaheadError) -> None:
-        with self._wake:
-            waiting = [*self._scheduler.waiting, *self._inbox]
-            self._inbox.clear()
-        for sequence in [*self._scheduler.running, *waiting]:
+        for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
             self._scheduler.remove_failed(sequence)
             self._counters.num_failed += 1
             self._answer(sequence, failure)
 
     def _check_when_idle(self) -> None:
         try:
-            self._check_books()
+            self._check_accounting()
         except AssertionError:
-            _logger.exception("the KV books do not add up; the cache starts afresh")
+            _logger.exception("the KV block accounting does not add up; the cache starts empty")
             self._counters.num_integrity_failures += 1
-            self._reset_books()
+            self._reset_cache()
 
-    def _check_books(self) -> None:
+    def _check_accounting(self) -> None:
         self._scheduler.cache.check_integrity(one.table for one in self._scheduler.running)
         waiting = [one.table.blocks for one in self._scheduler.waiting]
         assert not any(waiting), ("a waiting sequence holds blocks", waiting)
@@ -368,28 +303,17 @@ class EmbeddedEngine:
             copy_prefix=self._runner.copy_prefix,
             allocated=self._runner.allocated,
         )
-        return Scheduler(cache, max_batch_size=config.max_batch_size, max_num_tokens=config.max_num_tokens)
+        scheduler = Scheduler(cache, max_batch_size=config.max_batch_size, max_num_tokens=config.max_num_tokens)
+        scheduler.waiting = self._waiting  # the inbox puts requests there
+        return scheduler
 
-    def _reset_books(self) -> None:
+    def _reset_cache(self) -> None:
         """Start with an empty cache; no sequence is running."""
         before, self._scheduler = self._scheduler, self._new_scheduler()
         self._scheduler.num_preemptions = before.num_preemptions
         self._scheduler.num_reused_tokens = before.num_reused_tokens
         self._runner.reset()
 
-    def _on_engine_thread(self, errand: Callable[[], Any]) -> Future[Any]:
+    def _on_engine_thread(self, callback: Callable[[], Any]) -> Future[Any]:
         """Have something done between two iterations."""
-        future: Future[Any] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(errand())
-            except BaseException as error:
-                future.set_exception(error)
-
-        with self._wake:
-            if self._closing:
-                raise EngineUnavailable("the engine is closed")
-            self._errands.append(run)
-            self._awaken()
-        return future
+        return self._inbox.call(callback)

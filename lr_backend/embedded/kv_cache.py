@@ -3,9 +3,9 @@
 A block is in one of three states: *free*, *held* by one or more sequences, or *cached*: nobody holds it but its content is
 known and may be taken again, until it is the least recently used and a block is needed.
 
-Content is named by a chain: key(block) = hash(key(block before), its token ids), 128 bits of it, so that equal keys mean equal
-prefixes. Full blocks are registered as soon as they are computed, not when their request
-ends. A block that matches only in its first tokens is copied up to there.
+Content is named by a chain: key(block) = hash(key(block before), its token ids), 128 bits of it. So equal keys mean equal
+prefixes. Full blocks are registered as soon as they are computed, not when their request ends. A block of which only the first
+tokens match is copied up to there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROOT_KEY = b""
 CopyPrefix = Callable[[int, int, int], None]
 """(source block, target block, number of tokens)."""
 Allocated = Callable[[Sequence[int]], None]
-"""(blocks that begin anew)."""
+"""(blocks that get a new owner)."""
 
 
 def block_key(parent: bytes, tokens: Sequence[int]) -> bytes:
@@ -47,7 +47,7 @@ def prefix_keys(tokens: Sequence[int], tokens_per_block: int) -> list[bytes]:
 
 
 BLOCKS_A_STRETCH = 32
-"""Keys are remembered by so many: each call sends its whole prefix again."""
+"""Keys are remembered for stretches of so many blocks, since each call sends its whole prefix again."""
 
 
 @lru_cache(1 << 11)
@@ -99,8 +99,8 @@ class KvCache:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._contents: dict[int, Content] = {}
         self._by_key: dict[bytes, int] = {}
-        # By the chain before, in order of their tokens, so that those that begin alike are neighbours: some chains are continued
-        # by nearly every request, each in its own way.
+        # What continues each chain, sorted by tokens, so that those with a common beginning are neighbours: nearly every request
+        # continues some chains, each in its own way.
         self._continuations: dict[bytes, list[tuple[tuple[int, ...], int]]] = {}
 
     @property
@@ -160,7 +160,7 @@ class KvCache:
         return covered + self._take_partial(table, tokens[covered : min(limit, covered + size)])
 
     def _take_partial(self, table: BlockTable, tokens: Sequence[int]) -> int:
-        """Copy the rows of the block that continues the table's chain with most of ``tokens``."""
+        """Copy the block whose first tokens match most of ``tokens`` behind the table's chain; returns how many match."""
         beginning = tuple(tokens)
         known = self._continuations.get(table.keys[-1] if table.keys else ROOT_KEY, [])
         place = bisect_left(known, (beginning,))
@@ -283,7 +283,7 @@ class KvCache:
             self._free.append(block)
 
     def check_integrity(self, tables: Iterable[BlockTable]) -> None:
-        """Check that the books agree with the tables of all live sequences.
+        """Check that the accounting agrees with the tables of all live sequences.
 
         Raises:
             AssertionError: naming what does not add up.

@@ -1,4 +1,4 @@
-"""What a request must keep to on one engine, and where its run ends."""
+"""What a request must keep to on one engine."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from lr_backend.errors import EngineRejected
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """What is left of a request's wishes: upstream shortens drafts and outputs silently where they do not fit.
+    """How a request is run. Drafts and output that do not fit are shortened silently, as upstream does.
 
     Attributes:
-        goes_on: behind its drafts.
+        drafts: draft tokens to verify.
+        goes_on: whether it decodes on after its drafts; else it ends with them.
     """
 
     drafts: tuple[int, ...]
@@ -67,27 +68,3 @@ def _check_engine_drafts(request: EngineRequest, config: EngineConfig) -> None:
 def _check_ids(name: str, ids: Items[int], vocab_size: int) -> None:
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         raise EngineRejected(f"{name}: token ids must be from 0 to {vocab_size - 1}")
-
-
-def cut_at_end(
-    request: EngineRequest, num_output: int, tail: Items[int], new_tokens: Items[int], max_new_tokens: int
-) -> tuple[list[int], bool]:
-    """Those of the new tokens that are emitted, and whether the run ends with them.
-
-    An end token is not emitted; a stop word is, and counts from ``min_tokens`` on. Stop words are matched within the output:
-    never over the end of the prompt.
-
-    Args:
-        num_output: tokens that were emitted before.
-        tail: the last of them, as many as the longest stop word has, or all where there are fewer.
-    """
-    words = request.stop_words
-    emitted = list(new_tokens[: max(1, max_new_tokens - num_output)])
-    for count, token in enumerate(emitted):
-        if token == request.end_id:
-            return emitted[:count], True
-        if token in words.last_tokens and num_output + count + 1 >= request.min_tokens:
-            before = tail[max(0, len(tail) + count + 1 - words.longest) :] if count + 1 < words.longest else ()
-            if words.end([*before, *emitted[max(0, count + 1 - words.longest) : count + 1]]):
-                return emitted[: count + 1], True
-    return emitted, num_output + len(emitted) >= max_new_tokens

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -24,9 +23,11 @@ _PIECE, _LARGEST_KEPT = 128 << 10, 32 << 20
 
 @contextmanager
 def freed_at_once() -> Iterator[None]:
-    """What is freed inside goes back to the system, not into holes between what stays: glibc raises the size from which it maps
-    a piece on its own with every large one that is freed. Afterwards that size is where it would have come to. Elsewhere
-    nothing happens."""
+    """What is freed inside goes back to the system, not into holes between what stays. Without glibc nothing happens.
+
+    glibc maps large pieces on their own. With every such piece that is freed it raises the size from which it does so. Inside,
+    that size stays low; afterwards it is as high as it would have become.
+    """
     set_option = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: 0)
     set_option(_M_MMAP_THRESHOLD, _PIECE)
     try:
@@ -38,7 +39,7 @@ def freed_at_once() -> Iterator[None]:
 def with_kv_budget(config: EngineConfig, specs: Sequence[ModelSpec], free_bytes: int) -> EngineConfig:
     """``config`` with its pool in tokens: as many as were asked for, within ``kv_cache_free_mem_fraction`` of ``free_bytes``.
 
-    ``specs``: of whom each token has keys and values: the model's pool, a draft model's, a decode window that may grow as large.
+    ``specs``: the models that keep keys and values of every token: the engine's, and its draft model.
 
     Raises:
         ConfigError: not even one sequence of ``max_seq_len`` fits.
@@ -52,7 +53,7 @@ def with_kv_budget(config: EngineConfig, specs: Sequence[ModelSpec], free_bytes:
             f"kv_cache_free_mem_fraction={fraction}: of {free_bytes >> 20} MiB free, {affordable} tokens;"
             f" one sequence of max_seq_len has {config.max_seq_len}"
         )
-    return replace(config, max_tokens_in_paged_kv_cache=min(affordable, config.max_tokens_in_paged_kv_cache))
+    return config.model_copy(update={"max_tokens_in_paged_kv_cache": min(affordable, config.max_tokens_in_paged_kv_cache)})
 
 
 def bytes_a_token(spec: ModelSpec, dtype: torch.dtype) -> int:

@@ -1,7 +1,7 @@
-"""Prompts beside decodes: one batch of chunks is computed on a thread of its own, while iterations go on with the rest.
+"""Prompts beside decodes: long chunks are computed on a second thread, while iterations go on with the rest.
 
-A branch that joins brings some thirty tokens, which take as long as several decode iterations. Where a core is free, the others
-need not wait for it. Chunks in the lane belong to it until :meth:`SideLane.take`: nobody else may touch their sequences.
+A branch that joins brings some thirty tokens, which take as long as several decode iterations. Where a core is free, the other
+sequences need not wait for them.
 """
 
 from __future__ import annotations
@@ -22,23 +22,28 @@ MIN_TOKENS = 16
 Run = Callable[[Items[Chunk]], tuple[Tensor, list[Output]]]
 
 
-class SideLane:
-    """At most one batch at a time; the engine's thread owns it."""
+class PrefillThread:
+    """Computes one batch of chunks at a time. All methods are for the engine's thread.
+
+    Attributes:
+        sequences: those of the batch that is being computed. Nobody else may touch them until :meth:`take`.
+    """
 
     def __init__(self, run: Run, on_done: Callable[[], None]) -> None:
-        """``on_done`` is called from the lane's thread when :meth:`take` has something to give."""
+        """``on_done`` is called from the second thread when :meth:`take` has something to give."""
         self._run = run
         self._on_done = on_done
-        self._executor = ThreadPoolExecutor(1, "embedded-engine-side")
+        self._executor = ThreadPoolExecutor(1, "embedded-engine-prefill")
         self._chunks: list[Chunk] = []
         self._future: Future[tuple[Tensor, list[Output]]] | None = None
         self.sequences: Collection[Sequence] = ()
-        """Those in the lane."""
 
     def divide(self, chunks: list[Chunk]) -> tuple[list[Chunk], list[Chunk]]:
-        """Chunks for the lane and for the iteration; a long chunk that finds the lane taken waits for it beside decodes.
+        """Chunks for the second thread, and those for the iteration.
 
-        The last token of a prompt is left for an iteration: there it is one decode more.
+        Without short chunks there is nothing that long ones would hold up: then all are for the iteration. A long chunk that
+        finds the second thread busy is for neither; it comes again with the next iteration. The last token of a prompt is left
+        for an iteration, where it is one decode more.
         """
         long = [chunk.without_last() for chunk in chunks if chunk.count > MIN_TOKENS]
         others = [chunk for chunk in chunks if chunk.count <= MIN_TOKENS]
@@ -47,7 +52,8 @@ class SideLane:
         return ([] if self.sequences else long), others
 
     def start(self, chunks: list[Chunk]) -> None:
-        assert self._future is None, "the lane is taken"
+        """Compute these; nothing else is being computed."""
+        assert self._future is None, "the prefill thread is busy"
         self._chunks = chunks
         self.sequences = frozenset(chunk.sequence for chunk in chunks)
         self._future = self._executor.submit(self._run, chunks)
@@ -59,9 +65,9 @@ class SideLane:
         return self._future is not None and self._future.done()
 
     def take(self) -> tuple[list[Chunk], Callable[[], tuple[Tensor, list[Output]]]]:
-        """The lane's chunks and what gives their logits or raises why there are none; waits until they are computed."""
+        """Wait for the batch. Returns its chunks, and what gives their logits or raises why there are none."""
         chunks, future = self._chunks, self._future
-        assert future is not None, "the lane is empty"
+        assert future is not None, "the prefill thread has nothing"
         future.exception()
         self._chunks, self._future, self.sequences = [], None, ()
         return chunks, future.result

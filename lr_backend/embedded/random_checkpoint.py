@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from lr_backend.embedded.checkpoint import ModelSpec, read_spec
-from lr_backend.embedded.reference.model import DecoderModel, Layer, layer_shapes
-from lr_backend.embedded.reference.product import DenseProduct
-from lr_backend.embedded.reference.rope import rope_table
+from lr_backend.embedded.checkpoint import ModelSpec, read_spec, tensor_shapes
+from lr_backend.embedded.reference.model import DecoderModel
 
 MODEL_TYPES = {"Qwen3ForCausalLM": "qwen3", "Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}
 """What transformers calls the architectures."""
@@ -33,6 +31,7 @@ def write_random_checkpoint(folder: Path, *, gain: float = 1.0, seed: int = 0, *
     return folder
 
 
+# Long: a parameter for each key of ``config.json`` that tests vary.
 def write_random_config(
     folder: Path,
     *,
@@ -49,6 +48,8 @@ def write_random_config(
     **extra: Any,
 ) -> Path:
     """Write ``config.json`` alone, for an engine that draws its weights; returns the folder.
+
+    There is an argument for each entry that describes a shape.
 
     Args:
         extra: further entries of ``config.json`` (rope settings, say).
@@ -76,57 +77,15 @@ def write_random_config(
 
 
 def random_model(spec: ModelSpec, *, dtype: torch.dtype, device: str, max_seq_len: int, seed: int = 0) -> DecoderModel:
-    """A model made where it computes, without files: what it costs is that of a checkpoint of ``spec``, its biases left out."""
+    """A model made where it computes, without files; it costs what a checkpoint of ``spec`` does."""
     generator = torch.Generator(device).manual_seed(seed)
-
-    def matrix(rows: int, columns: int) -> torch.Tensor:
-        weight = torch.empty(rows, columns, dtype=dtype, device=device)
-        return weight.normal_(0.0, 1.0 / math.sqrt(rows), generator=generator)
-
-    heads = spec.num_heads + spec.num_kv_heads
-    norm = torch.full((heads, spec.head_dim), math.sqrt(spec.head_dim), device=device) if spec.qk_norm else None
-    layers = []
-    for _ in range(spec.num_layers):
-        qkv, output, gate_up, down = (DenseProduct(matrix(columns, rows)) for rows, columns in layer_shapes(spec))
-        layers.append(Layer(qkv=qkv, qk_norm=norm, output=output, gate_up=gate_up, down=down))
-    embedding = matrix(spec.vocab_size, spec.hidden_size)
-    head = DenseProduct(embedding.t() if spec.tie_word_embeddings else matrix(spec.hidden_size, spec.vocab_size))
-    ones = torch.ones(spec.hidden_size, dtype=dtype, device=device)
-    rotations = rope_table(spec.rope, spec.head_dim, max_seq_len + 1).to(device)
-    return DecoderModel(spec, layers, embedding, ones, head, rotations)
-
-
-def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """The tensors of a checkpoint by name."""
-    hidden, kv_width, q_width = spec.hidden_size, spec.num_kv_heads * spec.head_dim, spec.num_heads * spec.head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (spec.vocab_size, hidden),
-        "model.norm.weight": (hidden,),
+    weights = {
+        name: torch.empty(shape, dtype=dtype, device=device).normal_(0.0, 1.0 / math.sqrt(shape[-1]), generator=generator)
+        if len(shape) > 1
+        else torch.ones(shape, dtype=dtype, device=device)
+        for name, shape in tensor_shapes(spec).items()
     }
-    if not spec.tie_word_embeddings:
-        shapes["lm_head.weight"] = (spec.vocab_size, hidden)
-    layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-        "self_attn.q_proj.weight": (q_width, hidden),
-        "self_attn.k_proj.weight": (kv_width, hidden),
-        "self_attn.v_proj.weight": (kv_width, hidden),
-        "self_attn.o_proj.weight": (hidden, q_width),
-        "mlp.gate_proj.weight": (spec.intermediate_size, hidden),
-        "mlp.up_proj.weight": (spec.intermediate_size, hidden),
-        "mlp.down_proj.weight": (hidden, spec.intermediate_size),
-    }
-    if spec.qk_norm:
-        layer |= {"self_attn.q_norm.weight": (spec.head_dim,), "self_attn.k_norm.weight": (spec.head_dim,)}
-    if spec.qkv_bias:
-        layer |= {
-            "self_attn.q_proj.bias": (q_width,),
-            "self_attn.k_proj.bias": (kv_width,),
-            "self_attn.v_proj.bias": (kv_width,),
-        }
-    for index in range(spec.num_layers):
-        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
-    return shapes
+    return DecoderModel(spec, weights, max_seq_len=max_seq_len)
 
 
 def _random(shape: tuple[int, ...], gain: float, generator: torch.Generator) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What runs the chunks of an iteration: the seam between the engine's books and the kernels."""
+"""What runs the chunks of an iteration: the seam between scheduling and computing."""
 
 from __future__ import annotations
 
@@ -9,9 +9,21 @@ from typing import Protocol
 from torch import Tensor
 
 from lr_backend.embedded.checkpoint import ModelSpec
-from lr_backend.embedded.reference.attention import Span
 from lr_backend.embedded.scheduler import Chunk
 from lr_backend.embedded.sequence import NewTokens
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens ``start`` to ``start + count`` of one sequence, whose ``blocks`` cover them and all before."""
+
+    start: int
+    count: int
+    blocks: Items[int]
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +64,14 @@ class Runner(Protocol):
         ...
 
     def run(self, chunks: Items[Chunk]) -> tuple[Tensor, list[Output]]:
-        """Logits, float32 [R, vocabulary], and which rows are whose; keys and values of all tokens are stored.
-
-        Both are good until the next call of the same thread.
-        """
+        """Logits, float32 [R, vocabulary], and which rows are whose; keys and values of all tokens are stored."""
         ...
 
     def run_ahead(self, chunks: Items[Chunk], max_passes: int | None = None) -> tuple[list[NewTokens], int] | None:
-        """Decode these sequences until one may have ended, :meth:`interrupt` or no more room; and how many passes that took.
+        """Decode these sequences several times in one call; returns what each gained, and the number of passes.
 
-        ``max_passes``: at most so many. None where that cannot be done: then nothing has happened, and :meth:`run` is to be used.
+        It ends when a sequence may have ended, when one has no more room, after ``max_passes``, or at :meth:`interrupt`.
+        None where that cannot be done: then nothing has happened, and :meth:`run` is to be used.
         """
         ...
 
@@ -74,7 +84,7 @@ class Runner(Protocol):
         ...
 
     def allocated(self, blocks: Items[int]) -> None:
-        """These blocks begin anew: what they held is of no use."""
+        """These blocks get a new owner: what they held is of no use."""
         ...
 
     def clear(self, blocks: Items[int]) -> None:

@@ -1,7 +1,7 @@
 """Who runs in the next iteration, with how many tokens.
 
-Decodes first, then prompts under way, then new ones, in order of arrival. A decode that finds no block takes those of the
-latest arrival, which then starts over (its computed blocks stay cached, so that it starts late in itself).
+Decodes go first, then prompts under way, then new requests, each in order of arrival. A decode that finds no free block takes
+those of the latest arrival, which then starts over. Its computed blocks stay cached, so it finds most of its work done.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lr_backend.embedded.kv_cache import KvCache
 from lr_backend.embedded.sequence import Sequence
 
 MIN_SHARED_TOKENS = 24
-"""A request waits for another that is computing its prefix just now if that saves at least so many tokens."""
+"""A request waits for another that is just computing its prefix if that saves at least so many tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Chunk:
         return self.start + self.count
 
     def without_last(self) -> Self:
-        """Without the token that yields another, if that is all that it yields."""
+        """The chunk without its last token, if that yields one new token and nothing else."""
         yields_one = self.num_logits == 1 and self.count > 1 and not self.sequence.is_verification
         return replace(self, count=self.count - 1, num_logits=0) if yields_one else self
 
@@ -90,9 +90,9 @@ class Scheduler:
         return self.cache.discard(sequence.table)
 
     def _admit(self, budget: int) -> list[Chunk]:
-        """Start waiting sequences in order, while tokens of the iteration, a place in the batch and blocks are to be had.
+        """Start waiting sequences in order, while the iteration has tokens, the batch has places and the pool has blocks.
 
-        One whose prefix is being computed right now is passed over; one that lacks blocks holds the ones behind it back.
+        One whose prefix is being computed right now is passed over. One that lacks blocks holds back those after it.
         """
         chunks: list[Chunk] = []
         being_computed = {key for one in self.running for key in one.keys[len(one.table.keys) :]}
@@ -122,7 +122,7 @@ class Scheduler:
         return count
 
     def _fits(self, sequence: Sequence) -> bool:
-        """Whether there are blocks for what is known of it, and beside others one for each of them, so that it is not preempted
+        """Whether there are blocks for what is known of it, and one more for each running sequence, so that none is preempted
         at once."""
         limit, total = len(sequence.tokens) - 1, len(sequence.tokens) + len(sequence.drafts)
         return self.cache.num_blocks_needed(sequence.keys, limit, total) + len(self.running) <= self.cache.num_available
@@ -155,9 +155,10 @@ class Scheduler:
         return True
 
     def _make_room(self, sequence: Sequence, num_tokens: int, busy: Collection[Sequence]) -> bool:
-        """Blocks for a running sequence's next tokens, from the latest arrivals if need be; False when it is itself the latest.
+        """Blocks for a running sequence's next tokens, taken from the latest arrivals if need be.
 
-        A victim that has a chunk already is dropped by the caller, which keeps only running sequences.
+        False if the sequence is itself the latest: then it is preempted. A victim that already has a chunk is dropped by the
+        caller, which keeps only running sequences.
         """
         held = len(sequence.table.blocks)
         while not self.cache.extend(sequence.table, num_tokens):
@@ -169,7 +170,7 @@ class Scheduler:
         return True
 
     def _make_room_for_drafts(self, sequence: Sequence) -> None:
-        """Blocks for what the engine may draft; at nobody's cost: without them it drafts less."""
+        """Blocks for draft tokens of the engine, taken from nobody: without them it drafts less."""
         held = len(sequence.table.blocks)
         if sequence.num_draft_tokens:
             self.cache.extend(sequence.table, len(sequence.tokens) + sequence.num_draft_tokens)

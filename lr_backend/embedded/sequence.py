@@ -13,7 +13,6 @@ from lr_backend.errors import LookaheadError
 OnDone = Callable[[EngineResponse | LookaheadError], None]
 """Called once a request, from the engine's thread (or the closing one); must not block."""
 
-
 OnTokens = Callable[["NewTokens"], None]
 """Called with what an iteration has brought to one request, from the engine's thread; must not block."""
 
@@ -23,14 +22,15 @@ class Sequence:
     """State of one request, owned by the engine's thread after it was submitted.
 
     Attributes:
-        order: arrival number; lower goes first, and is preempted last.
+        order: number of arrival. Lower ones go first and are preempted last.
         tokens: prompt and output so far.
-        drafts: those of the request's that fit ``max_seq_len``.
-        max_new_tokens: likewise.
-        goes_on: behind its drafts, once they are verified; else it ends with them.
-        num_proposed, num_accepted: drafts of the engine itself, or that it went on behind; and of all drafts those that stood.
+        drafts: the request's draft tokens, as far as they fit ``max_seq_len``.
+        max_new_tokens: tokens of output, as far as they fit ``max_seq_len``.
+        goes_on: whether it decodes on once its drafts are verified; else it ends with them.
+        num_proposed: draft tokens that the engine wrote, and verified ones that it went on after.
+        num_accepted: draft tokens that stood.
         num_computed: how many of ``tokens + drafts`` have keys and values in the pool.
-        keys: chain keys of the full blocks of what was known when it was queued: the prompt, after a preemption the output too.
+        keys: chain keys of the full blocks of what was known when it was queued: the prompt, and after a preemption the output.
     """
 
     order: int
@@ -60,7 +60,7 @@ class Sequence:
         self.restart()
 
     def restart(self) -> None:
-        """Back to the queue: nothing is computed."""
+        """Start over in the queue: nothing is computed."""
         self.num_computed = 0
         self.keys = prefix_keys(self.tokens, self.tokens_per_block)
 
@@ -74,12 +74,12 @@ class Sequence:
 
     @property
     def is_verification(self) -> bool:
-        """Ends after one verification; ``drafts`` may be empty all the same, when none of them fitted."""
+        """Whether it ends after one verification. ``drafts`` may be empty even so, if none of them fits."""
         return bool(self.request.draft_ids) and not self.goes_on
 
     @property
     def num_draft_tokens(self) -> int:
-        """Tokens that the engine may draft: one of those that are left is the model's own."""
+        """Draft tokens that the engine may write in the next pass. The last token that is left is always the model's own."""
         return min(self.request.num_draft_tokens, self.max_new_tokens - self.num_generated - 1)
 
     @property
@@ -119,9 +119,9 @@ class NewTokens:
 
     Attributes:
         log_probs: of the tokens, if the request wants them.
-        num_stored: how many of the tokens have their keys and values already: all but the last.
-        num_accepted: how many of them are drafts; of the engine's own drafts, how many each pass brought beyond one.
-        num_proposed: how many drafts the engine itself put forward for them.
+        num_stored: how many of the tokens have their keys and values in the pool: all but the last.
+        num_accepted: how many of the tokens were draft tokens; with the engine's own, the tokens of each pass beyond one.
+        num_proposed: draft tokens that the engine wrote for them.
     """
 
     sequence: Sequence

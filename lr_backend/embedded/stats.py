@@ -10,10 +10,12 @@ class EngineStats:
     """Totals since the start, and gauges (queue, running, KV blocks) at the time of the snapshot.
 
     Attributes:
-        num_batch_rows: sequences of all iterations together.
-        num_tokens_prefilled: prompt tokens (and draft tokens) computed, not reused.
+        busy_s: time spent in iterations.
+        num_batch_rows: sum of the sequences of all iterations.
+        num_tokens_prefilled: prompt tokens and draft tokens that were computed, not reused.
         num_tokens_decoded: tokens given out.
-        paced_s, late_s: of an engine with a pace, what its iterations were to take, and what they took beyond that.
+        paced_s: time that the iterations of an engine with a pace were to take.
+        late_s: time that they took beyond that.
     """
 
     num_iterations: int = 0
@@ -44,7 +46,7 @@ class EngineStats:
 
 @dataclass(slots=True)
 class Counters:
-    """The engine thread's own running totals."""
+    """Running totals, kept by the engine's thread."""
 
     num_iterations: int = 0
     busy_s: float = 0.0

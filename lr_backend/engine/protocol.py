@@ -52,12 +52,10 @@ class EngineCall:
         seed: of the noise that tokens are drawn with. On engines with coupled noise calls of one seed draw with the same noise at
             the same position, prompt included: a call that begins within the text of another goes on as it does.
         stop_words: ``stop_words_list`` of the contract, shape [2, L], or None. Stop tokens are kept in the output.
-        draft_ids: token drafts to verify, shape [K]; None when there are none (an empty tensor is an error upstream).
+        draft_ids: draft tokens to verify, shape [K]; None when there are none (an empty tensor is an error upstream).
         draft_logits: shape [K, vocabulary]; see :func:`one_hot_logits`.
-        num_draft_tokens: tokens that the engine's own draft model may guess for each pass of the target; 0: none. For engines of
+        num_draft_tokens: tokens that the engine's own draft model may write for each pass of the target; 0: none. For engines of
             which :class:`~lr_backend.config.LoopConfig` says so. The tokens that come back are the same.
-        accept_all_drafts: take the drafts as they are (``draft_acceptance_threshold`` 0), to learn how likely they were; for
-            engines of which :class:`~lr_backend.config.LoopConfig` says so.
         min_tokens: no stop word ends the call before this many tokens.
     """
 
@@ -73,7 +71,6 @@ class EngineCall:
     return_log_probs: bool = False
     return_perf_metrics: bool = False
     """Ask for the counts and times of :class:`Generation` beyond its tokens; they cost a few output tensors."""
-    accept_all_drafts: bool = False
     num_draft_tokens: int = 0
 
     def __post_init__(self) -> None:
@@ -102,7 +99,6 @@ class EngineCall:
             "stop_words_list": self.stop_words,
             "draft_input_ids": self.draft_ids,
             "draft_logits": self.draft_logits,
-            "draft_acceptance_threshold": 0.0 if self.accept_all_drafts else None,
             "min_tokens": self.min_tokens or None,
             "num_draft_tokens": self.num_draft_tokens or None,
             "return_log_probs": self.return_log_probs or None,

@@ -62,7 +62,6 @@ class EngineRequest:
         request_id: may be empty; then it cannot be cancelled by id.
         max_new_tokens: of a plain run; a verification ends by itself after at most ``len(draft_ids) + 1``.
         draft_logits: float32 [K, vocabulary], as the contract has them; drafts are verified by drawing, which does not need them.
-        accept_all_drafts: the drafts stand whatever their probability.
         num_draft_tokens: tokens that the engine's own draft model may propose for each pass; 0: none.
         end_id: never emitted, ends the run; None: there is none.
         exclude_input: the answer leaves the prompt out.
@@ -76,7 +75,6 @@ class EngineRequest:
     seed: int = 0
     draft_ids: tuple[int, ...] = ()
     draft_logits: npt.NDArray[np.float32] | None = None
-    accept_all_drafts: bool = False
     num_draft_tokens: int = 0
     end_id: int | None = None
     stop_words: StopWords = StopWords()
@@ -112,7 +110,6 @@ class EngineRequest:
             seed=reader.integer("seed", default=0, least=0, most=MAX_SEED),
             draft_ids=draft_ids,
             draft_logits=reader.draft_logits(len(draft_ids)),
-            accept_all_drafts=reader.accept_all_drafts(len(draft_ids)),
             num_draft_tokens=reader.integer("num_draft_tokens", default=0, least=0),
             end_id=reader.end_id(),
             stop_words=reader.stop_words(),
@@ -140,7 +137,6 @@ class EngineRequest:
             seed=call.seed & MAX_SEED,
             draft_ids=draft_ids,
             draft_logits=None if call.draft_logits is None else _checked_draft_logits(call.draft_logits, len(draft_ids)),
-            accept_all_drafts=call.accept_all_drafts,
             num_draft_tokens=call.num_draft_tokens,
             stop_words=StopWords() if call.stop_words is None else _stop_words(np.asarray(call.stop_words)),
             min_tokens=call.min_tokens,
@@ -296,16 +292,6 @@ class _Reader:
         if "draft_logits" not in self._tensors:
             return None
         return _checked_draft_logits(self._tensors["draft_logits"], num_drafts)
-
-    def accept_all_drafts(self, num_drafts: int) -> bool:
-        """Of upstream's constant thresholds only 0, which accepts every draft."""
-        name = "draft_acceptance_threshold"
-        if name not in self._tensors:
-            return False
-        value = self.real(name, 0.0)
-        if value != 0.0 or not num_drafts:
-            raise _rejected(name, value, "0, with draft_input_ids: all drafts are accepted; no other threshold is supported")
-        return True
 
     def _scalar(self, name: str, kinds: str) -> Any:
         array = self._tensors.get(name)

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
 
 from lr_backend.errors import ConfigError
-from lr_backend.parameters import CHECKPOINT_KEY, read_parameters, readers_of, require
+from lr_backend.parameters import EngineParameters
 
-DTYPES = ("auto", "bfloat16", "float16", "float32")
-KV_CACHE_DTYPES = ("auto", "fp8")
-SAMPLERS = ("auto", "TorchSampler", "TRTLLMSampler")
 CHECKPOINT, NONE = "checkpoint", "none"
 QUANTIZATION_FILE = "hf_quant_config.json"
 
 
-@dataclass(frozen=True, slots=True)
-class LlmApiConfig:
+def _split(value: Any) -> Any:
+    return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
+
+
+class LlmApiConfig(EngineParameters):
     """How one checkpoint is served.
 
     Attributes:
-        checkpoint_dir: Hugging Face folder.
         tp_size: GPUs over which each weight is split.
         gpu_device_ids: among those that the server may see; empty: the first ``tp_size``.
         dtype: what is computed in; ``auto`` takes the checkpoint's.
@@ -47,62 +46,47 @@ class LlmApiConfig:
             one by one, on the thread that drives the GPU; more of them are found on the stream here instead, at a token or two of
             waste a call.
         cancellation_grace_ms: how long a cancelled request is waited for; then it is answered with what is there.
-        exclude_input_in_output: what holds for requests that do not say.
     """
 
-    checkpoint_dir: Path
-    tp_size: int = 1
-    gpu_device_ids: tuple[int, ...] = ()
-    dtype: str = "auto"
+    engine_name: ClassVar = "the LLM API engine"
+    fixed: ClassVar = {
+        "max_beam_width": ("1",),
+        "gpt_model_type": ("inflight_fused_batching", "inflight_batching"),
+        "max_draft_len": ("0",),
+        "FORCE_CPU_ONLY_INPUT_TENSORS": ("yes",),
+    }
+
+    tp_size: int = Field(default=1, ge=1)
+    gpu_device_ids: Annotated[tuple[int, ...], BeforeValidator(_split)] = ()
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     quantization: str = CHECKPOINT
-    kv_cache_dtype: str = "auto"
-    max_batch_size: int = 64
-    max_num_tokens: int = 8192
-    max_queue_size: int = 256
-    max_seq_len: int = 8192
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    max_batch_size: int = Field(default=64, ge=1)
+    max_num_tokens: int = Field(default=8192, ge=1)
+    max_queue_size: int = Field(default=256, ge=1)
+    max_seq_len: int = Field(default=8192, ge=2)
     max_tokens_in_paged_kv_cache: int | None = None
-    kv_cache_free_gpu_mem_fraction: float = 0.9
-    tokens_per_block: int = 32
+    kv_cache_free_gpu_mem_fraction: float = Field(default=0.9, gt=0, lt=1)
+    tokens_per_block: int = Field(default=32, ge=1)
     enable_kv_cache_reuse: bool = True
     enable_chunked_context: bool = True
     use_cuda_graphs: bool = True
-    sampler: str = "auto"
+    sampler: Literal["auto", "TorchSampler", "TRTLLMSampler"] = "auto"
     coupled_noise: bool = False
-    max_engine_stop_ids: int = 32
-    cancellation_grace_ms: int = 1000
-    exclude_input_in_output: bool = False
+    max_engine_stop_ids: int = Field(default=32, ge=0)
+    cancellation_grace_ms: int = Field(default=1000, ge=0)
 
-    def __post_init__(self) -> None:
-        require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
-        require(self.kv_cache_dtype in KV_CACHE_DTYPES, "kv_cache_dtype", self.kv_cache_dtype, "auto or fp8")
-        require(self.sampler in SAMPLERS, "sampler", self.sampler, f"one of {', '.join(SAMPLERS)}")
-        for name in ("tp_size", "max_batch_size", "max_num_tokens", "max_queue_size", "tokens_per_block"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        for name in ("max_engine_stop_ids", "cancellation_grace_ms"):
-            require(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
-        require(self.max_seq_len >= 2, "max_seq_len", self.max_seq_len, "at least 2")
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
         ids = self.gpu_device_ids
-        require(not ids or len(ids) == self.tp_size, "gpu_device_ids", ids, f"{self.tp_size} of them, one for each rank")
-        require(len(set(ids)) == len(ids) and all(each >= 0 for each in ids), "gpu_device_ids", ids, "different GPUs")
-        fraction = self.kv_cache_free_gpu_mem_fraction
-        require(0.0 < fraction < 1.0, "kv_cache_free_gpu_mem_fraction", fraction, "above 0 and below 1")
+        if ids and len(ids) != self.tp_size:
+            raise ValueError(f"gpu_device_ids={ids}: {self.tp_size} of them, one for each rank")
+        if len(set(ids)) != len(ids) or any(each < 0 for each in ids):
+            raise ValueError(f"gpu_device_ids={ids}: different GPUs")
         tokens = self.max_tokens_in_paged_kv_cache
-        require(tokens is None or tokens >= self.max_seq_len, "max_tokens_in_paged_kv_cache", tokens, "at least max_seq_len")
-
-    @classmethod
-    def from_parameters(cls, parameters: Mapping[str, str], **defaults: Any) -> Self:
-        """Settings from the ``parameters`` of a Triton ``config.pbtxt`` (text to text).
-
-        Keys are field names, with upstream's ``gpt_model_path`` for ``checkpoint_dir``; keys of the compiled engine that leave
-        this one no choice are checked and dropped. ``defaults`` hold where a key is absent.
-
-        Raises:
-            ConfigError: naming the key that is unknown, missing, malformed or out of range.
-        """
-        values = {**defaults, **read_parameters(parameters, _READERS, _FIXED, "the LLM API engine")}
-        if "checkpoint_dir" not in values:
-            raise ConfigError(f"parameter {CHECKPOINT_KEY} is missing")
-        return cls(**values)
+        if tokens is not None and tokens < self.max_seq_len:
+            raise ValueError(f"max_tokens_in_paged_kv_cache={tokens}: at least max_seq_len")
+        return self
 
     def check_checkpoint(self) -> None:
         """Raises: ConfigError: there is no checkpoint, or it is not quantized as ``quantization`` says."""
@@ -132,12 +116,3 @@ def checkpoint_quantization(checkpoint_dir: Path) -> str:
         return str(config["quant_method"]) if config else NONE
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{checkpoint_dir.name}: the quantization cannot be read: {type(error).__name__}: {error}") from error
-
-
-_READERS = readers_of(LlmApiConfig, {"checkpoint_dir": CHECKPOINT_KEY})
-_FIXED = {
-    "max_beam_width": ("1",),
-    "gpt_model_type": ("inflight_fused_batching", "inflight_batching"),
-    "max_draft_len": ("0",),
-    "FORCE_CPU_ONLY_INPUT_TENSORS": ("yes",),
-}

@@ -42,7 +42,7 @@ class CoupledNoise:
         self, req_id: int, logits: Any, token_ids: list[list[int]], stream_ptr: int | None, client_id: int | None = None
     ) -> None:
         """Rule out all tokens but the one that is drawn after ``token_ids``."""
-        from lr_backend.embedded.sampler import next_tokens  # torch is at hand where upstream calls, and not needed elsewhere
+        from lr_backend.engine.drawing import next_tokens  # torch is at hand where upstream calls, and not needed elsewhere
 
         rows = logits.view(len(token_ids), -1)
         positions = [len(tokens) for tokens in token_ids]

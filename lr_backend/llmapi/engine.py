@@ -16,8 +16,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lr_backend.embedded.limits import cut_at_end
 from lr_backend.engine.request import EngineRequest, EngineResponse
+from lr_backend.engine.stopping import cut_at_end
 from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, LookaheadError, Overloaded
 from lr_backend.llmapi.config import LlmApiConfig
 from lr_backend.llmapi.outputs import log_probs_of, perf_of

@@ -10,7 +10,7 @@ as of 1.2 and of main in August 2026):
   laid beside one. So ``draft_input_ids`` is refused by name and a deployment says ``max_draft_len = 0``.
 - **Stop words** are token ids one by one (``stop_token_ids``) or strings that the tokenizer turns into ids of its own choice.
   Words of several ids have no public way in, and ``min_tokens`` only holds back the end id, not them. So every word is matched
-  on the stream, by :func:`lr_backend.embedded.limits.cut_at_end` as in the embedded engine; the engine gets the single ids
+  on the stream, by :func:`lr_backend.engine.stopping.cut_at_end` as in the embedded engine; the engine gets the single ids
   as well where that is exact, so that it stops by itself.
 - **The end id** is emitted by the PyTorch flow. It is asked to ignore it (``ignore_eos``) and gets it as a stop id.
 - **Seeds**: 1.2's default sampler draws from one generator for all requests; a request's seed is passed on and counts only where

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.remote_engine import RemoteEngine
+from bench.kit.remote_engine import RemoteEngine
 from lr_backend.emulated.open import open_engine
 from lr_backend.engine import Engine
 from lr_backend.engine.inprocess import InProcessEngine
@@ -36,7 +36,7 @@ class Endpoint:
     """How to open one engine and run a test body on it.
 
     ``samples`` is False where answers are the same without end, ``seeded`` where a seed does not reproduce one, ``drafts`` where
-    token drafts are refused.
+    draft tokens are refused.
     """
 
     open: Callable[[], Engine]

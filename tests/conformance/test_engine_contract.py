@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from demo.asking import demo_spec, serving
+from bench.kit.serving import demo_spec, serving
 from lr_backend.contract import encode_stop_words
 from lr_backend.engine import Engine, EngineCall, Generation, Sampling
 from lr_backend.errors import EngineRejected
@@ -23,28 +23,30 @@ SAMPLED = Sampling(temperature=1.0)
 PROMPT = (7, 3, 11, 5, 2, 13, 4, 9, 6)
 
 NATIVE = pytest.param("native", marks=NEEDS_LIBRARY)
-CUDA = pytest.param("torch-cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")])
-TRITON = pytest.param("torch-triton", marks=pytest.mark.integration)
+CUDA = pytest.param(
+    "reference-cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")]
+)
+TRITON = pytest.param("embedded-triton", marks=pytest.mark.integration)
 GIVEN = pytest.param("given", marks=pytest.mark.skipif(not ADDRESS, reason="LOOKAHEAD_ENGINE names no engine"))
 
 
-@pytest.fixture(scope="module", params=["scripted", "torch-cpu", NATIVE, CUDA, "paced", "llmapi", TRITON, GIVEN])
+@pytest.fixture(scope="module", params=["scripted", "reference", NATIVE, CUDA, "paced", "llmapi", TRITON, GIVEN])
 def endpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
     folder: Path = tmp_path_factory.mktemp("engine")
     match request.param:
         case "scripted":
             yield scripted()
-        case "torch-cpu":
-            yield embedded_engine(tiny_checkpoint(folder), "cpu", "torch")
+        case "reference":
+            yield embedded_engine(tiny_checkpoint(folder), "cpu", "reference")
         case "native":
             yield embedded_engine(tiny_checkpoint(folder, head_dim=16), "cpu", "native")
-        case "torch-cuda":
-            yield embedded_engine(tiny_checkpoint(folder), "cuda", "torch")
+        case "reference-cuda":
+            yield embedded_engine(tiny_checkpoint(folder), "cuda", "reference")
         case "paced":
             yield paced_engine(tiny_checkpoint(folder))
         case "llmapi":
             yield llmapi(tiny_checkpoint(folder))
-        case "torch-triton":
+        case "embedded-triton":
             with serving(demo_spec(), folder / "repository", only=("target",)) as server:
                 yield remote(f"{server.grpc_url}/target")
         case _:
@@ -86,12 +88,12 @@ def test_a_stop_word_ends_the_run_and_is_kept(endpoint: Endpoint) -> None:
 
 def needs_drafts(endpoint: Endpoint) -> None:
     if not endpoint.drafts:
-        pytest.skip("this engine takes no token drafts")
+        pytest.skip("this engine takes no draft tokens")
 
 
 def test_drafts_that_are_not_taken_are_refused_by_name(endpoint: Endpoint) -> None:
     if endpoint.drafts:
-        pytest.skip("this engine takes token drafts")
+        pytest.skip("this engine takes draft tokens")
 
     async def body(engine: Engine) -> None:
         with pytest.raises(EngineRejected, match="draft_input_ids"):

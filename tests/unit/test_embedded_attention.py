@@ -1,4 +1,4 @@
-"""Decoding sequences that share the first blocks of their prefix attend over them once, with the same result."""
+"""Attention of the reference: each chunk over its own sequence, whatever stands beside it."""
 
 from __future__ import annotations
 
@@ -8,94 +8,65 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 
-from lr_backend.embedded.reference.attention import MIN_SHARED_TOKENS, DecodeGroup, Run, runs_of
-from lr_backend.embedded.reference.decode_window import DecodeRow, DecodeWindow
+from lr_backend.embedded.checkpoint import read_spec
+from lr_backend.embedded.reference.attention import ChunkAttention
 from lr_backend.embedded.reference.kv_store import KvStore
+from lr_backend.embedded.runner import Span
 from tests.support.embedded_engines import ask, prompt, request, tiny_checkpoint, tiny_engine
 
-SIZE = 8
+SIZE, NUM_BLOCKS, HEADS, HEAD_DIM = 8, 64, 4, 16
 BRANCHES = (
-    DecodeRow(1, 83, (*range(9), 20, 21)),
-    DecodeRow(2, 84, (*range(9), 30, 31)),
-    DecodeRow(3, 97, (*range(10), 40, 41, 42)),
+    Span(83, 1, (*range(9), 20, 21)),
+    Span(84, 1, (*range(9), 30, 31)),
+    Span(72, 20, (*range(9), 40, 41, 42)),
 )
-STRANGER = DecodeRow(4, 70, tuple(range(50, 59)))
-
-
-def test_branches_of_one_answer_are_one_run() -> None:
-    assert runs_of(BRANCHES, SIZE) == [Run(0, 3, 72)]
-
-
-def test_strangers_attend_together_and_alone_between_runs() -> None:
-    rows = (STRANGER, DecodeRow(5, 9, (60, 61)), *BRANCHES, DecodeRow(6, 3, (70,)))
-    assert runs_of(rows, SIZE) == [Run(0, 2, 0), Run(2, 3, 72), Run(5, 1, 0)]
-
-
-def test_a_short_common_prefix_is_not_worth_a_run() -> None:
-    short = MIN_SHARED_TOKENS // SIZE - 1
-    rows = [DecodeRow(key, 200, (*range(short), *range(100 * key, 100 * key + 30))) for key in (1, 2)]
-    assert runs_of(rows, SIZE) == [Run(0, 2, 0)]
-
-
-def test_a_long_shared_prefix_is_not_given_up_for_one_who_shares_little() -> None:
-    rows = [DecodeRow(key, 400, (*range(40), 100 + key, *range(50, 60))) for key in (1, 2)]
-    rows.append(DecodeRow(3, 400, (*range(9), *range(200, 242))))
-    assert runs_of(rows, SIZE) == [Run(0, 2, 320), Run(2, 1, 0)]
-
-
-@st.composite
-def any_rows(draw: st.DrawFn) -> list[DecodeRow]:
-    rows = []
-    for key in range(draw(st.integers(1, 7))):
-        shared = draw(st.integers(0, 20))
-        blocks = (*range(shared), *range(1000 * (key + 1), 1000 * (key + 1) + 8))
-        rows.append(DecodeRow(key, draw(st.integers(0, len(blocks) * SIZE - 1)), blocks))
-    return rows
-
-
-@given(any_rows())
-def test_runs_cover_the_rows_and_share_only_equal_full_blocks(rows: list[DecodeRow]) -> None:
-    runs = runs_of(rows, SIZE)
-    assert [place for run in runs for place in range(run.first, run.first + run.count)] == list(range(len(rows)))
-    for run in runs:
-        members = rows[run.first : run.first + run.count]
-        assert run.shared == 0 or run.shared >= MIN_SHARED_TOKENS
-        assert run.shared % SIZE == 0 and all(run.shared <= row.length for row in members)
-        assert len({tuple(row.blocks[: run.shared // SIZE]) for row in members}) == 1 or not run.shared
+"""Three that share nine blocks."""
+STRANGER = Span(0, 50, tuple(range(50, 57)))
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("rows", [BRANCHES, (STRANGER, *BRANCHES), BRANCHES[:2], (STRANGER,)])
-def test_decodes_equal_attention_over_each_whole_sequence(rows: tuple[DecodeRow, ...], num_kv_heads: int) -> None:
+@pytest.mark.parametrize("spans", [BRANCHES, (STRANGER, *BRANCHES), BRANCHES[:2], (STRANGER,)])
+def test_chunks_attend_as_by_the_formula_and_as_they_do_alone(spans: tuple[Span, ...], num_kv_heads: int, tmp_path: Path) -> None:
     torch.manual_seed(1)
-    num_heads, head_dim, device = 4, 16, torch.device("cpu")
-    store = KvStore(
-        num_layers=2,
-        num_blocks=64,
-        tokens_per_block=SIZE,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        dtype=torch.float32,
-        device=device,
-    )
-    store.rows.normal_()
-    window = DecodeWindow(store, max_tokens=4096)
-    order = window.arrange(rows)
-    assert order == list(range(len(rows)))
-    group = DecodeGroup(store, window, rows)
+    spec = read_spec(tiny_checkpoint(tmp_path, head_dim=HEAD_DIM, num_kv_heads=num_kv_heads))
+    store = KvStore(spec, num_blocks=NUM_BLOCKS, tokens_per_block=SIZE, dtype=torch.float32, device=torch.device("cpu"))
+    store._rows.normal_()
+    together = ChunkAttention(store, spans)
+    counts = [span.count for span in spans]
     for layer in (0, 1):
-        query = torch.randn(len(rows), num_heads * head_dim)
-        key_value = torch.randn(len(rows), store.width)
-        attended = group.attend(layer, query, key_value)
-        for row, one, new, answer in zip(rows, query, key_value, attended, strict=True):
-            slots = [row.blocks[at // SIZE] * SIZE + at % SIZE for at in range(row.length)]
-            whole = torch.cat([store.rows[layer, slots], new[None]])
-            keys, values = (part.repeat_interleave(num_heads // num_kv_heads, 0) for part in store.split_heads(whole))
-            expected = F.scaled_dot_product_attention(one.view(num_heads, 1, head_dim), keys, values)
-            torch.testing.assert_close(answer, expected.flatten(), rtol=1e-5, atol=1e-5)
+        query = torch.randn(sum(counts), HEADS, HEAD_DIM)
+        key, value = torch.randn(2, sum(counts), num_kv_heads, HEAD_DIM)
+        attended = together(layer, query, key, value).split(counts)
+        parts = zip(spans, query.split(counts), key.split(counts), value.split(counts), attended, strict=True)
+        for span, own_query, own_key, own_value, answer in parts:
+            assert torch.equal(ChunkAttention(store, [span])(layer, own_query, own_key, own_value), answer)
+            torch.testing.assert_close(answer, by_formula(store, layer, span, own_query), rtol=1e-5, atol=1e-5)
+
+
+def by_formula(store: KvStore, layer: int, span: Span, query: torch.Tensor) -> torch.Tensor:
+    """Row by row: softmax of the scores of all tokens up to its own, times their values."""
+    slots = [span.blocks[at // SIZE] * SIZE + at % SIZE for at in range(span.end)]
+    rows = []
+    for row, position in enumerate(range(span.start, span.end)):
+        keys, values = (
+            part.repeat_interleave(HEADS // part.shape[1], 1) for part in store._rows[layer, :, slots[: position + 1]]
+        )
+        weights = torch.softmax(torch.einsum("hd,shd->hs", query[row], keys) / HEAD_DIM**0.5, dim=-1)
+        rows.append(torch.einsum("hs,shd->hd", weights, values))
+    return torch.stack(rows)
+
+
+def test_what_was_never_written_is_never_read(tmp_path: Path) -> None:
+    """Blocks come back from sequences that ended or failed, and hold anything."""
+    engine = tiny_engine(tiny_checkpoint(tmp_path))
+    wanted = [request(prompt(length, length), 12) for length in (2, 9, 50)]
+    expected = [answer.token_ids for answer in ask(engine, *wanted)]
+    engine.close()
+    engine = tiny_engine(tmp_path)
+    engine._runner._store._rows.fill_(float("nan"))  # type: ignore[attr-defined]
+    assert [answer.token_ids for answer in ask(engine, *wanted)] == expected
+    engine.close()
 
 
 def test_kernels_may_lay_out_what_they_return_as_they_like(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What a request means: where it ends, what a verification gives, what is shared. After every test the KV books add up."""
+"""What a request means: where it ends, what a verification gives, what is shared. After every test the accounting adds up."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lr_backend.embedded.engine import EmbeddedEngine
-from lr_backend.embedded.limits import cut_at_end
 from lr_backend.engine import Sampling
+from lr_backend.engine.stopping import cut_at_end
 from tests.support.embedded_engines import (
     KERNELS,
     VOCAB,
@@ -174,27 +174,6 @@ def test_a_token_costs_the_same_whatever_the_number_of_stop_words() -> None:
 
 
 # Verification
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_drafts_that_are_to_be_accepted_are_and_their_log_probabilities_are_the_targets(
-    engine: EmbeddedEngine, temperature: float
-) -> None:
-    drafts = (7, 7, 3, 50)
-    forced = request(
-        prompt(9), 5, draft_ids=drafts, accept_all_drafts=True, return_log_probs=True, sampling=Sampling(temperature)
-    )
-    answer = ask(engine, forced)[0]
-
-    assert answer.token_ids[:4] == drafts
-    assert (len(answer.token_ids), answer.num_accepted_tokens) == (5, 4)
-    # One at a time: verified after what stands before it, a draft has the same log-probability.
-    one_by_one = [
-        ask(engine, request((*prompt(9), *drafts[:i]), 2, draft_ids=(drafts[i],), accept_all_drafts=True, return_log_probs=True))
-        for i in range(4)
-    ]
-    if not temperature:
-        assert [one[0].log_probs[0] for one in one_by_one] == pytest.approx(answer.log_probs[:4], abs=1e-4)
 
 
 def test_all_drafts_right_gives_one_token_more(engine: EmbeddedEngine) -> None:

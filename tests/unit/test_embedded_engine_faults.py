@@ -1,4 +1,4 @@
-"""Cancelling, bounds and failures of the embedded engine: everybody is answered, and it lives on with books that add up."""
+"""Cancelling, bounds and failures of the embedded engine: everybody is answered, and it lives on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from lr_backend.embedded.engine import EmbeddedEngine
 from lr_backend.embedded.native.model import _Layer
 from lr_backend.embedded.native.runner import NativeRunner
-from lr_backend.embedded.reference.runner import TorchRunner
+from lr_backend.embedded.reference.runner import ReferenceRunner
 from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, Overloaded
 from tests.support.embedded_engines import (
     KERNELS,
@@ -41,7 +41,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def kernels() -> str:
     """Who computes; a test of what depends on it is run with either."""
-    return "torch"
+    return "reference"
 
 
 @pytest.fixture
@@ -188,8 +188,8 @@ def test_logits_that_are_not_finite_fail_the_request_and_poison_nothing(engine: 
 def a_weight_of_all_rows(engine: EmbeddedEngine) -> torch.Tensor:
     """What it is set to reaches every row's logits; in C every row's keys and values too."""
     runner = engine._runner
-    if isinstance(runner, TorchRunner):
-        return runner.model.norm
+    if isinstance(runner, ReferenceRunner):
+        return runner.model.weights["model.norm.weight"]
     assert isinstance(runner, NativeRunner)
     layers = ctypes.cast(runner._model._model.layers, ctypes.POINTER(_Layer))
     row = (ctypes.c_float * engine.spec.hidden_size).from_address(layers[0].input_norm)
@@ -243,18 +243,18 @@ def test_a_preempted_request_finds_its_own_output_in_the_cache(make_engine: Make
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_books_that_do_not_add_up_are_found_when_idle(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accounting_that_does_not_add_up_is_found_when_idle(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lr_backend.embedded.engine.IDLE_CHECK_S", 0.02)
     engine = make_engine()
     full = greedy(engine, prompt(9), 12)
     checked = threading.Event()
-    original = engine._reset_books
+    original = engine._reset_cache
 
     def reset() -> None:
         original()
         checked.set()
 
-    monkeypatch.setattr(engine, "_reset_books", reset)
+    monkeypatch.setattr(engine, "_reset_cache", reset)
     engine._on_engine_thread(lambda: engine._scheduler.cache._free.pop()).result()
     greedy(engine, prompt(5), 1)
     assert checked.wait(10)

@@ -12,7 +12,7 @@ import torch
 
 from lr_backend.embedded.native.model import NativeModel
 from lr_backend.embedded.reference.model import DecoderModel
-from lr_backend.embedded.reference.runner import TorchRunner
+from lr_backend.embedded.reference.runner import ReferenceRunner
 from lr_backend.embedded.scheduler import Chunk
 from lr_backend.embedded.sequence import Sequence
 from lr_backend.errors import CheckpointError
@@ -45,7 +45,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> DecoderModel:
 
 def logits_of(model: DecoderModel, tokens: tuple[int, ...], counts: list[int]) -> torch.Tensor:
     """Logits of all positions, computed in chunks of these sizes."""
-    runner = TorchRunner(model, num_blocks=40, tokens_per_block=4)
+    runner = ReferenceRunner(model, num_blocks=40, tokens_per_block=4)
     sequence = Sequence(0, request(tokens), lambda result: None, (), 1, 4)
     sequence.table.blocks = list(range(39, 0, -1))
     parts = []
@@ -63,7 +63,7 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     tokens = prompt(120)
     expected = logits_of_reference(model, tokens)
 
-    # A long chunk, decodes, a short chunk, a long chunk over a prefix: every kind of attention.
+    # A prompt, decodes, a short chunk, a long chunk over a prefix.
     ours = logits_of(load(tmp_path), tokens, [50, 1, 1, 20, 48])
 
     assert expected.std() > 0.5
@@ -138,7 +138,7 @@ def opened(request: pytest.FixtureRequest) -> Open:
     def natively(folder: Path, max_seq_len: int = 256) -> object:
         return NativeModel.load(folder, max_seq_len=max_seq_len)
 
-    return by_torch if request.param == "torch" else natively
+    return by_torch if request.param == "reference" else natively
 
 
 @pytest.fixture(scope="module")

@@ -69,9 +69,6 @@ def test_a_call_reads_the_same_either_way() -> None:
         "id", IDS, 3, Sampling(0.75, 5, 0.5), 11, encode_stop_words([(4,)]), np.array([1, 2], np.int32), None, 1, True
     )
     assert EngineRequest.from_tensors("id", call.tensors()) == EngineRequest.from_call(call)
-    forced = EngineCall("id", IDS, 3, call.sampling, draft_ids=np.array([1, 2], np.int32), accept_all_drafts=True)
-    assert EngineRequest.from_tensors("id", forced.tensors()) == EngineRequest.from_call(forced)
-    assert EngineRequest.from_call(forced).accept_all_drafts
     greedy = EngineCall("id", IDS, 3)
     assert EngineRequest.from_tensors("id", greedy.tensors()).sampling.greedy
     assert EngineRequest.from_call(greedy).sampling.greedy
@@ -137,9 +134,6 @@ def test_unknown_inputs_are_rejected_by_name() -> None:
         ("end_id", {"end_id": -2}),
         ("min_tokens", {"min_tokens": -1}),
         ("draft_logits", {"draft_input_ids": [1], "draft_logits": np.zeros((2, 9), np.float32)}),
-        ("draft_acceptance_threshold", {"draft_input_ids": [1], "draft_acceptance_threshold": 0.5}),
-        ("draft_acceptance_threshold", {"draft_input_ids": [1], "draft_acceptance_threshold": float("nan")}),
-        ("draft_acceptance_threshold", {"draft_acceptance_threshold": 0.0}),
         ("draft_logits", {"draft_logits": np.zeros((1, 9), np.float32)}),
         ("draft_logits", {"draft_input_ids": [1], "draft_logits": np.full((1, 9), np.nan, np.float32)}),
     ],

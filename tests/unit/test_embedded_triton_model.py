@@ -24,7 +24,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.delitem(sys.modules, "lr_backend.triton.engine_model", raising=False)
     import lr_backend.triton.engine_model as module
 
-    monkeypatch.setattr("lr_backend.triton.refresher.REFRESH_S", 0.01)
+    monkeypatch.setattr("lr_backend.triton.metrics.REFRESH_S", 0.01)
     StubFamily.values.clear()
     yield module
     sys.modules.pop("lr_backend.triton.engine_model", None)

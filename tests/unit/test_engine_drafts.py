@@ -1,4 +1,4 @@
-"""A draft model inside the engine: whatever it drafts, the tokens are those of a plain run, and both models' books add up."""
+"""A draft model inside the engine: whatever it drafts, the tokens are those of a plain run, and the block accounting adds up."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ def test_a_draft_model_must_fit_the_engine(target: Path, tmp_path: Path) -> None
     with pytest.raises(ConfigError, match=r"speculative_model_dir=.* must be multiples of 16"):
         tiny_engine(target, speculative_model_dir=narrow)
     with pytest.raises(ConfigError, match="only the native kernels draft"):
-        tiny_engine(target, speculative_model_dir=target, kernels="torch")
+        tiny_engine(target, speculative_model_dir=target, kernels="reference")
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,11 @@ def test_all_parameters_of_a_config_file_are_read() -> None:
         max_batch_size=1,
     )  # fmt: skip
     assert config == LlmApiConfig(
-        Path("/models/target"), 2, (2, 3), "bfloat16", "FP8", "fp8", 32, 4096, 7, 16384, 65536, 0.4, 64, False, False, False,
-        "TRTLLMSampler", True, 8, 250, True,
+        Path("/models/target"), tp_size=2, gpu_device_ids=(2, 3), dtype="bfloat16", quantization="FP8", kv_cache_dtype="fp8",
+        max_batch_size=32, max_num_tokens=4096, max_queue_size=7, max_seq_len=16384, max_tokens_in_paged_kv_cache=65536,
+        kv_cache_free_gpu_mem_fraction=0.4, tokens_per_block=64, enable_kv_cache_reuse=False, enable_chunked_context=False,
+        use_cuda_graphs=False, sampler="TRTLLMSampler", coupled_noise=True, max_engine_stop_ids=8, cancellation_grace_ms=250,
+        exclude_input_in_output=True,
     )  # fmt: skip
 
 
@@ -89,7 +92,12 @@ def test_a_missing_package_says_what_to_install() -> None:
 
 def test_the_llm_is_made_from_the_settings(tmp_path: Path) -> None:
     config = LlmApiConfig(
-        checkpoint(tmp_path), 2, (4, 5), max_tokens_in_paged_kv_cache=9999, kv_cache_free_gpu_mem_fraction=0.3, max_batch_size=12
+        checkpoint(tmp_path),
+        tp_size=2,
+        gpu_device_ids=(4, 5),
+        max_tokens_in_paged_kv_cache=9999,
+        kv_cache_free_gpu_mem_fraction=0.3,
+        max_batch_size=12,
     )
     arguments = llm_arguments(config, fake_upstream(CHOOSE))
     assert arguments["tensor_parallel_size"] == arguments["gpus_per_node"] == 2

@@ -33,7 +33,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setitem(sys.modules, "tensorrt_llm", package)
     monkeypatch.setitem(sys.modules, "tensorrt_llm.llmapi", arguments)
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    monkeypatch.setattr("lr_backend.triton.refresher.REFRESH_S", 0.01)
+    monkeypatch.setattr("lr_backend.triton.metrics.REFRESH_S", 0.01)
     import lr_backend.triton.llmapi_model as module
 
     StubFamily.values.clear()

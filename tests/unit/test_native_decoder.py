@@ -16,14 +16,17 @@ from hypothesis import strategies as st
 
 from lr_backend.embedded import backends, sampler
 from lr_backend.embedded.backends import is_native
+from lr_backend.embedded.checkpoint import read_spec
 from lr_backend.embedded.config import EngineConfig
 from lr_backend.embedded.native import model as native_model
+from lr_backend.embedded.native import trial
+from lr_backend.embedded.native import weights as native_weights
 from lr_backend.embedded.native.library import library
 from lr_backend.embedded.native.model import NativeModel, NativePool
 from lr_backend.embedded.native.runner import NativeRunner
-from lr_backend.embedded.native.weights import Format, NativeProduct, bytes_are_fast, pairs_are_fast
-from lr_backend.embedded.reference.attention import Span
-from lr_backend.embedded.reference.runner import TorchRunner
+from lr_backend.embedded.native.weights import Format, NativeProduct, Weights, bytes_are_fast, pairs_are_fast
+from lr_backend.embedded.reference.runner import ReferenceRunner
+from lr_backend.embedded.runner import Span
 from lr_backend.errors import ConfigError
 from tests.support.embedded_engines import NEEDS_LIBRARY, greedy, prompt, tiny_checkpoint, tiny_engine
 from tests.support.reference_models import logits_of_reference, reference_model
@@ -147,14 +150,17 @@ def formats_of(model: NativeModel) -> set[Format]:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])
-def test_bfloat16_checkpoints_are_kept_as_they_are_and_lose_nothing(family: str, tied: bool, tmp_path: Path) -> None:
+def test_bfloat16_checkpoints_are_kept_as_they_are_and_lose_nothing(
+    family: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reference = rounded(reference_model(family, tie_word_embeddings=tied), torch.bfloat16)
     deepcopy(reference).to(torch.bfloat16).save_pretrained(tmp_path / "half")
     reference.save_pretrained(tmp_path / "float")
     tokens = prompt(60)
     expected = logits_of_reference(reference, tokens)
     half, same_values = (NativeModel.load(tmp_path / name, max_seq_len=60) for name in ("half", "float"))
-    widened = NativeModel.load(tmp_path / "half", max_seq_len=60, kind="float32")
+    monkeypatch.setattr(native_weights, "_is_bfloat16", lambda weight: False)
+    widened = NativeModel.load(tmp_path / "half", max_seq_len=60)
 
     logits = logits_of(half, tokens, [40, 1, 19], 16)
 
@@ -177,30 +183,29 @@ def test_weights_that_bfloat16_would_round_are_kept_in_float32(dtype: torch.dtyp
     assert (logits_of(model, prompt(40), [40], 16) - expected).abs().max() < 1e-4
 
 
-def test_weights_that_may_be_rounded_are_kept_in_float16(tmp_path: Path) -> None:
-    """Subnormal numbers of float16 among them; embedding and head are read by two ways."""
-    reference = reference_model("qwen3")
-    with torch.no_grad():
-        reference.model.layers[0].mlp.up_proj.weight[:8] *= 2.0**-12
-    reference.save_pretrained(tmp_path)
-    with torch.no_grad():
-        for matrix in (parameter for parameter in reference.parameters() if parameter.dim() == 2):
-            matrix.copy_(matrix.half())
-    expected = logits_of_reference(reference, prompt(40))
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(33, 17), (1, 1), (64, 128), (100, 90)])
+def test_heads_beside_bytes_are_kept_in_float16(num_outputs: int, num_inputs: int) -> None:
+    """Subnormal numbers of float16 among them."""
+    generator = torch.Generator().manual_seed(num_inputs)
+    weight = torch.randn(num_outputs, num_inputs, generator=generator)
+    weight[: num_outputs // 2] *= 2.0**-15
+    rows = torch.randn(13, num_inputs, generator=generator)
+    weights = Weights("int8")
+    matrix = weights.matrix([weight], in_bytes=False)
 
-    model = NativeModel.load(tmp_path, max_seq_len=40, kind="float16")
+    product = NativeProduct(weights, matrix)
 
-    assert formats_of(model) == {Format.FLOAT16}
-    assert (logits_of(model, prompt(40), [40], 16) - expected).abs().max() < 1e-4
+    assert matrix.format == Format.FLOAT16
+    expected = rows.double() @ weight.half().double().T
+    for count in (1, 2, 5, 13):
+        torch.testing.assert_close(product(rows[:count]).double(), expected[:count], rtol=1e-4, atol=1e-9 * num_inputs)
 
 
-def test_weights_out_of_the_range_of_float16_are_not_rounded(tmp_path: Path) -> None:
-    reference = reference_model("qwen3")
-    with torch.no_grad():
-        reference.model.layers[1].mlp.down_proj.weight[0, 0] = 70001.0
-    reference.save_pretrained(tmp_path)
+def test_weights_out_of_the_range_of_float16_are_not_rounded() -> None:
+    weight = torch.randn(40, 20)
+    weight[0, 0] = 70001.0
 
-    assert formats_of(NativeModel.load(tmp_path, max_seq_len=40, kind="float16")) == {Format.FLOAT16, Format.FLOAT32}
+    assert Weights("int8").matrix([weight], in_bytes=False).format == Format.FLOAT32
 
 
 # In eight bits
@@ -518,34 +523,34 @@ def test_small_models_on_a_cpu_are_computed_in_c(checkpoint: Path) -> None:
     for folder in (DEMO_TARGET, checkpoint):
         assert is_native(EngineConfig(folder))
         assert is_native(EngineConfig(folder, weight_dtype="auto"))
-        assert not is_native(EngineConfig(folder, kernels="torch"))
+        assert not is_native(EngineConfig(folder, kernels="reference"))
 
 
-TORCHS_ALONE: list[dict[str, Any]] = [
+FOR_THE_REFERENCE: list[dict[str, Any]] = [
     {"device": "cuda"},
     {"dtype": "bfloat16"},
 ]
 
 
-@pytest.mark.parametrize("setting", TORCHS_ALONE, ids=str)
-def test_settings_that_are_torchs_alone_are_left_to_it_and_refused_in_c(setting: dict[str, Any], checkpoint: Path) -> None:
+@pytest.mark.parametrize("setting", FOR_THE_REFERENCE, ids=str)
+def test_settings_of_the_reference_alone_are_left_to_it_and_refused_in_c(setting: dict[str, Any], checkpoint: Path) -> None:
     assert not is_native(EngineConfig(checkpoint, **setting))
     with pytest.raises(ConfigError, match="kernels='native': only with device cpu and dtype float32"):
         EngineConfig(checkpoint, kernels="native", **setting)
 
 
-@pytest.mark.parametrize("fast", [False, True])
-def test_int8_is_left_to_torch_where_c_has_no_instructions_for_it(
-    fast: bool, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(backends, "bytes_are_fast", lambda: fast)
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+def test_rounded_weights_are_refused_by_name_where_c_cannot_compute(kind: str, checkpoint: Path, tmp_path: Path) -> None:
+    for setting in ({"kernels": "reference"}, {"random_weights": True}, *FOR_THE_REFERENCE):
+        with pytest.raises(ConfigError, match=f"weight_dtype='{kind}': only the native kernels hold weights so"):
+            EngineConfig(checkpoint, weight_dtype=kind, **setting)
+    assert is_native(EngineConfig(checkpoint, weight_dtype=kind))
+    with pytest.raises(ConfigError, match=f"weight_dtype='{kind}': only the native kernels hold weights so: .* multiples of 16"):
+        tiny_engine(tiny_checkpoint(tmp_path, head_dim=8), weight_dtype=kind)
 
-    assert is_native(EngineConfig(checkpoint, weight_dtype="int8")) is fast
-    assert is_native(EngineConfig(checkpoint, weight_dtype="int8", kernels="native"))
 
-
-def test_where_torch_computes_halves_round_weights_only(checkpoint: Path) -> None:
-    engines = [tiny_engine(checkpoint, kernels="torch", weight_dtype=kind) for kind in ("bfloat16", "float16")]
+def test_the_reference_computes_with_weights_as_they_are(checkpoint: Path) -> None:
+    engines = [tiny_engine(checkpoint, kernels="reference", weight_dtype=kind) for kind in ("same", "auto")]
     try:
         assert greedy(engines[0], prompt(20), 12) == greedy(engines[1], prompt(20), 12)
     finally:
@@ -553,22 +558,43 @@ def test_where_torch_computes_halves_round_weights_only(checkpoint: Path) -> Non
             engine.close()
 
 
-def test_auto_is_one_of_the_kinds_that_were_timed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    timed: list[set[str]] = []
-    monkeypatch.setattr(backends, "fastest_kind", lambda packers, *rest: timed.append(set(packers)) or "float16")
+def test_auto_takes_what_the_trial_found_fastest(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind, formats in (("same", {Format.FLOAT32}), ("bfloat16", {Format.PAIRS}), ("int8", {Format.INT8, Format.FLOAT16})):
+        monkeypatch.setattr(backends, "fastest_kind", lambda spec, kind=kind: kind)
+        engine = tiny_engine(checkpoint, weight_dtype="auto")
+        assert isinstance(engine._runner, NativeRunner)
+        assert formats_of(engine._runner._model) == formats
+        engine.close()
 
-    assert backends.native_kind(checkpoint, "auto", 1) == "float16"
-    assert backends.native_kind(checkpoint, "int8", 1) == "int8"
+
+@pytest.mark.parametrize(
+    ("same_s", "half_s", "byte_s", "fastest"),
+    [(2.0, 1.0, 1.5, "bfloat16"), (1.0, 2.0, 0.9, "same"), (2.0, 1.0, 0.7, "int8")],
+)
+def test_the_trial_takes_int8_only_where_that_pays(
+    same_s: float, half_s: float, byte_s: float, fastest: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def seconds(products: list[NativeProduct], widths: list[int]) -> float:
+        assert len(products) == len(widths) == 8
+        return {Format.BFLOAT16: same_s, Format.PAIRS: half_s, Format.INT8: byte_s}[Format(products[0]._matrix.format)]
+
+    monkeypatch.setattr(trial, "_seconds", seconds)
+    monkeypatch.setattr(trial, "fast_kinds", lambda: ("same", "bfloat16", "int8"))
+    assert trial.fastest_kind(read_spec(checkpoint)) == fastest
+
+
+def test_the_trial_runs_with_the_kinds_that_the_processor_has_instructions_for(checkpoint: Path) -> None:
     with_instructions = {"bfloat16": pairs_are_fast(), "int8": bytes_are_fast()}
-    assert timed == [{"float16"} | {kind for kind, fast in with_instructions.items() if fast}]
+    assert set(trial.fast_kinds()) == {"same"} | {kind for kind, fast in with_instructions.items() if fast}
+    assert trial.fastest_kind(read_spec(checkpoint)) in trial.fast_kinds()
 
 
 @pytest.mark.parametrize("changes", [{"head_dim": 8}, {"head_dim": 16, "hidden_size": 40}], ids=str)
-def test_sizes_that_are_no_multiple_of_a_vector_are_torchs(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_sizes_that_are_no_multiple_of_a_vector_are_for_the_reference(changes: dict[str, Any], tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path, **changes)
     hidden_size, head_dim = changes.get("hidden_size", 32), changes["head_dim"]
 
-    assert runner_and_answer(tmp_path, "auto")[0] is TorchRunner
+    assert runner_and_answer(tmp_path, "auto")[0] is ReferenceRunner
     sizes = f"kernels='native': hidden size {hidden_size} and head size {head_dim} must be multiples of 16"
     with pytest.raises(ConfigError, match=sizes):
         tiny_engine(tmp_path, kernels="native")
@@ -580,12 +606,12 @@ def test_without_the_library_native_is_refused(checkpoint: Path) -> None:
         tiny_engine(checkpoint, kernels="native")
 
 
-def test_without_the_library_torch_answers_the_same(checkpoint: Path, request: pytest.FixtureRequest) -> None:
+def test_without_the_library_the_reference_answers_the_same(checkpoint: Path, request: pytest.FixtureRequest) -> None:
     native, answer = runner_and_answer(checkpoint, "auto")
     request.getfixturevalue("no_library")
     fallback, same = runner_and_answer(checkpoint, "auto")
 
-    assert (native, fallback) == (NativeRunner, TorchRunner)
+    assert (native, fallback) == (NativeRunner, ReferenceRunner)
     assert answer == same
 
 

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from lr_backend.embedded import sampler
-from lr_backend.embedded.sampler import Draw, chosen_log_probs, drawn_tokens, kept_logits
-from lr_backend.engine import Sampling
+from lr_backend.embedded.sampler import Draw, chosen_log_probs, drawn_tokens
+from lr_backend.engine import Sampling, drawing
+from lr_backend.engine.drawing import kept_logits
 from tests.support import noise as reference
 from tests.support.embedded_engines import KERNELS, NEEDS_LIBRARY
 
@@ -38,7 +39,7 @@ SAMPLINGS = [
 @pytest.fixture(params=KERNELS)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Who draws."""
-    if request.param == "torch":
+    if request.param == "reference":
         monkeypatch.setattr(sampler, "library", lambda: None)
     return str(request.param)
 
@@ -170,7 +171,7 @@ def test_rows_of_a_batch_do_not_see_each_other(monkeypatch: pytest.MonkeyPatch) 
 
     assert together == [drawn_tokens(logits, [one])[0] for one in asked]
     assert together == drawn_tokens(logits, asked[::-1])[::-1]
-    monkeypatch.setattr(sampler, "MAX_NUMBERS", 120)
+    monkeypatch.setattr(drawing, "MAX_NUMBERS", 120)
     assert together == drawn_tokens(logits, asked)
     greedy = [row for row, sampling in enumerate(samplings) if sampling.greedy]
     assert [together[row][0] for row in greedy] == logits[greedy].argmax(-1).tolist()

@@ -1,4 +1,4 @@
-/* Attention over a paged KV pool: 256 keys at a time have their scores computed, then come their weights, then their values.
+/* Attention over a paged KV pool, 256 keys at a time: first their scores, then the weights, then the weighted values.
  *
  * A row's result is the same to the bit whatever stands beside it and however its prompt was cut.
  */
@@ -9,18 +9,18 @@
 #include "vectors.h"
 
 #define MAX_READERS 4 /* heads that read keys and values together */
-#define MAX_GROUP 16 /* heads whose weights of a tile of values are at hand */
+#define MAX_GROUP 16 /* heads that share the memory for the weights of a tile */
 #define TILE (8 * PANEL)
 
 static const ivec iota = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
-/* One head of one row, over the keys and values before it and its own. */
+/* One head of one row; it reads the keys and values before its row, and those of the row. */
 typedef struct {
     const float *query;
     const int64_t *blocks;
     int64_t sight;  /* keys that it sees */
-    float max, sum; /* of its scores so far the largest, and the sum of their exponentials */
-    float *out;     /* the values weighed by these */
+    float max, sum; /* the largest score so far, and the sum of the exponentials of all */
+    float *out;     /* the weighted sum of the values so far */
 } Reader;
 
 /* Keys that lie together in a block, at most PANEL. */
@@ -34,7 +34,7 @@ INLINE int64_t seen_of(const Reader *reader, const Piece *piece) {
     return seen < piece->count ? seen : piece->count;
 }
 
-/* Scores of one piece's keys, LANES * width of them, for readers of the same block. Each is computed alike alone and in company. */
+/* Scores of the keys of one piece, LANES * width of them, for readers of the same block. No score depends on other readers. */
 INLINE void score_keys(const Reader *readers, int num, const float *key, int64_t num_slots, int width, int64_t dim, float scale,
                        float (*scores)[TILE], int wide) {
     vec a[MAX_READERS][2][2];
@@ -56,7 +56,7 @@ INLINE void score_keys(const Reader *readers, int num, const float *key, int64_t
         for (int j = 0; j < width; j++) stored(scores[n] + j * LANES, (a[n][0][j] + a[n][1][j]) * scale);
 }
 
-/* From scores to the weights of the values of so many pieces: zero where nothing is seen. What was weighed before fades. */
+/* Turn the scores of some pieces into weights, 0 for keys that are not seen, and rescale the sum of earlier tiles. */
 INLINE void weigh(Reader *reader, const Piece *pieces, int num_pieces, float *scores, int64_t dim) {
     vec best = (vec){} + reader->max, sum = {};
     for (int p = 0; p < num_pieces; p++)
@@ -143,8 +143,8 @@ INLINE int company(const Reader *readers, int n, int num_readers, const Piece *p
     return num;
 }
 
-/* Attention of one key head for a few readers: scores of a tile of keys, weights of their values, the sum of these; and the next
- * tile. Where a tile and its pieces begin depends on the position alone. */
+/* Attention of one key head for a few readers, tile after tile: scores, weights, weighted values. Where a tile and its pieces begin
+ * depends on the position alone. */
 INLINE void attend_tiles(const Model *model, const Pool *pool, int64_t index, int64_t head, Reader *readers, int num_readers,
                          int64_t dim, int wide) {
     int64_t size = pool->tokens_per_block, num_slots = pool->num_slots, longest = 0;

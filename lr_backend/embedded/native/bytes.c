@@ -1,7 +1,7 @@
 /* Products of rounded rows with weights of eight bits.
  *
- * A weight w is kept as w + 128, because processors multiply unsigned bytes by signed ones; the caller starts each sum at -128 times the
- * sum of its row. Sums are integers and so exact: every processor comes to the same, in whatever order.
+ * A weight w is kept as w + 128, because processors multiply unsigned bytes by signed ones; the caller starts each sum at -128
+ * times the sum of its row. Sums are integers and so exact: every processor gets the same result, in whatever order.
  */
 #include "native.h"
 
@@ -35,7 +35,7 @@ VNNI static inline __attribute__((always_inline)) __m512i four_of(const int8_t *
     return _mm512_set1_epi32(four);
 }
 
-/* Few rows have two sums each, one for every other group: a dot product takes longer than it takes until the next may begin. */
+/* Few rows have two sums each, for even and odd groups: a dot product takes longer than the time until the next one may begin. */
 VNNI static inline __attribute__((always_inline)) void vnni_rows(int num_rows, const uint8_t *panel, int64_t num_groups,
                                                                  const int8_t *x, int64_t stride, int32_t (*sums)[PANEL]) {
     const int ways = num_rows <= 5 ? 2 : 1;

@@ -1,7 +1,8 @@
 /* One forward pass of a Qwen3, Qwen2 or Llama decoder on a CPU, in float32, over a paged KV pool.
  *
  * Made for few rows: decoding, verifying, branches that join. Weights are read once for up to MAX_ROWS rows, from panels of
- * PANEL outputs, in 16 bits where they may be: half as much to read; or with rows rounded likewise, in 16 bits or 8.
+ * PANEL outputs. They have 32 bits, or 16 where nothing is lost, which is half as much to read; or 16 or 8 bits with rows that are
+ * rounded likewise.
  *
  * Every row is computed by the same operations in the same order whatever stands beside it and however a prompt is cut: batch,
  * chunks, prefix reuse, drafts and threads change no bit of a result.
@@ -26,15 +27,15 @@ typedef int8_t bvec __attribute__((vector_size(LANES)));
 
 enum Store { SET, ADD, GATED };
 
-/* Rows in eight bits, each by its own largest entry; or in bfloat16. */
+/* Rounded rows: in eight bits, scaled by the largest entry of each, or in bfloat16. */
 typedef struct {
     void *numbers; /* [rows, rounded_stride(inputs)], zero beyond the inputs */
-    float *scales; /* [rows]: what 1 stands for; not a number where an entry is not finite. In eight bits alone */
-    int32_t *sums; /* [rows]: of the numbers. In eight bits alone */
+    float *scales; /* [rows]: what 1 stands for; NaN where an entry is not finite. For eight bits only */
+    int32_t *sums; /* [rows]: of the numbers. For eight bits only */
 } Rounded;
 
-/* The upper halves of 32 bits as numbers. A float16 is the upper half of a float32 but for three bits of exponent, which a product
- * makes up for; weights are finite. */
+/* The upper halves of 32 bits as numbers. A float16 is the upper half of a float32 with three bits less of exponent, for which a
+ * product makes up. Weights are finite. */
 INLINE vec upper(uvec bits, enum Format format) {
     bits = format == FLOAT16 ? (uvec)((ivec)bits >> 3) & 0x8fffe000u : bits & 0xffff0000u;
     vec value;
@@ -153,7 +154,7 @@ FOR_EACH_CPU static void round_to_bytes(const float *x, int64_t depth, const Rou
     }
 }
 
-/* To the nearest bfloat16, of two the even one; what is not a number stays none. */
+/* Round to the nearest bfloat16, ties to even; NaN stays NaN. */
 FOR_EACH_CPU static void round_to_halves(const float *x, int64_t depth, const Rounded *to, int64_t first, int64_t last) {
     int64_t stride = rounded_stride(depth);
     for (int64_t t = first; t < last; t++) {
@@ -350,7 +351,7 @@ FOR_EACH_CPU static void embed(const Model *model, const int64_t *tokens, float 
     }
 }
 
-/* Keys and values of the first tokens of one block go to another. */
+/* Copy keys and values of the first tokens of one block to another. */
 void decoder_copy_prefix(const Model *model, const Pool *pool, int64_t source, int64_t target, int64_t num_tokens) {
     int64_t dim = model->head_dim, slots = pool->num_slots;
     for (int64_t layer = 0; layer < model->num_layers; layer++)
@@ -362,7 +363,7 @@ void decoder_copy_prefix(const Model *model, const Pool *pool, int64_t source, i
         }
 }
 
-/* Move the rows that yield logits together. */
+/* Move the rows that yield logits to the front. */
 static void narrow(const Batch *batch, float *rows, int64_t width) {
     int64_t to = 0, end = 0;
     for (int64_t c = 0; c < batch->num_chunks; c++) {
@@ -443,7 +444,7 @@ static void run(const Model *model, const Pool *pool, const Batch *batch, int64_
             (first) + ((last) - (first)) * (thread + 1) / num_threads)
 #define PRODUCT(matrix, store, x, y, y_stride, rows) PANELS(matrix, store, x, y, y_stride, rows, 0, num_panels(matrix, store))
 #define ROUND(matrix, x, rows) round_rows(matrix, x, &rounded, SHARE(rows));
-/* Rows that several threads have made are rounded when all are there, and multiplied when all are rounded. */
+/* For rows that several threads make: round them when all are there, and go on when all are rounded. */
 #define ROUND_ALL(matrix, x, rows)       \
     if (is_rounded(matrix)) {            \
         ROUND(matrix, x, rows)           \
@@ -458,7 +459,7 @@ static void run(const Model *model, const Pool *pool, const Batch *batch, int64_
             WAIT PRODUCT(&layer->qkv, SET, plain, qkv, heads_dim, num_rows);
             WAIT rotate(model, layer, pool, batch, part, index, qkv, 0, num_heads + model->num_kv_heads, SHARE(num_rows));
         } else {
-            /* Of rows without logits nothing is wanted any more but the last keys and values. */
+            /* The last layer: rows without logits leave keys and values behind, and nothing else is needed of them. */
             WAIT PANELS(&layer->qkv, SET, plain, qkv, heads_dim, num_rows, queries / PANEL, num_panels(&layer->qkv, SET));
             WAIT rotate(model, layer, pool, batch, part, index, qkv, num_heads, num_heads + model->num_kv_heads, SHARE(num_rows));
             part = LOGITS, num_rows = batch->num_logits;
@@ -483,15 +484,15 @@ static void run(const Model *model, const Pool *pool, const Batch *batch, int64_
     WAIT PRODUCT(&model->head, SET, plain, batch->logits, model->head.num_outputs, num_rows);
 }
 
-/* y [rows, outputs] = x [rows, inputs] times one matrix. scratch: rows * (2 + inputs rounded up to LANES / 2) floats, where rows are
- * rounded. */
+/* y [rows, outputs] = x [rows, inputs] times one matrix. scratch: rows * (2 + inputs rounded up to LANES / 2) floats, for rounded
+ * rows. */
 void decoder_product(const Matrix *matrix, const float *x, float *y, int64_t num_rows, float *scratch) {
     const Rounded rounded = {scratch + 2 * num_rows, scratch, (int32_t *)(scratch + num_rows)};
     round_rows(matrix, x, &rounded, 0, num_rows);
     product(matrix, SET, x, &rounded, y, matrix->num_outputs, num_rows, 0, num_panels(matrix, SET));
 }
 
-/* Keys and values of all rows go to the pool, and the logits of the rows that yield some to batch->logits. */
+/* Compute a batch: keys and values of all rows go to the pool, logits to batch->logits. */
 void decoder_forward(const Model *model, const Pool *pool, const Batch *batch, int64_t num_threads) {
 #ifdef _OPENMP
     if (num_threads > 1) {

@@ -1,4 +1,4 @@
-/* What the decoder's files share: a model, its KV pool, and what of both a pass is about. */
+/* What the decoder's files share: a model, its KV pool, and a batch of one pass. */
 #ifndef LOOKAHEAD_DECODER_H
 #define LOOKAHEAD_DECODER_H
 
@@ -13,7 +13,7 @@ typedef struct {
                                         first LANES outputs before the others; INT8: [panels, ceil(inputs / 4), PANEL, 4],
                                         128 more each; PAIRS: bfloat16 [panels, ceil(inputs / 2), PANEL, 2] */
     const float *bias;               /* [outputs] or NULL */
-    const float *scales;             /* [panels, PANEL]; INT8 alone: what 1 stands for */
+    const float *scales;             /* [panels, PANEL]; for INT8 only: what 1 stands for */
 } Matrix;
 
 typedef struct {
@@ -48,7 +48,7 @@ typedef struct {
     float *scratch;                         /* floats: see decoder_scratch */
 } Batch;
 
-/* Rows of a batch: all, or those alone that yield logits. */
+/* Rows of a batch: all, or only those that yield logits. */
 enum Part { ALL, LOGITS };
 
 INLINE float *head_block(const Model *model, const Pool *pool, int64_t layer, int64_t block, int64_t head) {
@@ -64,12 +64,12 @@ INLINE int64_t start_of(const Batch *batch, enum Part part, int64_t chunk) {
     return batch->starts[chunk] + batch->counts[chunk] - count_of(batch, part, chunk);
 }
 
-/* Attention of key heads first to last, of the rows of that part: out [rows, heads * head_dim] from qkv [rows, (heads + 2 kv_heads) *
- * head_dim] and the pool. Sequences that share a prefix read it together. */
+/* Attention of key heads first to last, for the rows of that part: out [rows, heads * head_dim] from the pool and from
+ * qkv [rows, (heads + 2 kv_heads) * head_dim]. Sequences that share a prefix read it together. */
 void attend(const Model *model, const Pool *pool, const Batch *batch, enum Part part, int64_t index, const float *qkv,
             float *out, int64_t first, int64_t last);
 
-/* Keys and values of all rows go to the pool, and the logits of the rows that yield some to batch->logits. */
+/* Compute a batch: keys and values of all rows go to the pool, logits to batch->logits. */
 void decoder_forward(const Model *model, const Pool *pool, const Batch *batch, int64_t num_threads);
 
 #endif

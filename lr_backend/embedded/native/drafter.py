@@ -1,7 +1,7 @@
-"""The draft model that an engine holds beside its own, and which of the blocks' tokens it has keys and values of.
+"""The draft model that an engine holds beside its own, and of which tokens it has keys and values.
 
-Its pool has blocks of the same numbers as the engine's: a sequence has one table, and a prefix that is reused is reused in both.
-It reads prompts along with the engine; what it has not seen of a sequence all the same, it computes when it next drafts for it.
+Its pool has blocks of the same numbers as the engine's. So a sequence has one table, and a prefix that is reused is reused in
+both. The draft model reads prompts along with the engine. What it has missed of a sequence, it computes before it next drafts.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
 from lr_backend.embedded.native.model import NativeModel, NativePool
-from lr_backend.embedded.reference.attention import Span
+from lr_backend.embedded.runner import Span
 from lr_backend.embedded.sequence import Sequence
 
 MAX_ROWS = 256
-"""Tokens that it reads at a time: memory to compute in grows with them."""
+"""Tokens that it reads at a time; the memory that computing takes grows with them."""
 
 
 class Drafter:
     """Two threads may use it at a time, with different sequences.
 
     Attributes:
-        min_chance: it stops where all drafts of a pass so far are less likely than this to stand, by its own word.
+        min_chance: drafting for a pass stops where the draft model gives all drafts so far less probability than this.
     """
 
     def __init__(self, model: NativeModel, *, num_blocks: int, tokens_per_block: int, min_chance: float) -> None:
@@ -31,7 +31,7 @@ class Drafter:
         self._seen = [0] * num_blocks
 
     def read(self, sequence: Sequence, num_tokens: int) -> None:
-        """Have it see the first ``num_tokens`` tokens of a sequence, which has blocks for them."""
+        """Compute keys and values of the first ``num_tokens`` tokens of a sequence, which has blocks for them."""
         blocks = sequence.table.blocks
         seen = self.num_seen(blocks, num_tokens)
         for start in range(seen, num_tokens, MAX_ROWS):
@@ -40,7 +40,7 @@ class Drafter:
             self.has_seen(blocks, start, start + len(tokens))
 
     def num_seen(self, blocks: Items[int], num_tokens: int) -> int:
-        """How many of a sequence's first ``num_tokens`` tokens it has keys and values of: all before the first that it lacks."""
+        """How many of a sequence's first ``num_tokens`` tokens have keys and values: all before the first that lacks them."""
         size, seen = self.pool.tokens_per_block, 0
         for block in blocks:
             seen += self._seen[block]
@@ -49,13 +49,13 @@ class Drafter:
         return min(seen, num_tokens)
 
     def has_seen(self, blocks: Items[int], before: int, num_tokens: int) -> None:
-        """Now it has keys and values of a sequence's first ``num_tokens`` tokens and none behind; of ``before`` it had them."""
+        """Note that a sequence's first ``num_tokens`` tokens have keys and values now; the first ``before`` had them already."""
         size = self.pool.tokens_per_block
         for index in range(min(before, num_tokens) // size, len(blocks)):
             self._seen[blocks[index]] = max(0, min(size, num_tokens - index * size))
 
     def allocated(self, blocks: Iterable[int]) -> None:
-        """These blocks begin anew."""
+        """These blocks get a new owner."""
         for block in blocks:
             self._seen[block] = 0
 

@@ -10,7 +10,7 @@ typedef struct {
     int32_t token;
 } Candidate;
 
-/* A token that may be drawn, and how high it is. */
+/* The best token so far, and its score. */
 typedef struct {
     double score;
     int64_t token;
@@ -26,7 +26,7 @@ static uint64_t absorbed(uint64_t state, uint64_t number) { return mixed(state +
 
 static uint64_t noise_key(uint64_t seed, int64_t position) { return absorbed(absorbed(0, seed), (uint64_t)position); }
 
-/* An odd number of 53 bits: 2^53 times the uniform number of a hash. */
+/* The uniform number of a hash, times 2^53: an odd number of 53 bits. */
 static uint64_t bits_of(uint64_t hash) { return hash >> 12 << 1 | 1; }
 
 static double noise_of(uint64_t bits) { return -log(-log((double)bits * 0x1p-53)); }
@@ -34,23 +34,23 @@ static double noise_of(uint64_t bits) { return -log(-log((double)bits * 0x1p-53)
 #define LOG_2 0.69314718055994531
 #define MAX_NOISE (53.0 * LOG_2)
 
-/* Noise is less: -log(-log u) <= -log(1 - u), and 1 - u is more than 2^-n if any of the first n bits of the hash is 0. */
+/* An upper bound of the noise: -log(-log u) <= -log(1 - u), and 1 - u is more than 2^-n if one of the hash's first n bits is 0. */
 static double noise_bound(uint64_t hash) { return (double)(__builtin_clzll(~hash | 1) + 1) * LOG_2; }
 
-/* By the same bound the least hash with which a token can have so much noise; UINT64_MAX, taken for none at all, if none has. */
+/* The least hash with which, by that bound, a token can have so much noise; UINT64_MAX if none can. */
 static uint64_t least_hash(double noise) {
     double num_bits = ceil(noise / LOG_2) - 1.0;
     if (!(num_bits > 0.0)) return 0;
     return num_bits > 52.0 ? UINT64_MAX : -(UINT64_C(1) << (64 - (int)num_bits));
 }
 
-/* Of equals the lower token is drawn. */
+/* Take a token if it is better than the best so far; of equals the lower token is drawn. */
 static void consider(Drawn *best, double scaled, uint64_t hash, int64_t token) {
     double score = scaled + noise_of(bits_of(hash));
     if (score > best->score || (score == best->score && token < best->token)) *best = (Drawn){score, token};
 }
 
-/* The more likely first; of equals the lower token. */
+/* For qsort: the more likely token first; of equals the lower one. */
 static int by_likelihood(const void *left, const void *right) {
     const Candidate *a = left, *b = right;
     if (a->value != b->value) return a->value > b->value ? -1 : 1;
@@ -64,7 +64,7 @@ static int64_t most_likely(const float *logits, int64_t vocab_size) {
     return best;
 }
 
-/* The k most likely, in order: a short sorted list that most tokens do not get into. */
+/* The k most likely tokens, in order: a short sorted list, which most tokens do not enter. */
 static int64_t most_likely_k(const float *logits, int64_t vocab_size, int64_t k, Candidate *found) {
     int64_t count = 0;
     for (int64_t v = 0; v < vocab_size; v++) {
@@ -76,11 +76,11 @@ static int64_t most_likely_k(const float *logits, int64_t vocab_size, int64_t k,
     return count;
 }
 
-/* How likely a token is as a part of the best. */
+/* Probability of a token over that of the most likely one. */
 static double weight(float logit, float best, double temperature) { return exp(((double)logit - (double)best) / temperature); }
 
-/* All that can be within top-p, in order. What is left out, each less likely than (1 - top_p) / vocabulary, has not 1 - top_p
- * together; it counts in mass, of which top-p is a part. */
+/* All tokens that can be within top-p, in order. Each one that is left out is less likely than (1 - top_p) / vocabulary, so all of
+ * these have less than 1 - top_p together. mass is that of all tokens, in units of weight(). */
 static int64_t likely_enough(const float *logits, int64_t vocab_size, double temperature, double top_p, Candidate *found,
                              double *mass) {
     float best = logits[most_likely(logits, vocab_size)];
@@ -127,7 +127,7 @@ FOR_EACH_CPU static float highest(const float *logits, int64_t count) {
     return top;
 }
 
-/* The hashes of count tokens from first on, and whether any is at least so large. */
+/* The hashes of count tokens from first on; returns whether one of them is at least least. */
 FOR_EACH_CPU static int hash_block(uint64_t key, int64_t first, int64_t count, uint64_t least, uint64_t *hashes) {
     uint64_t any = 0;
     for (int64_t v = 0; v < count; v++) {
@@ -137,8 +137,8 @@ FOR_EACH_CPU static int hash_block(uint64_t key, int64_t first, int64_t count, u
     return any != 0;
 }
 
-/* Of all tokens. A block's highest logit says how much noise it takes to win in it, which hardly any hash gives. tops: room for a
- * float a block. */
+/* The token drawn from all tokens. The highest logit of a block says how much noise a token of it needs to win, and hardly any hash
+ * gives so much. tops: room for one float a block. */
 static int64_t drawn_of_all(const float *logits, int64_t vocab_size, double temperature, uint64_t key, float *tops) {
     int64_t num_blocks = (vocab_size + BLOCK - 1) / BLOCK;
     uint64_t hashes[BLOCK];
@@ -151,7 +151,7 @@ static int64_t drawn_of_all(const float *logits, int64_t vocab_size, double temp
     consider(&best, (double)logits[first] / temperature, absorbed(key, (uint64_t)first), first);
     for (int64_t b = 0; b < num_blocks; b++) {
         int64_t start = b * BLOCK, count = b + 1 < num_blocks ? BLOCK : vocab_size - start;
-        /* A bit less than is needed: quotients, logarithms and sums round. */
+        /* A bit less than is needed, because quotients, logarithms and sums round. */
         double wanted = best.score - 1e-9 * (1.0 + fabs(best.score));
         uint64_t least = least_hash(wanted - (double)tops[b] * inverse);
         if (least == UINT64_MAX || !hash_block(key, start, count, least, hashes)) continue;
@@ -163,7 +163,7 @@ static int64_t drawn_of_all(const float *logits, int64_t vocab_size, double temp
 }
 
 int64_t draw_token(const float *logits, int64_t vocab_size, const Sampling *sampling, int64_t position, void *candidates) {
-    /* What float32 cannot tell from 0 is greedy; and the contract's tensors hold no more than float32 does. */
+    /* In float32, as the contract's tensors have it. What float32 cannot tell from 0 is greedy. */
     double temperature = (double)(float)sampling->temperature, top_p = (double)(float)sampling->top_p;
     if (temperature == 0.0) return most_likely(logits, vocab_size);
     uint64_t key = noise_key(sampling->seed, position);
@@ -181,7 +181,7 @@ double draw_chance(const float *logits, int64_t vocab_size, const Sampling *samp
     double temperature = (double)(float)sampling->temperature, total = 0.0;
     uint64_t key = noise_key(sampling->seed, position), own_hash = absorbed(key, (uint64_t)token);
     double own = (double)logits[token] + (temperature > 0.0 ? temperature * noise_of(bits_of(own_hash)) : 0.0);
-    /* What is left out has together less than a hundredth of the token's own part. */
+    /* All tokens that are left out have together less than a hundredth of the token's own part. */
     double least = log(0.01 / (double)vocab_size);
     for (int64_t v = 0; v < vocab_size; v++) {
         double behind = (double)logits[v] - own;
@@ -193,7 +193,7 @@ double draw_chance(const float *logits, int64_t vocab_size, const Sampling *samp
     return fmin(1.0, 1.0 / total);
 }
 
-/* Each run's tokens from logits [rows, vocabulary]: draft tokens stand while each is what is drawn in its place. */
+/* The tokens of each draw from logits [rows, vocabulary]: draft tokens stand as long as each is what is drawn in its place. */
 void draw_tokens(const float *logits, int64_t vocab_size, Draw *draws, int64_t num_draws, void *candidates) {
     for (Draw *one = draws; one < draws + num_draws; one++) {
         const float *row = logits + one->row * vocab_size;
@@ -204,7 +204,7 @@ void draw_tokens(const float *logits, int64_t vocab_size, Draw *draws, int64_t n
     }
 }
 
-/* The noise of some tokens at one position, and the bits that it comes of. */
+/* The noise of some tokens at one position, and the bits that it is made of. */
 void noise_at(uint64_t seed, int64_t position, const int64_t *tokens, int64_t count, uint64_t *bits, double *noise) {
     uint64_t key = noise_key(seed, position);
     for (int64_t t = 0; t < count; t++) bits[t] = bits_of(absorbed(key, (uint64_t)tokens[t])), noise[t] = noise_of(bits[t]);

@@ -11,7 +11,7 @@ NAME = "lr_backend.embedded.native._decoder"
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """None where it was not built, or does not open here; torch then computes alone. Calls do not hold the interpreter's lock."""
+    """None where it was not built, or does not open here: then the reference computes. Calls release the interpreter's lock."""
     found = importlib.util.find_spec(NAME)
     if found is None or found.origin is None:
         return None

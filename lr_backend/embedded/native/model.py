@@ -1,4 +1,4 @@
-"""The decoder in C (``native/decoder.c``): weights laid out for it (``native_weights.py``), and one call a forward pass."""
+"""The decoder in C (``native/decoder.c``): weights laid out for it (``native/weights.py``), and one call a forward pass."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from lr_backend.embedded.checkpoint import ModelSpec, TensorFiles, check_length,
 from lr_backend.embedded.memory import freed_at_once
 from lr_backend.embedded.native.library import library, locked_library
 from lr_backend.embedded.native.weights import LANES, Matrix, Weights
-from lr_backend.embedded.reference.attention import Span
-from lr_backend.embedded.reference.rope import rope_table
+from lr_backend.embedded.rope import rope_table
+from lr_backend.embedded.runner import Span
 
 _Pointer = ctypes.c_void_p
 _Size = ctypes.c_int64
@@ -75,7 +75,7 @@ class NativePool:
         self.struct = _Pool(self._memory.data_ptr(), num_blocks, tokens_per_block, slots)
 
     def clear(self, blocks: Items[int]) -> None:
-        """Zero blocks: what is masked may be stale, but never not-a-number."""
+        """Zero blocks: a masked number may be stale, but must not be NaN."""
         self._memory[:, list(blocks)] = 0.0
 
     def reset(self) -> None:
@@ -83,7 +83,7 @@ class NativePool:
 
 
 class NativeModel:
-    """Qwen3, Qwen2 or Llama on a CPU. Threads may compute at a time, each with other blocks to write."""
+    """Qwen3, Qwen2 or Llama on a CPU. Several threads may compute at once if they write to different blocks."""
 
     def __init__(self, spec: ModelSpec, files: TensorFiles, *, max_seq_len: int, num_threads: int, kind: str) -> None:
         opened = library()
@@ -101,7 +101,7 @@ class NativeModel:
     def load(cls, checkpoint_dir: Path, *, max_seq_len: int, num_threads: int = 1, kind: str = "same") -> Self:
         """Read a checkpoint tensor by tensor.
 
-        ``kind``: of weights; see :mod:`~lr_backend.embedded.native.weights`.
+        ``kind``: how weights are held; see :mod:`~lr_backend.embedded.native.weights`.
 
         Raises:
             CheckpointError: anything in the folder that keeps it from being served, by name.
@@ -118,8 +118,8 @@ class NativeModel:
         """Logits, float32 [R, vocabulary], of the last ``num_logits`` tokens of each chunk; all keys and values go to the pool.
 
         Args:
-            tokens: of all chunks, one after another.
-            spans: of each chunk its place in its sequence, and the blocks that hold it and all before.
+            tokens: those of all chunks, one after another.
+            spans: for each chunk, its place in its sequence, and the blocks that hold it and all before it.
         """
         first_blocks, blocks = one_after_another(span.blocks for span in spans)
         _kept, pointers = _joined(
@@ -136,7 +136,7 @@ class NativeModel:
         locked_library().decoder_copy_prefix(self.address, ctypes.addressof(pool.struct), source, target, num_tokens)
 
     def run(self, pool: NativePool, run: ctypes.Structure) -> int:
-        """What ``decoder_run`` of the C source does, without the interpreter's lock."""
+        """Call ``decoder_run`` of ``native/run.c``, without the interpreter's lock; returns the number of passes, or -1."""
         address = ctypes.addressof(pool.struct)
         num_passes: int = self._library.decoder_run(self.address, address, ctypes.addressof(run), self._num_threads)
         return num_passes
@@ -146,11 +146,11 @@ class NativeModel:
         self._library.decoder_forward(self.address, ctypes.addressof(pool.struct), ctypes.addressof(batch), self._num_threads)
 
     def scratch_floats(self, num_rows: int) -> int:
-        """Numbers of :meth:`scratch` that a pass over so many rows needs."""
+        """Floats of :meth:`scratch` that a pass over ``num_rows`` rows needs."""
         return self._scratch_a_row * num_rows
 
     def scratch(self, num_floats: int) -> int:
-        """Address of memory to compute in, of the calling thread; good until the thread asks for more."""
+        """Address of the calling thread's memory to compute in; valid until the thread asks for more."""
         scratch: Tensor | None = getattr(self._local, "scratch", None)
         if scratch is None or scratch.numel() < num_floats:
             self._local.scratch = scratch = torch.empty(num_floats)
@@ -160,7 +160,7 @@ class NativeModel:
         spec = self.spec
         layers = (_Layer * spec.num_layers)(*(self._layer(files, f"model.layers.{at}.") for at in range(spec.num_layers)))
         self._weights.keep(layers)
-        rotations = torch.view_as_real(rope_table(spec.rope, spec.head_dim, max_seq_len + 1))
+        cosines, sines = rope_table(spec.rope, spec.head_dim, max_seq_len + 1)
         embedding = files.read("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
         separate, embedding_format = (None, 0) if spec.tie_word_embeddings else self._weights.table(embedding)
         head = embedding if spec.tie_word_embeddings else files.read("lm_head.weight", spec.vocab_size, spec.hidden_size)
@@ -173,8 +173,8 @@ class NativeModel:
             spec.intermediate_size,
             spec.rms_norm_eps,
             ctypes.addressof(layers),
-            self._weights.vector(rotations[..., 0]),
-            self._weights.vector(rotations[..., 1]),
+            self._weights.vector(cosines),
+            self._weights.vector(sines),
             separate,
             embedding_format,
             self._weights.vector(files.read("model.norm.weight", spec.hidden_size)),
@@ -206,7 +206,7 @@ class NativeModel:
 
 
 def one_after_another(tables: Iterable[Items[int]]) -> tuple[list[int], list[int]]:
-    """Where each table begins in all of them joined, and that."""
+    """All tables joined, after the index at which each of them begins."""
     firsts: list[int] = []
     joined: list[int] = []
     for table in tables:
@@ -216,7 +216,7 @@ def one_after_another(tables: Iterable[Items[int]]) -> tuple[list[int], list[int
 
 
 def _joined(*lists: list[int]) -> tuple[npt.NDArray[np.int64], list[int]]:
-    """All numbers in one array, and the address of each list in it; good as long as the array is kept."""
+    """All numbers in one array, and the address of each list in it; valid as long as the array is kept."""
     numbers = np.array([number for values in lists for number in values], dtype=np.int64)
     at, pointers = numbers.ctypes.data, []
     for values in lists:

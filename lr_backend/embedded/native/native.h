@@ -48,25 +48,25 @@ typedef struct {
     uint64_t seed;
 } Sampling;
 
-/* Tokens that one sequence draws from rows of logits that lie one after another. */
+/* What one sequence draws from rows of logits that lie one after another. */
 typedef struct {
     Sampling sampling;
     int64_t row;           /* the first */
     int64_t position;      /* of the token drawn from it in its sequence */
-    int64_t num_drafts;    /* draft tokens, each of which has a row; the last row stands behind them */
+    int64_t num_drafts;    /* draft tokens; each has a row, and one more row follows */
     const int64_t *drafts;
-    int64_t num_accepted;  /* found here: as many draft tokens stand */
-    int64_t next_token;    /* and this one follows */
+    int64_t num_accepted;  /* result: how many draft tokens stand */
+    int64_t next_token;    /* result: the token after them */
 } Draw;
 
 /* The token at a position of a sequence, from its logits [vocabulary]. candidates: room for 8 bytes a token. */
 int64_t draw_token(const float *logits, int64_t vocab_size, const Sampling *sampling, int64_t position, void *candidates);
 
-/* How sure the draw of a token is: how likely it would be at temperature 1 if the noise, times the temperature, were part of the
- * logits. Greedy, it is the model's own probability. */
+/* How sure the draw of a token is: its probability at temperature 1 if the noise, times the temperature, were part of the logits.
+ * For greedy draws that is the model's own probability. */
 double draw_chance(const float *logits, int64_t vocab_size, const Sampling *sampling, int64_t position, int64_t token);
 
-/* sums [rows, PANEL] += panel [groups, PANEL, 4] times x [rows, groups, 4], rows of x lying stride bytes apart; at most MAX_ROWS. */
+/* sums [rows, PANEL] += panel [groups, PANEL, 4] times x [rows, groups, 4]. Rows of x, at most MAX_ROWS, lie stride bytes apart. */
 void byte_products(const uint8_t *panel, int64_t num_groups, const int8_t *x, int64_t stride, int64_t num_rows,
                    int32_t (*sums)[PANEL]);
 
@@ -78,7 +78,7 @@ int bytes_are_fast(void);
 void pair_products(const uint16_t *panel, int64_t num_pairs, const uint16_t *x, int64_t stride, int64_t num_rows,
                    float (*sums)[PANEL]);
 
-/* The same without any processor's own instructions. */
+/* The same without special instructions. */
 void portable_pair_products(const uint16_t *panel, int64_t num_pairs, const uint16_t *x, int64_t stride, int64_t num_rows,
                             float (*sums)[PANEL]);
 

@@ -1,8 +1,8 @@
 /* Products of rows in bfloat16 with weights in bfloat16, summed in float32.
  *
- * Two inputs share 32 bits. A product of two such numbers is exact in float32, so only the order of the sums counts: that of the
- * odd input first, then the even one's, as AVX-512's own instruction has it. The portable code keeps to it, and every processor
- * comes to the same, but for numbers below 2^-126, which the instruction takes for zero.
+ * Two inputs share 32 bits. A product of two such numbers is exact in float32, so only the order of the sums counts: the
+ * odd input first, then the even one, as AVX-512's own instruction does it. The portable code keeps that order, so every processor
+ * gets the same result, except for numbers below 2^-126, which the instruction takes for zero.
  */
 #include "native.h"
 

@@ -13,7 +13,7 @@
 typedef struct {
     int64_t *tokens;      /* some of it, the last one to be computed next, and room for what is drawn */
     int64_t count;        /* how many tokens there are; what is drawn is added */
-    int64_t seen;         /* of how many of them the draft has keys and values */
+    int64_t seen;         /* how many of them have keys and values in the draft model's pool */
     int64_t start;        /* position of the first of them */
     int64_t room;         /* how many may be drawn; at least one */
     int64_t max_drafts;   /* how many may be drafted in a pass */
@@ -29,7 +29,7 @@ typedef struct {
     int64_t num_sequences, max_passes;
     const Model *draft;     /* NULL: nobody drafts */
     const Pool *draft_pool; /* the draft's keys and values, in blocks of the same numbers */
-    double min_chance;      /* drafting ends where all drafts so far are less likely to stand */
+    double min_chance;      /* drafting ends where all drafts of a pass together are less likely than this to stand */
     Sequence *sequences;
     const int64_t *blocks;  /* as in Batch */
     int64_t *work;          /* integers: 6 + max_drafts of the most a sequence, and one for each place of all their tokens */
@@ -39,7 +39,7 @@ typedef struct {
     const volatile int32_t *interrupt; /* not 0: somebody waits */
 } Run;
 
-/* A batch under construction, in a run's work; members: whose chunk each is. */
+/* A batch under construction, in the memory Run.work. members: the sequence of each chunk. */
 typedef struct {
     int64_t num_chunks, num_rows, num_logits;
     int64_t *tokens, *starts, *counts, *first_blocks, *logit_counts, *members;
@@ -60,7 +60,7 @@ static int is_finite(const float *logits, int64_t vocab_size) {
     return sum == 0.0f;
 }
 
-/* The next chunk: count tokens of one sequence from place on, so many of which yield logits. */
+/* Add a chunk: count tokens of sequence s from place on, the last num_logits of which yield logits. */
 static void add_chunk(Rows *rows, const Run *run, int64_t s, const int64_t *tokens, int64_t place, int64_t count, int64_t num_logits) {
     int64_t c = rows->num_chunks++;
     memcpy(rows->tokens + rows->num_rows, tokens, sizeof(int64_t) * (size_t)count);
@@ -75,10 +75,10 @@ static void compute(const Model *model, const Pool *pool, const Run *run, const 
     decoder_forward(model, pool, &batch, num_threads);
 }
 
-/* Forget the batch before. */
+/* Start with an empty batch. */
 static void begin(Rows *rows) { rows->num_chunks = rows->num_rows = rows->num_logits = 0; }
 
-/* The draft's tokens for one pass: a row of them a sequence, width apart, and how many there are. */
+/* Draft tokens for one pass: those of sequence s begin at drafts + s * width, and there are num_drafted[s]. */
 static void draft_ahead(const Run *run, Rows *rows, int64_t width, int64_t *drafts, int64_t *num_drafted, double *chances,
                         int64_t num_threads) {
     int64_t vocab_size = run->draft->head.num_outputs;
@@ -98,7 +98,7 @@ static void draft_ahead(const Run *run, Rows *rows, int64_t width, int64_t *draf
             int64_t s = rows->members[c];
             Sequence *one = run->sequences + s;
             const float *logits = run->logits + c * vocab_size;
-            /* A draft that computes nonsense has nothing to say. */
+            /* A draft model whose logits are not finite drafts nothing. */
             if (!is_finite(logits, vocab_size)) continue;
             int64_t position = one->start + one->count + at;
             int64_t token = draw_token(logits, vocab_size, &one->sampling, position, run->candidates);
@@ -113,8 +113,8 @@ static void draft_ahead(const Run *run, Rows *rows, int64_t width, int64_t *draf
     }
 }
 
-/* What one sequence draws from the logits of its last token and of its drafts, as long as these are what is drawn. Whether that may
- * end the run; -1 for logits that are not finite. */
+/* Draw the tokens of one sequence from the logits of its last token and of its drafts, as long as the drafts are what is drawn.
+ * Returns whether the run may have to end, or -1 for logits that are not finite. */
 static int draw(const Run *run, Sequence *one, const float *logits, int64_t vocab_size, const int64_t *drafts, int64_t num_drafts) {
     int64_t known = one->count;
     for (int64_t i = 0; i <= num_drafts; i++, logits += vocab_size) {
@@ -129,12 +129,12 @@ static int draw(const Run *run, Sequence *one, const float *logits, int64_t voca
         if (one->ends && one->ends[token]) return 1;
         if (!stands) break;
     }
-    /* Near the end of its blocks a pass is worth less: there may be more of them. */
+    /* With less room than a pass can fill, end the run: the scheduler may have more blocks. */
     return one->room <= one->max_drafts;
 }
 
-/* Decode until a sequence draws a token that may end it or has no more room, somebody waits, or max_passes are done. Returns the
- * number of passes, or -1 for logits that are not finite. */
+/* Decode until a sequence draws a token that may end it, until one has too little room, until somebody waits, or for max_passes.
+ * Returns the number of passes, or -1 for logits that are not finite. */
 int64_t decoder_run(const Model *model, const Pool *pool, const Run *run, int64_t num_threads) {
     int64_t count = run->num_sequences, vocab_size = model->head.num_outputs, width = 0;
     for (int64_t s = 0; s < count; s++) width = run->sequences[s].max_drafts > width ? run->sequences[s].max_drafts : width;

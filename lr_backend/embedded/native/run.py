@@ -16,7 +16,7 @@ from lr_backend.embedded.sequence import NewTokens, Sequence
 from lr_backend.errors import EngineError
 
 MAX_UNSEEN = 64
-"""Tokens that a draft catches up with in its first pass; of more it reads all but the last before."""
+"""Tokens that a draft model catches up with in its first pass. Of more it reads all but the last beforehand."""
 
 _Pointer = ctypes.c_void_p
 _Size = ctypes.c_int64
@@ -42,14 +42,14 @@ class _Run(ctypes.Structure):
 
 
 class _Memory:
-    """Eight bytes a place, kept from call to call: new memory costs a small model as much as a product."""
+    """Places of eight bytes, kept from call to call: allocating costs a small model as much as a product."""
 
     def __init__(self) -> None:
         self.places = np.empty(0, dtype=np.int64)
         self.address = 0
 
     def reserve(self, count: int) -> None:
-        """Room for so many; what was there is lost where that is more than ever before."""
+        """Make room for ``count`` places; if it has to grow, what was there is lost."""
         if count > len(self.places):
             self.places = np.empty(2 * count, dtype=np.int64)
             self.address = self.places.ctypes.data
@@ -59,7 +59,7 @@ class _Memory:
 
 
 class RunAhead:
-    """Runs of one model, and of the draft model that drafts for it if there is one; the engine's thread owns it."""
+    """Decodes with one model, and with the draft model that drafts for it if there is one. For the engine's thread."""
 
     def __init__(self, model: NativeModel, pool: NativePool, drafter: Drafter | None) -> None:
         self._model, self._pool, self._drafter = model, pool, drafter
@@ -69,10 +69,10 @@ class RunAhead:
     def __call__(
         self, sequences: Items[Sequence], rooms: list[int], max_passes: int, interrupt: ctypes.c_int32
     ) -> tuple[list[NewTokens], int]:
-        """Decode sequences of which nothing but the last token is left to compute, at most ``max_passes`` times.
+        """Decode sequences of which only the last token is left to compute, at most ``max_passes`` times.
 
-        It ends with the pass in which one draws a token that may end it or has no more room, or in which ``interrupt`` is found
-        set. Returns what each has gained, and the number of passes.
+        It ends with the pass in which a sequence draws a token that may end it or has no more room, or in which ``interrupt``
+        is set. Returns what each sequence has gained, and the number of passes.
 
         Args:
             rooms: how many tokens each may gain, at least one: its blocks have room for them.
@@ -84,7 +84,7 @@ class RunAhead:
         max_drafts = [one.num_draft_tokens if drafter else 0 for one in sequences]
         starts = [self._start(one, drafts) for one, drafts in zip(sequences, max_drafts, strict=True)]
         first_blocks, blocks = one_after_another(one.table.blocks for one in sequences)
-        # Integers: all blocks, all tokens with room for more, what the run works with, and a candidate a token of the vocabulary.
+        # Integers: all blocks; all tokens, with room for more; what the run works with; one candidate a token of the vocabulary.
         num_rows, num_places = count + sum(max_drafts), sum(rooms) + sum(len(one.tokens) for one in sequences) - sum(starts)
         work = len(blocks) + num_places
         candidates = work + num_places + (6 + max(max_drafts)) * count
@@ -92,7 +92,7 @@ class RunAhead:
         self._integers.places[: len(blocks)] = blocks
         self._logits.reserve((num_rows * vocab_size + 1) // 2)
         self._scores.reserve(num_places)
-        # Held here until the run is over: the cache may forget them meanwhile.
+        # Kept until the run is over: the cache may drop them meanwhile.
         ends = [_possible_ends(one.request.end_id, one.request.stop_words.words, vocab_size) for one in sequences]
         described = (_Sequence * count)()
         place = len(blocks)
@@ -124,7 +124,7 @@ class RunAhead:
     def _described(
         self, one: Sequence, start: int, room: int, max_drafts: int, first_block: int, ends: int | None, place: int, score: int
     ) -> _Sequence:
-        """A sequence from ``start`` on, its tokens written to their places and their log-probabilities to come."""
+        """A sequence from its token ``start`` on: its tokens lie from ``place`` on, its log-probabilities from ``score`` on."""
         request, known = one.request, one.tokens[start:]
         self._integers.places[place : place + len(known)] = known
         return _Sequence(
@@ -143,7 +143,7 @@ class RunAhead:
         )
 
     def _start(self, one: Sequence, max_drafts: int) -> int:
-        """From where on a sequence is described: its last token, computed next, and those before that its draft has not seen."""
+        """The first token to describe: the last one, which is computed next, or the first that the draft model has not seen."""
         last = len(one.tokens) - 1
         if self._drafter is None or not max_drafts:
             return last
@@ -154,7 +154,7 @@ class RunAhead:
         return last
 
     def _gained(self, one: Sequence, described: _Sequence, start: int) -> NewTokens:
-        """What a run brought a sequence of which the tokens from ``start`` on were described."""
+        """What a sequence has gained that was described from its token ``start`` on."""
         known = len(one.tokens) - start
         first = (described.tokens - self._integers.address) // 8
         drawn = self._integers.places[first + known : first + described.count].tolist()
@@ -171,7 +171,7 @@ class RunAhead:
 def _possible_ends(
     end_id: int | None, stop_words: frozenset[tuple[int, ...]], vocab_size: int
 ) -> tuple[npt.NDArray[np.uint8] | None, int | None]:
-    """Not 0 for every token with which a run may end, and the address of that; None when it has no such token."""
+    """Flags by token, 1 where a run may end, and their address; None and None if no token can end it."""
     tokens = [word[-1] for word in stop_words if word[-1] < vocab_size] + ([] if end_id is None else [end_id])
     if not tokens:
         return None, None

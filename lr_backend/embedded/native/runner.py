@@ -1,4 +1,4 @@
-"""Iterations by the decoder in C: attention walks the blocks themselves, so that there is nothing to gather or to group."""
+"""Iterations by the decoder in C. Its attention walks the KV blocks themselves, so there is nothing to gather or to group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class NativeRunner:
     """The :class:`~lr_backend.embedded.runner.Runner` of a CPU."""
 
     def __init__(self, model: NativeModel, *, num_blocks: int, tokens_per_block: int, drafter: Drafter | None = None) -> None:
-        """``drafter``: for the requests that want the engine to draft; its blocks are those of the pool."""
+        """``drafter``: for requests that want the engine to draft; its blocks have the pool's numbers."""
         self._model = model
         self._drafter = drafter
         self._interrupt = c_int32(0)
@@ -58,7 +58,7 @@ class NativeRunner:
         rooms = [
             min(len(one.table.blocks) * size - len(one.tokens) + 1, one.max_new_tokens - one.num_generated) for one in sequences
         ]
-        # A prompt that is not through wants its next piece.
+        # An unfinished prompt needs its next chunk after one pass.
         most = min(max_passes or max(rooms), max(rooms)) if len(decoding) == len(chunks) else 1
         return self._run_ahead(sequences, rooms, most, self._interrupt)
 
@@ -86,7 +86,7 @@ class NativeRunner:
 
 
 def _yields_a_token(chunk: Chunk) -> bool:
-    """Its last token yields one, by nothing but the model and the draw: nothing is ruled out and nothing to verify."""
+    """Whether it ends in one plain draw: no end token is ruled out, and there are no drafts to verify."""
     sequence, request = chunk.sequence, chunk.sequence.request
     may_end = request.end_id is None or sequence.num_generated >= request.min_tokens
     return chunk.num_logits == 1 and not sequence.is_verification and may_end

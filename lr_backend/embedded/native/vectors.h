@@ -34,7 +34,7 @@ INLINE float total(vec v) {
     return v[0];
 }
 
-/* Of two that do not compare, b. */
+/* The larger of each pair of numbers; b where they do not compare. */
 INLINE vec larger(vec a, vec b) {
     ivec first = a > b;
     return (vec)(((ivec)a & first) | ((ivec)b & ~first));
@@ -48,7 +48,7 @@ INLINE float largest(vec v) {
     return v[0];
 }
 
-/* e^x to 2 units in the last place; x is at most some 80, or not a number, which stays none */
+/* e^x to 2 units in the last place; x is at most some 80; NaN stays NaN */
 INLINE vec exponential(vec x) {
     const vec magic = (vec){} + 12582912.0f;
     x = larger((vec){} - 87.0f, x);

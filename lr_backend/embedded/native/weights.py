@@ -2,13 +2,11 @@
 
 A kind says what may become of a weight:
 
-    same      bfloat16 where that loses nothing, which is so for checkpoints stored in it; else float32
-    float16   the same, but float16 instead of float32 where its range allows: a weight is rounded by at most 2^-11 of itself
+    same      nothing: bfloat16 where that holds it exactly, as in checkpoints stored in it; else float32
     bfloat16  bfloat16, whatever it loses; the rows multiplied with them are rounded likewise, as in models of that dtype
     int8      eight bits, with a scale for each output; the rows multiplied with them are rounded too, each by its largest entry.
-              Embedding and head, whose rounding nothing evens out, are as with bfloat16 where no weight is rounded by that, else
-              as with float16
-    float32   all in float32
+              Embedding and head keep 16 bits, because nothing evens out their rounding: bfloat16 where that holds them exactly,
+              else float16 where its range allows (a weight is rounded by at most 2^-11 of itself), else float32
 
 Sums are float32, or integers in int8.
 """
@@ -16,9 +14,8 @@ Sums are float32, or integers in int8.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
-from functools import partial
 from typing import Self
 
 import torch
@@ -26,14 +23,17 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lr_backend.embedded.native.library import library
-from lr_backend.embedded.reference.product import LARGEST_BYTE, LARGEST_HALF, LEAST_SCALE, Packer
 
 LANES = 16
-"""Numbers in one vector; head and hidden size must be multiples of it."""
+"""Numbers in one vector. Head and hidden size must be multiples of it."""
 PANEL = 2 * LANES
 """Outputs of one panel."""
 GROUP = 4
 """Inputs that one instruction multiplies and adds, in int8."""
+LARGEST_BYTE = 127
+LARGEST_HALF = 65504.0
+LEAST_SCALE = 1e-30
+"""Keeps a row or channel of zeros from being divided by zero."""
 OFFSET = 128
 """Added to a weight of eight bits: processors multiply unsigned bytes by signed ones."""
 
@@ -68,7 +68,7 @@ class Weights:
         self._kept: list[object] = []
 
     def keep(self, one: object) -> None:
-        """What a structure points to must not be collected."""
+        """Keep what a structure points to from being collected."""
         self._kept.append(one)
 
     def vector(self, values: Tensor) -> int:
@@ -76,14 +76,14 @@ class Weights:
         return self._address_of(values.float())
 
     def table(self, weight: Tensor) -> tuple[int, Format]:
-        """``weight`` [rows, width] to look rows up in."""
+        """``weight`` [rows, width] as a table to look rows up in: its address and format."""
         rows, weight_format = self._narrowed(weight)
         return self._address_of(rows), weight_format
 
     def matrix(self, parts: Sequence[Tensor], bias: Tensor | None = None, *, in_bytes: bool = True) -> Matrix:
-        """Panels of weights [out, in]; two parts of one shape share each panel (of a gated product).
+        """Panels of weights [out, in]. Two parts of one shape share each panel, for a gated product.
 
-        ``in_bytes``: in int8, where that is the kind.
+        ``in_bytes``: whether the kind ``int8`` means int8 here too.
         """
         num_outputs, num_inputs = parts[0].shape
         lanes = PANEL // len(parts)
@@ -103,7 +103,7 @@ class Weights:
         return Matrix(num_inputs, num_outputs, weight_format, self._address_of(rows), bias_at, None)
 
     def _bytes(self, panels: Tensor, bias_at: int | None) -> tuple[int, int | None, int]:
-        """Where panels [panels, PANEL, in] of bytes, the bias and the scales are."""
+        """Addresses of ``panels`` [panels, PANEL, in] in bytes, of the bias and of the scales."""
         scales = panels.abs().amax(2).clamp_(min=LEAST_SCALE).div_(LARGEST_BYTE)
         whole = panels.div_(scales.unsqueeze(2)).round_().add_(OFFSET).to(torch.uint8)
         whole = pad(whole, (0, -whole.shape[2] % GROUP), value=OFFSET)
@@ -111,12 +111,11 @@ class Weights:
         return self._address_of(grouped), bias_at, self._address_of(scales)
 
     def _narrowed(self, weight: Tensor) -> tuple[Tensor, Format]:
-        """``weight`` in as few bits as it may have, and what they are."""
-        if self._kind != "float32":
-            if self._kind == "bfloat16" or _is_bfloat16(weight):
-                return weight.bfloat16(), Format.BFLOAT16
-            if self._kind != "same" and weight.abs().max() <= LARGEST_HALF:
-                return weight.half(), Format.FLOAT16
+        """``weight`` in as few bits as the kind allows, and its format."""
+        if self._kind == "bfloat16" or _is_bfloat16(weight):
+            return weight.bfloat16(), Format.BFLOAT16
+        if self._kind == "int8" and weight.abs().max() <= LARGEST_HALF:
+            return weight.half(), Format.FLOAT16
         return weight.float(), Format.FLOAT32
 
     def _address_of(self, tensor: Tensor) -> int:
@@ -130,7 +129,7 @@ def _is_bfloat16(weight: Tensor) -> bool:
 
 
 class NativeProduct:
-    """One matrix as the decoder multiplies with it: a :class:`~lr_backend.embedded.reference.product.Product`."""
+    """One matrix as the decoder multiplies with it."""
 
     def __init__(self, weights: Weights, matrix: Matrix) -> None:
         opened = library()
@@ -146,6 +145,7 @@ class NativeProduct:
         return cls(weights, weights.matrix([weight], bias))
 
     def __call__(self, rows: Tensor) -> Tensor:
+        """``rows`` [T, in] times the weights, plus the bias: [T, out]."""
         rows = rows.contiguous()
         count, matrix = len(rows), self._matrix
         product = torch.empty(count, matrix.num_outputs)
@@ -153,15 +153,6 @@ class NativeProduct:
         pointers = (rows.data_ptr(), product.data_ptr(), count, scratch.data_ptr())
         self._library.decoder_product(ctypes.addressof(matrix), *pointers)
         return product
-
-    def add_to(self, hidden: Tensor, rows: Tensor) -> None:
-        hidden.add_(self(rows))
-
-
-def packers() -> Mapping[str, Packer]:
-    """The kinds worth a trial on this machine: those that round rows are not without instructions for them."""
-    kinds = ("float16", *(("bfloat16",) if pairs_are_fast() else ()), *(("int8",) if bytes_are_fast() else ()))
-    return {kind: partial(NativeProduct.pack, kind) for kind in kinds}
 
 
 def bytes_are_fast() -> bool:

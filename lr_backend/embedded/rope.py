@@ -11,19 +11,15 @@ import torch
 Settings = Mapping[str, Any]
 
 
-def rope_table(rope: Settings, head_dim: int, num_positions: int) -> torch.Tensor:
-    """Rotations by position, complex64 [num_positions, head_dim / 2], for pairs that lie side by side."""
+def rope_table(rope: Settings, head_dim: int, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of the angles by position, each float32 [num_positions, head_dim / 2].
+
+    Entry i belongs to the pair (i, i + head_dim / 2) of a head. Scalings that also scale attention are multiplied in.
+    """
     frequencies, scale = _SCALINGS[rope["rope_type"]](rope, head_dim)
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
-    return torch.polar(torch.full_like(angles, scale), angles)
-
-
-def interleave_pairs(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Reorder rows [heads * head_dim, ...] from halves (i, i + d/2), as checkpoints have them, to neighbours (2i, 2i + 1).
-
-    Scores between q and k do not change when both are reordered.
-    """
-    return weight.view(-1, 2, head_dim // 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
+    cosines, sines = torch.view_as_real(torch.polar(torch.full_like(angles, scale), angles)).unbind(-1)
+    return cosines, sines
 
 
 def _default(rope: Settings, head_dim: int) -> tuple[torch.Tensor, float]:
