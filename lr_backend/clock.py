@@ -1,4 +1,4 @@
-"""The clock of everything that the loop times: books, traces, what the server has measured."""
+"""The clock of everything that the loop times: counts, traces, what the server has measured."""
 
 from __future__ import annotations
 

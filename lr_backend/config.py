@@ -5,14 +5,29 @@ The build renders them into ``lookahead/1/lookahead.json``; the ``lookahead`` mo
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib import import_module
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    StringConstraints,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from lr_backend.errors import ConfigError
+from lr_backend.plugins import NAME, PROPOSERS, REFERENCE, SEGMENTERS, VERIFIERS, PlugIn, load, offered, parts_of
+from lr_backend.request import Mode, ProposerName, VerifierName
+from lr_backend.steps.segment import Delimiter, Segmenter
+
+PlugInName = Annotated[str, StringConstraints(pattern=NAME)]
 
 CANCEL_RESERVE = 8
 """Threads that engine calls leave free, so that a cancel never waits behind what it is to stop."""
@@ -29,8 +44,6 @@ class Timeouts(BaseModel):
     """A draft this late is no use; the target's step stands."""
     judge_s: float = Field(default=5.0, gt=0)
     """One prefill and one token; doubt rejects."""
-    embedding_s: float = Field(default=2.0, gt=0)
-    """Two steps through a small encoder on the CPU, behind those of other requests; doubt rejects."""
     request_s: float = Field(default=600.0, gt=0)
     """Upper limit of every request's deadline."""
 
@@ -47,31 +60,11 @@ class Limits(BaseModel):
     max_step_tokens: int = Field(default=128, ge=4)
     """A step is cut here: the bound for text without a delimiter."""
     max_draft_len: int = Field(default=16, ge=0)
-    """Most token drafts in one verification: the target engine's ``max_draft_len``. 0: none are sent, in whatever mode."""
+    """Most draft tokens in one verification: the target engine's ``max_draft_len``. 0: none are sent, in whatever mode."""
     max_in_flight_requests: int = Field(default=64, ge=1)
     """Admission limit; the next request is refused at once."""
     max_in_flight_calls: int = Field(default=120, ge=1)
     """Engine calls at a time: Triton's ``thread-pool-size`` less a reserve for cancels."""
-
-
-class Bounds(BaseModel):
-    """Where the cascade's cheap score, the cosine of the two steps' embeddings, is clear: below one bound a step is rejected,
-    from the other on accepted, between them it is judged.
-
-    One word can turn a step's meaning (a name, a "not") and hardly moves the score, so by default it accepts on its own but at
-    the very top.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    reject_below: float = Field(default=0.4, ge=0.0, le=1.0)
-    accept_from: float = Field(default=0.999, ge=0.0, le=1.0)
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if self.reject_below > self.accept_from:
-            raise ValueError("reject_below may not be above accept_from")
-        return self
 
 
 Checker = Callable[[str, str], bool]
@@ -96,7 +89,7 @@ class AuditSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     auditor: Literal["target", "judge", "checker"] = "target"
-    checker: str | None = Field(default=None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+    checker: str | None = Field(default=None, pattern=REFERENCE)
     max_in_flight: int = Field(default=1, ge=1, le=16)
     max_waiting: int = Field(default=64, ge=1)
     timeout_s: float = Field(default=10.0, gt=0)
@@ -121,7 +114,7 @@ class AuditSettings(BaseModel):
             )
         return self
 
-    def load_checker(self) -> Checker | None:
+    def load_checker(self, root: Path | None = None) -> Checker | None:
         """Import the checker; None where another auditor is named.
 
         Raises:
@@ -129,15 +122,20 @@ class AuditSettings(BaseModel):
         """
         if self.checker is None:
             return None
-        module, _, name = self.checker.partition(":")
-        try:
-            checker = getattr(import_module(module), name)
-        except Exception as error:  # a module may raise anything while it is imported
-            raise ConfigError(f"audit.checker={self.checker!r} cannot be imported: {type(error).__name__}: {error}") from error
+        checker = load(self.checker, "audit.checker", root)
         if not callable(checker):
             raise ConfigError(f"audit.checker={self.checker!r} is not a function")
         found: Checker = checker
         return found
+
+
+@dataclass(frozen=True)
+class OwnParts:
+    """What a deployment brings along, made: plug-ins by name, and what cuts the reasoning into steps."""
+
+    verifiers: Mapping[str, Any]
+    proposers: Mapping[str, Any]
+    segmenter: Segmenter
 
 
 class LoopConfig(BaseModel):
@@ -150,25 +148,24 @@ class LoopConfig(BaseModel):
         think_open, think_close: texts of the tokens around the reasoning. Lookahead applies between them; None where the model
             has none, and then to the whole answer.
         markers: texts whose tokens must agree exactly between a drafted and a target step (tool calls).
-        draft_logits: what goes with token drafts at T > 0: ``none`` for an engine whose rule is exact as it is, ``one_hot``
-            for one whose token-only rule is biased, ``off`` for no token drafts at T > 0.
+        draft_logits: what goes with draft tokens at T > 0: ``none`` for an engine whose rule is exact as it is, ``one_hot``
+            for one whose token-only rule is biased, ``off`` for no draft tokens at T > 0.
         draft_temperature: temperature of the first drafted step after a prefix, where the request's is higher; None: the
             request's. What the draft finds most likely is accepted more often than what it happens to draw, and no verifier asks
             how a step was drawn. Further siblings (``width``) keep the request's. Where it is set, noise is shared only by modes
             that accept nothing but the target's own words.
         vocab_size: logits width of the target, for ``one_hot``.
-        embedding_dir: a sentence-transformers checkpoint for the ``embedding`` verifier and the cascade; None: there is none.
-        random_asks_judge: the verifier ``random`` waits for the judge and disregards its word: chance decides in the time of a
-            verdict. For benchmarks of sizes whose judge has no trained weights.
         coupled_noise: target and draft draw the token at a position with noise that follows from the call's seed and the position
             alone (:mod:`lr_backend.embedded`); sampled ``lossless`` answers need it. TensorRT-LLM's engines do not.
         own_branches: go on from a target step while the verdict on the drafted one is pending.
-        engine_drafts: the target's engine holds the draft model too and guesses by itself where a call asks for it
+        engine_drafts: the target's engine holds the draft model too and drafts by itself where a call asks for it
             (``num_draft_tokens``); the proposer ``engine`` needs it.
         engines: parameters of the embedded engines that the step loop's own process runs, by role; empty: it calls the server's
             models of these names by BLS.
         pace: at whose pace the engines run, as it must stand beside every time; empty: at this machine's own.
-        cascade: where the ``cascade`` verifier's cheap score is clear.
+        verifiers, proposers: the deployment's own, by the name that requests know them by (:mod:`lr_backend.plugins`).
+        root: of the deployment; the modules of its own plug-ins are looked for here as well.
+        segmenter: says where steps end, in place of ``step_delimiter``.
         audit: who audits accepted steps, for requests that ask for it (``audit_rate``, ``risk_budget``).
         defaults: request fields taken where a request does not give them.
     """
@@ -185,31 +182,55 @@ class LoopConfig(BaseModel):
     draft_temperature: float | None = Field(default=None, ge=0.0, le=2.0)
     vocab_size: int = Field(default=1, ge=1)
     tokens_per_block: int = Field(default=32, ge=1)
-    embedding_dir: Path | None = None
-    random_asks_judge: bool = False
     coupled_noise: bool = False
     own_branches: bool = True
     engine_drafts: bool = False
     engines: dict[str, dict[str, str]] = Field(default_factory=dict)
     pace: str = ""
-    cascade: Bounds = Bounds()
+    verifiers: dict[PlugInName, PlugIn] = Field(default_factory=dict)
+    proposers: dict[PlugInName, PlugIn] = Field(default_factory=dict)
+    segmenter: PlugIn | None = None
+    root: Path | None = None
     audit: AuditSettings = AuditSettings()
     timeouts: Timeouts = Timeouts()
     limits: Limits = Limits()
     defaults: dict[str, Any] = Field(default_factory=dict)
 
-    def lacks(self, name: str) -> str | None:
-        """What a verifier, a proposer or a mode needs and this server has not, as the rule that a request for it breaks.
+    @field_validator("verifiers", "proposers")
+    @classmethod
+    def _not_ours(cls, named: dict[str, PlugIn]) -> dict[str, PlugIn]:
+        if taken := sorted(set(named) & {*VerifierName, *ProposerName}):
+            raise ValueError(f"{taken[0]} is a name of the server's own; choose another")
+        return named
 
-        None: it can be served; the mode ``lossless`` at temperature 0 always can.
-        """
-        if name == "engine" and not self.engine_drafts:
+    def lacks_verifier(self, name: str) -> str | None:
+        """The rule that a request for this verifier breaks; None: this server has it."""
+        return _unknown(name, [*VerifierName, *sorted({*self.verifiers, *offered(VERIFIERS)})])
+
+    def lacks_proposer(self, name: str) -> str | None:
+        """The same for a proposer."""
+        if name == ProposerName.ENGINE and not self.engine_drafts:
             return "this server's target engine holds no draft model (target.holds_draft_model)"
-        if name == "embedding" and self.embedding_dir is None:
-            return "this server has no embedding model (embedding_dir)"
-        if name == "lossless" and not self.coupled_noise:
+        return _unknown(name, [*ProposerName, *sorted({*self.proposers, *offered(PROPOSERS)})])
+
+    def lacks_mode(self, mode: str) -> str | None:
+        """The same for a mode above temperature 0; at temperature 0 every server has all of them."""
+        if mode == Mode.LOSSLESS and not self.coupled_noise:
             return "above temperature 0 it needs engines whose noise follows from seed and position; this server's have their own"
         return None
+
+    def make_parts(self) -> OwnParts:
+        """Make the plug-ins, and the segmenter.
+
+        Raises:
+            ConfigError: naming the section of one that cannot be made.
+        """
+        segmenter: Segmenter = Delimiter(self.step_delimiter)
+        if self.segmenter is not None:
+            segmenter = self.segmenter.make(SEGMENTERS, "segmenter", self.root)
+            if not segmenter.delimiters or not all(segmenter.delimiters):
+                raise ConfigError("segmenter: it names no delimiter, or an empty one")
+        return OwnParts(parts_of(VERIFIERS, self.verifiers, self.root), parts_of(PROPOSERS, self.proposers, self.root), segmenter)
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -226,3 +247,7 @@ class LoopConfig(BaseModel):
             first = error.errors(include_url=False)[0]
             where = ".".join(str(part) for part in first["loc"])
             raise ConfigError(f"{path.name}: {where}: {first['msg']}") from error
+
+
+def _unknown(name: str, known: Sequence[str]) -> str | None:
+    return None if name in known else f"this server has {', '.join(known)}"

@@ -95,7 +95,7 @@ ENGINE_INPUTS: tuple[TensorSpec, ...] = (
     _ragged("decoder_input_ids", "INT32", -1),
     _scalar("decoder_input_lengths", "INT32"),
     _ragged("draft_logits", LOGITS_DTYPE, -1, -1, embedded=True),
-    _scalar("draft_acceptance_threshold", "FP32", embedded=True),
+    _scalar("draft_acceptance_threshold", "FP32"),
     _scalar("end_id", "INT32", embedded=True),
     _scalar("pad_id", "INT32", embedded=True),
     _ragged("stop_words_list", "INT32", 2, -1, embedded=True),

@@ -78,7 +78,7 @@ def _rule(
     if le is not None:
         return f"{_shown(ge)} to {_shown(le)}" if gt is None else f"above {_shown(gt)}, to {_shown(le)}"
     if max_length is not None:
-        return f"at most {max_length}"
+        return f"{min_length} to {max_length} characters" if min_length else f"at most {max_length}"
     return "not empty" if min_length else ""
 
 

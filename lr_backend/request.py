@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal, Self
 
@@ -52,7 +51,7 @@ class Mode(StrEnum):
 
 
 class VerifierName(StrEnum):
-    """Who decides whether a drafted step means the same as the target's."""
+    """Who decides whether a drafted step means the same as the target's, of those that every server has."""
 
     EXACT = "exact"
     """Equal tokens, nothing else."""
@@ -60,35 +59,10 @@ class VerifierName(StrEnum):
     """The judge's word."""
     CASCADE = "cascade"
     """Cheap checks first, the judge for the rest."""
-    EMBEDDING = "embedding"
-    """Cosine of sentence embeddings."""
-    SCORE = "score"
-    """The target's grade, 0 to 9."""
-    RANDOM = "random"
-    """Chance: a control for comparisons, of no other use."""
-
-
-@dataclass(frozen=True, slots=True)
-class ThresholdRule:
-    """What ``verifier_threshold`` may be beside one verifier. ``default`` None: the server's settings say."""
-
-    low: float
-    high: float
-    default: float | None
-    meaning: str
-
-
-THRESHOLDS: Mapping[VerifierName, ThresholdRule] = {
-    VerifierName.CASCADE: ThresholdRule(0.0, 1.0, None, "cheap score from which a step is accepted without the judge"),
-    VerifierName.EMBEDDING: ThresholdRule(0.0, 1.0, 0.95, "least cosine"),
-    VerifierName.SCORE: ThresholdRule(1.0, 9.0, 9.0, "least grade"),
-    VerifierName.RANDOM: ThresholdRule(0.0, 1.0, 0.5, "probability of acceptance"),
-}
-"""Verifiers without an entry take no threshold. Defaults as the paper's table 2 has them where it does (0.95, 9)."""
 
 
 class ProposerName(StrEnum):
-    """Where draft tokens come from."""
+    """Where draft tokens come from, of what every server knows."""
 
     DRAFT_MODEL = "draft_model"
     """The draft model, after the target's own prefix; beside a drafted step that step, until the target leaves it."""
@@ -156,13 +130,12 @@ class LookaheadRequest(BaseModel):
     """candidate steps at each position; cut at the server's limit"""
     num_draft_tokens: int = Field(default=8, ge=0, le=64)
     """draft tokens in one verification, with `auto` at most; cut at the engine's limit"""
-    proposer: ProposerName = ProposerName.DRAFT_MODEL
-    """where draft tokens come from: the draft model, lookup of what last followed the same few tokens, or the target's engine
-    itself"""
-    verifier: VerifierName = VerifierName.JUDGE
-    """who decides whether a drafted step means the same as the target's"""
-    verifier_threshold: float | None = Field(default=None, allow_inf_nan=False)
-    """from where on the verifier's score accepts; range and default are the verifier's"""
+    proposer: str = Field(default=ProposerName.DRAFT_MODEL.value, min_length=1, max_length=64)
+    """where draft tokens come from: `draft_model`; `ngram`, lookup of what last followed the same few tokens; `engine`, the
+    target's engine itself; or a plug-in of the server's"""
+    verifier: str = Field(default=VerifierName.JUDGE.value, min_length=1, max_length=64)
+    """who decides whether a drafted step means the same as the target's: `exact` (equal tokens), `judge`, `cascade` (cheap
+    checks, the judge for the rest), or a plug-in of the server's"""
     audit_rate: float = Field(default=0.0, ge=0.0, le=1.0, allow_inf_nan=False)
     """share of the accepted steps that the server's auditor judges again, off the critical path; steps of equal tokens need no
     audit and are not among them"""
@@ -185,19 +158,7 @@ class LookaheadRequest(BaseModel):
         for stop in self.stop:
             if not 1 <= len(stop) <= 128:
                 raise InvalidRequest("stop", stop, "each stop string has 1 to 128 characters")
-        self._check_threshold()
         return self
-
-    def _check_threshold(self) -> None:
-        value, rule = self.verifier_threshold, THRESHOLDS.get(self.verifier)
-        if value is None:
-            return
-        if rule is None:
-            names = ", ".join(name.value for name in THRESHOLDS)
-            raise InvalidRequest("verifier_threshold", value, f"goes with the verifiers {names}; not with {self.verifier.value}")
-        if not rule.low <= value <= rule.high:
-            bounds = f"from {rule.low:g} to {rule.high:g} with the verifier {self.verifier.value}: {rule.meaning}"
-            raise InvalidRequest("verifier_threshold", value, bounds)
 
     @classmethod
     def parse(cls, fields: Mapping[str, Any]) -> Self:
@@ -214,16 +175,9 @@ class LookaheadRequest(BaseModel):
             raise InvalidRequest(name, first.get("input"), first["msg"]) from error
 
     @property
-    def effective_verifier(self) -> VerifierName:
+    def effective_verifier(self) -> str:
         """Whose word accepts drafted steps: the named verifier's, or in the mode ``lossless`` that of equal tokens."""
         return VerifierName.EXACT if self.mode is Mode.LOSSLESS else self.verifier
-
-    @property
-    def threshold(self) -> float:
-        """The verifier's threshold, given or its default; 0 where it has none of its own."""
-        rule = THRESHOLDS.get(self.verifier)
-        default = rule.default if rule is not None else None
-        return self.verifier_threshold if self.verifier_threshold is not None else default or 0.0
 
     @property
     def sampling(self) -> Sampling:
@@ -236,14 +190,6 @@ class LookaheadRequest(BaseModel):
             return [message.model_dump() for message in self.messages]
         assert self.text_input is not None
         return [{"role": "user", "content": self.text_input}]
-
-
-def with_defaults(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """A deployment's default fields under those that a client sent. A default threshold belongs to the default verifier."""
-    merged = {**defaults, **given}
-    if "verifier" in given and "verifier_threshold" not in given and given["verifier"] != defaults.get("verifier"):
-        merged.pop("verifier_threshold", None)
-    return merged
 
 
 class Origin(StrEnum):

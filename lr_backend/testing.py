@@ -70,9 +70,6 @@ def run_virtual(main: Coroutine[Any, Any, T]) -> T:
         loop.close()
 
 
-UNLIKELY = -10.0
-"""Log-probability of a draft token that a script would not have written (``accept_all_drafts``)."""
-
 # Engines that follow a script --------------------------------------------------------------------------------------
 
 
@@ -92,7 +89,7 @@ class ScriptedEngine:
         delay: 10 ms a token where not given.
         fail: asked before every call; an error to raise, or None.
         drop_drafts: verify no drafts, silently, as upstream may.
-        guess: what a draft model that the engine holds would write, for calls that ask for it (``num_draft_tokens``).
+        draft_script: what a draft model that the engine holds would write, for calls that ask for it (``num_draft_tokens``).
         log_prob: of a token after its context, where a call asks; a script leaves nothing to chance, so 0 where not given.
     """
 
@@ -100,7 +97,7 @@ class ScriptedEngine:
     delay: Delay = lambda call, num_tokens: 0.01 * num_tokens
     fail: Callable[[EngineCall], EngineError | None] = lambda call: None
     drop_drafts: bool = False
-    guess: Script | None = None
+    draft_script: Script | None = None
     log_prob: Callable[[tuple[int, ...]], float] = lambda context: 0.0
     calls: list[RecordedCall] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
@@ -120,7 +117,7 @@ class ScriptedEngine:
             generation = self._write(call)
             num_passes = 1 if call.draft_ids is not None else len(generation.token_ids)
             if call.num_draft_tokens:
-                generation, num_passes = self._guessed(call, generation)
+                generation, num_passes = self._with_draft_tokens(call, generation)
             await asyncio.sleep(self.delay(call, num_passes))
         except asyncio.CancelledError:
             self.cancelled.append(call.request_id)
@@ -133,9 +130,9 @@ class ScriptedEngine:
     async def close(self) -> None:
         assert not self.in_flight, self.in_flight
 
-    def _guessed(self, call: EngineCall, generation: Generation) -> tuple[Generation, int]:
-        """The same tokens with the counts that guesses would have had, and in how many passes."""
-        if self.guess is None:
+    def _with_draft_tokens(self, call: EngineCall, generation: Generation) -> tuple[Generation, int]:
+        """The same tokens with the counts that draft tokens would have had, and in how many passes."""
+        if self.draft_script is None:
             raise EngineRejected("num_draft_tokens: this engine holds no draft model")
         text = (*call.input_ids.tolist(), *generation.token_ids)
         num_passes = num_proposed = 0
@@ -144,7 +141,7 @@ class ScriptedEngine:
             wanted = min(call.num_draft_tokens, len(call.input_ids) + call.max_new_tokens - at - 1)
             num_passes, num_proposed = num_passes + 1, num_proposed + wanted
             behind = at + wanted
-            while at < min(behind, len(text)) and self.guess(text[:at], call.seed) == text[at]:
+            while at < min(behind, len(text)) and self.draft_script(text[:at], call.seed) == text[at]:
                 at += 1
             at += 1
         num_accepted = len(generation.token_ids) - num_passes
@@ -163,8 +160,6 @@ class ScriptedEngine:
         while len(written) < limit:
             token = self.script((*context, *written), call.seed)
             log_probs.append(self.log_prob((*context, *written)))
-            if call.accept_all_drafts and len(written) < len(drafts) and token != drafts[len(written)]:
-                token, log_probs[-1] = drafts[len(written)], UNLIKELY
             written.append(token)
             if len(written) >= call.min_tokens and any(written[-len(stop) :] == list(stop) for stop in stops):
                 break

@@ -83,7 +83,6 @@ def written() -> dict[Path, str]:
         "client/src/lr_client/fields.py": options(OPTIONS),
         "client/README.md": table(OPTIONS, "field", "values", "default", "meaning"),
         "docs/api.md": table(REQUEST_FIELDS, "field", "type", "values", "default", "meaning"),
-        "README.md": table(REQUEST_FIELDS, "field", "values", "default", "meaning"),
     }
     return {ROOT / name: _renewed(name, part) for name, part in parts.items()}
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from lr_backend.embedded.config import EngineConfig
 from lr_backend.embedded.engine import EmbeddedEngine
 from lr_backend.emulated.engine import PacedEngine
@@ -27,7 +25,7 @@ def open_engine(config: EngineConfig) -> EmbeddedEngine | PacedEngine:
             raise ConfigError("script: scripted texts have no pace of their own; give one")
         return EmbeddedEngine(config)
     pace = config.pace
-    config = replace(config, ends_drafted_requests=pace.rules.ends_drafted_requests)
+    config = config.model_copy(update={"ends_drafted_requests": pace.rules.ends_drafted_requests})
     token_s = pace.costs().seconds(Iteration((), 1, 1))  # what is missing is said before a model is loaded
     source, vocab_size = _source(config, token_s)
     try:
@@ -41,5 +39,5 @@ def _source(config: EngineConfig, token_s: float) -> tuple[TextSource, int]:
     """Who writes the texts, and of how many tokens the vocabulary is."""
     if config.script is not None:
         return Script.from_json(config.script).source(), len(VOCABULARY)
-    models = ModelSource(replace(config, pace=None), token_s)
+    models = ModelSource(config.model_copy(update={"pace": None}), token_s)
     return models, models.engine.spec.vocab_size

@@ -45,14 +45,13 @@ from lr_backend.verify.judge_prompt import VERDICT_PREFILL
 
 
 class Writer(Protocol):
-    """Who writes what: tokens that follow a text; at least one, unless it only guesses."""
+    """Who writes what: tokens that follow a text; at least one, unless it only drafts."""
 
     def __call__(self, context: IntArray, request: EngineRequest) -> Sequence[int]: ...
 
 
-_VERDICT, _GRADE = VOCABULARY.encode(VERDICT_PREFILL), VOCABULARY.encode("Grade")
-"""What a prompt that asks for a verdict ends with, and what stands in one that asks for a grade."""
-_BEST, _WORST = VOCABULARY.encode("9"), VOCABULARY.encode("0")
+_VERDICT = VOCABULARY.encode(VERDICT_PREFILL)
+"""What a prompt that asks for a verdict ends with."""
 (_MARK,) = VOCABULARY.encode("?")
 """Of a word that means something else, where it is read by its characters: a judge's steps begin without a space."""
 PIECE = 64
@@ -122,7 +121,7 @@ class Texts:
         chance = _chance(self._seed, "like", *step)
         if not way:
             further = workload.sibling_acceptance_rate
-            # The first candidate is the draft's best guess, the others are drawn.
+            # The first candidate is the draft's likeliest token, the others are drawn.
             rate = workload.acceptance_rate if request.sampling.greedy or further is None else further
             longer = self._length(place.story, place.start) / workload.step_tokens - 1.0
             way = LIKE if chance < rate - workload.length_bias * longer else UNLIKE
@@ -147,10 +146,8 @@ class Texts:
         return lookup_ngram(context, 2, request.num_draft_tokens, 2)
 
     def judge(self, context: IntArray, request: EngineRequest) -> Sequence[int]:
-        """A verdict, or a grade."""
+        """A verdict."""
         differs = bool((((context >= UNLIKE) & (context < UNLIKE + NUM_WORDS)) | (context == _MARK)).any())
-        if np.isin(_GRADE, context).all():
-            return _WORST if differs else _BEST
         return (UNALIGNED if differs else ALIGNED,)
 
     def _place(self, context: IntArray) -> _Place:
@@ -286,8 +283,8 @@ class _Script(Feed):
 class ScriptedSource:
     """Texts by a writer; what the engine would draft by itself, by a second one."""
 
-    def __init__(self, write: Writer, guess: Writer | None = None) -> None:
-        self._write, self._guess = write, guess
+    def __init__(self, write: Writer, draft_writer: Writer | None = None) -> None:
+        self._write, self._draft_writer = write, draft_writer
 
     def begin(self, request: EngineRequest) -> Feed:
         feed = _Script(self._passes(request), request.stop_words.last_tokens)
@@ -307,36 +304,36 @@ class ScriptedSource:
             yield Pass(tuple(passed))
             text, num_left = _grown(text, passed), max(0, num_left - len(passed))
         coming = islice(self._written(text, request), num_left)
-        if not request.num_draft_tokens or self._guess is None:
+        if not request.num_draft_tokens or self._draft_writer is None:
             yield from (Pass((token,)) for token in coming)
             return
         num_written = 0
-        guessed: list[int] = []
-        while passed := self._passed(coming, guessed):
-            yield Pass(tuple(passed), num_proposed=len(guessed))
+        drafted: list[int] = []
+        while passed := self._passed(coming, drafted):
+            yield Pass(tuple(passed), num_proposed=len(drafted))
             text, num_written = _grown(text, passed), num_written + len(passed)
-            guessed = self._guessed(text, request, min(request.num_draft_tokens, num_left - num_written - 1))
+            drafted = self._drafted(text, request, min(request.num_draft_tokens, num_left - num_written - 1))
 
     @staticmethod
-    def _passed(coming: Iterator[int], guessed: Sequence[int]) -> list[int]:
+    def _passed(coming: Iterator[int], drafted: Sequence[int]) -> list[int]:
         """The draft tokens that are right, and one token more."""
         passed: list[int] = []
         for token in coming:
             passed.append(token)
-            if len(passed) > len(guessed) or token != guessed[len(passed) - 1]:
+            if len(passed) > len(drafted) or token != drafted[len(passed) - 1]:
                 break
         return passed
 
-    def _guessed(self, context: IntArray, request: EngineRequest, most: int) -> list[int]:
+    def _drafted(self, context: IntArray, request: EngineRequest, most: int) -> list[int]:
         """Draft tokens behind a text, beyond the end of its step as well."""
-        assert self._guess is not None
-        guessed: list[int] = []
-        while len(guessed) < most and (not guessed or guessed[-1] != END):
-            more = self._guess(_grown(context, guessed), request)
+        assert self._draft_writer is not None
+        drafted: list[int] = []
+        while len(drafted) < most and (not drafted or drafted[-1] != END):
+            more = self._draft_writer(_grown(context, drafted), request)
             if not more:
                 break
-            guessed += islice(more, most - len(guessed))
-        return guessed
+            drafted += islice(more, most - len(drafted))
+        return drafted
 
     def _written(self, text: IntArray, request: EngineRequest) -> Iterator[int]:
         """What follows a text; where it ends is the engine's to say. Behind its end there is nothing but the end."""

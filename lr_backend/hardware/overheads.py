@@ -137,7 +137,7 @@ class Overheads:
             ``cuda_graph_mode`` says so, which upstream and our specs leave off.
         poll_ms: ``recv_poll_period_ms``, at which orchestrator and leader look for messages; None: there is no orchestrator.
         loop_ms: of each iteration, whatever is in it.
-        loop_samples: ``loop_ms`` was measured with sampling and the books of requests in it.
+        loop_samples: ``loop_ms`` was measured with sampling and the accounting of requests in it.
         replays_joins: iterations in which requests join replay graphs too.
         call_ms: of each call, on its way there and back, beside messages.
     """

@@ -21,7 +21,7 @@ class Runtime(StrEnum):
     """What serves the engine that is stood for."""
 
     COMPILED = "compiled"
-    """An engine of ``trtllm-build`` behind Triton's C++ backend: token drafts come from outside, one verification a call."""
+    """An engine of ``trtllm-build`` behind Triton's C++ backend: draft tokens come from outside, one verification a call."""
     LLMAPI = "llmapi"
     """TensorRT-LLM's LLM API: it drafts by itself, within its iterations."""
 

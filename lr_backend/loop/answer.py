@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lr_backend.contract import IntArray
 from lr_backend.loop.ledger import Ledger
 from lr_backend.loop.tree import Decision, append
-from lr_backend.request import FinishReason, Origin, StepRecord
+from lr_backend.request import FinishReason, Origin, StepRecord, Usage
 from lr_backend.steps.rules import StepRules
 from lr_backend.steps.step import Step, StepEnd, StepTokenizer
 from lr_backend.steps.text import TextStream
@@ -30,6 +30,16 @@ class Committed:
 
 Emit = Callable[[Committed], None]
 """Receives committed text in order; must not block."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The one end of a request."""
+
+    finish_reason: FinishReason
+    usage: Usage
+    completion_ids: tuple[int, ...]
+    ledger: Ledger
 
 
 class Answer:

@@ -1,4 +1,4 @@
-"""The books of one request: every engine call and every move of the root, counted once.
+"""What one request did: every engine call and every move of the root, counted once.
 
 Everything in :class:`~lr_backend.request.Usage` and in the trace is read from here, so that the two cannot disagree.
 """
@@ -85,7 +85,7 @@ class Ledger:
             index of the step that the move committed).
         draft_calls: calls of the draft model for draft tokens, by id.
         verifications: tokens proposed and accepted, one pair a verification of draft tokens.
-        num_engine_passes: passes of calls whose drafts the engine itself guessed.
+        num_engine_passes: passes of calls whose draft tokens the engine wrote itself.
     """
 
     clock: Clock
@@ -152,7 +152,7 @@ class Ledger:
             span.num_accepted += num_accepted
 
     def engine_drafted(self, generation: Generation) -> None:
-        """Count the drafts that an engine guessed by itself, which only it can say."""
+        """Count the draft tokens that an engine wrote by itself, which only it can say."""
         self.num_proposed += generation.num_draft_tokens
         self.num_accepted += generation.num_accepted_tokens
         self.num_engine_passes += len(generation.token_ids) - generation.num_accepted_tokens

@@ -7,53 +7,37 @@
     verify    whoever has a target step t and a drafted step d after the same prefix is judged, at any depth
     advance   the root moves onto the accepted drafted step, or past the target's own; what cannot win any more is cancelled
 
-The rest of the module is the frame around it: what comes before and after the reasoning, the deadline, the one end that every
-request has. It knows engines, verifiers and proposers by protocol only; no Triton, no torch, no tensors beyond token arrays. What
-it is made of is put together in :mod:`~lr_backend.loop.assemble`.
+The rest of the module is the frame around it: the deadline, the answer behind the reasoning, the one end that every request has.
+Engines, verifiers and proposers are known by protocol only. :mod:`~lr_backend.loop.assemble` puts them together.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from math import ceil
 
-from lr_backend.audit.desk import RequestAudit
+from lr_backend.audit.request import RequestAudit
 from lr_backend.config import LoopConfig
 from lr_backend.contract import IntArray
 from lr_backend.engine import Sampling
 from lr_backend.errors import EngineError, EngineRejected, TargetUnavailable
-from lr_backend.loop.answer import Answer
-from lr_backend.loop.ledger import Job, Ledger, made_for
-from lr_backend.loop.tree import Decision, Node, Tree
+from lr_backend.loop.answer import Answer, Outcome
+from lr_backend.loop.ledger import Ledger
+from lr_backend.loop.tree import Decision, Horizon, Node, Tree
+from lr_backend.loop.work import Change, WorkUnderWay
 from lr_backend.loop.writer import StepWriter
 from lr_backend.policy.policy import Learned, RequestPolicy
 from lr_backend.propose.growing import GrowingText
-from lr_backend.request import FinishReason, LookaheadRequest, Origin, Usage
+from lr_backend.request import FinishReason, LookaheadRequest, Origin
 from lr_backend.steps.rules import Ending, StepRules
 from lr_backend.steps.step import Step
 from lr_backend.trace.schema import Purpose
 from lr_backend.verify import ExactVerifier, Reason, StepPair, Verifier
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The one end of a request."""
-
-    finish_reason: FinishReason
-    usage: Usage
-    completion_ids: tuple[int, ...]
-    ledger: Ledger
-
-
-Change = Callable[[], None]
-"""What a completion does to the tree; raises where the work failed."""
-Work = Callable[[], Awaitable[Change]]
 
 USUAL_STEP_TOKENS = 24
 """Length of a step before one was seen."""
@@ -81,14 +65,13 @@ class LookaheadLoop:
     audit: RequestAudit
     policy: RequestPolicy
     shared: Learned
-    # Nodes in the window with their tasks; completions in the order in which they came. A node that is no longer here has
-    # lost: its tasks are cancelled, and what they still complete is ignored.
-    _window: defaultdict[Node, list[asyncio.Task[None]]] = field(default_factory=lambda: defaultdict(list))
-    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    _completions: asyncio.Queue[tuple[Node, Change]] = field(default_factory=asyncio.Queue)
+    _work: WorkUnderWay = field(init=False)
     _drafting: dict[Node, GrowingText] = field(default_factory=dict)
     """Drafted steps as far as they are written."""
     _verdicts: count[int] = field(default_factory=count)
+
+    def __post_init__(self) -> None:
+        self._work = WorkUnderWay(self.ledger)
 
     # The frame -----------------------------------------------------------------------------------------------------
 
@@ -114,8 +97,7 @@ class LookaheadLoop:
             raise TargetUnavailable(f"the target engine failed: {error.message}") from error
         answer.flush()
         if self.target.draft_tokens is not None:
-            for seen in self.ledger.timed_verifications():
-                self.shared.draft_length[self.request.proposer].verified(*seen)
+            self.shared.learn_draft_length(self.request.proposer, self.ledger.timed_verifications())
         assert answer.finish is not None
         about = {**self.audit.usage(), "seed": self.request.seed}
         usage = self.ledger.usage(self.request.mode).model_copy(update=about)
@@ -155,34 +137,25 @@ class LookaheadLoop:
         try:
             while answer.finish is None and answer.is_reasoning and not self._has_come_to_rest(tree):
                 self._expand(tree)
-                await self._absorb()
+                await self._work.absorb()
                 self._verify(tree)
                 self._advance(tree)
         finally:
-            await self._cancel_all()
+            await self._work.cancel_all()
 
     def _expand(self, tree: Tree) -> None:
         """Start every drafted step and every target step that the window allows."""
         targets = tree.start_targets()
         for node in tree.start_drafts():
             self._drafting[node] = GrowingText()
-            self._start(node, Purpose.DRAFTED_STEP, partial(self._draft, tree, node))
+            self._work.start(node, Purpose.DRAFTED_STEP, partial(self._draft, tree, node))
         for node in targets:
-            self._start(node, Purpose.TARGET_STEP, partial(self._write_target, tree, node))
-
-    async def _absorb(self) -> None:
-        """Wait until something completes; take all that has."""
-        completed = [await self._completions.get()]
-        while not self._completions.empty():
-            completed.append(self._completions.get_nowait())
-        for node, change in completed:
-            if node in self._window:
-                change()
+            self._work.start(node, Purpose.TARGET_STEP, partial(self._write_target, tree, node))
 
     def _verify(self, tree: Tree) -> None:
         """Have every new pair of a target step and a drafted step judged, wherever in the window."""
         for target, node in tree.start_verdicts():
-            self._start(node, Purpose.VERDICT, partial(self._judge, tree, target, node))
+            self._work.start(node, Purpose.VERDICT, partial(self._judge, tree, target, node))
         self._cancel(tree.prune())
 
     def _advance(self, tree: Tree) -> None:
@@ -192,7 +165,8 @@ class LookaheadLoop:
             accepted, compared = decision.winner is not None, decision.compared
             self._cancel(decision.discarded)
             self.ledger.root_moved(decision)
-            self.audit.moved(decision, self._pair_decided)
+            verdict = compared.verdict if compared is not None else None
+            self.audit.decided(verdict, len(decision.position.prefix), partial(self._pair_decided, decision))
             if compared is not None:
                 drafted = compared.drafted
                 self.shared.acceptance[self.audit.decides].decided(accepted, drafted.log_prob if drafted is not None else None)
@@ -201,11 +175,16 @@ class LookaheadLoop:
             self.policy.committed(len(decision.step.ids))
             self._look_ahead(tree)
 
+    def _cancel(self, nodes: Iterable[Node]) -> None:
+        lost = tuple(nodes)
+        self._work.cancel(lost)
+        for node in lost:
+            self._drafting.pop(node, None)
+
     def _look_ahead(self, tree: Tree) -> None:
         """As far as it pays from here."""
-        tree.max_depth = self._depth
-        tree.min_chance, tree.min_draft_chance = self.policy.min_chance, self.policy.min_draft_chance
-        tree.acceptance = self.shared.acceptance[self.audit.decides].rate
+        policy, acceptance = self.policy, self.shared.acceptance[self.audit.decides]
+        tree.horizon = Horizon(self._depth, policy.min_chance, policy.min_draft_chance, acceptance.rate)
 
     # The work at one node: each coroutine returns what its completion changes ---------------------------------------
 
@@ -228,16 +207,16 @@ class LookaheadLoop:
                 )
                 work.num_tokens = len(step.ids)
         except EngineError:
-            return lambda: self._drafted(tree, node, None)
+            return partial(self._drafted, tree, node, None)
         node.times_s["drafted_finished_s"] = self.ledger.now_s()
         self.shared.prices.step_tokens.add(len(step.ids))
         self.ledger.num_steps_drafted += 1
-        return lambda: self._drafted(tree, node, step)
+        return partial(self._drafted, tree, node, step)
 
     def _drafted(self, tree: Tree, node: Node, step: Step | None) -> None:
         if step is None:  # no draft, no lookahead: the target goes on alone
             self.ledger.degrade("draft")
-            tree.max_depth = 0
+            tree.horizon.max_depth = 0
         elif step.log_prob is not None:
             node.chance = self.shared.acceptance[self.audit.decides].chance(step.log_prob)
         tree.drafted(node, step)
@@ -266,9 +245,8 @@ class LookaheadLoop:
 
     def _pair(self, position: Node, target: Step, node: Node, call_id: str) -> StepPair:
         assert node.drafted is not None
-        return StepPair(
-            target, node.drafted, self.answer.plain(target), self.answer.plain(node.drafted), call_id, position.prefix
-        )
+        texts = self.answer.plain(target), self.answer.plain(node.drafted)
+        return StepPair(target, node.drafted, *texts, call_id, position.prefix)
 
     def _pair_decided(self, decision: Decision) -> StepPair:
         """The pair by which the root has moved, for its audit."""
@@ -288,33 +266,6 @@ class LookaheadLoop:
                 step = await self.target.write(prefix, most, ending, sibling=sibling, drafts=drafts)
             work.num_tokens = len(step.ids)
         return step
-
-    # Tasks: none outlives the request -------------------------------------------------------------------------------
-
-    def _start(self, node: Node, purpose: Purpose, work: Work) -> None:
-        task = asyncio.create_task(self._complete(node, self.ledger.job(purpose, node), work))
-        self._window[node].append(task)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _complete(self, node: Node, job: Job | None, work: Work) -> None:
-        try:
-            with made_for(job):
-                change = await work()
-        except Exception as error:  # whatever it is, the loop's own task raises it: no work fails unseen
-            change = _raising(error)
-        self._completions.put_nowait((node, change))
-
-    def _cancel(self, nodes: Iterable[Node]) -> None:
-        for node in nodes:
-            for task in self._window.pop(node, ()):
-                task.cancel()
-            self._drafting.pop(node, None)
-
-    async def _cancel_all(self) -> None:
-        self._cancel(list(self._window))
-        if self._tasks:
-            await asyncio.wait(self._tasks)
 
     # Small questions -----------------------------------------------------------------------------------------------
 
@@ -340,15 +291,8 @@ class LookaheadLoop:
 
     def _has_come_to_rest(self, tree: Tree) -> bool:
         """Nothing is in flight and nothing would be but the target's next step, which then need not end where a step does."""
-        return tree.max_depth == 0 and not self._window and not self._is_watched
+        return tree.horizon.max_depth == 0 and not self._work and not self._is_watched
 
     def _budget(self, prefix: IntArray) -> int:
         """Tokens that a step after ``prefix`` may have."""
         return min(self.config.limits.max_step_tokens, self.answer.end - len(prefix))
-
-
-def _raising(error: Exception) -> Change:
-    def change() -> None:
-        raise error
-
-    return change

@@ -56,11 +56,6 @@ class Seeds:
         return _hash(f"{self.request_seed}/{what}") >> 1
 
 
-def audit_draw(request_seed: int, token_offset: int) -> float:
-    """A number in [0, 1) for the position at ``token_offset``, drawn apart from everything that is written there."""
-    return (_hash(f"{request_seed}/{token_offset}/audit") >> 11) / 2**53
-
-
 def _hash(text: str) -> int:
     """64 bits."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")

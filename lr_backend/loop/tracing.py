@@ -41,7 +41,7 @@ def _call(span: CallSpan, ledger: Ledger, ends: Sequence[int]) -> Call:
     if span.drafts_tokens and not (span.failed or span.cancelled):
         dropped = job is not None and outcome is CallOutcome.WASTED
         outcome = CallOutcome.WASTED if dropped or not span.num_proposed else _verified(span)
-    purpose = Purpose.TOKEN_DRAFT if span.drafts_tokens else Purpose.ALONE if job is None else job.purpose
+    purpose = Purpose.DRAFT_TOKENS if span.drafts_tokens else Purpose.ALONE if job is None else job.purpose
     in_answer = outcome is CallOutcome.COMMITTED or (outcome is CallOutcome.ACCEPTED and purpose is Purpose.DRAFTED_STEP)
     return Call(
         role=span.role,

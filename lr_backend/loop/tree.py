@@ -127,18 +127,32 @@ class Decision:
     discarded: tuple[Node, ...]
 
 
+@dataclass
+class Horizon:
+    """How far to look ahead. It may change while a request runs.
+
+    Attributes:
+        max_depth: target steps that run at most along one chain from the root; drafting runs one step past them. 0: no drafts.
+        min_chance: work starts only where it is of use with this probability at least; of an own branch and below.
+        min_draft_chance: the same of work below drafted steps alone.
+        acceptance: chance that a drafted step is accepted, where nothing else is known of it.
+    """
+
+    max_depth: int = 0
+    min_chance: float = 0.0
+    min_draft_chance: float = 0.0
+    acceptance: float = 1.0
+
+
 class Tree:
     """The window of one request.
 
     Args:
         prefix: committed tokens, shape [N].
         end: absolute token count at which the answer is full; nothing starts at or past it.
-        max_depth: target steps that run at most along one chain from the root; drafting runs one step past them. 0: no drafts.
+        horizon: how far to look ahead.
         width: drafted children of a node at most.
         own_branches: go on from a target step while the verdicts on the drafted ones are pending.
-        min_chance: work starts only where it is of use with this probability at least; of an own branch and below.
-        min_draft_chance: the same of work below drafted steps alone.
-        acceptance: chance that a drafted step is accepted, where nothing else is known of it.
         wait_for_drafts: the root waits for a draft that was started (deterministic) instead of calling it late.
     """
 
@@ -147,22 +161,16 @@ class Tree:
         prefix: IntArray,
         *,
         end: int,
-        max_depth: int = 0,
+        horizon: Horizon | None = None,
         width: int = 1,
         own_branches: bool = False,
-        min_chance: float = 0.0,
-        min_draft_chance: float = 0.0,
-        acceptance: float = 1.0,
         wait_for_drafts: bool = False,
     ) -> None:
         self.root = Node(prefix)
         self.end = end
-        self.max_depth = max_depth
+        self.horizon = horizon or Horizon()
         self.width = width
         self.own_branches = own_branches
-        self.min_chance = min_chance
-        self.min_draft_chance = min_draft_chance
-        self.acceptance = acceptance
         self.wait_for_drafts = wait_for_drafts
 
     # What may start ------------------------------------------------------------------------------------------------
@@ -172,12 +180,12 @@ class Tree:
 
         As many run at a time as a chain of drafted steps would have: an own branch takes the place of what is less likely.
         """
-        most = max(1, self.max_depth) * self.width
+        most = max(1, self.horizon.max_depth) * self.width
         num_free = most - sum(node.target_started and node.target is None for node in self.root.subtree() if not node.lost)
         waiting = [
             (chance, node)
             for node, depth, chance in self._open_nodes()
-            if depth < max(1, self.max_depth) and not node.target_started and len(node.prefix) < self.end
+            if depth < max(1, self.horizon.max_depth) and not node.target_started and len(node.prefix) < self.end
         ]
         waiting.sort(key=lambda pair: -pair[0])
         nodes = [node for _, node in waiting[: max(0, num_free)]]
@@ -193,11 +201,11 @@ class Tree:
         parents = [
             node
             for node, depth, _ in self._open_nodes()
-            if depth < self.max_depth and node.target_started and not node.children and len(node.prefix) < self.end
+            if depth < self.horizon.max_depth and node.target_started and not node.children and len(node.prefix) < self.end
         ]
         for node in parents:
             node.children = [
-                Node(node.prefix, parent=node, sibling=index, drafting=Drafting.RUNNING, chance=self.acceptance)
+                Node(node.prefix, parent=node, sibling=index, drafting=Drafting.RUNNING, chance=self.horizon.acceptance)
                 for index in range(self.width)
             ]
         return [child for node in parents for child in node.children]
@@ -226,7 +234,7 @@ class Tree:
         frontier = [(self.root, 0, 1.0, True)]
         while frontier:
             node, depth, chance, drafted = frontier.pop()
-            least = self.min_draft_chance if drafted else self.min_chance
+            least = self.horizon.min_draft_chance if drafted else self.horizon.min_chance
             # Unlikely, or lost already: nothing more is spent below it.
             if depth and (node.lost or node.drafting is not Drafting.DONE or node.closed or chance <= 0.0 or chance < least):
                 continue

@@ -42,6 +42,15 @@ class DraftTokens:
     one_hot_vocab: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What is written where: behind ``prefix``, up to ``ending``; ``sibling`` draws with noise of its own."""
+
+    prefix: IntArray
+    ending: Ending
+    sibling: int
+
+
 @dataclass
 class StepWriter:
     """Writes steps of one request with one role's engine.
@@ -71,11 +80,12 @@ class StepWriter:
         Raises:
             EngineError: the engine failed.
         """
+        place = _Place(prefix, ending, sibling)
         written: list[int] = []
         num_empty = 0
         while (step := ending.cut(written, max_tokens)) is None:
             room = max_tokens - len(written)
-            generation = await self._call(prefix, written, room, ending, sibling, drafts=drafts)
+            generation = await self._call(place, written, room, drafts=drafts)
             num_empty = self._seen(generation, num_empty)
             written.extend(generation.token_ids)
         return step
@@ -99,12 +109,13 @@ class StepWriter:
             sampling: instead of the writer's own.
             scored: ask for the step's log-probability.
         """
+        place = _Place(prefix, ending, sibling)
         log_probs: list[float] = []
         num_empty = 0
         try:
             while (step := ending.cut(text.ids, max_tokens)) is None:
                 room = min(tokens_a_call or max_tokens, max_tokens - len(text.ids))
-                generation = await self._call(prefix, text.ids, room, ending, sibling, sampling=sampling, scored=scored)
+                generation = await self._call(place, text.ids, room, sampling=sampling, scored=scored)
                 num_empty = self._seen(generation, num_empty)
                 log_probs.extend(generation.log_probs)
                 text.extend(generation.token_ids)
@@ -127,6 +138,7 @@ class StepWriter:
         def room_after(ids: Sequence[int]) -> int:
             return max_tokens - len(ids) if ending.cut(ids, max_tokens) is None else 0
 
+        place = _Place(prefix, ending, sibling)
         written: list[int] = []
         num_empty = 0
         async with known.source.step(prefix, ending.stop_words, room_after, drafted) as drafts:
@@ -136,7 +148,7 @@ class StepWriter:
                 proposal = await drafts.next(written, most) if most > 0 else NOTHING
                 proposed = self._until_end(proposal, written, max_tokens, ending)
                 budget = len(proposed) + 1 if proposed else min(room, proposal.plain_tokens or room)
-                generation = await self._call(prefix, written, budget, ending, sibling, proposed=proposed)
+                generation = await self._call(place, written, budget, proposed=proposed)
                 num_empty = self._seen(generation, num_empty)
                 if proposed:
                     num_accepted = num_equal(proposed, generation.token_ids)
@@ -161,17 +173,16 @@ class StepWriter:
 
     async def _call(
         self,
-        prefix: IntArray,
+        place: _Place,
         written: Sequence[int],
         budget: int,
-        ending: Ending,
-        sibling: int,
         *,
         proposed: tuple[int, ...] = (),
         sampling: Sampling | None = None,
         scored: bool = False,
         drafts: bool = False,
     ) -> Generation:
+        prefix = place.prefix
         context = np.concatenate([prefix, np.asarray(written, dtype=np.int32)]) if written else prefix
         sampling = sampling or self.sampling
         draft_ids = np.asarray(proposed, dtype=np.int32) if proposed else None
@@ -181,8 +192,8 @@ class StepWriter:
             input_ids=context,
             max_new_tokens=budget,
             sampling=sampling,
-            seed=self.seeds.step(len(prefix), len(context), self.role, sibling),
-            stop_words=ending.stop_words,
+            seed=self.seeds.step(len(prefix), len(context), self.role, place.sibling),
+            stop_words=place.ending.stop_words,
             draft_ids=draft_ids,
             draft_logits=one_hot_logits(draft_ids, vocab_size) if draft_ids is not None and vocab_size else None,
             return_log_probs=scored,

@@ -15,8 +15,7 @@ import numpy as np
 from lr_backend.emulated.workload import Workload
 from lr_backend.engine import Role
 from lr_backend.errors import TraceError
-from lr_backend.plan.budget import acceptance_from_length
-from lr_backend.request import Origin, StepRecord, VerifierName
+from lr_backend.request import Origin, StepRecord
 from lr_backend.steps.tokens import num_equal
 from lr_backend.trace.schema import Purpose, Trace
 from lr_backend.verify.verdict import UNCOMPARED, Reason
@@ -24,6 +23,8 @@ from lr_backend.verify.verdict import UNCOMPARED, Reason
 MAX_SPREAD, MAX_HIT_RATE = 0.95, 0.8
 _WORDS = re.compile(r"\n\n|\S+")
 """The end of a step is a word of its own: nothing is found across it that has not stood across one before."""
+
+BISECTIONS = 40
 
 
 def fit_workload(traces: Sequence[Trace]) -> Workload:
@@ -53,9 +54,9 @@ def fit_workload(traces: Sequence[Trace]) -> Workload:
     )
 
 
-def by_verifier(traces: Sequence[Trace]) -> dict[VerifierName, list[Trace]]:
+def by_verifier(traces: Sequence[Trace]) -> dict[str, list[Trace]]:
     """The traces in which each verifier has compared steps."""
-    groups: dict[VerifierName, list[Trace]] = {}
+    groups: dict[str, list[Trace]] = {}
     for trace in traces:
         if any(_trials(record, trace) for record in trace.steps):
             groups.setdefault(trace.request.effective_verifier, []).append(trace)
@@ -221,3 +222,15 @@ def _after(trace: Trace) -> set[int]:
 def _spread(lengths: Sequence[int], mean: float) -> float:
     """Half the width, as a share of the mean, of a uniform distribution that varies as much."""
     return min(MAX_SPREAD, sqrt(3.0 * fmean((one - mean) ** 2 for one in lengths)) / mean)
+
+
+def acceptance_from_length(mean_accepted: float, num_drafts: int) -> float:
+    """The token acceptance at which ``mean_accepted`` of ``num_drafts`` draft tokens stand, on average."""
+    if not 0.0 <= mean_accepted <= num_drafts:
+        raise ValueError(f"mean_accepted={mean_accepted} is out of range")
+    low, high = 0.0, 1.0
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        expected = sum(middle**k for k in range(1, num_drafts + 1))
+        low, high = (middle, high) if expected < mean_accepted else (low, middle)
+    return low

@@ -28,8 +28,10 @@ from lr_backend.hardware.machine import LinearTimes
 from lr_backend.trace.analysis import critical_path
 from lr_backend.trace.schema import Call, CallOutcome, Purpose, Trace
 
-MIN_CALLS = 8
-"""Completed calls of target and draft each below which chance says more than the traces do."""
+LEAST_CALLS = 1
+"""Completed calls of target and draft each below which nothing can be fitted."""
+FEW_CALLS = 8
+"""Below so many of either, what a prompt and a crowd take cannot be told from chance, and is left out."""
 MAX_CROWDING = 2.0
 """At 1 a batch already takes as long as its sequences one after another."""
 GRID = 21
@@ -45,10 +47,15 @@ Indices = npt.NDArray[np.intp]
 
 @dataclass(frozen=True)
 class TimedTraces:
-    """Traces of one deployment, with the times that fit all of them."""
+    """Traces of one deployment, with the times that fit all of them.
+
+    Attributes:
+        rough: they hold few calls: only what a call and a token take was fitted.
+    """
 
     times: LinearTimes
     recorded: Sequence[_Recorded]
+    rough: bool = False
 
     @classmethod
     def of(cls, traces: Sequence[Trace], num_cores: float | None = None) -> TimedTraces:
@@ -57,7 +64,7 @@ class TimedTraces:
         Raises:
             TraceError: too few calls to fit.
         """
-        passes, recorded = _passes(traces, num_cores)
+        passes, recorded, rough = _passes(traces, num_cores)
         times = LinearTimes(
             target_token_s=passes.target_token_s,
             draft_token_s=passes.draft_token_s,
@@ -70,7 +77,7 @@ class TimedTraces:
             draft_prompt_s=passes.draft_prompt_s,
             num_cores=num_cores,
         )
-        return cls(times, recorded)
+        return cls(times, recorded, rough)
 
     def verdict_s(self, traces: Sequence[Trace]) -> float:
         """What a verdict takes in some of the traces."""
@@ -251,20 +258,31 @@ def _judges(call: Call) -> bool:
     return call.purpose is Purpose.VERDICT
 
 
-def _passes(traces: Sequence[Trace], num_cores: float | None) -> tuple[_Times, list[_Recorded]]:
-    """Raises: TraceError: too few calls to fit."""
+def _passes(traces: Sequence[Trace], num_cores: float | None) -> tuple[_Times, list[_Recorded], bool]:
+    """The times, what ran when by them, and whether there were few calls. Raises: TraceError: too few calls to fit."""
     recorded = _with_timelines(traces, num_cores)
     # An engine that does not say what it reused says nothing of its prompts either.
     says_reuse = any(call.num_reused_tokens for trace in traces for call in trace.calls)
     for _ in range(ROUNDS):
         target, draft = (_Timed.of(recorded, role, _decodes) for role in (Role.TARGET, Role.DRAFT))
         for found in (target, draft):
-            if len(found) < MIN_CALLS:
+            if len(found) < LEAST_CALLS:
                 what = f"{len(found)} completed calls of the {found.role.value} without draft tokens"
-                raise TraceError(f"too few calls: {what}, {MIN_CALLS} needed")
-        times = _fit_passes(target, draft, with_prompts=says_reuse)
+                raise TraceError(f"too few calls: {what}, {LEAST_CALLS} needed: record a longer answer, or give more traces")
+        rough = min(len(target), len(draft)) < FEW_CALLS
+        times = _fit_rough(target, draft) if rough else _fit_passes(target, draft, with_prompts=says_reuse)
         recorded = _with_timelines(traces, num_cores, times, recorded)
-    return times, recorded
+    return times, recorded, rough
+
+
+def _fit_rough(target: _Timed, draft: _Timed) -> _Times:
+    """What a call and a token take, where calls are few. Where even these cannot be told apart, a call itself takes nothing."""
+    _, found = _fit_line(target, draft, 0.0, with_prompts=False)
+    call_s, target_token_s, draft_token_s = found[:3].tolist()
+    if target_token_s <= 0.0 or draft_token_s <= 0.0:
+        call_s = 0.0
+        target_token_s, draft_token_s = (float(np.sum(one.seconds) / np.sum(one.passes)) for one in (target, draft))
+    return _Times(call_s, target_token_s, draft_token_s, 0.0, 0.0, 0.0)
 
 
 def _fit_passes(target: _Timed, draft: _Timed, *, with_prompts: bool) -> _Times:

@@ -10,16 +10,20 @@ from lr_backend.hardware.machine import LinearTimes
 from lr_backend.plan.fit_texts import acceptance, by_verifier, fit_workload
 from lr_backend.plan.fit_times import TimedTraces
 from lr_backend.plan.simulation import Scenario
-from lr_backend.request import VerifierName
 from lr_backend.trace.schema import Trace
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """What traces tell: how texts behave, and in seconds how long everything takes."""
+    """What traces tell: how texts behave, and in seconds how long everything takes.
+
+    Attributes:
+        rough: the traces hold few calls.
+    """
 
     workload: Workload
     times: LinearTimes
+    rough: bool = False
 
     @property
     def scenario(self) -> Scenario:
@@ -36,10 +40,11 @@ def fit(traces: Sequence[Trace], num_cores: float | None = None) -> Fitted:
     Raises:
         TraceError: no trace with lookahead, too few calls to fit, or no drafted step that was compared.
     """
-    return Fitted(fit_workload(traces), TimedTraces.of(traces, num_cores).times)
+    workload, timed = fit_workload(traces), TimedTraces.of(traces, num_cores)
+    return Fitted(workload, timed.times, timed.rough)
 
 
-def fit_by_verifier(traces: Sequence[Trace], num_cores: float | None = None) -> dict[VerifierName, Fitted]:
+def fit_by_verifier(traces: Sequence[Trace], num_cores: float | None = None) -> dict[str, Fitted]:
     """:func:`fit` for each verifier of the traces, with acceptance and verdicts from its own traces alone.
 
     Raises:
@@ -47,6 +52,6 @@ def fit_by_verifier(traces: Sequence[Trace], num_cores: float | None = None) -> 
     """
     workload, timed = fit_workload(traces), TimedTraces.of(traces, num_cores)
     return {
-        name: Fitted(replace(workload, **acceptance(group)), replace(timed.times, verdict_s=timed.verdict_s(group)))
+        name: Fitted(replace(workload, **acceptance(group)), replace(timed.times, verdict_s=timed.verdict_s(group)), timed.rough)
         for name, group in by_verifier(traces).items()
     }

@@ -21,8 +21,8 @@ from lr_backend.emulated.workload import Workload
 from lr_backend.engine import EngineCall, Role
 from lr_backend.errors import ConfigError
 from lr_backend.hardware.machine import LinearTimes, Machine, Place
-from lr_backend.loop.assemble import Engines, Models, assemble
-from lr_backend.loop.loop import Outcome
+from lr_backend.loop.answer import Outcome
+from lr_backend.loop.assemble import Engines, Models, Server, assemble
 from lr_backend.loop.tracing import build_trace
 from lr_backend.policy.policy import Learned
 from lr_backend.request import LookaheadRequest, Mode, Usage
@@ -152,14 +152,14 @@ async def _answer_all(scenario: Scenario, policy: Policy, seed: int, first: int,
     engines = _engines(scenario.machine, texts)
     # Whether noise is shared shows in the workload: in how many drafted steps are the target's word for word.
     config = _config(scenario).model_copy(update={"coupled_noise": policy.mode is Mode.LOSSLESS})
-    shared = Learned(asyncio.get_running_loop().time)
+    models = Models(RULES, VOCABULARY, judge_prompt(workload), VOCABULARY)
+    server = Server(engines, models, config, Learned(asyncio.get_running_loop().time))
     fields = {"text_input": "?", "max_tokens": workload.max_tokens, "stream": False, "temperature": 0.6, "seed": seed}
     shape = {"mode": policy.mode, "max_depth": policy.max_depth, "width": policy.width, "trace": trace}
     request = LookaheadRequest.parse({**fields, **shape, **policy.fields})
 
     async def answer(number: int) -> Outcome:
-        models = Models(RULES, VOCABULARY, judge_prompt(workload), VOCABULARY)
-        loop = assemble(request, texts.prompt(number), f"{number}", engines, models, config, lambda committed: None, shared)
+        loop = assemble(request, texts.prompt(number), f"{number}", server, lambda committed: None)
         return await loop.run()
 
     outcomes: list[Outcome] = []

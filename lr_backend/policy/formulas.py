@@ -1,7 +1,7 @@
 """What step speculation gains: the paper's formulas for the asynchronous window (section 3.2, Theorem 2).
 
 :func:`ceiling` is the paper's: steps of equal cost, verdicts that cost nothing, parallel steps that cost no more than one.
-:func:`speedup` adds what verdicts and parallel steps do cost. Both count a *cycle*: accepted steps up to a correction.
+:func:`speedup` adds what verdicts do cost. Both count a *cycle*: accepted steps up to a correction.
 """
 
 from __future__ import annotations
@@ -33,10 +33,8 @@ def ceiling(acceptance_rate: float, cost_ratio: float, max_depth: int) -> float:
     return speedup(acceptance_rate, cost_ratio, max_depth)
 
 
-def speedup(
-    acceptance_rate: float, cost_ratio: float, max_depth: int, *, verdict_cost: float = 0.0, slowdown: float = 1.0
-) -> float:
-    """How much faster ``lr`` is than the target alone, with overheads in units of one target step that runs alone.
+def speedup(acceptance_rate: float, cost_ratio: float, max_depth: int, *, verdict_cost: float = 0.0) -> float:
+    """How much faster ``lr`` is than the target alone, with verdicts in units of one target step.
 
     The root moves only with a verdict, which comes after the target's step: a step takes so much longer, and drafts are so much
     cheaper beside it. So a deeper window is of use than without verdicts.
@@ -44,7 +42,6 @@ def speedup(
     Args:
         acceptance_rate, cost_ratio, max_depth: as in :func:`ceiling`.
         verdict_cost: time of a verdict.
-        slowdown: time of a target step among the window's others, at least 1.
 
     Raises:
         ValueError: an argument out of its range.
@@ -53,8 +50,7 @@ def speedup(
     _check("acceptance_rate", alpha, 0.0 <= alpha < 1.0)
     _check("max_depth", k, k >= 1)
     _check("verdict_cost", verdict_cost, verdict_cost >= 0.0)
-    _check("slowdown", slowdown, slowdown >= 1.0)
-    whole = slowdown + verdict_cost
+    whole = 1.0 + verdict_cost
     c /= whole
     num_steps = 1.0 / (1.0 - alpha)
     if k >= useful_depth(c):  # S1: the next target step starts as soon as its prefix is drafted

@@ -9,6 +9,7 @@ prices, corrected by what was measured (:mod:`~lr_backend.policy.trial`).
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -18,7 +19,7 @@ from lr_backend.policy.draft_length import DraftLength
 from lr_backend.policy.formulas import speedup
 from lr_backend.policy.prices import Prices
 from lr_backend.policy.trial import LEAST_STEPS, Trial, Way
-from lr_backend.request import LookaheadRequest, ProposerName, VerifierName
+from lr_backend.request import LookaheadRequest, ProposerName
 
 USUAL_GAIN_OF_DRAFTS = 1.3
 """Of the target's steps, before draft tokens were tried."""
@@ -31,20 +32,25 @@ class Learned:
 
     def __init__(self, clock: Clock) -> None:
         self.prices = Prices(clock)
-        self.acceptance: defaultdict[VerifierName, Acceptance] = defaultdict(Acceptance)
-        self.draft_length: defaultdict[ProposerName, DraftLength] = defaultdict(DraftLength)
-        self._trials: dict[tuple[int, ProposerName, VerifierName, tuple[Way, ...]], Trial] = {}
+        self.acceptance: defaultdict[str, Acceptance] = defaultdict(Acceptance)
+        self.draft_length: defaultdict[str, DraftLength] = defaultdict(DraftLength)
+        self._trials: dict[tuple[int, str, str, tuple[Way, ...]], Trial] = {}
 
-    def trial(self, proposer: ProposerName, verifier: VerifierName, ways: tuple[Way, ...]) -> Trial:
+    def trial(self, proposer: str, verifier: str, ways: tuple[Way, ...]) -> Trial:
         """That of the present load: requests in flight, by powers of two."""
         key = (self.prices.num_requests.bit_length(), proposer, verifier, ways)
         if key not in self._trials:
             self._trials[key] = Trial(ways)
         return self._trials[key]
 
-    def num_draft_tokens(self, proposer: ProposerName, most: int) -> int:
+    def learn_draft_length(self, proposer: str, verifications: Iterable[tuple[int, int, float]]) -> None:
+        """From one answer: draft tokens proposed and accepted, and seconds, of every verification."""
+        for num_proposed, num_accepted, seconds in verifications:
+            self.draft_length[proposer].verified(num_proposed, num_accepted, seconds)
+
+    def num_draft_tokens(self, proposer: str, most: int) -> int:
         """To verify at once."""
-        drafted_token_s = self.prices.drafted_token_s.value if proposer is ProposerName.DRAFT_MODEL else None
+        drafted_token_s = self.prices.drafted_token_s.value if proposer == ProposerName.DRAFT_MODEL else None
         return self.draft_length[proposer].best(most, drafted_token_s or 0.0) if most else 0
 
     @property
@@ -137,7 +143,7 @@ class Measured:
     request: LookaheadRequest
     shared: Learned
     max_depth: int
-    verifier: VerifierName
+    verifier: str
     can_draft: bool
     _ways: tuple[Way, ...] = field(init=False)
     _way: Way = field(init=False)

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 from lr_backend.clock import Clock
 from lr_backend.policy.average import Average
-from lr_backend.request import VerifierName
 
 
 class Crowding:
@@ -37,11 +36,6 @@ class Crowding:
         self._n, self._x, self._y = self._n * self.FADE + 1.0, self._x * self.FADE + companions, self._y * self.FADE + seconds
         self._xx = self._xx * self.FADE + companions * companions
         self._xy = self._xy * self.FADE + companions * seconds
-
-    @property
-    def alone_s(self) -> float | None:
-        """Seconds of a token with no other sequence in flight, above 0; None before the first."""
-        return self._fit()[0] if self._n else None
 
     def at(self, companions: float) -> float:
         """Seconds of a token with so many others in flight; 0 before the first."""
@@ -120,7 +114,7 @@ class Prices:
         """By whether draft tokens are verified."""
         self.drafted_token_s = Average()
         self.step_tokens = Average()
-        self.verdict_s: defaultdict[VerifierName, Average] = defaultdict(Average)
+        self.verdict_s: defaultdict[str, Average] = defaultdict(Average)
         self.num_requests = 0
         self._sequences = Presence(clock)
 
@@ -162,7 +156,7 @@ class Prices:
             self.drafted_token_s.add((self.clock() - started) / work.num_tokens)
 
     @contextmanager
-    def verdict(self, verifier: VerifierName) -> Iterator[None]:
+    def verdict(self, verifier: str) -> Iterator[None]:
         """A verdict is made; timed if it comes to its end."""
         started = self.clock()
         yield

@@ -1,7 +1,8 @@
 """Draft tokens: where the tokens come from that the target verifies in one pass."""
 
 from lr_backend.propose.draft_model import DraftModel
+from lr_backend.propose.lookup import Lookup, Proposer
 from lr_backend.propose.ngram import NGram
 from lr_backend.propose.proposal import DraftSource, Proposal, StepDrafts
 
-__all__ = ["DraftModel", "DraftSource", "NGram", "Proposal", "StepDrafts"]
+__all__ = ["DraftModel", "DraftSource", "Lookup", "NGram", "Proposal", "Proposer", "StepDrafts"]

@@ -1,11 +1,8 @@
 """What a step is, on token ids.
 
-A step ends at the first token with which its text holds the delimiter, at an end token, at the end of the reasoning, or at a cap.
-The delimiter hides inside many tokens (``".\\n\\n"``) and across two (``"\\n" + "\\n"``), so the rule is about text, but it is
-worked out once for the vocabulary and then needs token ids alone. Pure: no clock, no engine.
-
-The end of a step follows from the step's own tokens. A boundary that the token after it decided would mean to drop that token and
-draw it again; at T > 0 the next one would then not be distributed as the target alone has it.
+A step ends at the first token with which its text holds a delimiter (:mod:`~lr_backend.steps.segment`), at an end token, at the
+end of the reasoning, or at a cap. The delimiter hides inside many tokens (``".\\n\\n"``) and across two (``"\\n" + "\\n"``), so
+the rule is about text. It is worked out once for the vocabulary, and then needs token ids alone. Pure: no clock, no engine.
 """
 
 from __future__ import annotations
@@ -15,6 +12,7 @@ from dataclasses import dataclass
 
 from lr_backend.contract import IntArray, encode_stop_words
 from lr_backend.errors import ConfigError
+from lr_backend.steps.segment import BLANK_LINE, Delimiter, Segmenter
 from lr_backend.steps.step import Step, StepEnd, StepTokenizer
 
 _OTHER_TEXT = "\x00"
@@ -41,7 +39,8 @@ class StepRules:
     """Where steps end, for one vocabulary.
 
     Attributes:
-        pieces: text of every token that holds a character of the delimiter; all others count as other text.
+        pieces: text of the tokens that hold a character of a delimiter; all others count as other text. Of all tokens, where the
+            segmenter is more than a delimiter.
         end_ids: tokens that end the answer.
         think_open_id, think_close_id: tokens around the reasoning, or None.
         closing_ids: tokens below which nothing is speculated: ends, think-close, tool markers.
@@ -50,7 +49,7 @@ class StepRules:
         end_words: for engine calls that run to the end of the answer.
     """
 
-    delimiter: str
+    segmenter: Segmenter
     pieces: Mapping[int, str]
     end_ids: frozenset[int]
     think_open_id: int | None
@@ -63,7 +62,7 @@ class StepRules:
     @classmethod
     def build(
         cls,
-        delimiter: str,
+        segmenter: Segmenter,
         pieces: Mapping[int, str],
         end_ids: Iterable[int],
         think_open_id: int | None = None,
@@ -80,15 +79,17 @@ class StepRules:
         if not ends:
             raise ConfigError("the tokenizer names no end token")
         close = frozenset() if think_close_id is None else frozenset({think_close_id})
-        relevant = {token: text for token, text in pieces.items() if set(text) & set(delimiter)}
-        whole = sorted(token for token, text in relevant.items() if delimiter in text)
-        pairs = _split_pairs(delimiter, {token: text for token, text in relevant.items() if delimiter not in text})
+        delimiters = segmenter.delimiters
+        relevant = {token: text for token, text in pieces.items() if set(text) & set("".join(delimiters))}
+        whole = sorted(token for token, text in relevant.items() if _holds(text, delimiters))
+        parts = {token: text for token, text in relevant.items() if not _holds(text, delimiters)}
+        pairs = [pair for delimiter in delimiters for pair in _split_pairs(delimiter, parts)]
         always = _singles([*sorted(ends), *sorted(close)])
         words = [*always, *_singles(whole), *pairs[:max_pairs]]
         closing = frozenset(tool_ids) | ends | close
         return cls(
-            delimiter=delimiter,
-            pieces=relevant,
+            segmenter=segmenter,
+            pieces=relevant if isinstance(segmenter, Delimiter) else dict(pieces),
             end_ids=ends,
             think_open_id=think_open_id,
             think_close_id=think_close_id,
@@ -104,7 +105,7 @@ class StepRules:
         tokenizer: StepTokenizer,
         end_ids: Iterable[int],
         *,
-        delimiter: str = "\n\n",
+        segmenter: Segmenter = BLANK_LINE,
         think_open: str | None = "<think>",
         think_close: str | None = "</think>",
         markers: Sequence[str] = (),
@@ -114,7 +115,7 @@ class StepRules:
         open_id = single_token(tokenizer, think_open) if think_open else None
         close_id = single_token(tokenizer, think_close) if think_close else None
         tool_ids = [token for text in markers if (token := single_token(tokenizer, text)) is not None]
-        return cls.build(delimiter, dict(enumerate(texts)), end_ids, open_id, close_id, tool_ids)
+        return cls.build(segmenter, dict(enumerate(texts)), end_ids, open_id, close_id, tool_ids)
 
     @property
     def of_step(self) -> Ending:
@@ -127,16 +128,19 @@ class StepRules:
 
     def cut(self, ids: Sequence[int], max_tokens: int) -> Step | None:
         """The first step in ``ids``, or None if they hold no end and are fewer than ``max_tokens``."""
-        tail = ""
+        delimiters = self.segmenter.delimiters
+        overlap = max(map(len, delimiters)) - 1
+        text = ""
         for count, token in enumerate(ids[:max_tokens], start=1):
             if token in self.end_ids:
                 return self.step(ids[:count], StepEnd.END)
             if token == self.think_close_id:
                 return self.step(ids[:count], StepEnd.THINK_CLOSE)
-            tail += self.pieces.get(token, _OTHER_TEXT)
-            if self.delimiter in tail:
+            piece = self.pieces.get(token, _OTHER_TEXT)
+            recent = text[len(text) - overlap :] + piece if overlap < len(text) else text + piece
+            text += piece
+            if _holds(recent, delimiters) and self.segmenter.ends(text):
                 return self.step(ids[:count], StepEnd.DELIMITER)
-            tail = tail[1 - len(self.delimiter) :] if len(self.delimiter) > 1 else ""
         return self.step(ids[:max_tokens], StepEnd.CAP) if len(ids) >= max_tokens else None
 
     def cut_answer(self, ids: Sequence[int], max_tokens: int) -> Step | None:
@@ -158,6 +162,10 @@ def single_token(tokenizer: StepTokenizer, text: str) -> int | None:
     """The id of a text that is one token of the vocabulary, else None."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     return ids[0] if len(ids) == 1 else None
+
+
+def _holds(text: str, delimiters: Sequence[str]) -> bool:
+    return any(delimiter in text for delimiter in delimiters)
 
 
 def _singles(tokens: Iterable[int]) -> list[tuple[int, ...]]:

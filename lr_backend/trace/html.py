@@ -24,7 +24,7 @@ ROW_PX, BAR_PX, GAP_PX, AXIS_PX = 20.0, 16.0, 18.0, 26.0
 LABEL_FROM_PX = 15.0
 """A narrower bar carries no number."""
 TICK_PX = 90.0
-LANES = (Role.DRAFT, Role.TARGET, Role.JUDGE)
+TRACKS = (Role.DRAFT, Role.TARGET, Role.JUDGE)
 
 OUTCOMES = {
     CallOutcome.COMMITTED: "committed: the target's own, in the answer",
@@ -53,7 +53,7 @@ class Bar:
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class Track:
     """A strip of rows with its name at the left."""
 
     name: str
@@ -77,7 +77,7 @@ class Timeline:
 
     width: float
     height: float
-    lanes: tuple[Lane, ...]
+    tracks: tuple[Track, ...]
     ticks: tuple[Tick, ...]
     commits: tuple[float, ...]
 
@@ -88,13 +88,13 @@ def lay_out(trace: Trace, analysis: Analysis) -> Timeline:
     span_ms = max([trace.latency_ms, *(call.end_ms for call in trace.calls)]) or 1.0
     wanted = TYPICAL_BAR_PX / median(durations) * span_ms if durations else 0.0
     scale = min(max(wanted, MIN_WIDTH_PX), MAX_WIDTH_PX) / span_ms
-    lanes: list[Lane] = []
+    tracks: list[Track] = []
     y = AXIS_PX + GAP_PX / 2
-    for lane in (_steps(trace, scale), _critical(trace, analysis, scale), *(_calls(trace, role, scale) for role in LANES)):
-        lanes.append(_moved(lane, y))
-        y += lane.height + GAP_PX
+    for track in (_steps(trace, scale), _critical(trace, analysis, scale), *(_calls(trace, role, scale) for role in TRACKS)):
+        tracks.append(_moved(track, y))
+        y += track.height + GAP_PX
     commits = tuple(scale * 1e3 * record.committed_s for record in trace.steps)
-    return Timeline(scale * span_ms, y, tuple(lanes), tuple(_ticks(span_ms, scale)), commits)
+    return Timeline(scale * span_ms, y, tuple(tracks), tuple(_ticks(span_ms, scale)), commits)
 
 
 def page(trace: Trace, analysis: Analysis) -> str:
@@ -103,7 +103,7 @@ def page(trace: Trace, analysis: Analysis) -> str:
     environment.filters |= {"ms": milliseconds, "percent": percent}
     template = environment.get_template("timeline.html.jinja")
     found = analysis.breakdown
-    roles = [(role, found.roles[role], _tokens(trace, role)) for role in LANES]
+    roles = [(role, found.roles[role], _tokens(trace, role)) for role in TRACKS]
     return template.render(
         trace=trace,
         usage=trace.usage,
@@ -137,10 +137,10 @@ def percent(value: float | None) -> str:
     return "–" if value is None else f"{value:.0%}"
 
 
-# Lanes, each placed from y = 0 -------------------------------------------------------------------------------------
+# Tracks, each placed from y = 0 -------------------------------------------------------------------------------------
 
 
-def _steps(trace: Trace, scale: float) -> Lane:
+def _steps(trace: Trace, scale: float) -> Track:
     bars = []
     start_ms = 0.0
     for record in trace.steps:
@@ -152,20 +152,20 @@ def _steps(trace: Trace, scale: float) -> Lane:
         )
         bars.append(_bar(start_ms, end_ms, scale, ORIGINS[record.origin.value], title, label=str(record.index)))
         start_ms = end_ms
-    return Lane("answer", "as committed", 0.0, BAR_PX, tuple(bars))
+    return Track("answer", "as committed", 0.0, BAR_PX, tuple(bars))
 
 
-def _critical(trace: Trace, analysis: Analysis, scale: float) -> Lane:
+def _critical(trace: Trace, analysis: Analysis, scale: float) -> Track:
     bars = []
     for stretch in analysis.critical:
         role = "waiting" if stretch.call is None else trace.calls[stretch.call].role.value
         title = f"step {stretch.step} waited for: {'nothing that runs' if role == 'waiting' else f'the {role}'}"
         title += f", {milliseconds(stretch.duration_ms)}"
         bars.append(_bar(stretch.start_ms, stretch.end_ms, scale, f"on-{role}", title))
-    return Lane("waited for", "critical path", 0.0, BAR_PX, tuple(bars))
+    return Track("waited for", "critical path", 0.0, BAR_PX, tuple(bars))
 
 
-def _calls(trace: Trace, role: Role, scale: float) -> Lane:
+def _calls(trace: Trace, role: Role, scale: float) -> Track:
     calls = [call for call in trace.calls if call.role is role]
     places = rows([call.interval for call in calls], [call.step for call in calls])
     bars = [
@@ -174,7 +174,7 @@ def _calls(trace: Trace, role: Role, scale: float) -> Lane:
     ]
     num_rows = 1 + max(places, default=0)
     note = f"{len(calls)} call{'s' if len(calls) != 1 else ''}"
-    return Lane(role.value, note, 0.0, ROW_PX * num_rows - (ROW_PX - BAR_PX), tuple(bars))
+    return Track(role.value, note, 0.0, ROW_PX * num_rows - (ROW_PX - BAR_PX), tuple(bars))
 
 
 def _bar(start_ms: float, end_ms: float, scale: float, style: str, title: str, *, label: str = "", y: float = 0.0) -> Bar:
@@ -183,9 +183,9 @@ def _bar(start_ms: float, end_ms: float, scale: float, style: str, title: str, *
     return Bar(scale * start_ms, y, width, BAR_PX, style, title, label if width >= LABEL_FROM_PX else "")
 
 
-def _moved(lane: Lane, y: float) -> Lane:
-    bars = tuple(Bar(bar.x, bar.y + y, bar.width, bar.height, bar.style, bar.title, bar.label) for bar in lane.bars)
-    return Lane(lane.name, lane.note, y, lane.height, bars)
+def _moved(track: Track, y: float) -> Track:
+    bars = tuple(Bar(bar.x, bar.y + y, bar.width, bar.height, bar.style, bar.title, bar.label) for bar in track.bars)
+    return Track(track.name, track.note, y, track.height, bars)
 
 
 def _title(call: Call) -> str:

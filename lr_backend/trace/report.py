@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lr_backend.trace.analysis import Analysis, Breakdown
-from lr_backend.trace.html import LANES, milliseconds, percent
+from lr_backend.trace.html import TRACKS, milliseconds, percent
 from lr_backend.trace.schema import Trace
 
 HEALTHY = "no failure signature"
@@ -46,7 +46,7 @@ def _table(found: Breakdown) -> Table:
     for column in table.columns[1:]:
         column.justify = "right"
     whole = found.latency_ms or 1.0
-    for role in LANES:
+    for role in TRACKS:
         time = found.roles[role]
         beside = (milliseconds(value) for value in (time.overlapped_ms, time.wasted_ms, time.busy_ms))
         table.add_row(role.value, str(time.num_calls), milliseconds(time.critical_ms), percent(time.critical_ms / whole), *beside)

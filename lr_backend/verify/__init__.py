@@ -4,7 +4,7 @@ The protocol and the verdict live in :mod:`~lr_backend.verify.verdict`; :func:`m
 """
 
 from lr_backend.verify.exact import ExactVerifier
-from lr_backend.verify.factory import VerifierParts, make_verifier
+from lr_backend.verify.factory import VerifierParts, VerifierPlugIn, make_verifier
 from lr_backend.verify.judge import JudgeVerifier
 from lr_backend.verify.verdict import Reason, StepPair, Verdict, Verifier, settle
 
@@ -16,6 +16,7 @@ __all__ = [
     "Verdict",
     "Verifier",
     "VerifierParts",
+    "VerifierPlugIn",
     "make_verifier",
     "settle",
 ]

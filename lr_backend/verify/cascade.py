@@ -1,6 +1,6 @@
 """Cheap stages first: each accepts, rejects or passes the pair on; a verifier decides what is left.
 
-same text -> accept    numbers differ -> reject    a cheap score is clearly high or low -> accept or reject    else -> judge
+same text -> accept    numbers differ -> reject    else -> judge
 """
 
 from __future__ import annotations
@@ -10,17 +10,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from lr_backend.verify.numeric import veto
-from lr_backend.verify.scores import Scorer
 from lr_backend.verify.verdict import Reason, StepPair, Verdict, Verifier
 
 
 @dataclass(frozen=True, slots=True)
 class Opinion:
-    """What one stage makes of a pair. ``accepted`` None: undecided, and the reason says why or by which measure."""
+    """What one stage makes of a pair. ``accepted`` None: undecided."""
 
     accepted: bool | None
     reason: Reason
-    score: float | None = None
 
 
 class Stage(Protocol):
@@ -53,29 +51,6 @@ class NumericVeto:
 
 
 @dataclass(frozen=True)
-class Band:
-    """Accepts a score from ``accept_from`` up, rejects one below ``reject_below``, passes the rest on, and what has no score."""
-
-    scorer: Scorer
-    reject_below: float
-    accept_from: float
-
-    def __post_init__(self) -> None:
-        assert self.reject_below <= self.accept_from, (self.reject_below, self.accept_from)
-
-    @property
-    def name(self) -> str:
-        return self.scorer.reason.value
-
-    async def consider(self, pair: StepPair) -> Opinion:
-        score = await self.scorer.measure(pair)
-        if isinstance(score, Reason):
-            return Opinion(None, score)
-        accepted = True if score >= self.accept_from else False if score < self.reject_below else None
-        return Opinion(accepted, self.scorer.reason, score)
-
-
-@dataclass(frozen=True)
 class CascadeVerifier:
     """The first stage that decides is the verdict; its name goes with it. ``last`` decides what no stage did."""
 
@@ -86,5 +61,5 @@ class CascadeVerifier:
         for stage in self.stages:
             opinion = await stage.consider(pair)
             if opinion.accepted is not None:
-                return Verdict(opinion.accepted, opinion.reason, opinion.score, stage.name)
+                return Verdict(opinion.accepted, opinion.reason, verifier=stage.name)
         return await self.last.verify(pair)

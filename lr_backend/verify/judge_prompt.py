@@ -27,13 +27,6 @@ STEP_1_OPEN, STEP_1_CLOSE = "\n<step 1>\n", "\n</step 1>"
 STEP_2_OPEN, STEP_2_CLOSE = "\n<step 2>\n", "\n</step 2>"
 VERDICT_PREFILL = "["
 
-GRADE_SYSTEM_TEXT = "You grade how well two reasoning steps agree."
-GRADE_TASK_TEXT = (
-    "Grade from 0 to 9 how far step 2 means the same as step 1. Compare what is computed, the numbers, the operators, the units, "
-    "the names and the results; ignore the wording. 9: the same meaning and the same results. 0: a different meaning, or any "
-    "wrong number. If you are not sure, give the lower grade. Answer with the digit in brackets only, like [0]."
-)
-
 AUDIT_SYSTEM_TEXT = "You check whether one reasoning step may replace another."
 AUDIT_TASK_TEXT = (
     "Step 2 is to replace step 1 in a solution. Search for a difference: a number, an operator, a unit, a name, a result, "
@@ -83,19 +76,6 @@ class JudgePrompt:
             return tuple(tokenizer.encode(part, add_special_tokens=False))
 
         return cls(tokenizer, fixed(head), fixed(middle), fixed(tail) + fixed(prefill), max_step_tokens)
-
-    @classmethod
-    def for_grades(
-        cls, tokenizer: PromptTokenizer, think_open: str | None, think_close: str | None, *, max_step_tokens: int = 512
-    ) -> JudgePrompt:
-        """The prompt on which a reasoning model grades a pair at once."""
-        return cls.from_tokenizer(
-            tokenizer,
-            max_step_tokens=max_step_tokens,
-            system_text=GRADE_SYSTEM_TEXT,
-            task_text=GRADE_TASK_TEXT,
-            prefill=closed_reasoning(tokenizer, think_open, think_close),
-        )
 
     @classmethod
     def for_audits(
@@ -153,8 +133,3 @@ def parse_verdict(token_text: str) -> bool | None:
     if UNALIGNED.startswith(label):
         return False
     return None
-
-
-def parse_grade(token_text: str) -> int | None:
-    """0 to 9 for a token that is that one digit, None for anything else."""
-    return int(token_text) if len(token_text) == 1 and token_text in "0123456789" else None

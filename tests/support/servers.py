@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from lr_backend.engine import EngineCall
-from lr_backend.loop.loop import Outcome
+from lr_backend.loop.answer import Outcome
 from lr_backend.policy.policy import Learned
 from lr_backend.testing import Script, run_virtual
 from tests.support.world import CONFIG, FIRST_LETTER, LETTERS, NEWLINE, World, chance, storyteller

@@ -34,7 +34,7 @@ def share_looked_up(workload: Workload, seeds: Iterable[int]) -> float:
         texts = Texts(workload, seed)
         whole, start = whole_text(texts), workload.prompt_tokens
         asked = request((1,), 1, num_draft_tokens=8)
-        guesses = [texts.looked_up(whole[:place], asked) for place in range(start, len(whole))]
-        hits += sum(bool(guess) and guess[0] == token for guess, token in zip(guesses, whole[start:], strict=True))
-        total += len(guesses)
+        found = [texts.looked_up(whole[:place], asked) for place in range(start, len(whole))]
+        hits += sum(bool(one) and one[0] == token for one, token in zip(found, whole[start:], strict=True))
+        total += len(found)
     return hits / total

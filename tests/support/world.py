@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from lr_backend.audit.desk import AuditDesk
+from lr_backend.clock import running_clock
 from lr_backend.config import Limits, LoopConfig, Timeouts
 from lr_backend.engine import EngineCall, Generation
-from lr_backend.loop.answer import Committed
-from lr_backend.loop.assemble import Engines, Models, assemble
-from lr_backend.loop.loop import Outcome
+from lr_backend.loop.answer import Committed, Outcome
+from lr_backend.loop.assemble import Engines, Models, Server, assemble
 from lr_backend.policy.policy import Learned
 from lr_backend.request import LookaheadRequest
 from lr_backend.steps.rules import StepRules
@@ -169,7 +169,7 @@ class World:
 
     @classmethod
     def of(cls, target: Script, draft: Script, alike: Alike = lambda a, b: False, **config: Any) -> World:
-        engines = [ScriptedEngine(target, guess=draft), ScriptedEngine(draft), ScriptedEngine(judge_script(alike))]
+        engines = [ScriptedEngine(target, draft_script=draft), ScriptedEngine(draft), ScriptedEngine(judge_script(alike))]
         return cls(*engines, config=CONFIG.model_copy(update=config))
 
     @property
@@ -199,22 +199,16 @@ class World:
         world = self.fresh()
         for name in ("target", "draft"):
             engine = getattr(world, name)
-            setattr(world, name, FickleEngine(engine.script, engine.delay, engine.fail, guess=engine.guess, salt=salt))
+            setattr(
+                world, name, FickleEngine(engine.script, engine.delay, engine.fail, draft_script=engine.draft_script, salt=salt)
+            )
         return world
 
     async def answer(self, prompt: tuple[int, ...] = PROMPT, request_id: str = "request", **fields: Any) -> Outcome:
         request = LookaheadRequest.parse({"text_input": "?", "max_tokens": 200, "seed": 0, **fields})
-        loop = assemble(
-            request,
-            np.asarray(prompt, dtype=np.int32),
-            request_id,
-            Engines(self.target, self.draft, self.judge),
-            self.models,
-            self.config,
-            self.received.append,
-            self.learned,
-            self.audits,
-        )
+        learned = self.learned or Learned(running_clock())
+        server = Server(Engines(self.target, self.draft, self.judge), self.models, self.config, learned, self.audits)
+        loop = assemble(request, np.asarray(prompt, dtype=np.int32), request_id, server, self.received.append)
         return await loop.run()
 
     @property

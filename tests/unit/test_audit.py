@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from lr_backend.audit.auditor import CheckerAuditor, ModelAuditor, make_auditor
-from lr_backend.audit.desk import LEAST_AUDITS, TRICKLE, Z_95, AuditCase, AuditDesk, Book, Estimate, FalseAccepts, corrected
+from lr_backend.audit.desk import AuditCase, AuditCounts, AuditDesk
+from lr_backend.audit.interval import LEAST_AUDITS, Z_95, Estimate, FalseAccepts, corrected
+from lr_backend.audit.request import TRICKLE, audit_draw
 from lr_backend.config import AuditSettings
 from lr_backend.errors import EngineUnavailable, InvalidRequest
-from lr_backend.loop.seeds import audit_draw
 from lr_backend.policy.acceptance import Acceptance
 from lr_backend.policy.policy import Learned
 from lr_backend.request import VerifierName
@@ -27,6 +28,7 @@ from lr_backend.steps.step import Step, StepEnd
 from lr_backend.testing import ScriptedEngine, run_virtual
 from lr_backend.verify import Reason, StepPair, Verdict, Verifier, VerifierParts
 from lr_backend.verify.judge_prompt import AUDIT_TASK_TEXT
+from tests.support.examples import answers
 from tests.support.world import CONFIG, MODELS, World, chance, imitator, judge_script, storyteller
 
 JUDGE = VerifierName.JUDGE
@@ -72,7 +74,7 @@ def desk_of(auditor: ScriptedAuditor, **settings: object) -> AuditDesk:
     return desk
 
 
-def counts(book: Book) -> tuple[int, int, int, int, int]:
+def counts(book: AuditCounts) -> tuple[int, int, int, int, int]:
     return book.num_right, book.num_false_accepts, book.num_failed, book.num_dropped, book.num_cleared
 
 
@@ -140,7 +142,7 @@ def test_an_auditor_that_tells_nothing_is_refused(settings: dict[str, tuple[int,
 def test_the_desk_allows_for_its_auditors_errors() -> None:
     desk = desk_of(ScriptedAuditor(), sensitivity=[90, 100], specificity=[180, 200])
     for number in range(100):
-        desk.books[JUDGE].false_accepts.add(number % 10 == 0)
+        desk.counts_of(JUDGE).false_accepts.add(number % 10 == 0)
 
     assert desk.estimate(JUDGE).rate == pytest.approx(0.0, abs=0.01) and desk.estimate(JUDGE).low == 0.0
 
@@ -242,6 +244,7 @@ def test_draws_are_spread_evenly() -> None:
 # The desk ----------------------------------------------------------------------------------------------------------
 
 
+@answers()
 @given(
     moments_s=st.lists(st.floats(0.0, 20.0), max_size=40),
     max_in_flight=st.integers(1, 4),
@@ -271,10 +274,10 @@ def test_every_case_ends_in_one_count_and_never_too_many_run(
 
     assert auditor.most_running <= max_in_flight
     assert len(told) == num_taken == len(auditor.asked)
-    book = desk.books[JUDGE]
+    book = desk.counts_of(JUDGE)
     assert counts(book) == (told.count(True), told.count(False), told.count(None), len(moments_s) - num_taken, 0)
     assert book.false_accepts.estimate.num == pytest.approx(told.count(True) + told.count(False), rel=0.01)
-    assert all(counts(other) == (0, 0, 0, 0, 0) for name, other in desk.books.items() if name is not JUDGE)
+    assert all(counts(other) == (0, 0, 0, 0, 0) for name, other in desk.counts.items() if name != JUDGE)
 
 
 def test_a_late_audit_has_failed_and_the_next_one_comes() -> None:
@@ -287,7 +290,7 @@ def test_a_late_audit_has_failed_and_the_next_one_comes() -> None:
         return asyncio.get_running_loop().time()
 
     assert run_virtual(three()) == pytest.approx(15.0)
-    assert counts(desk.books[JUDGE]) == (0, 0, 3, 0, 0)
+    assert counts(desk.counts_of(JUDGE)) == (0, 0, 3, 0, 0)
 
 
 @pytest.mark.parametrize("moment_s", [0.0, 0.5, 1.5])
@@ -307,14 +310,14 @@ def test_a_server_that_goes_down_drops_what_is_left(moment_s: float) -> None:
     run_virtual(go_down())
 
     right = int(moment_s)
-    assert counts(desk.books[JUDGE]) == (right, 0, 0, 5 - right, 0)
+    assert counts(desk.counts_of(JUDGE)) == (right, 0, 0, 5 - right, 0)
     assert auditor.closed and not auditor.num_running
 
 
 def test_the_desk_says_when_its_counts_have_changed() -> None:
     desk = desk_of(ScriptedAuditor())
     seen = []
-    desk.on_change = lambda: seen.append((desk.num_running, counts(desk.books[JUDGE])[0]))
+    desk.on_change = lambda: seen.append((desk.num_running, counts(desk.counts_of(JUDGE))[0]))
 
     async def one() -> None:
         desk.offer(AuditCase(make_pair(), JUDGE))
@@ -453,6 +456,7 @@ AUDIT_FIELDS = {
 }
 
 
+@answers()
 @given(st.integers(0, 300), st.sampled_from(["lr", "lr_sd"]), st.floats(0.01, 1.0), st.integers(0, 1000), st.floats(0.0, 100.0))
 def test_audits_neither_change_nor_delay_an_answer(salt: int, mode: str, rate: float, order: int, takes_s: float) -> None:
     plain, audited = (make_world(salt).shuffled(order) for _ in range(2))
@@ -467,6 +471,7 @@ def test_audits_neither_change_nor_delay_an_answer(salt: int, mode: str, rate: f
     audited.assert_idle()
 
 
+@answers()
 @given(st.integers(0, 300), st.integers(0, 1000))
 def test_all_accepted_steps_but_those_of_equal_tokens_are_cases(salt: int, order: int) -> None:
     world = make_world(salt).shuffled(order)
@@ -476,7 +481,7 @@ def test_all_accepted_steps_but_those_of_equal_tokens_are_cases(salt: int, order
     usage = answer(world, mode="lr", audit_rate=1.0, trace=True).usage
 
     accepted = usage.num_steps_accepted - usage.num_steps_accepted_by.get("exact", 0)
-    book = world.audits.books[JUDGE]
+    book = world.audits.counts_of(JUDGE)
     assert len(auditor.asked) == accepted == book.num_right + book.num_false_accepts
     assert all(pair.target.ids != pair.drafted.ids for pair in auditor.asked)
     assert len({pair.call_id for pair in auditor.asked}) == accepted
@@ -485,6 +490,7 @@ def test_all_accepted_steps_but_those_of_equal_tokens_are_cases(salt: int, order
     assert (usage.false_accept_rate is None) == (usage.num_audited == 0)
 
 
+@answers()
 @given(st.integers(0, 300), st.integers(0, 1000), st.integers(0, 1000), st.integers(0, 1000))
 def test_the_sample_does_not_depend_on_who_was_faster(salt: int, seed: int, one: int, other: int) -> None:
     sampled = []
@@ -520,10 +526,11 @@ def test_where_nothing_is_judged_nothing_is_audited(fields: dict[str, object]) -
 
 def evidence(desk: AuditDesk, num_right: int, num_false: int) -> AuditDesk:
     for number in range(num_right + num_false):
-        desk.books[JUDGE].false_accepts.add(number < num_false)
+        desk.counts_of(JUDGE).false_accepts.add(number < num_false)
     return desk
 
 
+@answers()
 @given(st.integers(0, 300), st.sampled_from(["lr", "lr_sd"]), st.integers(0, 1000), st.booleans())
 def test_with_a_spent_budget_the_answer_is_the_targets_own(salt: int, mode: str, order: int, deterministic: bool) -> None:
     plain = run_virtual(make_world(salt).answer(mode="ar", stream=False)).completion_ids
@@ -582,10 +589,10 @@ def test_evidence_of_one_verifier_says_nothing_of_another() -> None:
     world = make_world()
     world.audits = evidence(desk_of(ScriptedAuditor()), num_right=0, num_false=100)
 
-    usage = answer(world, mode="lr", verifier="random", verifier_threshold=1.0, risk_budget=0.1, audit_rate=1.0).usage
+    usage = answer(world, mode="lr", verifier="cascade", risk_budget=0.1, audit_rate=1.0).usage
 
     assert not usage.risk_budget_spent
-    assert world.audits.books[VerifierName.RANDOM].num_right > 0
+    assert world.audits.counts_of(VerifierName.CASCADE).num_right > 0
 
 
 def test_a_budget_is_spent_while_false_accepts_come_and_wins_back_when_they_no_longer_do() -> None:
@@ -611,7 +618,7 @@ def test_a_budget_is_spent_while_false_accepts_come_and_wins_back_when_they_no_l
     before = run_virtual(ask_many(25))
     first = before.index(True)
     assert all(before[first:])
-    assert world.audits.books[JUDGE].num_requests_spent == 25 - first
+    assert world.audits.counts_of(JUDGE).num_requests_spent == 25 - first
     bad = False
     after = run_virtual(ask_many(25))
     assert after[0] and not after[-1]
@@ -633,7 +640,7 @@ def test_while_it_is_spent_only_a_share_is_tried_and_only_what_the_verifier_woul
 
     num_rejected = run_virtual(ask_many())
 
-    book = world.audits.books[JUDGE]
+    book = world.audits.counts_of(JUDGE)
     num_tried = book.num_false_accepts + book.num_cleared
     assert book.num_false_accepts > 0 and book.num_cleared > 0
     assert num_tried == pytest.approx(TRICKLE * num_rejected, rel=0.5)
@@ -659,4 +666,4 @@ def test_a_verifier_that_never_answers_off_the_critical_path_is_a_failed_audit()
         await desk.drain()
 
     run_virtual(one())
-    assert counts(desk.books[JUDGE]) == (0, 0, 1, 0, 0)
+    assert counts(desk.counts_of(JUDGE)) == (0, 0, 1, 0, 0)

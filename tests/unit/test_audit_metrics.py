@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from lr_backend.audit.desk import Book, FalseAccepts
-from lr_backend.request import VerifierName
-from lr_backend.triton.audit_metrics import AUDITS, COUNTERS, GAUGES, RATE, RATE_HIGH, RATE_LOW, SPENT, AuditMetrics
+from lr_backend.audit.desk import AuditCounts
+from lr_backend.audit.interval import FalseAccepts
+from lr_backend.triton.audit_metrics import AUDITS, COUNTERS, GAUGES, RATE, RATE_HIGH, RATE_LOW, SPENT, audit_metrics
+from lr_backend.triton.metrics import MetricSheet
 
 
 @dataclass
@@ -52,39 +53,40 @@ class Family:
 
 
 @pytest.fixture
-def books() -> dict[VerifierName, Book]:
-    return {name: Book(FalseAccepts(200)) for name in VerifierName}
+def counts() -> dict[str, AuditCounts]:
+    return {}
 
 
 @pytest.fixture
-def shown(books: dict[VerifierName, Book]) -> Iterator[tuple[Metrics, AuditMetrics]]:
+def shown(counts: dict[str, AuditCounts]) -> Iterator[tuple[Metrics, MetricSheet]]:
     family = Metrics()
-    metrics = AuditMetrics(family)
-    metrics.books = books
+    metrics = audit_metrics(family, lambda: counts)
     yield family, metrics
     metrics.close()
 
 
-def test_what_nobody_audits_has_no_metrics(shown: tuple[Metrics, AuditMetrics]) -> None:
+def test_what_nobody_audits_has_no_metrics(shown: tuple[Metrics, MetricSheet]) -> None:
     family, metrics = shown
     metrics.refresh()
     assert not family.values
 
 
-def test_results_and_the_rate_with_its_interval(books: dict[VerifierName, Book], shown: tuple[Metrics, AuditMetrics]) -> None:
+def test_results_and_the_rate_with_its_interval(counts: dict[str, AuditCounts], shown: tuple[Metrics, MetricSheet]) -> None:
     family, metrics = shown
-    book = books[VerifierName.JUDGE]
+    judge = counts["judge"] = AuditCounts(FalseAccepts(200))
     for number in range(4):
-        book.false_accepts.add(number == 0)
-    book.num_right, book.num_false_accepts, book.num_failed, book.num_requests_spent = 3, 1, 2, 1
+        judge.false_accepts.add(number == 0)
+    judge.num_right, judge.num_false_accepts, judge.num_failed, judge.num_requests_spent = 3, 1, 2, 1
 
     metrics.refresh()
 
-    estimate = book.false_accepts.estimate
+    estimate = judge.false_accepts.estimate
     expected: dict[tuple[str, ...], float | None] = {
         (AUDITS, "right", "judge"): 3.0,
         (AUDITS, "false_accept", "judge"): 1.0,
         (AUDITS, "failed", "judge"): 2.0,
+        (AUDITS, "dropped", "judge"): 0.0,
+        (AUDITS, "cleared", "judge"): 0.0,
         (SPENT, "judge"): 1.0,
         (RATE, "judge"): estimate.rate,
         (RATE_LOW, "judge"): estimate.low,
@@ -95,7 +97,7 @@ def test_results_and_the_rate_with_its_interval(books: dict[VerifierName, Book],
     metrics.refresh()
     assert family.num_calls == num_calls
 
-    book.num_right, book.num_dropped = 5, 1
+    judge.num_right, judge.num_dropped = 5, 1
     metrics.touch()
     metrics.close()
     assert family.values == expected | {(AUDITS, "right", "judge"): 5.0, (AUDITS, "dropped", "judge"): 1.0}

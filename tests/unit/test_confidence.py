@@ -138,10 +138,10 @@ async def last_of(world: World, *requests: dict[str, object]) -> Usage:
     [
         ({"mode": "auto"}, VerifierName.JUDGE),
         ({"mode": "auto", "verifier": "exact"}, VerifierName.EXACT),
-        ({"mode": "lr", "verifier": "random", "verifier_threshold": 0.0}, VerifierName.RANDOM),
+        ({"mode": "lr", "verifier": "cascade"}, VerifierName.CASCADE),
         ({"mode": "lossless"}, VerifierName.EXACT),
     ],
-    ids=["judge", "exact", "random", "lossless"],
+    ids=["judge", "exact", "cascade", "lossless"],
 )
 def test_what_one_verifier_decides_says_nothing_of_another(fields: dict[str, object], learner: VerifierName) -> None:
     world = hesitant_world(2)

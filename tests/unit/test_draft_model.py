@@ -13,17 +13,19 @@ from hypothesis import strategies as st
 from lr_backend.contract import IntArray
 from lr_backend.engine import GREEDY, EngineCall, Generation, Role
 from lr_backend.errors import EngineRejected, EngineUnavailable
-from lr_backend.loop.loop import Outcome
+from lr_backend.loop.answer import Outcome
 from lr_backend.propose import DraftModel, Proposal
 from lr_backend.propose.draft_model import MOST_AHEAD
 from lr_backend.propose.growing import GrowingText
 from lr_backend.propose.proposal import NOTHING, Room
 from lr_backend.request import FinishReason
 from lr_backend.steps.rules import StepRules
+from lr_backend.steps.segment import BLANK_LINE
 from lr_backend.testing import Script, ScriptedEngine, run_virtual
 from lr_backend.trace.analysis import analyse
 from lr_backend.trace.html import page
 from lr_backend.trace.schema import CallOutcome, Purpose
+from tests.support.examples import answers
 from tests.support.traces import taking, traced
 from tests.support.world import BREAK, CLOSE, END, PROMPT, TOKENIZER, World, chance, imitator, storyteller
 
@@ -38,7 +40,7 @@ shapes = st.fixed_dictionaries(
 )
 SD = {"mode": "sd", "proposer": "draft_model"}
 PREFIX: IntArray = np.arange(10, dtype=np.int32)
-STOPS = StepRules.build("\n\n", {}, [999]).stop_words
+STOPS = StepRules.build(BLANK_LINE, {}, [999]).stop_words
 CALL_TOKENS = 4
 
 
@@ -170,6 +172,7 @@ def test_what_is_taken_over_is_told_to_the_call_that_wrote_it() -> None:
     assert drafting.taken == [("r/draft_tokens/0", 2, 2), ("r/draft_tokens/1", 3, 1)]
 
 
+@answers()
 @given(salts, st.lists(st.integers(0, 5), min_size=1, max_size=12))
 def test_patient_proposals_do_not_depend_on_when_tokens_come(order: int, accepted: list[int]) -> None:
     """Nor on whether a drafted step is still being written."""
@@ -205,6 +208,7 @@ def test_patient_proposals_do_not_depend_on_when_tokens_come(order: int, accepte
     assert proposals(order) == proposals(None)
 
 
+@answers()
 @given(salts, st.floats(0.0, 12.0))
 def test_no_call_is_left_behind(salt: int, moment_s: float) -> None:
     drafting = Drafting()
@@ -330,6 +334,7 @@ def asked_for_tokens(world: World) -> list[EngineCall]:
     return [recorded.call for recorded in world.draft.calls if "/draft_tokens/" in recorded.call.request_id]
 
 
+@answers()
 @given(salts, st.sampled_from([None, 0.0, 0.6, 0.95, 1.0]), shapes, salts)
 def test_greedy_sd_is_the_target_alone_whatever_the_draft_says(
     salt: int, agreement: float | None, shape: dict[str, object], order: int
@@ -351,6 +356,7 @@ def test_greedy_sd_is_the_target_alone_whatever_the_draft_says(
     drafting.assert_idle()
 
 
+@answers()
 @given(salts, shapes, salts)
 def test_sampled_sd_follows_the_targets_own_dice(salt: int, shape: dict[str, object], order: int) -> None:
     """Where noise hangs on the call: which calls there are is all that drafts may change of it."""
@@ -367,7 +373,7 @@ def test_sampled_sd_follows_the_targets_own_dice(salt: int, shape: dict[str, obj
 
 @pytest.mark.parametrize("coupled", [False, True])
 @pytest.mark.parametrize("asked", [0.0, 0.6])
-def test_the_draft_guesses_its_best_unless_it_draws_with_the_targets_noise(coupled: bool, asked: float) -> None:
+def test_the_draft_takes_its_likeliest_unless_it_draws_with_the_targets_noise(coupled: bool, asked: float) -> None:
     target = storyteller(4)
     world = World.of(target, imitator(target, 5, 0.9), coupled_noise=coupled)
 
@@ -378,6 +384,7 @@ def test_the_draft_guesses_its_best_unless_it_draws_with_the_targets_noise(coupl
 
 
 @pytest.mark.parametrize("failure", [EngineUnavailable("down"), EngineRejected("too long"), "timeout"])
+@answers()
 @given(salts, st.sampled_from(["sd", "lr_sd"]), st.integers(0, 4))
 def test_a_draft_that_fails_leaves_the_target(failure: object, salt: int, mode: str, after: int) -> None:
     target = storyteller(salt)
@@ -404,6 +411,7 @@ def test_a_draft_that_fails_leaves_the_target(failure: object, salt: int, mode: 
     drafting.assert_idle()
 
 
+@answers()
 @given(salts, shapes, st.sampled_from(["sd", "lr_sd"]), st.floats(0, 1))
 def test_cancelling_stops_draft_tokens_too(salt: int, shape: dict[str, object], mode: str, moment: float) -> None:
     target = storyteller(salt)
@@ -518,7 +526,7 @@ def test_the_trace_tells_draft_tokens_from_drafted_steps(salt: int, mode: str, s
 
     trace = traced(world, mode=mode, proposer="draft_model", **shape)
 
-    drafting = [call for call in trace.calls if call.purpose is Purpose.TOKEN_DRAFT]
+    drafting = [call for call in trace.calls if call.purpose is Purpose.DRAFT_TOKENS]
     assert len(drafting) == len(asked_for_tokens(world))
     assert all(call.role is Role.DRAFT and call.num_committed_tokens == 0 for call in drafting)
     for call in drafting:
@@ -529,7 +537,7 @@ def test_the_trace_tells_draft_tokens_from_drafted_steps(salt: int, mode: str, s
     found = analyse(trace)
     assert sum(stretch.duration_ms for stretch in found.critical) == pytest.approx(trace.latency_ms, abs=0.1)
     if drafting:
-        assert "draft tokens" in page(trace, found) or "token draft" in page(trace, found)
+        assert "draft tokens" in page(trace, found)
 
 
 def test_nothing_is_drafted_past_an_end() -> None:

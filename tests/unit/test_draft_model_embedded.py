@@ -1,4 +1,4 @@
-"""The draft model's token drafts on real engines: greedy they change nothing, sampled they keep the target's distribution."""
+"""The draft model's draft tokens on real engines: greedy they change nothing, sampled they keep the target's distribution."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from lr_backend.loop.seeds import Seeds
 from lr_backend.loop.writer import DraftTokens, StepWriter
 from lr_backend.propose import DraftModel
 from lr_backend.steps.rules import StepRules
+from lr_backend.steps.segment import BLANK_LINE
 from tests.support.embedded_engines import VOCAB, tiny_checkpoint, tiny_engine
 
 END = VOCAB - 1
-ENDING = StepRules.build("\n\n", {}, [END]).of_answer
+ENDING = StepRules.build(BLANK_LINE, {}, [END]).of_answer
 PREFIX = np.asarray([3, 17, 5, 29], dtype=np.int32)
-NUM_SAMPLES = 1200
+NUM_SAMPLES = 640
 NUM_TOKENS = 3
 
 
@@ -85,7 +86,7 @@ def test_with_coupled_noise_sampled_tokens_are_the_very_same(
         assert not own or drafting.ledger.num_accepted == drafting.ledger.num_proposed
 
 
-@pytest.mark.parametrize("drawn", [GREEDY, Sampling(1.0, 3)], ids=["guessed", "drawn"])
+@pytest.mark.parametrize("drawn", [GREEDY, Sampling(1.0, 3)], ids=["drafted", "drawn"])
 def test_sampled_tokens_are_distributed_as_the_targets_own(
     engines: tuple[InProcessEngine, InProcessEngine], drawn: Sampling
 ) -> None:

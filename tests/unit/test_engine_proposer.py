@@ -1,4 +1,4 @@
-"""The proposer ``engine``: the target's engine guesses by itself, and the loop only says how far, in the modes that want it."""
+"""The proposer ``engine``: the target's engine drafts by itself, and the loop only says how far, in the modes that want it."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def world(**config: object) -> World:
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("stream", [True, False])
 def test_tokens_are_those_of_the_target_alone_in_fewer_passes(temperature: float, stream: bool) -> None:
-    plain, guessed = world(), world()
+    plain, drafted = world(), world()
     fields = {"temperature": temperature, "stream": stream, "seed": 4, "proposer": "engine"}
     alone = run_virtual(plain.answer(mode="ar", **fields)).usage
-    usage = run_virtual(guessed.answer(mode="sd", **fields)).usage
-    assert guessed.text == plain.text
-    assert len(guessed.target.calls) == len(plain.target.calls)
+    usage = run_virtual(drafted.answer(mode="sd", **fields)).usage
+    assert drafted.text == plain.text
+    assert len(drafted.target.calls) == len(plain.target.calls)
     assert usage.num_target_passes == usage.completion_tokens - usage.num_accepted_tokens < alone.num_target_passes
     assert 0 < usage.num_accepted_tokens <= usage.num_draft_tokens
     assert usage.latency_s < alone.latency_s
-    assert (alone.num_draft_tokens, usage.num_wasted_tokens, guessed.draft.calls) == (0, 0, [])
+    assert (alone.num_draft_tokens, usage.num_wasted_tokens, drafted.draft.calls) == (0, 0, [])
 
 
 @pytest.mark.parametrize("mode", Mode)
-def test_only_the_target_guesses_and_only_in_modes_that_speculate_tokens(mode: Mode) -> None:
+def test_only_the_target_drafts_and_only_in_modes_that_speculate_tokens(mode: Mode) -> None:
     made = world()
     run_virtual(made.answer(mode=mode, proposer="engine", num_draft_tokens=5))
     wanted = {5} if mode.speculates_tokens else {0}
@@ -46,7 +46,7 @@ def test_only_the_target_guesses_and_only_in_modes_that_speculate_tokens(mode: M
     assert not any(recorded.call.draft_ids is not None for engine in made.engines for recorded in engine.calls)
 
 
-def test_guesses_change_no_step_and_no_verdict() -> None:
+def test_draft_tokens_change_no_step_and_no_verdict() -> None:
     texts = []
     for mode in ("lr", "lr_sd"):
         made = world()
@@ -68,7 +68,7 @@ def test_a_server_whose_target_holds_no_draft_model_says_so(mode: Mode) -> None:
         run_virtual(world(engine_drafts=False).answer(mode=mode, proposer="engine"))
 
 
-def test_a_trace_has_the_guesses_with_the_call_that_verified_them() -> None:
+def test_a_trace_has_the_draft_tokens_with_the_call_that_verified_them() -> None:
     made = world()
     outcome = run_virtual(made.answer(mode="lr_sd", proposer="engine", trace=True))
     finished = [span for span in outcome.ledger.spans if span.num_proposed]

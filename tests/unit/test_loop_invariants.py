@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from lr_backend.engine import EngineCall
 from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, TargetUnavailable
-from lr_backend.loop.loop import Outcome
+from lr_backend.loop.answer import Outcome
 from lr_backend.request import FinishReason, Mode, ProposerName
 from lr_backend.steps.step import StepEnd
 from lr_backend.testing import ScriptedEngine, run_virtual
+from tests.support.examples import answers
 from tests.support.world import (
     CLOSE,
     END,
@@ -64,6 +65,7 @@ def plain(world: World, **fields: object) -> Outcome:
     return outcome
 
 
+@answers()
 @given(salts, agreements, modes, shapes, salts)
 def test_committed_text_is_final_and_there_is_one_end(
     salt: int, agreement: float, mode: Mode, shape: dict[str, object], order: int
@@ -79,6 +81,7 @@ def test_committed_text_is_final_and_there_is_one_end(
     world.assert_idle()
 
 
+@answers()
 @given(salts, agreements, modes, shapes, salts)
 def test_greedy_with_the_exact_verifier_equals_the_target_alone(
     salt: int, agreement: float, mode: Mode, shape: dict[str, object], order: int
@@ -90,6 +93,7 @@ def test_greedy_with_the_exact_verifier_equals_the_target_alone(
     assert outcome.completion_ids == plain(world, max_tokens=shape["max_tokens"]).completion_ids
 
 
+@answers()
 @given(salts, agreements, step_modes, shapes, salts)
 def test_a_verifier_that_always_rejects_equals_the_target_alone(
     salt: int, agreement: float, mode: Mode, shape: dict[str, object], order: int
@@ -101,6 +105,7 @@ def test_a_verifier_that_always_rejects_equals_the_target_alone(
     assert outcome.completion_ids == plain(world, max_tokens=shape["max_tokens"]).completion_ids
 
 
+@answers()
 @given(salts, shapes, salts)
 def test_lossless_never_takes_a_judged_step(salt: int, shape: dict[str, object], order: int) -> None:
     world = make_world(salt, 0.9, like_rate=1.0)
@@ -112,6 +117,7 @@ def test_lossless_never_takes_a_judged_step(salt: int, shape: dict[str, object],
     assert not shuffled.judge.calls
 
 
+@answers()
 @given(salts, step_modes, shapes, salts)
 def test_a_draft_equal_to_the_target_changes_nothing_and_needs_no_judge(
     salt: int, mode: Mode, shape: dict[str, object], order: int
@@ -127,6 +133,7 @@ def test_a_draft_equal_to_the_target_changes_nothing_and_needs_no_judge(
 
 
 @pytest.mark.parametrize("doubt", ["timeout", "garbage", "empty", "error"])
+@answers()
 @given(salts, step_modes, salts)
 def test_doubt_rejects_under_its_own_reason(doubt: str, salt: int, mode: Mode, order: int) -> None:
     world = make_world(salt, 0.9, like_rate=1.0)
@@ -152,6 +159,7 @@ def test_doubt_rejects_under_its_own_reason(doubt: str, salt: int, mode: Mode, o
     assert outcome.usage.degraded == (("judge",) if doubt == "error" and shuffled.judge.calls else ())
 
 
+@answers()
 @given(salts, step_modes, shapes, salts, st.integers(0, 6))
 def test_a_dead_draft_leaves_the_target_alone(salt: int, mode: Mode, shape: dict[str, object], order: int, after: int) -> None:
     world = make_world(salt, 0.9, like_rate=0.0)
@@ -165,6 +173,7 @@ def test_a_dead_draft_leaves_the_target_alone(salt: int, mode: Mode, shape: dict
     assert outcome.usage.degraded == (("draft",) if len(engine.calls) > after else ()) or shape["max_tokens"] != 200
 
 
+@answers()
 @given(salts, modes, salts, st.integers(0, 6), st.sampled_from([EngineUnavailable("down"), EngineRejected("too long")]))
 def test_a_dead_target_is_a_typed_error(salt: int, mode: Mode, order: int, after: int, error: EngineError) -> None:
     world = make_world(salt, 0.9).shuffled(order)
@@ -186,6 +195,7 @@ def test_a_dead_target_is_a_typed_error(salt: int, mode: Mode, order: int, after
     world.assert_idle()
 
 
+@answers()
 @given(salts, agreements, step_modes, shapes, st.booleans(), salts, salts)
 def test_a_deterministic_request_does_not_depend_on_completion_order(
     salt: int, agreement: float, mode: Mode, shape: dict[str, object], coupled: bool, order: int, other_order: int
@@ -201,6 +211,7 @@ def test_a_deterministic_request_does_not_depend_on_completion_order(
     assert first.usage.num_steps_rejected == second.usage.num_steps_rejected
 
 
+@answers()
 @given(salts, modes, shapes, salts, st.floats(0, 1))
 def test_cancelling_at_any_moment_stops_every_engine_call(
     salt: int, mode: Mode, shape: dict[str, object], order: int, moment: float
@@ -230,6 +241,7 @@ def test_cancelling_at_any_moment_stops_every_engine_call(
     assert whole.text.startswith(cut.text)
 
 
+@answers()
 @given(salts, step_modes, shapes, salts)
 def test_the_answer_after_the_reasoning_is_the_targets_own(salt: int, mode: Mode, shape: dict[str, object], order: int) -> None:
     world = make_world(salt, 0.9, like_rate=1.0)
@@ -248,6 +260,7 @@ def test_the_answer_after_the_reasoning_is_the_targets_own(salt: int, mode: Mode
     assert all(CLOSE not in call.input_ids for call in stepwise)
 
 
+@answers()
 @given(salts, agreements, step_modes, shapes, salts)
 def test_nothing_is_speculated_below_an_end(
     salt: int, agreement: float, mode: Mode, shape: dict[str, object], order: int
@@ -274,6 +287,7 @@ def test_nothing_is_speculated_below_an_end(
                 assert not set(drafts[:-1]) & ({END, CLOSE} if by_steps and CLOSE not in written else {END})
 
 
+@answers()
 @given(salts, modes, shapes, salts)
 def test_every_accepted_step_was_judged_or_equal(salt: int, mode: Mode, shape: dict[str, object], order: int) -> None:
     """Replayed by a slow reference: each committed step is the target's own after what was committed before, or was accepted."""

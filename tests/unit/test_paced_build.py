@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from demo.asking import demo_spec
+from bench.kit.serving import demo_spec
 from lr_backend.build.base import Layout
 from lr_backend.build.paced import paced
 from lr_backend.build.spec import DeploymentSpec, EmbeddedDeployment
@@ -17,6 +17,7 @@ from lr_backend.engine import Role
 from lr_backend.errors import ConfigError
 from lr_backend.hardware import profile
 from lr_backend.hardware.pace import EnginePace, Runtime
+from lr_backend.request import Mode
 
 SYSTEM = "h200_sxm"
 LIKE = DeploymentSpec.load("qwen3-32b")
@@ -75,7 +76,7 @@ def test_only_engines_that_stand_for_none_of_tensorrt_llms_share_their_noise(fas
 def test_embedded_engines_at_that_pace_share_their_noise(fast: EmbeddedDeployment) -> None:
     embedded = paced(demo_spec(), SYSTEM, embedded=True)
     config = embedded.loop_config()
-    assert (config.coupled_noise, config.draft_temperature, config.lacks("lossless")) == (True, None, None)
+    assert (config.coupled_noise, config.draft_temperature, config.lacks_mode(Mode.LOSSLESS)) == (True, None, None)
     assert config.limits == fast.loop_config().limits
     for role in Role:
         assert pace(embedded, role) == replace(pace(fast, role), one_hot=False)

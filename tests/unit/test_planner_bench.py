@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from bench.kit.measure import ModeReport
 from bench.planner import FIXED, SHAPES, at_acceptance, lines_of, predicted, row_of
-from demo.measure import ModeReport
 from lr_backend.plan import table
 from lr_backend.plan.table import plan
 from lr_backend.request import LookaheadRequest

@@ -32,7 +32,7 @@ def test_crowding_finds_the_line_it_is_shown(alone: float, share: float) -> None
     crowding = Crowding()
     for companions in (0, 1, 2, 3, 5, 7) * 20:
         crowding.add(companions, alone * (1.0 + share * companions))
-    assert crowding.alone_s == pytest.approx(alone, rel=0.15)
+    assert crowding.at(0) == pytest.approx(alone, rel=0.15)
     assert crowding.at(3) == pytest.approx(alone * (1.0 + 3 * share), rel=0.15)
     assert crowding.slowdown(0, 4) == pytest.approx(1.0 + 4 * share, rel=0.2)
 
@@ -44,7 +44,7 @@ def test_a_crowd_never_speeds_up_nor_takes_less_than_nothing(seen: list[tuple[fl
     for companions, seconds in seen:
         crowding.add(companions, seconds)
     assert crowding.slowdown(others, more) >= 1.0
-    assert crowding.alone_s is None or crowding.alone_s > 0.0
+    assert not seen or crowding.at(0) > 0.0
     assert crowding.at(others) >= 0.0
 
 
@@ -101,12 +101,12 @@ def test_what_took_no_time_or_brought_nothing_has_no_price() -> None:
 def test_how_slow_one_verifier_is_says_nothing_of_another() -> None:
     clock = Clock()
     prices = Prices(clock)
-    for name, seconds in ((VerifierName.JUDGE, 2.0), (VerifierName.EMBEDDING, 0.5)):
+    for name, seconds in ((VerifierName.JUDGE, 2.0), (VerifierName.CASCADE, 0.5)):
         with prices.verdict(name):
             clock.now_s += seconds
     assert prices.verdict_s[VerifierName.JUDGE].value == 2.0
-    assert prices.verdict_s[VerifierName.EMBEDDING].value == 0.5
-    assert prices.verdict_s[VerifierName.SCORE].value is None
+    assert prices.verdict_s[VerifierName.CASCADE].value == 0.5
+    assert prices.verdict_s[VerifierName.EXACT].value is None
 
 
 def test_requests_are_counted_while_they_are_answered() -> None:

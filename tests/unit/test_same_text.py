@@ -6,13 +6,14 @@ import asyncio
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lr_backend.engine import Sampling
-from lr_backend.loop.loop import Outcome
+from lr_backend.loop.answer import Outcome
 from lr_backend.request import ProposerName
 from lr_backend.testing import run_virtual
+from tests.support.examples import answers
 from tests.support.world import World, chance, imitator, storyteller
 
 salts = st.integers(0, 10_000)
@@ -67,7 +68,7 @@ def of(sampling: Sampling) -> dict[str, Any]:
     return {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
 
 
-@settings(max_examples=150)
+@answers(60)
 @given(salts, agreements, ways, samplings, lengths, st.sampled_from(["ar", "sd", "lossless"]))
 def test_where_only_the_targets_own_words_are_taken_every_way_writes_what_the_target_writes_alone(
     salt: int, agreement: float, way: dict[str, Any], sampling: Sampling, max_tokens: int, mode: str
@@ -82,7 +83,7 @@ def test_where_only_the_targets_own_words_are_taken_every_way_writes_what_the_ta
     assert outcome.finish_reason == alone(world, **asked).finish_reason
 
 
-@settings(max_examples=150)
+@answers(60)
 @given(salts, agreements, ways, lengths, st.sampled_from(["ar", "sd", "lr", "lr_sd", "auto", "lossless"]), st.booleans())
 def test_greedy_with_the_exact_verifier_every_way_writes_what_the_target_writes_alone(
     salt: int, agreement: float, way: dict[str, Any], max_tokens: int, mode: str, coupled: bool
@@ -97,7 +98,7 @@ def test_greedy_with_the_exact_verifier_every_way_writes_what_the_target_writes_
 judging = st.sampled_from(["lr", "lr_sd", "auto"])
 
 
-@settings(max_examples=150)
+@answers(60)
 @given(salts, agreements, ways, ways, samplings, lengths, judging, judging)
 def test_what_a_judge_lets_through_is_the_same_whoever_was_first_and_whatever_helped(
     salt: int,
@@ -123,7 +124,7 @@ def test_what_a_judge_lets_through_is_the_same_whoever_was_first_and_whatever_he
     assert first.usage.num_steps_rejected == second.usage.num_steps_rejected
 
 
-@settings(max_examples=100)
+@answers(40)
 @given(salts, agreements, ways, lengths, st.sampled_from(["lr", "lr_sd", "auto"]))
 def test_without_coupled_noise_it_is_the_same_as_well(
     salt: int, agreement: float, way: dict[str, Any], max_tokens: int, mode: str
@@ -141,7 +142,7 @@ def test_without_coupled_noise_it_is_the_same_as_well(
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("mode", ["lossless", "lr_sd", "auto"])
 @given(salts, ways)
-@settings(max_examples=3)
+@answers(2)
 def test_nothing_outlives_a_request_that_is_cancelled_wherever_it_waits(
     mode: str, temperature: float, salt: int, way: dict[str, Any]
 ) -> None:

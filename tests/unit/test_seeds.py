@@ -12,9 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lr_backend.audit.request import audit_draw
 from lr_backend.engine import Role
-from lr_backend.loop.seeds import Seeds, audit_draw
+from lr_backend.loop.seeds import Seeds
 from lr_backend.testing import run_virtual
+from tests.support.examples import answers
 from tests.support.world import PROMPT, World, chance, imitator, storyteller
 
 salts = st.integers(0, 10_000)
@@ -84,6 +86,7 @@ def sampled_world(salt: int, order: int, *, coupled: bool) -> World:
     return World.of(target, draft, lambda a, b: chance("like", salt, a, b) < 0.5, coupled_noise=coupled).shuffled(order)
 
 
+@answers()
 @given(salts, salts, st.sampled_from(["lr", "lr_sd", "auto"]), st.integers(1, 3))
 def test_a_judged_step_is_written_with_the_seed_of_where_it_begins(salt: int, order: int, mode: str, width: int) -> None:
     world = sampled_world(salt, order, coupled=True)
@@ -110,6 +113,7 @@ def test_a_judged_step_is_written_with_the_seed_of_where_it_begins(salt: int, or
     assert width > 1 or not others
 
 
+@answers()
 @given(salts, salts, st.sampled_from(["lr", "lr_sd", "sd", "auto"]), st.integers(1, 3))
 def test_without_coupled_noise_no_call_repeats_anothers(salt: int, order: int, mode: str, width: int) -> None:
     world = sampled_world(salt, order, coupled=False)

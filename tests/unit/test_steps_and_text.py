@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from lr_backend.contract import decode_stop_words
 from lr_backend.errors import ConfigError
-from lr_backend.propose import NGram, Proposal
+from lr_backend.propose import Lookup, NGram, Proposal
 from lr_backend.propose.ngram import lookup_ngram
 from lr_backend.steps.rules import StepRules
+from lr_backend.steps.segment import BLANK_LINE
 from lr_backend.steps.step import StepEnd
 from lr_backend.steps.text import TextStream
 from lr_backend.testing import WordTokenizer, run_virtual
@@ -68,7 +69,7 @@ def test_the_stop_list_holds_delimiters_inside_tokens_pairs_and_every_end() -> N
 
 def test_a_tokenizer_without_an_end_token_is_refused() -> None:
     with pytest.raises(ConfigError, match="end token"):
-        StepRules.build("\n\n", {}, [])
+        StepRules.build(BLANK_LINE, {}, [])
 
 
 @given(st.text(alphabet="ab\n", max_size=40), st.data())
@@ -135,7 +136,9 @@ def test_ngram_lookup_continues_the_longest_suffix_seen_before(
 
 def test_a_lookup_goes_by_more_than_a_word_or_two() -> None:
     async def proposed(*context: int) -> Proposal:
-        async with NGram().step(np.asarray(context[:-1], dtype=np.int32), RULES.stop_words, lambda ids: 9, None) as drafts:
+        async with Lookup(NGram()).step(
+            np.asarray(context[:-1], dtype=np.int32), RULES.stop_words, lambda ids: 9, None
+        ) as drafts:
             return await drafts.next(context[-1:], 2)
 
     assert run_virtual(proposed(1, 2, 3, 4, 5, 1, 2, 3)) == Proposal((4, 5))

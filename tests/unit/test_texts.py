@@ -115,11 +115,11 @@ def test_so_it_is_after_the_reasoning() -> None:
     whole = whole_text(texts)
     start = len(whole) - 4001
     for place in range(start, len(whole) - 1, 40):
-        guess = texts.draft(whole[:place], ASKED)
-        same = num_equal(guess, whole[place:].tolist())
+        drafted = texts.draft(whole[:place], ASKED)
+        same = num_equal(drafted, whole[place:].tolist())
         hits, trials = hits + same, trials + same + 1
-        again = texts.draft(grown(whole[:place], guess[:7]), ASKED)
-        assert tuple(again[: len(guess) - 7]) == tuple(guess[7:])
+        again = texts.draft(grown(whole[:place], drafted[:7]), ASKED)
+        assert tuple(again[: len(drafted) - 7]) == tuple(drafted[7:])
     assert hits / trials == pytest.approx(WORKLOAD.token_agreement, abs=0.03)
 
 
@@ -192,16 +192,16 @@ def test_texts_that_repeat_themselves_go_on_the_same_way_too(workload: Workload,
 
 @given(st.integers(0, NUM_WORDS - 1), st.integers(0, NUM_WORDS - 1), st.sampled_from([FIRST_WORD, LIKE, UNLIKE]), st.booleans())
 def test_a_judge_sees_it_in_its_own_prompt_too(first: int, second: int, kind: int, begins: bool) -> None:
-    """There a step has lost the space before it. The target is asked for grades and audits."""
+    """There a step has lost the space before it. The target is asked for audits."""
     texts, markers = Texts(WORKLOAD, 0), ("<think>", "</think>")
     judge = JudgePrompt.from_tokenizer(VOCABULARY)
-    audit, grade = JudgePrompt.for_audits(VOCABULARY, *markers), JudgePrompt.for_grades(VOCABULARY, *markers)
+    audit = JudgePrompt.for_audits(VOCABULARY, *markers)
     target, drafted = (FIRST_WORD + first, FIRST_WORD + second), (FIRST_WORD + first, kind + second)
     drafted = drafted[::-1] if begins else drafted
     steps, differs = (VOCABULARY.decode(target), VOCABULARY.decode(drafted)), kind == UNLIKE
-    said = [VOCABULARY.decode(texts.judge(np.array(judge.ids(*steps)), ASKED))]
-    said += [VOCABULARY.decode(texts.target(np.array(one.ids(*steps)), ASKED)) for one in (audit, grade)]
-    assert said == (["unaligned", "unaligned", "0"] if differs else ["aligned", "aligned", "9"])
+    judged = VOCABULARY.decode(texts.judge(np.array(judge.ids(*steps)), ASKED))
+    audited = VOCABULARY.decode(texts.target(np.array(audit.ids(*steps)), ASKED))
+    assert [judged, audited] == ["unaligned" if differs else "aligned"] * 2
 
 
 # The source that gives them out ---------------------------------------------------------------------------------------

@@ -112,12 +112,12 @@ def test_nothing_that_a_model_writes_becomes_markup(hostile: Trace, trace: Trace
 def test_bars_stay_inside_and_lanes_do_not_touch(trace: Trace) -> None:
     timeline = lay_out(trace, analyse(trace))
 
-    for lane in timeline.lanes:
-        for bar in lane.bars:
+    for track in timeline.tracks:
+        for bar in track.bars:
             assert bar.x >= 0 and bar.x + bar.width <= timeline.width + 2
-            assert lane.y <= bar.y and bar.y + bar.height <= lane.y + lane.height
-    ends = [lane.y + lane.height for lane in timeline.lanes]
-    assert all(end < lane.y for end, lane in zip(ends, timeline.lanes[1:], strict=False))
+            assert track.y <= bar.y and bar.y + bar.height <= track.y + track.height
+    ends = [track.y + track.height for track in timeline.tracks]
+    assert all(end < track.y for end, track in zip(ends, timeline.tracks[1:], strict=False))
     assert ends[-1] < timeline.height
 
 
@@ -212,7 +212,7 @@ def test_the_command_reports_and_writes(trace: Trace, tmp_path: Path) -> None:
     ("content", "arguments", "words"),
     [
         (None, [], "cannot read"),
-        ("{}", [], "not a trace of version 1"),
+        ("{}", [], "not a trace of version 2"),
         ("", ["--html", "missing/x.html"], "cannot write"),
     ],
 )

@@ -117,7 +117,7 @@ def test_calls_that_fail_or_are_cut_short_say_so() -> None:
 
 MINIMAL = {
     "schema": "lookahead-trace",
-    "version": 1,
+    "version": 2,
     "request_id": "r",
     "request": {"text_input": "?"},
     "finish_reason": "stop",
@@ -140,7 +140,7 @@ def test_the_first_documents_of_this_version_stay_readable() -> None:
         ("", "document"),
         ("[]", "document"),
         ("{}", "request_id"),
-        (json.dumps(MINIMAL | {"version": 2}), "version"),
+        (json.dumps(MINIMAL | {"version": 1}), "version"),
         (json.dumps(MINIMAL | {"schema": "other"}), "schema"),
         (json.dumps(MINIMAL | {"calls": [{**MINIMAL["calls"][0], "end_ms": -1}]}), "calls.0.end_ms"),  # type: ignore[index,dict-item]
         (json.dumps(MINIMAL | {"calls": [{**MINIMAL["calls"][0], "start_ms": 10}]}), "before its start"),  # type: ignore[index,dict-item]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import count
 
 import numpy as np
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lr_backend.contract import IntArray
-from lr_backend.loop.tree import Decision, Drafting, Node, Tree
+from lr_backend.loop.tree import Decision, Drafting, Horizon, Node, Tree
 from lr_backend.steps.step import Step, StepEnd
 from lr_backend.verify import Reason, Verdict
 from tests.support.world import chance
@@ -27,7 +27,9 @@ def step(*ids: int, closes: bool = False) -> Step:
 
 
 def window(**options: object) -> Tree:
-    return Tree(PROMPT, **{"end": 1000, "max_depth": 4, "own_branches": True, "acceptance": 0.6, **options})  # type: ignore[arg-type]
+    far = {"max_depth": 4, "acceptance": 0.6, **options}
+    horizon = Horizon(**{field.name: far.pop(field.name) for field in fields(Horizon) if field.name in far})  # type: ignore[arg-type]
+    return Tree(PROMPT, horizon=horizon, **{"end": 1000, "own_branches": True, **far})  # type: ignore[arg-type]
 
 
 def begin(tree: Tree) -> list[Node]:
@@ -234,9 +236,9 @@ def test_own_branches_and_drafted_steps_have_a_price_each(min_chance: float, min
         tree.start_drafts()
         below, _ = own.children
         tree.drafted(below, step(5))
-        tree.min_chance, tree.min_draft_chance, below.chance = 0.3, 0.5, 0.9
+        tree.horizon.min_chance, tree.horizon.min_draft_chance, below.chance = 0.3, 0.5, 0.9
         assert below in tree.start_targets()
-        tree.min_chance, below.target_started = 0.4, False
+        tree.horizon.min_chance, below.target_started = 0.4, False
         assert below not in tree.start_targets()
 
 
@@ -326,14 +328,14 @@ class Run:
         """What the loop does between two completions."""
         tree = self.tree
         for node in tree.start_targets():
-            assert node.depth < max(1, tree.max_depth) and not node.closed
+            assert node.depth < max(1, tree.horizon.max_depth) and not node.closed
             self.start(node, "target")
         for node in tree.start_drafts():
-            assert node.depth <= tree.max_depth and node.parent is not None and node.parent.target_started
+            assert node.depth <= tree.horizon.max_depth and node.parent is not None and node.parent.target_started
             self.start(node, "draft")
         rows = [one for one in self.queue if one[3] == "target" and one[1] in self.running.get(one[2], ())]
         self.most_rows = max(self.most_rows, len(rows))
-        assert len(rows) <= max(1, tree.max_depth) * tree.width
+        assert len(rows) <= max(1, tree.horizon.max_depth) * tree.width
         assert len(rows) == sum(n.target_started and n.target is None and not n.lost for n in tree.root.subtree())
 
     def complete(self) -> None:

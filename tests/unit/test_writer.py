@@ -20,16 +20,18 @@ from lr_backend.loop.seeds import Seeds
 from lr_backend.loop.writer import DraftTokens, StepWriter
 from lr_backend.propose import NGram, Proposal
 from lr_backend.propose.growing import GrowingText
-from lr_backend.propose.ngram import MOST_PLAIN
+from lr_backend.propose.lookup import MOST_PLAIN, Lookup
 from lr_backend.propose.proposal import NOTHING, Room
 from lr_backend.steps.rules import StepRules
+from lr_backend.steps.segment import BLANK_LINE
 from lr_backend.steps.step import Step, StepEnd
 from lr_backend.testing import ScriptedEngine, run_virtual
+from tests.support.examples import answers
 from tests.support.traces import taking
 from tests.support.world import FickleEngine
 
 END, BREAK = 999, 300
-RULES = StepRules.build("\n\n", {BREAK: "\n\n"}, [END])
+RULES = StepRules.build(BLANK_LINE, {BREAK: "\n\n"}, [END])
 PREFIX: IntArray = np.arange(10, dtype=np.int32)
 
 
@@ -112,7 +114,7 @@ def test_where_there_is_nothing_to_verify_the_target_writes_as_far_as_it_is_told
 
 def test_plain_calls_grow_while_a_lookup_finds_nothing() -> None:
     engine = ScriptedEngine(counting)
-    run_virtual(writer(engine, NGram()).verify(PREFIX, 200, RULES.of_step))
+    run_virtual(writer(engine, Lookup(NGram())).verify(PREFIX, 200, RULES.of_step))
     assert [recorded.call.max_new_tokens for recorded in engine.calls] == [4, 8, 16, 32, MOST_PLAIN, MOST_PLAIN, 12]
 
 
@@ -135,6 +137,7 @@ def test_one_hot_logits_go_with_sampled_drafts_alone(temperature: float, width: 
 # However it is cut -------------------------------------------------------------------------------------------------------
 
 
+@answers()
 @given(
     st.integers(0, 10_000),
     st.integers(1, 60),

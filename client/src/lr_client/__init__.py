@@ -26,6 +26,8 @@ from lr_client.types import (
     Usage,
 )
 
+__version__ = "0.2.0"
+
 __all__ = [
     "AsyncClient",
     "AsyncStream",

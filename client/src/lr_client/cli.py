@@ -20,6 +20,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from lr_client._help import Command, Group
 from lr_client.client import DEFAULT_TIMEOUT_S, DEFAULT_URL, READY_TIMEOUT_S, Client
 from lr_client.errors import ClientError, InvalidRequest, ServerError, ServerUnreachable
 from lr_client.fields import FIELDS, Options
@@ -31,6 +32,7 @@ EXIT_WRONG_USE = 2
 EXIT_INTERRUPTED = 130
 
 app = typer.Typer(
+    cls=Group,
     help="Ask a lookahead reasoning server.",
     no_args_is_help=True,
     add_completion=False,
@@ -71,7 +73,7 @@ def _option(flag: str, kind: Any, meaning: str) -> inspect.Parameter:
     return inspect.Parameter(flag, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-@app.command()
+@app.command(cls=Command)
 @_with_options
 def ask(
     question: Annotated[str, typer.Argument(help="The question.")],
@@ -80,7 +82,8 @@ def ask(
     model: Model = "lookahead",
     system: Annotated[str | None, typer.Option(help="System message before the question.")] = None,
     trace_file: Annotated[
-        Path | None, typer.Option(help="Save the trace of the request here; `lookahead trace` shows it.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Save the trace of the request here; `lookahead trace` shows it."),
     ] = None,
     json_lines: Annotated[bool, typer.Option("--json", help="Print one JSON line per event.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds until giving up.")] = DEFAULT_TIMEOUT_S,
@@ -102,7 +105,7 @@ def ask(
                     _save_trace(trace_file, event.trace)
 
 
-@app.command()
+@app.command(cls=Command)
 def check(
     url: Url = DEFAULT_URL,
     model: Model = "lookahead",

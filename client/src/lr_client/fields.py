@@ -97,25 +97,21 @@ class Options:
         ),
     ] = None
     proposer: Annotated[
-        Literal["draft_model", "ngram", "engine"] | str | None,
+        str | None,
         Field(
             "BYTES",
-            "where draft tokens come from: the draft model, lookup of what last followed the same few "
-            "tokens, or the target's engine itself",
+            "where draft tokens come from: `draft_model`; `ngram`, lookup of what last followed the same "
+            "few tokens; `engine`, the target's engine itself; or a plug-in of the server's (1 to 64 "
+            "characters)",
         ),
     ] = None
     verifier: Annotated[
-        Literal["exact", "judge", "cascade", "embedding", "score", "random"] | str | None,
+        str | None,
         Field(
             "BYTES",
-            "who decides whether a drafted step means the same as the target's",
-        ),
-    ] = None
-    verifier_threshold: Annotated[
-        float | None,
-        Field(
-            "FP32",
-            "from where on the verifier's score accepts; range and default are the verifier's",
+            "who decides whether a drafted step means the same as the target's: `exact` (equal tokens), "
+            "`judge`, `cascade` (cheap checks, the judge for the rest), or a plug-in of the server's (1 to "
+            "64 characters)",
         ),
     ] = None
     audit_rate: Annotated[

@@ -1,8 +1,7 @@
 """A sentence-transformers checkpoint, run with transformers alone: encoder, pooling, normalisation as its files say.
 
 Layout (that of all-MiniLM-L6-v2 and all-mpnet-base-v2): ``modules.json`` lists the modules in order,
-``1_Pooling/config.json`` says how token vectors become one, ``sentence_bert_config.json`` how many tokens count. The one
-module of ``verify`` that imports torch; only the server's start-up and benchmarks import it.
+``1_Pooling/config.json`` says how token vectors become one, ``sentence_bert_config.json`` how many tokens count.
 """
 
 from __future__ import annotations

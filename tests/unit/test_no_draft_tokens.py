@@ -1,4 +1,4 @@
-"""Over a target that takes no token drafts (``limits.max_draft_len = 0``) every mode still answers, and sends none."""
+"""Over a target that takes no draft tokens (``limits.max_draft_len = 0``) every mode still answers, and sends none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lr_backend.engine import Engine
-from lr_backend.loop.assemble import Engines, assemble
+from lr_backend.loop.assemble import Engines, Server, assemble
 from lr_backend.request import LookaheadRequest, Mode, ProposerName
 from lr_backend.testing import run_virtual
 from tests.support.fake_llmapi import scripted
@@ -53,9 +53,8 @@ def test_the_loop_over_llm_api_engines_writes_what_it_writes_over_any(mode: str,
             {"text_input": "?", "max_tokens": 200, "mode": mode, "temperature": 0.0, "deterministic": True}
         )
         prompt = np.asarray(PROMPT, dtype=np.int32)
-        loop = assemble(
-            request, prompt, "r", Engines(*engines), MODELS, world.config, lambda committed: texts.append(committed.text)
-        )
+        server = Server(Engines(*engines), MODELS, world.config)
+        loop = assemble(request, prompt, "r", server, lambda committed: texts.append(committed.text))
         try:
             outcome = await loop.run()
             assert not outcome.usage.degraded

@@ -1,0 +1,66 @@
+"""Draft tokens from the text so far: prompt lookup, and whatever a deployment brings."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from lr_backend.contract import IntArray
+from lr_backend.propose.growing import GrowingText
+from lr_backend.propose.proposal import Proposal, Room
+
+LEAST_PLAIN, MOST_PLAIN = 4, 64
+"""Tokens to decode before the next lookup, where the last ones found nothing: twice as many each time."""
+
+_logger = logging.getLogger(__name__)
+
+
+class Proposer(Protocol):
+    """Proposes draft tokens for a text. One object serves all requests of a server."""
+
+    async def propose(self, ids: IntArray, max_tokens: int) -> Sequence[int]:
+        """What may follow ``ids``, shape [N]: at most ``max_tokens`` > 0 tokens, or none.
+
+        The target waits for it. An error proposes nothing.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """The :class:`~lr_backend.propose.proposal.DraftSource` of a proposer: its answers for one text after another."""
+
+    proposer: Proposer
+    follows_drafted = False
+
+    @asynccontextmanager
+    async def step(self, prefix: IntArray, stop_words: IntArray, room: Room, drafted: GrowingText | None) -> AsyncIterator[_Step]:
+        yield _Step(self.proposer, prefix)
+
+
+@dataclass
+class _Step:
+    proposer: Proposer
+    prefix: IntArray
+    _plain_tokens: int = LEAST_PLAIN
+
+    async def next(self, written: Sequence[int], max_tokens: int) -> Proposal:
+        context = np.concatenate([self.prefix, np.asarray(written, dtype=np.int32)])
+        try:
+            found = tuple(int(token) for token in await self.proposer.propose(context, max_tokens))[:max_tokens]
+        except Exception as error:  # a deployment's own code may raise anything
+            _logger.warning("the proposer failed: %s: %s", type(error).__name__, error)
+            found = ()
+        if found:
+            self._plain_tokens = LEAST_PLAIN
+            return Proposal(found)
+        plain_tokens, self._plain_tokens = self._plain_tokens, min(MOST_PLAIN, 2 * self._plain_tokens)
+        return Proposal(plain_tokens=plain_tokens)
+
+    def verified(self, proposed: Sequence[int], num_accepted: int) -> None:
+        pass

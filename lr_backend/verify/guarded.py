@@ -1,0 +1,33 @@
+"""A deployment's own verifier, held to what every verifier promises: it answers in time and never raises."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, replace
+
+from lr_backend.verify.verdict import Reason, StepPair, Verdict, Verifier
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class GuardedVerifier:
+    """Doubt rejects: an error, a verdict that is late, and what is no verdict. ``timeout_s`` None waits."""
+
+    name: str
+    verifier: Verifier
+    timeout_s: float | None
+
+    async def verify(self, pair: StepPair) -> Verdict:
+        try:
+            async with asyncio.timeout(self.timeout_s) as limit:
+                verdict: object = await self.verifier.verify(pair)
+        except Exception as error:  # a deployment's own code may raise anything
+            if limit.expired():
+                return Verdict(False, Reason.TIMEOUT, verifier=self.name)
+            _logger.warning("the verifier %s failed: %s: %s", self.name, type(error).__name__, error)
+            return Verdict(False, Reason.VERIFIER_ERROR, verifier=self.name)
+        if not isinstance(verdict, Verdict):
+            return Verdict(False, Reason.GARBAGE, verifier=self.name)
+        return replace(verdict, verifier=verdict.verifier or self.name)
