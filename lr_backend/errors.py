@@ -14,7 +14,8 @@
     └── ConfigError           a deployment, checkpoint or setting is wrong; the server does not start
         └── CheckpointError   a checkpoint directory is missing parts, corrupt or unsupported
 
-Each class has a stable ``code``: it leads the message that leaves the server, and clients match on it.
+Each class has a stable ``code``, which leads the message that leaves the server and on which clients match, and the ``status``
+of Triton's protocol that says whose turn it is.
 This module imports nothing of the project.
 """
 
@@ -28,6 +29,7 @@ class LookaheadError(Exception):
     """Base of every failure that this project raises on purpose."""
 
     code = "LR_INTERNAL"
+    status = "INTERNAL"
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -47,6 +49,7 @@ class InvalidRequest(LookaheadError):
     """
 
     code = "LR_INVALID_REQUEST"
+    status = "INVALID_ARG"
 
     def __init__(self, field: str, value: object, rule: str) -> None:
         shown = repr(value)
@@ -60,18 +63,21 @@ class Overloaded(LookaheadError):
     """The admission limit or an engine queue is full."""
 
     code = "LR_OVERLOADED"
+    status = "UNAVAILABLE"
 
 
 class Cancelled(LookaheadError):
     """The client cancelled the request, or went away."""
 
     code = "LR_CANCELLED"
+    status = "CANCELLED"
 
 
 class TargetUnavailable(LookaheadError):
     """The target engine does not answer; without it there is no answer of the promised quality."""
 
     code = "LR_TARGET_UNAVAILABLE"
+    status = "UNAVAILABLE"
 
 
 class EngineError(LookaheadError):
@@ -84,18 +90,21 @@ class EngineRejected(EngineError):
     """The engine refused the call: too long, an unsupported tensor, more drafts than it was built for."""
 
     code = "LR_ENGINE_REJECTED"
+    status = "INVALID_ARG"
 
 
 class EngineUnavailable(EngineError):
     """The engine is not loaded, not reachable, or died with the call in flight."""
 
     code = "LR_ENGINE_UNAVAILABLE"
+    status = "UNAVAILABLE"
 
 
 class EngineTimeout(EngineError):
     """The engine did not answer within the limit of its role."""
 
     code = "LR_ENGINE_TIMEOUT"
+    status = "UNAVAILABLE"
 
 
 class TraceError(LookaheadError):

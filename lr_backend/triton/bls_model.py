@@ -22,11 +22,11 @@ from lr_backend.engine.upstream_errors import kind_of
 from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, LookaheadError, Overloaded
 from lr_backend.fields import LOOKAHEAD_INPUTS
 from lr_backend.loop.assemble import Engines
-from lr_backend.triton.audit_metrics import AuditMetrics
+from lr_backend.triton.audit_metrics import audit_metrics
 from lr_backend.triton.bls_engine import Arrays, BlsEngine, CallGate, unavailable
 from lr_backend.triton.models import load_models
-from lr_backend.triton.service import LookaheadService, triton_code
-from lr_backend.triton.speculation_metrics import SpeculationMetrics
+from lr_backend.triton.service import LookaheadService
+from lr_backend.triton.speculation_metrics import DraftCounts, speculation_metrics
 from lr_backend.triton.threads import share_interpreter, use_uvloop
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class TritonReplies:
         self._send(response, final)
 
     def fail(self, error: LookaheadError) -> None:
-        code = getattr(pb.TritonError, triton_code(error))
+        code = getattr(pb.TritonError, error.status)
         self._send(pb.InferenceResponse(error=pb.TritonError(error.public(), code)), True)
 
     def is_cancelled(self) -> bool:
@@ -110,8 +110,9 @@ class TritonPythonModel:
         self._service: LookaheadService | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._own = self._open_own()
-        self._metrics = AuditMetrics(pb.MetricFamily)
-        self._speculation = SpeculationMetrics(pb.MetricFamily, args["model_name"])
+        self._drafts = DraftCounts()
+        self._audits = audit_metrics(pb.MetricFamily, lambda: self._service.audits.counts if self._service is not None else {})
+        self._speculation = speculation_metrics(pb.MetricFamily, args["model_name"], self._drafts)
 
     def _open_own(self) -> OwnEngines | None:
         """The engines that this process runs itself, where it is to."""
@@ -130,10 +131,8 @@ class TritonPythonModel:
         structlog.get_logger().info("event_loop_runs", implementation=type(self._loop).__module__)
         self._loop.set_default_executor(self._executor)
         engines = self._own.engines if self._own is not None else self._by_bls()
-        service = LookaheadService(self._config, self._models, engines)
-        self._metrics.books = service.audits.books
-        service.audits.on_change = self._metrics.touch
-        self._speculation.counts = service.drafts
+        service = LookaheadService(self._config, self._models, engines, self._drafts)
+        service.audits.on_change = self._audits.touch
         service.on_drafts = self._speculation.touch
         return service
 
@@ -167,7 +166,7 @@ class TritonPythonModel:
         if self._service is not None and self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed, and nothing runs any more
                 self._loop.call_soon_threadsafe(self._service.close)
-        self._metrics.close()
+        self._audits.close()
         self._speculation.close()
         self._executor.shutdown(wait=False, cancel_futures=True)
         if self._own is not None:

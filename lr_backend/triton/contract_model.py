@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from lr_backend.engine.inprocess import Submits
 from lr_backend.engine.request import EngineRequest, EngineResponse
-from lr_backend.errors import Cancelled, EngineRejected, EngineUnavailable, InvalidRequest, LookaheadError, Overloaded
+from lr_backend.errors import EngineRejected, InvalidRequest, LookaheadError
 from lr_backend.triton.client_watch import ClientWatch, WatchedClient
 
 REQUIRED_OUTPUTS = ("output_ids", "sequence_length")
@@ -79,8 +79,8 @@ class ContractModel:
     def _response(self, result: EngineResponse | LookaheadError, wanted: frozenset[str]) -> Any:
         if isinstance(result, LookaheadError):
             codes = self.pb.TritonError
-            status = codes.INTERNAL if self._fails_as_internal else _status(codes, result)
-            return self.pb.InferenceResponse(error=codes(result.public(), status))
+            status = LookaheadError.status if self._fails_as_internal else result.status
+            return self.pb.InferenceResponse(error=codes(result.public(), getattr(codes, status)))
         tensors = [self.pb.Tensor(name, array) for name, array in result.tensors().items() if not wanted or name in wanted]
         return self.pb.InferenceResponse(output_tensors=tensors)
 
@@ -115,12 +115,3 @@ def _check_wanted(wanted: frozenset[str]) -> None:
     missing = [name for name in REQUIRED_OUTPUTS if wanted and name not in wanted]
     if missing:
         raise EngineRejected(f"{missing[0]}: must be among the requested outputs")
-
-
-def _status(codes: Any, error: LookaheadError) -> Any:
-    """Triton's error code: the caller's fault, not now, or ours."""
-    if isinstance(error, EngineRejected | InvalidRequest):
-        return codes.INVALID_ARG
-    if isinstance(error, EngineUnavailable | Overloaded):
-        return codes.UNAVAILABLE
-    return codes.CANCELLED if isinstance(error, Cancelled) else codes.INTERNAL

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
 from lr_backend.embedded.stats import EngineStats
-from lr_backend.triton.refresher import Refresher
+from lr_backend.triton.metrics import Key, MetricSheet
 
 GAUGES = ("num_waiting", "num_running", "num_blocks_used", "num_blocks_cached", "num_blocks_free")
 HELP = {
@@ -36,40 +36,20 @@ def metric_name(name: str, gauges: Sequence[str] = GAUGES) -> str:
     return f"lr_engine_{stem}" if name in gauges else f"lr_engine_{stem}_total"
 
 
-class EngineMetrics(Refresher):
-    """Keeps ``lr_engine_*`` up to date."""
+def engine_metrics(
+    family: Any, role: str, stats: Callable[[], Any], counters: Sequence[str] = COUNTERS, gauges: Sequence[str] = GAUGES
+) -> MetricSheet:
+    """``lr_engine_*`` of what ``stats`` gives, which has a field for each of the names; ``role`` becomes the label."""
 
-    def __init__(
-        self,
-        family: Any,
-        role: str,
-        stats: Callable[[], Any],
-        counters: Sequence[str] = COUNTERS,
-        gauges: Sequence[str] = GAUGES,
-    ) -> None:
-        """``family`` is ``pb_utils.MetricFamily``; ``role`` becomes the label; ``stats`` has a field for each of the names."""
-        self._stats, self._counters, self._gauges = stats, counters, gauges
-        self._shown: dict[str, float] = dict.fromkeys(counters, 0.0)
-        self._families = {
-            name: family(
-                name=metric_name(name, gauges),
-                description=HELP.get(name, name.removeprefix("num_").replace("_", " ").capitalize()),
-                kind=family.GAUGE if name in gauges else family.COUNTER,
-            )
-            for name in (*counters, *gauges)
-        }
-        self._metrics = {name: one.Metric(labels={"role": role}) for name, one in self._families.items()}
-        super().__init__("engine-metrics", self._send_changes)
+    def values() -> Iterator[tuple[Key, float]]:
+        now = stats()
+        for name in (*counters, *gauges):
+            yield (metric_name(name, gauges), ()), float(getattr(now, name))
 
-    def _send_changes(self) -> None:
-        stats = self._stats()
-        for name in self._counters:
-            value = float(getattr(stats, name))
-            if value > self._shown[name]:
-                self._metrics[name].increment(value - self._shown[name])
-                self._shown[name] = value
-        for name in self._gauges:
-            value = float(getattr(stats, name))
-            if self._shown.get(name) != value:
-                self._metrics[name].set(value)
-                self._shown[name] = value
+    def texts(names: Sequence[str]) -> dict[str, str]:
+        said = {name: HELP.get(name, name.removeprefix("num_").replace("_", " ").capitalize()) for name in names}
+        return {metric_name(name, gauges): text for name, text in said.items()}
+
+    sheet = MetricSheet(family, texts(counters), texts(gauges), values, {"role": role})
+    sheet.refresh()
+    return sheet

@@ -17,7 +17,7 @@ from lr_backend.emulated.open import open_engine
 from lr_backend.errors import LookaheadError
 from lr_backend.triton.client_watch import ClientWatch
 from lr_backend.triton.contract_model import ContractModel, batch_size_default, model_parameters, require_one_response
-from lr_backend.triton.engine_metrics import EngineMetrics
+from lr_backend.triton.engine_metrics import engine_metrics
 from lr_backend.triton.threads import share_interpreter
 
 
@@ -32,7 +32,7 @@ def engine_config(model_config: Mapping[str, Any], model_dir: Path) -> EngineCon
     config = EngineConfig.from_parameters(model_parameters(model_config, model_dir), **batch_size_default(model_config))
     if config.pace is None or not config.pace.cards:
         return config
-    return replace(config, pace=replace(config.pace, board=model_dir.parent / BOARD))
+    return config.model_copy(update={"pace": replace(config.pace, board=model_dir.parent / BOARD)})
 
 
 BOARD = "cards.board"
@@ -60,4 +60,4 @@ class TritonPythonModel(ContractModel):
             self._fails_as_internal = pace.rules.fails_as_internal
             if (period_ms := pace.rules.cancellation_check_period_ms) is not None:
                 self._watch = ClientWatch(pace.slow_motion * period_ms / 1e3, self._engine.cancel)
-        self._metrics = EngineMetrics(pb_utils.MetricFamily, args["model_name"], self._engine.stats)
+        self._metrics = engine_metrics(pb_utils.MetricFamily, args["model_name"], self._engine.stats)

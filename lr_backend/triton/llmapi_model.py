@@ -20,7 +20,7 @@ from lr_backend.llmapi.environment import apply, engine_environment
 from lr_backend.llmapi.stats import GAUGES, LlmApiStats
 from lr_backend.llmapi.upstream import load_upstream, make_llm
 from lr_backend.triton.contract_model import ContractModel, batch_size_default, model_parameters, require_one_response
-from lr_backend.triton.engine_metrics import EngineMetrics, counters_of
+from lr_backend.triton.engine_metrics import counters_of, engine_metrics
 
 
 def llmapi_config(model_config: Mapping[str, Any], model_dir: Path) -> LlmApiConfig:
@@ -52,4 +52,4 @@ class TritonPythonModel(ContractModel):
             raise pb_utils.TritonModelException(error.public()) from error
         self._exclude_input = self._config.exclude_input_in_output
         counters = counters_of(LlmApiStats, GAUGES)
-        self._metrics = EngineMetrics(pb_utils.MetricFamily, args["model_name"], self._engine.stats, counters, GAUGES)
+        self._metrics = engine_metrics(pb_utils.MetricFamily, args["model_name"], self._engine.stats, counters, GAUGES)

@@ -11,7 +11,6 @@ from lr_backend.errors import CheckpointError
 from lr_backend.loop.assemble import Models
 from lr_backend.steps.rules import StepRules
 from lr_backend.verify.judge_prompt import JudgePrompt
-from lr_backend.verify.similarity import Embedder
 
 
 def load_tokenizer(directory: Path) -> Any:
@@ -41,33 +40,23 @@ def end_ids(tokenizer: Any, directory: Path) -> list[int]:
 
 
 def load_models(config: LoopConfig) -> Models:
-    """What the loop needs to know about the models: vocabularies, prompts, and the embedding model and checker if named.
+    """What the loop needs to know about the models: vocabularies and prompts; and the deployment's own parts.
 
     Raises:
-        CheckpointError: a tokenizer or the embedding model cannot be loaded.
-        ConfigError: the auditor's checker cannot be imported.
+        CheckpointError: a tokenizer cannot be loaded.
+        ConfigError: a plug-in or the auditor's checker cannot be made.
     """
-    checker = config.audit.load_checker()
+    checker = config.audit.load_checker(config.root)
+    own = config.make_parts()
     tokenizer = load_tokenizer(config.tokenizer_dir)
     judge_tokenizer = load_tokenizer(config.judge_tokenizer_dir)
     rules = StepRules.from_tokenizer(
         tokenizer,
         end_ids(tokenizer, config.tokenizer_dir),
-        delimiter=config.step_delimiter,
+        segmenter=own.segmenter,
         think_open=config.think_open,
         think_close=config.think_close,
         markers=config.markers,
     )
-    embedder = load_embedder(config.embedding_dir) if config.embedding_dir is not None else None
-    return Models(rules, tokenizer, JudgePrompt.from_tokenizer(judge_tokenizer), judge_tokenizer, embedder, checker)
-
-
-def load_embedder(directory: Path) -> Embedder:
-    """A sentence embedding model.
-
-    Raises:
-        CheckpointError: it cannot be served.
-    """
-    from lr_backend.verify.embedding import EmbeddingModel  # torch, which a server without one does not load
-
-    return EmbeddingModel.load(directory)
+    prompt = JudgePrompt.from_tokenizer(judge_tokenizer)
+    return Models(rules, tokenizer, prompt, judge_tokenizer, own.verifiers, own.proposers, checker)

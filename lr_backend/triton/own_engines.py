@@ -11,13 +11,14 @@ from lr_backend.embedded.engine import EmbeddedEngine
 from lr_backend.engine import Engine, EngineCall, Generation, Role
 from lr_backend.engine.inprocess import InProcessEngine
 from lr_backend.loop.assemble import Engines
-from lr_backend.triton.engine_metrics import EngineMetrics
+from lr_backend.triton.engine_metrics import engine_metrics
+from lr_backend.triton.metrics import MetricSheet
 
 
 class _Watched:
     """An engine whose metrics are brought up to date when it was used."""
 
-    def __init__(self, engine: Engine, metrics: EngineMetrics) -> None:
+    def __init__(self, engine: Engine, metrics: MetricSheet) -> None:
         self._engine, self._metrics = engine, metrics
 
     async def generate(self, call: EngineCall) -> Generation:
@@ -51,7 +52,7 @@ class OwnEngines:
     def _open(role: Role, parameters: Mapping[str, str], family: Any, opened: ExitStack) -> Engine:
         engine = EmbeddedEngine(EngineConfig.from_parameters(parameters))
         opened.callback(engine.close)
-        metrics = EngineMetrics(family, f"lookahead/{role.value}", engine.stats)
+        metrics = engine_metrics(family, f"lookahead/{role.value}", engine.stats)
         opened.callback(metrics.close)
         return _Watched(InProcessEngine(engine), metrics)
 

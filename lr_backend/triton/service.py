@@ -19,13 +19,13 @@ from lr_backend.audit.desk import AuditDesk
 from lr_backend.clock import running_clock
 from lr_backend.config import LoopConfig
 from lr_backend.contract import IntArray
-from lr_backend.errors import Cancelled, EngineRejected, InvalidRequest, LookaheadError, Overloaded
-from lr_backend.loop.answer import Committed
-from lr_backend.loop.assemble import Engines, Models, assemble
-from lr_backend.loop.loop import LookaheadLoop, Outcome
+from lr_backend.errors import Cancelled, InvalidRequest, LookaheadError, Overloaded
+from lr_backend.loop.answer import Committed, Outcome
+from lr_backend.loop.assemble import Engines, Models, Server, assemble
+from lr_backend.loop.loop import LookaheadLoop
 from lr_backend.loop.tracing import build_trace
 from lr_backend.policy.policy import Learned
-from lr_backend.request import LookaheadRequest, with_defaults
+from lr_backend.request import LookaheadRequest
 from lr_backend.triton.speculation_metrics import DraftCounts
 from lr_backend.triton.tensors import committed_tensors, final_tensors, request_fields
 from lr_backend.verify import VerifierParts
@@ -56,14 +56,14 @@ class LookaheadService:
         drafts: draft tokens of all answers; ``on_drafts`` is called when an answer has added to them.
     """
 
-    def __init__(self, config: LoopConfig, models: Models, engines: Engines) -> None:
+    def __init__(self, config: LoopConfig, models: Models, engines: Engines, drafts: DraftCounts | None = None) -> None:
         self._config = config
         self._models = models
         self._engines = engines
-        self._policy: Learned | None = None
+        self._server: Server | None = None
         parts = VerifierParts(engines.target, engines.judge, models.tokenizer, models.judge_prompt, models.judge_tokenizer)
         self.audits = AuditDesk(lambda: make_auditor(config, parts, models.checker), config.audit)
-        self.drafts = DraftCounts()
+        self.drafts = drafts if drafts is not None else DraftCounts()
         self.on_drafts: Callable[[], None] = lambda: None
         self.num_in_flight = 0
 
@@ -73,7 +73,7 @@ class LookaheadService:
         try:
             if self.num_in_flight > self._config.limits.max_in_flight_requests:
                 raise Overloaded(f"{self._config.limits.max_in_flight_requests} requests are in flight; try again later")
-            request = LookaheadRequest.parse(with_defaults(self._config.defaults, request_fields(arrays)))
+            request = LookaheadRequest.parse({**self._config.defaults, **request_fields(arrays)})
             prompt_ids = self._prompt(request)
             await self._answer(request, prompt_ids, request_id, replies)
         except LookaheadError as error:
@@ -102,9 +102,9 @@ class LookaheadService:
             else:
                 parts.append(committed.text)
 
-        self._policy = self._policy or Learned(running_clock())
-        shared = (self._engines, self._models, self._config, emit, self._policy, self.audits)
-        loop = assemble(request, prompt_ids, request_id, *shared)
+        # Made by the first request: what is learned is timed by the clock of the event loop.
+        self._server = self._server or Server(self._engines, self._models, self._config, Learned(running_clock()), self.audits)
+        loop = assemble(request, prompt_ids, request_id, self._server, emit)
         outcome = await self._unless_cancelled(loop, replies)
         usage, finish_reason = outcome.usage, outcome.finish_reason
         self._count_drafts(outcome)
@@ -141,7 +141,7 @@ class LookaheadService:
         for num_proposed, num_accepted in outcome.ledger.verifications:
             self.drafts.verified(num_proposed, num_accepted)
         if num_passes := outcome.ledger.num_engine_passes:
-            self.drafts.guessed_by_engine(num_passes, outcome.ledger.num_proposed, outcome.ledger.num_accepted)
+            self.drafts.drafted_by_engine(num_passes, outcome.ledger.num_proposed, outcome.ledger.num_accepted)
         if outcome.ledger.verifications or num_passes:
             self.on_drafts()
 
@@ -161,12 +161,3 @@ class LookaheadService:
         if not 1 <= len(ids) <= limit:
             raise InvalidRequest(field, f"{len(ids)} tokens", f"1 to {limit} tokens")
         return ids
-
-
-def triton_code(error: LookaheadError) -> str:
-    """The Triton error code that says what the caller can do."""
-    if isinstance(error, InvalidRequest | EngineRejected):
-        return "INVALID_ARG"
-    if isinstance(error, Cancelled):
-        return "CANCELLED"
-    return "INTERNAL" if error.code == LookaheadError.code else "UNAVAILABLE"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 
-from lr_backend.triton.refresher import Refresher
+from lr_backend.triton.metrics import Key, MetricSheet
 
 PREFIX = "vllm:spec_decode_num_"
 DRAFTS = f"{PREFIX}drafts_total"
@@ -20,13 +20,11 @@ DRAFT_TOKENS = f"{PREFIX}draft_tokens_total"
 ACCEPTED_TOKENS = f"{PREFIX}accepted_tokens_total"
 ACCEPTED_PER_POSITION = f"{PREFIX}accepted_tokens_per_pos_total"
 COUNTERS = {
-    DRAFTS: "Token drafts that the target verified",
+    DRAFTS: "Drafts (rows of draft tokens) that the target verified",
     DRAFT_TOKENS: "Tokens in them",
     ACCEPTED_TOKENS: "Tokens of them that the target accepted",
     ACCEPTED_PER_POSITION: "Tokens accepted by their position in the draft, from 0",
 }
-Key = tuple[str, tuple[tuple[str, str], ...]]
-"""A metric's name and labels."""
 
 
 @dataclass
@@ -49,8 +47,8 @@ class DraftCounts:
             for position in range(num_accepted):
                 self.num_accepted_at[position] += 1
 
-    def guessed_by_engine(self, num_passes: int, num_proposed: int, num_accepted: int) -> None:
-        """Drafts that the target's engine guessed itself: it says how many stood, not at which positions."""
+    def drafted_by_engine(self, num_passes: int, num_proposed: int, num_accepted: int) -> None:
+        """Drafts that the target's engine wrote itself: it says how many stood, not at which positions."""
         with self._lock:
             self.num_drafts += num_passes
             self.num_draft_tokens += num_proposed
@@ -71,28 +69,6 @@ class DraftCounts:
             yield (ACCEPTED_PER_POSITION, (("position", str(position)),)), float(count)
 
 
-class SpeculationMetrics(Refresher):
-    """Keeps ``vllm:spec_decode_*`` up to date.
-
-    Attributes:
-        counts: what is shown.
-    """
-
-    def __init__(self, family: Any, model_name: str) -> None:
-        """``family`` is ``pb_utils.MetricFamily``; ``model_name`` and vLLM's ``engine`` become labels."""
-        self.counts = DraftCounts()
-        self._labels = {"model_name": model_name, "engine": "0"}
-        self._families = {name: family(name=name, description=text, kind=family.COUNTER) for name, text in COUNTERS.items()}
-        self._metrics: dict[Key, Any] = {}
-        self._shown: dict[Key, float] = {}
-        super().__init__("speculation-metrics", self._send_changes)
-
-    def _send_changes(self) -> None:
-        for key, value in self.counts.values():
-            metric = self._metrics.get(key)
-            if metric is None:
-                metric = self._metrics[key] = self._families[key[0]].Metric(labels={**self._labels, **dict(key[1])})
-            before = self._shown.get(key, 0.0)
-            if value > before:
-                metric.increment(value - before)
-                self._shown[key] = value
+def speculation_metrics(family: Any, model_name: str, counts: DraftCounts) -> MetricSheet:
+    """``vllm:spec_decode_*`` of the counts; ``model_name`` and vLLM's ``engine`` become labels."""
+    return MetricSheet(family, COUNTERS, {}, counts.values, {"model_name": model_name, "engine": "0"})

@@ -1,0 +1,83 @@
+"""Counters and gauges of a Triton model, brought up to date on a thread of their own.
+
+A metric call crosses processes, and nobody who works may wait for one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+REFRESH_S = 0.5
+
+Key = tuple[str, tuple[tuple[str, str], ...]]
+"""A metric's name and labels."""
+
+
+class MetricSheet:
+    """Sends what changed soon after something did: at most every ``REFRESH_S``, and not at all while nothing happens.
+
+    Args:
+        family: ``pb_utils.MetricFamily``.
+        counters, gauges: help texts by name.
+        values: every metric as it stands; called on the sheet's own thread, never twice at a time. A metric exists from its first
+            value on.
+        labels: that all of them carry.
+    """
+
+    def __init__(
+        self,
+        family: Any,
+        counters: Mapping[str, str],
+        gauges: Mapping[str, str],
+        values: Callable[[], Iterable[tuple[Key, float]]],
+        labels: Mapping[str, str] | None = None,
+    ) -> None:
+        self._families = {name: family(name=name, description=text, kind=family.COUNTER) for name, text in counters.items()}
+        self._families |= {name: family(name=name, description=text, kind=family.GAUGE) for name, text in gauges.items()}
+        self._counters, self._values, self._labels = frozenset(counters), values, dict(labels or {})
+        self._metrics: dict[Key, Any] = {}
+        self._shown: dict[Key, float] = {}
+        self._sending = threading.Lock()
+        self._changed = threading.Event()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+        self._thread.start()
+
+    def touch(self) -> None:
+        """Something happened; any thread."""
+        self._changed.set()
+
+    def refresh(self) -> None:
+        """Send what changed since the last time."""
+        with self._sending:
+            for key, value in self._values():
+                self._show(key, value)
+
+    def close(self) -> None:
+        """Send nothing more."""
+        self._stopped.set()
+        self._changed.set()
+        self._thread.join()
+
+    def _show(self, key: Key, value: float) -> None:
+        name, labels = key
+        if key not in self._metrics:
+            self._metrics[key] = self._families[name].Metric(labels={**self._labels, **dict(labels)})
+            self._shown[key] = 0.0
+        before = self._shown[key]
+        if value == before:
+            return
+        if name in self._counters:
+            self._metrics[key].increment(value - before)
+        else:
+            self._metrics[key].set(value)
+        self._shown[key] = value
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            self._changed.wait()
+            self._changed.clear()
+            self._stopped.wait(REFRESH_S)
+            self.refresh()
