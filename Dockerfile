@@ -3,8 +3,9 @@
 #   docker build --target trtllm -t lookahead:trtllm .    # TensorRT-LLM engines, on NVIDIA's Triton image
 #   docker build --target cpu -t lookahead:cpu .          # the demo models, on a CPU
 #
-# In both /opt/lookahead is laid out as a checkout is: the package, engines/, model_repository/, demo/. One .pth file makes it
-# importable, for Triton's Python stubs too, which read no PYTHONPATH. Nothing outside /tmp and /dev/shm is written while serving.
+# In both the package lies in /opt/lookahead, with the specs, templates and demo models that a wheel carries. It is the working folder
+# too: engines/built/ and checkpoints/ are there, and specs of one's own go into engines/. One .pth file makes it importable, for
+# Triton's Python stubs too, which read no PYTHONPATH. Nothing outside /tmp and /dev/shm is written while serving.
 # HEALTHCHECK needs the Docker image format (buildah and podman: --format docker).
 
 # Both may be given by digest. The tag of the first fixes TensorRT-LLM at 1.2.1, the last release that serves compiled engines.
@@ -33,12 +34,11 @@ RUN python3 -m venv /opt/pip \
     && echo /opt/lookahead > "$(/opt/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/lookahead.pth"
 COPY constraints.txt ./
 RUN /opt/pip/bin/pip --python /opt/venv/bin/python install --no-deps ${TORCH_INDEX_URL:+--index-url "${TORCH_INDEX_URL}"} torch
-# The dependencies without the package: an empty one asks for them, so that this layer changes only with the pins. The README is in
-# the package's description alone, so an empty one stands in.
-COPY pyproject.toml setup.py ./
-RUN touch README.md \
-    && /opt/pip/bin/pip --python /opt/venv/bin/python install '.[cpu]' \
-    && /opt/pip/bin/pip --python /opt/venv/bin/python uninstall --yes lookahead-server \
+# The dependencies without the package, so that this layer changes only with them and their pins.
+COPY pyproject.toml ./
+RUN /opt/pip/bin/python -c "import tomllib; of = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+      print(*of['dependencies'], *of['optional-dependencies']['cpu'], sep='\n')" > requirements.txt \
+    && /opt/pip/bin/pip --python /opt/venv/bin/python install --requirement requirements.txt \
     && packages="$(/opt/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
     && rm -rf "${packages}"/torch/include "${packages}"/torch/test "${packages}"/torch/share \
     && find "${packages}/torch/bin" -type f ! -name torch_shm_manager -delete \
@@ -49,13 +49,15 @@ RUN touch README.md \
 FROM cpu-packages AS cpu-app
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+# The README is in the package's description alone, so an empty one stands in.
+COPY setup.py LICENSE ./
 COPY lr_backend lr_backend
+COPY model_repository model_repository
+COPY engines engines
 COPY demo demo
-RUN /opt/pip/bin/pip --python /opt/venv/bin/python install --no-deps --target /opt/lookahead . \
+RUN touch README.md \
+    && /opt/pip/bin/pip --python /opt/venv/bin/python install --no-deps --target /opt/lookahead . \
     && ls /opt/lookahead/lr_backend/embedded/native/_decoder*.so
-COPY model_repository /opt/lookahead/model_repository
-COPY engines /opt/lookahead/engines
-COPY demo/checkpoints /opt/lookahead/demo/checkpoints
 COPY build_engines.py /opt/lookahead/
 # Rendered here, so that a server on a read-only file system finds it fresh and writes nothing.
 WORKDIR /opt/lookahead
@@ -64,7 +66,7 @@ RUN bin/lookahead build --spec demo
 
 # ------------------------------------------------------------------------------------------------------------------- cpu: image
 FROM ${PYTHON_IMAGE} AS cpu
-ARG VERSION=0.1.0
+ARG VERSION=0.2.0
 ARG REVISION=unknown
 ARG PYTHON_IMAGE
 LABEL org.opencontainers.image.title="lookahead-cpu" \
@@ -114,13 +116,13 @@ WORKDIR /src
 # What the image lacks, beside its packages and behind them on the path: where it has one of its own, that one is used.
 COPY deploy/requirements-trtllm.txt deploy/
 RUN python3 -m pip install --no-deps --target /opt/lookahead/lib --requirement deploy/requirements-trtllm.txt
-COPY constraints.txt pyproject.toml setup.py ./
+COPY constraints.txt pyproject.toml setup.py LICENSE ./
 COPY lr_backend lr_backend
+COPY model_repository model_repository
+COPY engines engines
 COPY demo demo
 RUN touch README.md \
     && PIP_CONSTRAINT=/src/constraints.txt python3 -m pip install --no-deps --target /opt/lookahead .
-COPY model_repository /opt/lookahead/model_repository
-COPY engines /opt/lookahead/engines
 COPY build_engines.py /opt/lookahead/
 # Volumes: compiled engines and rendered repositories, written by a build, read by a server; and the source checkpoints.
 RUN mkdir -p /opt/lookahead/engines/built /opt/lookahead/checkpoints && chown 1000:1000 /opt/lookahead/engines/built
@@ -128,7 +130,7 @@ RUN mkdir -p /opt/lookahead/engines/built /opt/lookahead/checkpoints && chown 10
 
 # ---------------------------------------------------------------------------------------------------------------- trtllm: image
 FROM ${BASE} AS trtllm
-ARG VERSION=0.1.0
+ARG VERSION=0.2.0
 ARG REVISION=unknown
 ARG BASE
 LABEL org.opencontainers.image.title="lookahead-trtllm" \

@@ -25,9 +25,10 @@ def blocks(language: str) -> list[str]:
 @pytest.fixture
 def answering(server: FakeServer) -> FakeServer:
     step = {"index": 0, "origin": "draft", "text": "so"}
-    server.scripts["What is 12 * 7?"] = [
+    (question,) = set(re.findall(r'"(Tom has [^"]+)"', README))
+    server.scripts["How many?"] = server.scripts[question] = [
         Reply(text="so", step=step),
-        Reply(text="</think>84"),
+        Reply(text="</think>13"),
         replace(FINISH, trace="{}"),
     ]
     return server
@@ -35,7 +36,7 @@ def answering(server: FakeServer) -> FakeServer:
 
 @pytest.mark.parametrize(
     ("index", "printed"),
-    [(0, "84 stop None\n[draft] so</think>84"), (1, "['84', '2']"), (2, "seed is wrong:")],
+    [(0, "13 stop None\n[draft] so</think>13"), (1, "['13', '13']"), (2, "seed is wrong:")],
 )
 def test_python_blocks_run(answering: FakeServer, index: int, printed: str) -> None:
     code = blocks("python")[index].replace("localhost:8001", answering.url)

@@ -19,9 +19,10 @@ from lr_backend.contract import ENGINE_INPUTS, TensorSpec
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError, InvalidRequest, first_error
 from lr_backend.request import LookaheadRequest
+from lr_backend.resources import is_checkout, resource_root
 
-PACKAGE_ROOT = Path(__file__).resolve().parents[2]
-"""The source checkout: specs are looked up by name and templates are found here."""
+PACKAGE_ROOT = resource_root()
+"""Specs are looked up by name and templates are found here."""
 
 _FILLED_BY_BUILD = (
     "tokenizer_dir",
@@ -30,6 +31,7 @@ _FILLED_BY_BUILD = (
     "tokens_per_block",
     "engine_drafts",
     "coupled_noise",
+    "root",
     "pace",
 )
 
@@ -128,9 +130,23 @@ class DeploymentSpec(Section):
 
     @property
     def root(self) -> Path:
-        """The project root: what paths in the spec are relative to."""
+        """The project root: what paths in the spec are relative to. A wheel's own specs belong to the working folder."""
+        return Path.cwd() if self._in_wheel else self._home
+
+    @property
+    def _home(self) -> Path:
         folder = self._path.parent
         return folder.parent if folder.name == "engines" else folder
+
+    @property
+    def _in_wheel(self) -> bool:
+        """Nothing can be written beside the spec, and checkpoints that are not the package's cannot lie there."""
+        return not is_checkout() and self._home == PACKAGE_ROOT
+
+    def locate(self, path: str | Path) -> Path:
+        """A path of the spec, made absolute. What a wheel's own spec names may be the wheel's as well."""
+        packaged = self._home / path
+        return packaged.resolve() if self._in_wheel and packaged.exists() else (self.root / path).resolve()
 
     @property
     def built_dir(self) -> Path:
@@ -144,7 +160,7 @@ class DeploymentSpec(Section):
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> Self:
-        """Read a spec by path (it ends in ``.toml``) or by name from ``engines/`` of the working folder or the checkout.
+        """Read a spec by path (it ends in ``.toml``) or by name from ``engines/`` of the working folder or the package.
 
         Raises:
             ConfigError: no such file, no TOML, an unknown key, a value out of range, an unknown runtime, or one of another class.
@@ -183,7 +199,7 @@ class DeploymentSpec(Section):
 
     def checkpoint_dir(self, role: Role) -> Path:
         """Absolute folder of one role's checkpoint."""
-        return (self.root / self.engine(role).checkpoint).resolve()
+        return self.locate(self.engine(role).checkpoint)
 
     def loop_config(self, vocab_size: int = 1) -> LoopConfig:
         """What is rendered into ``lookahead.json``; ``vocab_size`` is the target's logits width."""
@@ -191,13 +207,14 @@ class DeploymentSpec(Section):
             {
                 **self.runtime_loop_settings(),
                 **self.lookahead,
+                **self._no_think_markers(),
                 "tokenizer_dir": self.checkpoint_dir(Role.TARGET),
                 "judge_tokenizer_dir": self.checkpoint_dir(Role.JUDGE),
                 "vocab_size": vocab_size,
                 "tokens_per_block": self.engine(Role.TARGET).tokens_per_block,
                 "engine_drafts": self.engine_drafts,
                 "coupled_noise": self.coupled_noise,
-                **self._embedding_dir(),
+                "root": self.root,
             }
         )
 
@@ -219,10 +236,9 @@ class DeploymentSpec(Section):
         """The runtime's own defaults for ``[lookahead]``."""
         return {}
 
-    def _embedding_dir(self) -> dict[str, Path]:
-        """``embedding_dir`` as the spec has it, made absolute."""
-        given = self.lookahead.get("embedding_dir")
-        return {"embedding_dir": (self.root / given).resolve()} if isinstance(given, str) else {}
+    def _no_think_markers(self) -> dict[str, None]:
+        """TOML has no null: an empty marker is none."""
+        return {name: None for name in ("think_open", "think_close") if self.lookahead.get(name) == ""}
 
     @field_validator("lookahead")
     @classmethod
@@ -280,11 +296,14 @@ def _checked_loop_config(spec: DeploymentSpec) -> LoopConfig:
         request = LookaheadRequest.parse({**config.defaults, "text_input": "any"})
     except InvalidRequest as error:
         raise ValueError(f"lookahead.defaults.{error.message}") from error
-    needs = ("verifier", "proposer") if request.sampling.greedy else ("verifier", "proposer", "mode")
-    for field in needs:
-        value = getattr(request, field).value
-        if (missing := config.lacks(value)) is not None:
-            raise ValueError(f"lookahead.defaults.{field}={value}: {missing}")
+    missing = {
+        f"verifier={request.verifier}": config.lacks_verifier(request.verifier),
+        f"proposer={request.proposer}": config.lacks_proposer(request.proposer),
+        f"mode={request.mode.value}": None if request.sampling.greedy else config.lacks_mode(request.mode),
+    }
+    for default, rule in missing.items():
+        if rule is not None:
+            raise ValueError(f"lookahead.defaults.{default}: {rule}")
     limits = config.limits
     bounds = {
         "max_tokens": limits.max_tokens,

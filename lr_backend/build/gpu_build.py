@@ -72,6 +72,7 @@ class GpuPlan:
         )
 
 
+# Long: what a build may be told, each by itself; `lookahead build` has an option for most.
 def build_gpu_deployment(
     spec: GpuDeployment,
     output: Path | None = None,

@@ -18,6 +18,8 @@ from lr_backend.hardware.sharing import CardSharing
 
 CARD_MEMORY_GIB: Mapping[str, float] = {"h100_sxm": 79.1, "h200_sxm": 139.8, "b200_sxm": 178.3, "l40s": 44.4}
 """Memory of one card as CUDA reports it: some less than what is printed on it."""
+CARD_CAPABILITY: Mapping[str, str] = {"h100_sxm": "9.0", "h200_sxm": "9.0", "b200_sxm": "10.0", "l40s": "8.9"}
+"""Compute capability of one card."""
 
 
 def system_of(gpu: str) -> str | None:

@@ -50,7 +50,7 @@ def placed(spec: GpuDeployment, system: str, tp_size: int, where: Where, num_car
     }
     hardware = spec.hardware.model_copy(update={"num_gpus": max(num_cards, second + 1)})
     moved = _with(spec.model_copy(update={"hardware": hardware}), roles)
-    return _with_budgets(on_system(moved, system))
+    return with_budgets(on_system(moved, system))
 
 
 def resized(spec: GpuDeployment, max_batch_size: int, max_num_tokens: int) -> GpuDeployment:
@@ -59,8 +59,12 @@ def resized(spec: GpuDeployment, max_batch_size: int, max_num_tokens: int) -> Gp
     return _with(spec, {Role.TARGET: sizes, Role.DRAFT: sizes, Role.JUDGE: {"max_batch_size": max_batch_size}})
 
 
-def _with_budgets(spec: GpuDeployment) -> GpuDeployment:
-    """Roles that share a card get budgets in tokens: target and draft, which hold the same texts, as much as fits of both."""
+def with_budgets(spec: GpuDeployment) -> GpuDeployment:
+    """Roles that share a card get budgets in tokens: target and draft, which hold the same texts, as much as fits of both.
+
+    Raises:
+        ConfigError: not even one sequence of each fits.
+    """
     shares = {role: any(len(spec.roles_on(gpu)) > 1 for gpu in spec.engine(role).gpu_device_ids) for role in Role}
     if not any(shares.values()):
         return spec

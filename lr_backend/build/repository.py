@@ -76,7 +76,7 @@ def build_repository(
         files |= engine_files(spec, each, spec.checkpoint_dir(each))
     if role is None:
         files |= lookahead_files(spec, vocab_size)
-        checked += _check_auditor(spec)
+        checked += _check_own_parts(spec)
     if dry_run:
         return BuildReport(spec, output, checked, tuple(files), written=False)
     earlier = read_manifest(output)
@@ -100,11 +100,13 @@ def _check_role(spec: EmbeddedDeployment, role: Role) -> CheckpointInfo:
     return info
 
 
-def _check_auditor(spec: DeploymentSpec) -> tuple[str, ...]:
-    """Import the auditor's checker, as the server will: a server that cannot find it does not start."""
-    audit = spec.loop_config().audit
+def _check_own_parts(spec: DeploymentSpec) -> tuple[str, ...]:
+    """Make the plug-ins and import the auditor's checker, as the server will: a server that cannot does not start."""
+    config = spec.loop_config()
+    audit = config.audit
     try:
-        audit.load_checker()
+        audit.load_checker(config.root)
+        config.make_parts()
     except ConfigError as error:
         raise ConfigError(f"lookahead.{error.message}") from error
     return (f"auditor: {audit.checker}",) if audit.checker is not None else ()

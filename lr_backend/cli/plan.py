@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,6 +32,7 @@ from lr_backend.request import Mode, ProposerName
 from lr_backend.trace.schema import Trace
 
 ASSUMED_SPREAD = 0.3
+ROUGH = "a rough fit: these answers made few engine calls; a longer answer, or more --trace, tells more"
 _SHARED = {CardSharing.MPS: "CUDA MPS, the better bound", CardSharing.TIME_SLICES: "turns, the worse bound"}
 
 
@@ -58,18 +59,23 @@ def plan(
     c: Annotated[float | None, typer.Option(help="Time of a drafted step over that of a target step, each model alone.")] = None,
     traces: Annotated[
         list[Path] | None,
-        typer.Option("--trace", help="A recorded trace, to fit all that is not given to; repeat it for more of them."),
+        typer.Option(
+            "--trace", metavar="FILE", help="A recorded trace, to fit all that is not given to; repeat it for more of them."
+        ),
     ] = None,
     workload: Annotated[
         str | None,
         typer.Option(help="How texts behave: one of `lookahead workload`, by name, or a file (.toml); instead of --trace."),
     ] = None,
     system: Annotated[
-        str | None, typer.Option(help="Take all times from the kernel tables of this system: h100_sxm, h200_sxm, b200_sxm, l40s.")
+        str | None,
+        typer.Option(
+            metavar="SYSTEM", help="Take all times from the kernel tables of this system: h100_sxm, h200_sxm, b200_sxm, l40s."
+        ),
     ] = None,
-    spec: Annotated[str, typer.Option(help="With --system: the deployment whose models, parallelism and placement it is.")] = (
-        "qwen3-32b"
-    ),
+    spec: Annotated[
+        str, typer.Option(metavar="SPEC", help="With --system: the deployment whose models, parallelism and placement it is.")
+    ] = "qwen3-32b",
     card_sharing: Annotated[
         CardSharing,
         typer.Option(help="With --system: what runs where roles share cards; the two are bounds of what a card does."),
@@ -123,22 +129,9 @@ def plan(
     try:
         recorded = [Trace.load(path) for path in traces or ()]
         texts = Workload(1.0, step_spread=ASSUMED_SPREAD) if workload is None else Workload.load(workload)
-        by_itself = mode.speculates_tokens and proposer is ProposerName.ENGINE
-        if system is None:
-            scenarios = _scenarios(recorded, texts, given)
-        else:
-            other = stood_for(spec)
-            machine = machine_of(other, system, drafts_itself=by_itself, card_sharing=card_sharing)
-            most = other.target.num_drafts
-            if mode.speculates_tokens and not by_itself and draft_tokens > most:
-                refuse(f"--draft-tokens {draft_tokens}: the target of {spec} takes at most {most}")
-            scenarios = _of_system(recorded, texts, given, machine)
-        found = {}
-        for name, (scenario, fitted) in scenarios.items():
-            rows = make_plan(scenario, depths, widths, policy)
-            best = max(rows, key=lambda row: row.speedup)
-            lost = losses(scenario, Policy(mode, best.max_depth, best.width, requests, fields)) if costs else []
-            found[name] = Planned(scenario, rows, lost, fitted)
+        machine = None if system is None else _machine(spec, system, policy, card_sharing)
+        scenarios = _scenarios(recorded, texts, given) if machine is None else _of_system(recorded, texts, given, machine)
+        found = {name: _planned(*one, depths, widths, policy, costs) for name, one in scenarios.items()}
         about = _system_line(next(iter(scenarios.values()))[0], policy) if system else ""
         label = system_label(spec, system) if system else ""
     except ValueError as error:
@@ -146,17 +139,37 @@ def plan(
     except LookaheadError as error:
         fail(error)
     if json_lines:
-        for name, one in found.items():
-            _print_json(one, name if traces else "", label)
+        for name, each in found.items():
+            _print_json(each, name if traces else "", label)
     else:
         _print_tables(Console(), found, f"{mode}, {requests} at a time", [about, label], len(recorded))
+
+
+def _machine(spec: str, system: str, policy: Policy, card_sharing: CardSharing) -> Machine:
+    """The system, placed as the deployment says; refuses more draft tokens than its target takes."""
+    other = stood_for(spec)
+    by_itself = policy.fields.get("proposer") == ProposerName.ENGINE
+    machine = machine_of(other, system, drafts_itself=by_itself, card_sharing=card_sharing)
+    wanted, most = policy.fields.get("num_draft_tokens", 0), other.target.num_drafts
+    if not by_itself and wanted > most:
+        refuse(f"--draft-tokens {wanted}: the target of {spec} takes at most {most}")
+    return machine
+
+
+def _planned(
+    scenario: Scenario, fitted: Fitted | None, depths: Sequence[int], widths: Sequence[int], policy: Policy, costs: bool
+) -> Planned:
+    rows = make_plan(scenario, depths, widths, policy)
+    best = max(rows, key=lambda row: row.speedup)
+    shape = replace(policy, max_depth=best.max_depth, width=best.width)
+    return Planned(scenario, rows, losses(scenario, shape) if costs else [], fitted)
 
 
 def _scenarios(traces: Sequence[Trace], texts: Workload, given: Overrides) -> dict[str, tuple[Scenario, Fitted | None]]:
     """What to predict for, by verifier of the traces; without traces one of no name, over ``texts``."""
     if not traces:
         return {"": (_given(Fitted(texts, LinearTimes()), given).scenario, None)}
-    fitted = {name.value: _given(one, given) for name, one in fit_by_verifier(traces, given.num_cores).items()}
+    fitted = {str(name): _given(one, given) for name, one in fit_by_verifier(traces, given.num_cores).items()}
     return {name: (one.scenario, one) for name, one in fitted.items()}
 
 
@@ -166,13 +179,13 @@ def _of_system(
     """The same with all times from a machine's tables."""
     workloads: Mapping[str, Workload] = {"": texts}
     if traces:
-        workloads = {name.value: fit_workload(group) for name, group in by_verifier(traces).items()}
+        workloads = {str(name): fit_workload(group) for name, group in by_verifier(traces).items()}
     return {name: (Scenario(given.of_texts(one), machine), None) for name, one in workloads.items()}
 
 
 def _given(fitted: Fitted, given: Overrides) -> Fitted:
     workload = given.of_texts(fitted.workload)
-    return Fitted(workload, given.of_times(fitted.times, workload.step_tokens))
+    return replace(fitted, workload=workload, times=given.of_times(fitted.times, workload.step_tokens))
 
 
 def _print_json(found: Planned, name: str, label: str) -> None:
@@ -188,6 +201,8 @@ def _print_tables(console: Console, found: Mapping[str, Planned], what: str, not
     for name, one in found.items():
         if one.fitted is not None:
             console.print(_fitted_line(name, one.fitted, num_traces), highlight=False, soft_wrap=True)
+            if one.fitted.rough:
+                console.print(f"[yellow]{ROUGH}[/]", highlight=False, soft_wrap=True)
         workload = one.scenario.workload
         ratio = one.scenario.machine.cost_ratio(workload.prompt_tokens)
         title = f"alpha {workload.acceptance_rate:.3g}, c {ratio:.3g}, {what}"
@@ -249,8 +264,8 @@ def _fitted_line(name: str, fitted: Fitted, num_traces: int) -> str:
     )
     prompts = " and ".join(f"{1e3 * seconds:.3g}" for seconds in (times.target_prompt_s, times.draft_prompt_s))
     return (
-        f"fitted to {num_traces} traces, verifier {name}: a target token {target} (each further sequence "
-        f"{times.crowding:+.0%}), a draft token {draft}, new prompt tokens {prompts} ms, "
+        f"fitted to {num_traces} trace{'s' if num_traces > 1 else ''}, verifier {name}: a target token {target} "
+        f"(each further sequence {times.crowding:+.0%}), a draft token {draft}, new prompt tokens {prompts} ms, "
         f"a verification of draft tokens {1e3 * (times.target_token_s + times.verification_s):.3g} ms, a verdict {verdict}, "
         f"a call {call}, the loop {loop}; "
         f"{workload.num_steps} steps of {workload.step_tokens} tokens, give or take {workload.step_spread:.0%}, "

@@ -23,10 +23,13 @@ DIGITS = 4
 def workload(
     published_name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="One of the paper's, to print.")] = None,
     traces: Annotated[
-        list[Path] | None, typer.Option("--trace", help="A recorded trace to fit one to; repeat it for more of them.")
+        list[Path] | None,
+        typer.Option("--trace", metavar="FILE", help="A recorded trace to fit one to; repeat it for more of them."),
     ] = None,
     name: Annotated[str | None, typer.Option(help="With --trace: what the file's first line calls it.")] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write it into this file (.toml) instead.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write it into this file (.toml) instead.")
+    ] = None,
 ) -> None:
     """Print a workload file, for `plan` and `serve`: of recorded traces, or one of the paper's; without either, list those."""
     if published_name is not None and traces:

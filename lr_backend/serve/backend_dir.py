@@ -77,6 +77,22 @@ def _install(binary: Path) -> TritonInstall:
     return TritonInstall(binary.resolve(), stubs) if stubs.is_dir() else TritonInstall(binary.absolute())
 
 
+def find_stub(install: TritonInstall) -> Path | None:
+    """The wheel's process that runs models in the running Python; None where the server brings its own.
+
+    Raises:
+        ConfigError: the wheel has none for the running Python.
+    """
+    if install.stubs is None:
+        return None
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    stub = install.stubs / python / _STUB
+    if not stub.is_file():
+        known = ", ".join(sorted(path.name for path in install.stubs.iterdir()))
+        raise ConfigError(f"this tritonserver has no stub for Python {python}; it has {known}")
+    return stub
+
+
 def prepare_backend_dir(install: TritonInstall, into: Path, packages: Iterable[Path] = (PACKAGE,)) -> Path | None:
     """Make a backend folder of links under ``into`` for a server from the wheel; None where the server needs none.
 
@@ -86,13 +102,9 @@ def prepare_backend_dir(install: TritonInstall, into: Path, packages: Iterable[P
     Raises:
         ConfigError: the wheel has no stub for the running Python.
     """
-    if install.stubs is None:
+    stub = find_stub(install)
+    if stub is None:
         return None
-    python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    stub = install.stubs / python / _STUB
-    if not stub.is_file():
-        known = ", ".join(sorted(path.name for path in install.stubs.iterdir()))
-        raise ConfigError(f"this tritonserver has no stub for Python {python}; it has {known}")
     folder = into / "backends" / "python"
     folder.mkdir(parents=True, exist_ok=True)
     for source in (install.python_backend / _LIBRARY, install.python_backend / _UTILS, stub, *packages):

@@ -121,7 +121,10 @@ def free_ports(options: ServerOptions) -> Ports:
 
 def useful_lines(log: str, limit: int = 12) -> str:
     """What a person needs from a server's log: why each model failed, else the last lines that are not tables."""
-    reasons = [f"{match['model']}: {_unescape(match['reason'])}" for match in _REASON.finditer(log)]
+    models: dict[str, list[str]] = {}  # models often fail for one reason, which is said once
+    for match in _REASON.finditer(log):
+        models.setdefault(_unescape(match["reason"]), []).append(match["model"])
+    reasons = [f"{', '.join(dict.fromkeys(names))}: {reason}" for reason, names in models.items()]
     reasons += [f"{match['service']}: {match['address']} is already in use" for match in _PORT_TAKEN.finditer(log)]
     if reasons:
         return "\n".join(dict.fromkeys(reasons))

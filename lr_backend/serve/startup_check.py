@@ -1,22 +1,32 @@
-"""Whether this machine can serve a deployment on GPUs: everything that is missing at once, each with what to do.
+"""Whether this machine can serve a deployment: everything that is missing at once, each with what to do.
 
-:func:`check` is pure: facts and needs in, findings out. :func:`probe` is the rim that collects the facts.
+:func:`check` is pure: facts and needs in, findings out. :func:`probe` is the rim that collects the facts, and
+:func:`check_files` looks at the deployment's checkpoints.
 """
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
 import os
 import resource
 import shutil
+import socket
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
 from lr_backend.build.nvidia import IMAGE, TENSORRT_LLM, TRITON_RELEASE, Gpu, installed, probe_gpus
 from lr_backend.build.placement import Placement
-from lr_backend.errors import ConfigError
-from lr_backend.serve.backend_dir import find_tritonserver
+from lr_backend.build.repository import build_repository
+from lr_backend.build.spec import DeploymentSpec, EmbeddedDeployment
+from lr_backend.embedded.native.library import NAME as DECODER
+from lr_backend.engine import Role
+from lr_backend.errors import CheckpointError, ConfigError, LookaheadError
+from lr_backend.resources import is_checkout, resource_root
+from lr_backend.serve.backend_dir import find_stub, find_tritonserver
 from lr_backend.serve.launch import COMPILED, LLM_API
 
 LEAST_CAPABILITY = (8, 0)
@@ -24,6 +34,36 @@ LEAST_CAPABILITY = (8, 0)
 SHM_BYTES = 2 << 30
 """Tensors of up to 120 calls at a time between server and Python models; Docker gives 64 MB unless told otherwise."""
 STACK_BYTES = 64 << 20
+COMPILERS = ("cc", "gcc", "clang")
+
+
+class Use(StrEnum):
+    """Whether a deployment's engines use the decoder in C."""
+
+    NONE = "none"
+    WHERE_BUILT = "where_built"
+    """Without it torch computes, several times slower."""
+    ALWAYS = "always"
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a deployment asks of a machine.
+
+    Attributes:
+        placements: which engines have GPUs to themselves.
+        ports: where the server is to listen, by the option that says so; 0 takes a free one.
+    """
+
+    placements: tuple[Placement, ...] = ()
+    decoder: Use = Use.NONE
+    host: str = "127.0.0.1"
+    ports: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, deployment: DeploymentSpec, host: str = "127.0.0.1", ports: Mapping[str, int] | None = None) -> Needs:
+        """What one deployment asks for."""
+        return cls(deployment.placements, _decoder_use(deployment), host, ports or {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +72,21 @@ class Machine:
 
     Attributes:
         tritonserver: the binary that would be run.
+        no_stub: why that one cannot run models in this Python; empty: it can.
+        no_decoder: why the decoder in C cannot be used; empty: it can.
+        compiler: of C.
+        checkout: where the package runs from, if it is not a wheel's.
+        taken_ports: why the server cannot listen there, by port.
         triton_release: of the image, "26.07".
         cuda_visible_devices: of the environment.
     """
 
     tritonserver: Path | None = None
+    no_stub: str = ""
+    no_decoder: str = ""
+    compiler: str | None = None
+    checkout: Path | None = None
+    taken_ports: Mapping[int, str] = field(default_factory=dict)
     triton_release: str | None = None
     tensorrt_llm: str | None = None
     backend_library: bool = False
@@ -78,11 +128,11 @@ class Finding:
     remedy: str = ""
 
 
-def check(machine: Machine, placements: Sequence[Placement]) -> tuple[Finding, ...]:
-    """Hold a machine against what a deployment's engines need, in the order in which a person would mend it."""
-    compiled = [each for each in placements if each.runtime == COMPILED]
-    on_gpus = [each for each in placements if each.runtime in (COMPILED, LLM_API)]
-    findings = [_present("tritonserver", machine.tritonserver, "put it on PATH, or install the 'cpu' extra (nvidia-pytriton)")]
+def check(machine: Machine, needs: Needs) -> tuple[Finding, ...]:
+    """Hold a machine against what a deployment needs, in the order in which a person would mend it."""
+    compiled = [each for each in needs.placements if each.runtime == COMPILED]
+    on_gpus = [each for each in needs.placements if each.runtime in (COMPILED, LLM_API)]
+    findings = [_tritonserver(machine), *check_decoder(machine, needs.decoder), *_ports(machine, needs)]
     if not on_gpus:
         return tuple(findings)
     findings += [
@@ -108,31 +158,144 @@ def missing(findings: Sequence[Finding]) -> tuple[Finding, ...]:
 
 def require_ready(findings: Sequence[Finding]) -> None:
     """Raises: ConfigError: something is missing; names all of it, a line each."""
-    lines = [f"  {each.what}: {each.found}; {each.remedy}" for each in missing(findings)]
+    lines = [f"  {each.what}: {'; '.join(filter(None, (each.found, each.remedy)))}" for each in missing(findings)]
     if lines:
         raise ConfigError("this machine cannot serve the deployment:\n" + "\n".join(lines))
 
 
-def probe(tritonserver: Path | None = None, environment: Mapping[str, str] = os.environ) -> Machine:
-    """This machine. ``tritonserver``: the binary that was asked for."""
+def check_files(deployment: DeploymentSpec) -> tuple[Finding, ...]:
+    """Whether the deployment's checkpoints are there and can be served, as a build would find. Nothing is written."""
     try:
-        binary: Path | None = find_tritonserver(tritonserver).binary
-    except ConfigError:
-        binary = None
+        report = build_repository(deployment, dry_run=True)
+    except LookaheadError as error:
+        what, remedy = "spec", f"mend {deployment.path}"
+        if isinstance(error, CheckpointError):
+            what, remedy = "checkpoints", f"put the checkpoint there, or name another folder in {deployment.path}"
+        return (Finding(what, error.message, Level.MISSING, remedy),)
+    waiting = (Finding("files", line, Level.WARNING, "download it, then run lookahead build") for line in report.waiting)
+    return (*waiting, *(Finding("files", line, Level.OK) for line in report.checked))
+
+
+def probe(tritonserver: Path | None, needs: Needs, environment: Mapping[str, str] = os.environ) -> Machine:
+    """This machine. ``tritonserver``: the binary that was asked for. GPUs are looked for where they are needed."""
+    binary, no_stub = _find_server(tritonserver)
     backend = (binary.resolve().parent.parent if binary else Path("/opt/tritonserver")) / "backends" / "tensorrtllm"
+    taken = {port: why for port in needs.ports.values() if port and (why := _why_not_listen(needs.host, port))}
     return Machine(
         tritonserver=binary,
+        no_stub=no_stub,
+        no_decoder="" if needs.decoder is Use.NONE else why_no_decoder(),
+        compiler=find_compiler(environment),
+        checkout=_checkout(),
+        taken_ports=taken,
         triton_release=environment.get("NVIDIA_TRITON_SERVER_VERSION"),
         tensorrt_llm=installed("tensorrt-llm"),
         backend_library=(backend / "libtriton_tensorrtllm.so").exists(),
         executor_worker=os.access(backend / "trtllmExecutorWorker", os.X_OK),
         mpirun=shutil.which("mpirun", path=environment.get("PATH")),
-        gpus=probe_gpus(),
+        gpus=probe_gpus() if needs.placements else (),
         cuda_visible_devices=environment.get("CUDA_VISIBLE_DEVICES"),
         shm_bytes=_size_of(Path("/dev/shm")),
         memlock_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         stack_bytes=resource.getrlimit(resource.RLIMIT_STACK)[0],
     )
+
+
+def probe_decoder(needs: Needs, environment: Mapping[str, str] = os.environ) -> Machine:
+    """This machine as far as the decoder in C goes, and nothing else."""
+    if needs.decoder is Use.NONE:
+        return Machine()
+    return Machine(no_decoder=why_no_decoder(), compiler=find_compiler(environment), checkout=_checkout())
+
+
+def _checkout() -> Path | None:
+    return resource_root() if is_checkout() else None
+
+
+def _find_server(asked_for: Path | None) -> tuple[Path | None, str]:
+    """(the server, why it cannot run models in this Python)."""
+    try:
+        install = find_tritonserver(asked_for)
+    except ConfigError:
+        return None, ""
+    try:
+        find_stub(install)
+    except ConfigError as error:
+        return install.binary, error.message
+    return install.binary, ""
+
+
+def why_no_decoder() -> str:
+    """Why the compiled decoder cannot be used here; empty: it can."""
+    spec = importlib.util.find_spec(DECODER)
+    if spec is None or spec.origin is None:
+        return "not built when the package was installed"
+    try:
+        ctypes.CDLL(spec.origin)
+    except OSError as error:
+        return f"does not open: {error}"
+    return ""
+
+
+def find_compiler(environment: Mapping[str, str] = os.environ) -> str | None:
+    """A C compiler, as an installation would find it."""
+    names = (environment.get("CC", ""), *COMPILERS)
+    return next((found for name in names if name and (found := shutil.which(name, path=environment.get("PATH")))), None)
+
+
+def check_decoder(machine: Machine, use: Use) -> tuple[Finding, ...]:
+    """The decoder in C, where a deployment uses it."""
+    if use is Use.NONE:
+        return ()
+    if not machine.no_decoder:
+        return (Finding("decoder in C", "found", Level.OK),)
+    source = "-e " + str(machine.checkout) if machine.checkout else "lookahead-server's own sources"
+    remedy = f"{sys.executable} -m pip install --force-reinstall --no-cache-dir --no-deps {source}"
+    if machine.no_decoder.startswith("does not open"):
+        remedy = f"install OpenMP's library (apt-get install libgomp1), or build the decoder here: {remedy}"
+    elif machine.compiler is None:
+        remedy = f"no C compiler is on PATH: install gcc (apt-get install gcc libc6-dev), then {remedy}"
+    if use is Use.ALWAYS:
+        return (Finding("decoder in C", machine.no_decoder, Level.MISSING, remedy),)
+    return (Finding("decoder in C", f"{machine.no_decoder}; torch computes, several times slower", Level.WARNING, remedy),)
+
+
+def _decoder_use(deployment: DeploymentSpec) -> Use:
+    if not isinstance(deployment, EmbeddedDeployment):
+        return Use.NONE
+    engines = [deployment.engine(role) for role in Role]
+    if any(engine.holds_draft_model or engine.kernels == "native" for engine in engines):
+        return Use.ALWAYS
+    return Use.WHERE_BUILT if any(engine.allows_native for engine in engines) else Use.NONE
+
+
+def _tritonserver(machine: Machine) -> Finding:
+    if machine.tritonserver is not None and machine.no_stub:
+        return Finding("tritonserver", machine.no_stub, Level.MISSING, "install into one of those Pythons")
+    return _present("tritonserver", machine.tritonserver, "put it on PATH, or install the 'cpu' extra (nvidia-pytriton)")
+
+
+def _ports(machine: Machine, needs: Needs) -> list[Finding]:
+    findings = []
+    for option, port in needs.ports.items():
+        if why := machine.taken_ports.get(port):
+            remedy = f"give another by {option}; 0 takes a free one"
+            findings.append(Finding(f"port {port}", why, Level.MISSING, remedy))
+        elif port:
+            findings.append(Finding(f"port {port}", "free", Level.OK))
+    return findings
+
+
+def _why_not_listen(host: str, port: int) -> str:
+    """Why nobody can listen there; empty: one can."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tried.bind(address)
+    except OSError as error:
+        return f"{host} cannot be listened on: {error.strerror or error}"
+    return ""
 
 
 def _present(what: str, found: object, remedy: str) -> Finding:

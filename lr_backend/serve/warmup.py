@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import shlex
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,9 @@ from lr_backend.contract import BY_NAME
 from lr_backend.engine import EngineCall, Role
 from lr_backend.errors import LookaheadError
 
-QUESTION = "Tom has 12 apples. He buys 7 more apples and eats 3 of them. How many apples does Tom have now?"
+QUESTION = "Tom has 8 books. Mia has 2 times as many books as Tom. Mia gives 5 books to Tom. How many books does Tom have now?"
+ANSWER = 13
+"""The example of the documentation and of ``lookahead serve``. The demo's models answer it right in every mode."""
 MAX_TOKENS = 96
 _JSON_DTYPES = {"STRING": "BYTES"}
 
@@ -54,6 +57,12 @@ def warm_up(http_url: str, *, timeout_s: float = 120.0, mode: str = "lr_sd") -> 
     if counts.get("degraded"):
         raise WarmupError(f"lookahead answered without {', '.join(counts['degraded'])}")
     return WarmupAnswer(str(answer.get("text_output", "")), reason, counts)
+
+
+def curl_line(http_url: str) -> str:
+    """A command that asks the server at ``host:port`` the example, for a shell."""
+    body = json.dumps({"text_input": QUESTION, "stream": False})
+    return f"curl -s http://{http_url}/v2/models/lookahead/generate -d {shlex.quote(body)}"
 
 
 def _warm_engine(http_url: str, role: Role, timeout_s: float) -> None:

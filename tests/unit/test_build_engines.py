@@ -25,6 +25,7 @@ from lr_backend.build.repository import build_repository
 from lr_backend.build.runner import run_steps
 from lr_backend.build.spec import DeploymentSpec, GpuDeployment
 from lr_backend.build.trtllm_commands import Command, EngineDirs, Step
+from lr_backend.cli import build as cli_build
 from lr_backend.cli.app import app
 from lr_backend.config import LoopConfig
 from lr_backend.engine import Role
@@ -380,7 +381,8 @@ def test_two_builds_never_work_in_one_folder(spec: GpuDeployment, tools: FakeToo
     assert build(spec, tools).written
 
 
-def test_the_command_line_shows_memory_commands_and_what_waits(tmp_path: Path) -> None:
+def test_the_command_line_shows_memory_commands_and_what_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli_build, "USES_TEXTS", replace(cli_build.USES_TEXTS, num_steps=2))  # nothing is said of the uses
     done = CliRunner().invoke(app, ["build", "--spec", "qwen3-32b", "--dry-run", "--output", str(tmp_path / "out")])
     assert done.exit_code == 0, done.output
     assert "weights" in done.output and "GPU 3 judge" in done.output
@@ -397,7 +399,8 @@ def test_the_command_line_fails_with_the_end_of_the_log(
     tools.fail("convert")
     monkeypatch.setenv("PATH", f"{Path(tools.chain.trtllm_build).parent}:{os.environ['PATH']}")
     monkeypatch.setattr(
-        "lr_backend.cli.app.build_gpu_deployment", lambda *given, **named: build_gpu_deployment(*given, **named, platform=hopper)
+        "lr_backend.cli.build.build_gpu_deployment",
+        lambda *given, **named: build_gpu_deployment(*given, **named, platform=hopper),
     )
     failed = CliRunner().invoke(app, ["build", "--spec", str(spec.path), "--examples", str(tools.chain.examples)])
     assert failed.exit_code == 1

@@ -114,7 +114,11 @@ def test_a_default_of_sampled_lossless_answers_needs_noise_that_is_shared(spec_p
         ("max_seq_len = 1024", "max_seq_len = 519", "must hold the longest answer and its last drafts: 520"),
         ("max_seq_len = 1024", "max_seq_len = 511", "limits.max_prompt_tokens + limits.max_tokens = 512"),
         ("[lookahead.limits]", '[lookahead]\ndraft_logits = "none"\n[lookahead.limits]', "would sample with a bias"),
-        ("[lookahead.limits]", '[lookahead.defaults]\nverifier = "likely"\n[lookahead.limits]', "verifier='likely': Input"),
+        (
+            "[lookahead.limits]",
+            '[lookahead.defaults]\nverifier = "likely"\n[lookahead.limits]',
+            "verifier=likely: this server has exact, judge, cascade",
+        ),
         ("max_draft_len = 8\n\n[draft]", "max_draft_len = 7\n\n[draft]", "must equal target.max_draft_len = 7"),
     ],
 )

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from lr_backend.build import base
 from lr_backend.build.spec import PACKAGE_ROOT, DeploymentSpec, EmbeddedDeployment
 from lr_backend.embedded.config import EngineConfig
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError
-from tests.support.tiny_models import write_spec
+from lr_backend.request import Mode
+from tests.support.tiny_models import make_tiny_models, write_spec
 
 ROLES = ("target", "draft", "judge")
 
@@ -121,24 +123,43 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
         DeploymentSpec.load("engines/nope.toml")
 
 
-def test_an_embedding_model_is_found_from_the_project_root_and_a_default_that_needs_one_is_refused_without(
-    spec_path: Path,
-) -> None:
+def test_a_default_that_the_server_has_not_is_refused(spec_path: Path) -> None:
     edited(spec_path, "[lookahead.limits]", '[lookahead.defaults]\nverifier = "embedding"\n[lookahead.limits]')
-    with pytest.raises(ConfigError, match=r"lookahead\.defaults\.verifier=embedding: this server has no embedding model"):
+    with pytest.raises(ConfigError, match=r"lookahead\.defaults\.verifier=embedding: this server has exact, judge, cascade"):
         DeploymentSpec.load(spec_path)
 
-    edited(spec_path, "[lookahead.defaults]", '[lookahead]\nembedding_dir = "models/minilm"\n[lookahead.defaults]')
-    spec = DeploymentSpec.load(spec_path)
-    assert isinstance(spec, EmbeddedDeployment)
-    assert spec.loop_config().embedding_dir == spec.root / "models" / "minilm"
+
+def test_an_empty_marker_is_none(spec_path: Path) -> None:
+    edited(spec_path, "[lookahead.limits]", '[lookahead]\nthink_open = ""\nthink_close = ""\n[lookahead.limits]')
+    config = DeploymentSpec.load(spec_path).loop_config()
+    assert (config.think_open, config.think_close) == (None, None)
+
+
+def test_a_wheels_own_spec_belongs_to_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is written beside it; its models are the wheel's, and those that the wheel has not are looked for here."""
+    packaged = tmp_path / "site-packages" / "lr_backend" / "_data"
+    make_tiny_models(packaged / "models")
+    checkpoints = {"target": Path("models/target"), "draft": Path("models/draft"), "judge": Path("checkpoints/own")}
+    path = write_spec(packaged / "engines" / "tiny.toml", checkpoints)
+    monkeypatch.setattr(base, "PACKAGE_ROOT", packaged)
+    monkeypatch.setattr(base, "is_checkout", lambda: False)
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+
+    spec = DeploymentSpec.load("tiny")
+
+    assert (spec.path, spec.root) == (path, here)
+    assert spec.built_dir == here / "engines" / "built" / "tiny"
+    assert spec.checkpoint_dir(Role.TARGET) == packaged / "models" / "target"
+    assert spec.checkpoint_dir(Role.JUDGE) == here / "checkpoints" / "own"
 
 
 def test_embedded_engines_share_their_noise(spec_path: Path) -> None:
     edited(spec_path, "[server]", '[lookahead.defaults]\nmode = "lossless"\ntemperature = 0.6\n[server]')
     config = DeploymentSpec.load(spec_path).loop_config()
     assert config.coupled_noise
-    assert config.lacks("lossless") is None
+    assert config.lacks_mode(Mode.LOSSLESS) is None
 
 
 def test_a_target_may_take_no_draft_tokens_at_all(spec_path: Path) -> None:

@@ -124,7 +124,7 @@ def test_a_trace_that_is_none_is_one_clear_line(files: list[str], tmp_path: Path
     (tmp_path / "ar.json").write_text(recorded(Policy(Mode.AR), range(1))[0].as_json())
     for path, said in (
         ("none.json", "cannot read"),
-        ("bad.json", "not a trace of version 1"),
+        ("bad.json", "not a trace of version 2"),
         ("ar.json", "no trace with lookahead among 1"),
     ):
         result = run("workload", *(files if path != "ar.json" else []), "--trace", tmp_path / path)

@@ -103,7 +103,6 @@ def test_the_health_check_is_the_probe(target: str) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_label_says_the_packages_version(target: str) -> None:
     assert ("ARG", f"VERSION={lr_backend.__version__}") in STAGES[target]
-    assert pyproject()["project"]["version"] == lr_backend.__version__
 
 
 @pytest.mark.parametrize("stage", ["cpu-packages", "trtllm-app"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from lr_backend.cli.app import app
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError
 from lr_backend.serve import startup_check
-from lr_backend.serve.startup_check import Level, Machine, check, missing, probe, require_ready
+from lr_backend.serve.startup_check import Level, Machine, Needs, Use, check, check_files, missing, probe, require_ready
+from tests.support.tiny_models import make_tiny_models, write_spec
 
 H200 = Gpu(0, "NVIDIA H200", "9.0", 143771)
 GOOD = Machine(
@@ -32,18 +34,18 @@ LLM_API = [replace(each, runtime="llmapi") for each in COMPILED]
 
 
 def names(machine: Machine, placements: list[Placement]) -> list[str]:
-    return [finding.what for finding in missing(check(machine, placements))]
+    return [finding.what for finding in missing(check(machine, Needs(tuple(placements))))]
 
 
 @pytest.mark.parametrize("placements", [COMPILED, LLM_API, []])
 def test_a_machine_that_has_all_is_ready(placements: list[Placement]) -> None:
-    findings = check(GOOD, placements)
+    findings = check(GOOD, Needs(tuple(placements)))
     assert all(finding.level is Level.OK and not finding.remedy for finding in findings)
     require_ready(findings)
 
 
 def test_a_bare_machine_hears_of_everything_at_once_with_what_to_do() -> None:
-    findings = check(Machine(stack_bytes=8 << 20, memlock_bytes=8 << 20), COMPILED)
+    findings = check(Machine(stack_bytes=8 << 20, memlock_bytes=8 << 20), Needs(tuple(COMPILED)))
     assert [each.what for each in missing(findings)] == [
         "tritonserver", "Triton release", "TensorRT-LLM", "tensorrtllm backend", "trtllmExecutorWorker", "mpirun", "GPUs",
         "/dev/shm",
@@ -57,7 +59,7 @@ def test_a_bare_machine_hears_of_everything_at_once_with_what_to_do() -> None:
     assert "stack" not in caught.value.message, "a warning stops nobody"
 
 
-def test_the_llm_api_needs_neither_backend_nor_mpirun_and_the_torch_engine_nothing_but_triton() -> None:
+def test_the_llm_api_needs_neither_backend_nor_mpirun_and_the_embedded_engine_nothing_but_triton() -> None:
     without = replace(GOOD, backend_library=False, executor_worker=False, mpirun=None)
     assert names(without, LLM_API) == []
     assert names(without, COMPILED) == ["tensorrtllm backend", "trtllmExecutorWorker", "mpirun"]
@@ -81,14 +83,14 @@ def test_the_llm_api_needs_neither_backend_nor_mpirun_and_the_torch_engine_nothi
     ],
 )
 def test_each_shortfall_is_named_with_what_was_found(change: dict[str, Any], what: str, says: str) -> None:
-    (finding,) = missing(check(replace(GOOD, **change), COMPILED))
+    (finding,) = missing(check(replace(GOOD, **change), Needs(tuple(COMPILED))))
     assert (finding.what, finding.found) == (what, says)
     assert finding.remedy
 
 
 def test_hidden_gpus_are_told_from_absent_ones() -> None:
     hidden = replace(GOOD, cuda_visible_devices="0,1")
-    (finding,) = missing(check(hidden, COMPILED))
+    (finding,) = missing(check(hidden, Needs(tuple(COMPILED))))
     assert "CUDA_VISIBLE_DEVICES=0,1 hides some of 4" in finding.remedy
     assert [gpu.index for gpu in replace(GOOD, cuda_visible_devices="3,1").visible_gpus] == [3, 1]
     assert len(replace(GOOD, cuda_visible_devices="GPU-a,GPU-b").visible_gpus) == 2
@@ -118,7 +120,7 @@ def test_the_probe_finds_what_an_image_has(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
     monkeypatch.setattr(startup_check, "installed", {"tensorrt-llm": "1.2.1"}.get)
     environment = {"PATH": str(tmp_path / "bin"), "NVIDIA_TRITON_SERVER_VERSION": "26.07", "CUDA_VISIBLE_DEVICES": "0"}
-    machine = probe(binary, environment)
+    machine = probe(binary, Needs(tuple(COMPILED)), environment)
     assert (machine.tritonserver, machine.triton_release, machine.tensorrt_llm) == (binary, "26.07", "1.2.1")
     assert machine.backend_library and machine.executor_worker
     assert machine.mpirun == str(tmp_path / "bin" / "mpirun")
@@ -128,7 +130,7 @@ def test_the_probe_finds_what_an_image_has(tmp_path: Path, monkeypatch: pytest.M
 
 def test_the_probe_of_a_plain_machine_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    machine = probe(tmp_path / "no-such-server", {})
+    machine = probe(tmp_path / "no-such-server", Needs(tuple(COMPILED)), {})
     assert (machine.tritonserver, machine.triton_release, machine.mpirun, machine.gpus) == (None, None, None, ())
     assert not machine.backend_library
 
@@ -140,11 +142,11 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_doctor_prints_a_table_and_fails_where_something_is_missing(four_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lr_backend.cli.app.probe", lambda binary: replace(GOOD, mpirun=None))
+    monkeypatch.setattr("lr_backend.cli.doctor.probe", lambda binary, needs: replace(GOOD, mpirun=None))
     result = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"})
     assert result.exit_code == 1
     assert "install Open MPI" in result.output
-    monkeypatch.setattr("lr_backend.cli.app.probe", lambda binary: GOOD)
+    monkeypatch.setattr("lr_backend.cli.doctor.probe", lambda binary, needs: GOOD)
     result = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"})
     assert result.exit_code == 0
     assert "NVIDIA H200, 140 GiB" in result.output
@@ -153,7 +155,7 @@ def test_doctor_prints_a_table_and_fails_where_something_is_missing(four_gpus: N
 def test_serve_refuses_a_machine_before_it_builds_anything(
     four_gpus: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("lr_backend.cli.app.probe", lambda binary: replace(GOOD, gpus=(), mpirun=None))
+    monkeypatch.setattr("lr_backend.cli.serve.probe", lambda binary, needs: replace(GOOD, gpus=(), mpirun=None))
     result = CliRunner().invoke(app, ["serve", "--repository", str(tmp_path / "out")], env={"COLUMNS": "200"})
     assert result.exit_code == 1
     assert "GPUs: 0 visible, 4 needed" in result.output and "mpirun: not found" in result.output
@@ -161,9 +163,11 @@ def test_serve_refuses_a_machine_before_it_builds_anything(
 
 
 def test_serve_starts_the_server_by_the_plan(four_gpus: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("lr_backend.cli.app.probe", lambda binary: replace(GOOD, gpus=(*GOOD.gpus, replace(H200, index=4))))
+    monkeypatch.setattr(
+        "lr_backend.cli.serve.probe", lambda binary, needs: replace(GOOD, gpus=(*GOOD.gpus, replace(H200, index=4)))
+    )
     seen: list[Any] = []
-    monkeypatch.setattr("lr_backend.cli.app._run", lambda console, server, deployment: seen.append(server) or 0)
+    monkeypatch.setattr("lr_backend.cli.serve._run", lambda console, server, deployment: seen.append(server) or 0)
     result = CliRunner().invoke(
         app, ["serve", "--repository", str(tmp_path / "out")], env={"LOOKAHEAD_ADMIN_KEY": "0123456789abcdef"}
     )
@@ -172,3 +176,100 @@ def test_serve_starts_the_server_by_the_plan(four_gpus: None, monkeypatch: pytes
     assert options.plan.mode == "orchestrator"
     assert "--cuda-memory-pool-byte-size=4:0" in options.plan.arguments, "all that the server sees, not only those in use"
     assert options.admin_key == "0123456789abcdef"
+
+
+# ------------------------------------------------------------------------------------------------- decoder, ports, files, stubs
+
+
+def decoder_finding(machine: Machine, use: Use) -> startup_check.Finding:
+    (finding,) = startup_check.check_decoder(machine, use)
+    return finding
+
+
+def test_a_decoder_that_was_not_built_names_the_compiler_and_the_command() -> None:
+    machine = Machine(no_decoder="not built when the package was installed", checkout=Path("/src"))
+    finding = decoder_finding(machine, Use.ALWAYS)
+    assert finding.level is Level.MISSING
+    assert "install gcc" in finding.remedy and "pip install" in finding.remedy and finding.remedy.endswith("-e /src")
+    finding = decoder_finding(replace(machine, compiler="/usr/bin/cc"), Use.ALWAYS)
+    assert "gcc" not in finding.remedy and "pip install" in finding.remedy
+
+
+def test_a_decoder_that_does_not_open_names_the_library() -> None:
+    finding = decoder_finding(Machine(no_decoder="does not open: libgomp.so.1: cannot open"), Use.ALWAYS)
+    assert "libgomp1" in finding.remedy
+
+
+def test_torch_computes_where_the_decoder_is_wanted_and_not_needed() -> None:
+    finding = decoder_finding(Machine(no_decoder="not built when the package was installed"), Use.WHERE_BUILT)
+    assert finding.level is Level.WARNING and "several times slower" in finding.found
+    assert startup_check.check_decoder(Machine(no_decoder="x"), Use.NONE) == ()
+    assert decoder_finding(Machine(), Use.ALWAYS).level is Level.OK
+
+
+def test_the_demo_needs_the_decoder_and_engines_on_gpus_do_not() -> None:
+    assert Needs.of(DeploymentSpec.load("demo")).decoder is Use.ALWAYS, "its target holds the draft model"
+    assert Needs.of(DeploymentSpec.load("qwen3-32b")).decoder is Use.NONE
+
+
+def test_a_taken_port_is_named_with_the_option_that_says_another() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        needs = Needs(ports={"--http-port": port, "--grpc-port": 0})
+        findings = check(probe(None, needs), needs)
+    (finding,) = [each for each in findings if each.what == f"port {port}"]
+    assert finding.level is Level.MISSING
+    assert "already in use" in finding.found and "--http-port" in finding.remedy
+    assert not [each for each in findings if each.what == "port 0"]
+
+
+def test_an_address_of_another_machine_cannot_be_listened_on() -> None:
+    needs = Needs(host="192.0.2.1", ports={"--http-port": 8000})
+    (finding,) = [each for each in missing(check(probe(None, needs), needs)) if each.what == "port 8000"]
+    assert "192.0.2.1 cannot be listened on" in finding.found
+
+
+def test_a_server_without_a_stub_for_this_python_says_so_once() -> None:
+    (finding,) = missing(
+        check(Machine(tritonserver=Path("/t"), no_stub="this tritonserver has no stub for Python 3.14"), Needs())
+    )
+    assert (finding.what, finding.found) == ("tritonserver", "this tritonserver has no stub for Python 3.14")
+
+
+def test_a_missing_checkpoint_is_found_with_its_folder_and_the_spec(tmp_path: Path) -> None:
+    checkpoints = make_tiny_models(tmp_path / "models")
+    spec = DeploymentSpec.load(write_spec(tmp_path / "tiny.toml", checkpoints))
+    assert missing(check_files(spec)) == ()
+    (checkpoints["draft"] / "model.safetensors").unlink()
+    (finding,) = missing(check_files(spec))
+    assert "draft: " in finding.found and "neither model.safetensors" in finding.found and str(spec.path) in finding.remedy
+
+
+@pytest.fixture
+def no_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup_check, "why_no_decoder", lambda: "not built when the package was installed")
+    monkeypatch.setattr(startup_check, "find_compiler", lambda environment: None)
+
+
+@pytest.mark.usefixtures("no_decoder")
+@pytest.mark.parametrize("command", [["serve", "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"], ["build"]])
+def test_a_missing_decoder_is_said_once_and_before_anything_is_started(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lr_backend.cli.serve.TritonServer", lambda *given: pytest.fail("a server was made"))
+    option = "--repository" if command[0] == "serve" else "--output"
+    result = CliRunner().invoke(app, [*command, option, str(tmp_path / "out")])
+    assert result.exit_code == 1
+    assert result.output.count("not built when the package was installed") == 1 and "install gcc" in result.output
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("no_decoder")
+def test_doctor_names_the_decoder_and_a_dry_run_warns(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["doctor", "--http-port", "0"], env={"COLUMNS": "300"})
+    assert result.exit_code == 1 and "decoder in C" in result.output
+    result = CliRunner().invoke(app, ["build", "--dry-run", "--output", str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    assert "decoder in C" in result.output

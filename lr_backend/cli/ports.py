@@ -1,0 +1,20 @@
+"""Where a server listens: the options of the commands that start one or look whether one could start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+import typer
+
+from lr_backend.serve.server import Ports
+
+PORTS = Ports(http=8000, grpc=8001, metrics=8002)
+"""Triton's own."""
+HostOption = Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on. Triton has no authentication.")]
+PortOption = Annotated[int, typer.Option(metavar="PORT", help="0 takes a free one.", min=0, max=65535)]
+
+
+def by_option(http: int, grpc: int, metrics: int) -> Mapping[str, int]:
+    """Ports by the options that say them."""
+    return {"--http-port": http, "--grpc-port": grpc, "--metrics-port": metrics}

@@ -1,0 +1,157 @@
+"""``lookahead init`` over tiny random checkpoints of every family: what it writes is built, and what cannot work is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from lr_backend.build.gpu_spec import GpuDeployment
+from lr_backend.build.nvidia import Gpu
+from lr_backend.build.repository import build_repository
+from lr_backend.build.spec import DeploymentSpec, EmbeddedDeployment
+from lr_backend.cli import init as command
+from lr_backend.cli.app import app
+from lr_backend.config import LoopConfig
+from lr_backend.engine import Role
+from tests.support import tiny_models
+from tests.support.own_checkpoints import FAMILIES, make_pair
+
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine with memory and a decoder, and a folder to work in."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "_host", lambda: command.Host(free_bytes=16 * GIB, num_cores=4, decoder=True))
+    monkeypatch.setattr(command, "probe_gpus", lambda: ())
+
+
+def run(target: Path, draft: Path, *more: str) -> Result:
+    return CliRunner().invoke(app, ["init", "--target", str(target), "--draft", str(draft), *more], env={"COLUMNS": "250"})
+
+
+def made(target: Path, draft: Path, *more: str) -> DeploymentSpec:
+    result = run(target, draft, *more)
+    assert result.exit_code == 0, result.output
+    (path,) = Path("engines").glob("*.toml")
+    return DeploymentSpec.load(path)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_spec_of_every_family_is_built(tmp_path: Path, family: str) -> None:
+    target, draft = make_pair(tmp_path / "checkpoints", family)
+    spec = made(target, draft, "--name", "own")
+    assert isinstance(spec, EmbeddedDeployment)
+    assert spec.target.checkpoint == Path("checkpoints/target"), "inside the project, hence relative"
+    assert spec.checkpoint_dir(Role.JUDGE) == target, "the target judges where no judge is named"
+    assert (spec.target.max_seq_len, spec.draft.max_seq_len) == (2048, 2048), "the checkpoints' positions"
+    assert spec.target.weight_dtype == "same" and spec.target.holds_draft_model
+
+    report = build_repository(spec)
+    config = LoopConfig.load(report.output / "lookahead" / "1" / "lookahead.json")
+    assert (config.think_open, config.think_close) == ("<think>", "</think>")
+    assert config.defaults["temperature"] == 0.7 and config.defaults["top_k"] == 20 and config.defaults["mode"] == "auto"
+    assert config.limits.max_prompt_tokens + config.limits.max_tokens == 2048
+
+
+def test_a_tokenizer_without_markers_is_looked_ahead_in_over_the_whole_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiny_models, "THINK_TOKENS", ())
+    spec = made(*make_pair(tmp_path / "checkpoints", "qwen2"))
+    config = spec.loop_config()
+    assert (config.think_open, config.think_close) == (None, None)
+    assert "marks reasoning" in spec.path.read_text(encoding="utf-8")
+
+
+def test_a_checkpoint_that_asks_for_no_sampling_is_greedy(tmp_path: Path) -> None:
+    target, draft = make_pair(tmp_path, "llama")
+    (target / "generation_config.json").unlink()
+    assert made(target, draft).loop_config().defaults["temperature"] == 0.0
+
+
+def test_without_the_decoder_nobody_drafts_in_the_targets_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "_host", lambda: command.Host(free_bytes=16 * GIB, num_cores=4, decoder=False))
+    spec = made(*make_pair(tmp_path, "qwen3"))
+    assert isinstance(spec, EmbeddedDeployment)
+    assert not spec.target.holds_draft_model and "proposer" not in spec.lookahead["defaults"]
+
+
+def test_it_says_what_to_run_next_and_replaces_nothing(tmp_path: Path) -> None:
+    target, draft = make_pair(tmp_path, "qwen3")
+    result = run(target, draft, "--name", "own")
+    assert "lookahead serve --spec engines/own.toml" in result.output.splitlines()[-1]
+    assert "a smaller instruct model judges faster" in result.output
+    again = run(target, draft, "--name", "own")
+    assert again.exit_code == 2 and "is there already" in again.output and "--force" in again.output
+    assert run(target, draft, "--name", "own", "--force").exit_code == 0
+    assert [path.name for path in Path("engines").iterdir()] == ["own.toml"], "nothing is left beside it"
+
+
+def test_a_longer_sequence_than_the_models_have_is_refused(tmp_path: Path) -> None:
+    result = run(*make_pair(tmp_path, "qwen3"), "--max-seq-len", "4096")
+    assert result.exit_code == 1 and "made for 2048 positions" in result.output
+    assert not list(Path("engines").glob("*")) if Path("engines").exists() else True
+
+
+def test_too_little_memory_is_named_with_the_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "_host", lambda: command.Host(free_bytes=GIB, num_cores=1, decoder=True))
+    result = run(*make_pair(tmp_path, "qwen3"))
+    assert result.exit_code == 1
+    assert "GiB of memory here" in result.output and "1.0 GiB are free" in result.output and "--max-seq-len" in result.output
+
+
+def test_another_vocabulary_is_refused_by_its_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, _ = make_pair(tmp_path / "one", "qwen3")
+    monkeypatch.setattr(tiny_models, "THINK_TOKENS", ("<a>", "<b>"))
+    _, draft = make_pair(tmp_path / "other", "qwen3")
+    result = run(target, draft)
+    assert result.exit_code == 1
+    assert "target and draft must share a vocabulary" in result.output and "the target's own family" in result.output
+
+
+def test_what_is_missing_or_unknown_is_named_with_its_option(tmp_path: Path) -> None:
+    target, draft = make_pair(tmp_path / "models", "qwen3")
+    result = run(target, tmp_path / "none")
+    assert result.exit_code == 1 and "--draft" in result.output and "hf download" in result.output
+    config = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps({**config, "architectures": ["MixtralForCausalLM"]}))
+    result = run(target, draft)
+    assert result.exit_code == 1
+    assert "--draft: " in result.output and "MixtralForCausalLM" in result.output and "Qwen2.5 and Llama" in result.output
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "gpus"),
+    [
+        (1, {"target": (0,), "draft": (0,), "judge": (0,)}),
+        (2, {"target": (0,), "draft": (1,), "judge": (1,)}),
+        (3, {"target": (0,), "draft": (1,), "judge": (2,)}),
+        (4, {"target": (0, 1), "draft": (2,), "judge": (3,)}),
+    ],
+)
+@pytest.mark.parametrize("runtime", ["tensorrtllm", "llmapi"])
+def test_engines_are_laid_over_the_cards(tmp_path: Path, runtime: str, num_gpus: int, gpus: dict[str, tuple[int, ...]]) -> None:
+    pair = make_pair(tmp_path, "qwen3")
+    spec = made(*pair, "--runtime", runtime, "--system", "h100_sxm", "--gpus", str(num_gpus))
+    assert isinstance(spec, GpuDeployment)
+    assert {role.value: spec.engine(role).gpu_device_ids for role in Role} == gpus
+    shared = num_gpus < 3
+    assert (spec.engine(Role.DRAFT).max_tokens_in_paged_kv_cache is not None) == shared
+    assert spec.target.num_drafts == (8 if runtime == "tensorrtllm" else 0)
+
+
+def test_the_cards_here_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = make_pair(tmp_path, "qwen3")
+    result = run(*pair, "--runtime", "llmapi")
+    assert result.exit_code == 1 and "no GPU here" in result.output and "--system" in result.output
+    monkeypatch.setattr(command, "probe_gpus", lambda: tuple(Gpu(number, "NVIDIA L4", "8.9", 23034) for number in range(2)))
+    spec = made(*pair, "--runtime", "llmapi")
+    assert isinstance(spec, GpuDeployment)
+    assert (spec.hardware.gpu, spec.hardware.num_gpus, spec.hardware.compute_capability) == ("NVIDIA L4", 2, "8.9")
+    result = run(*pair, "--runtime", "llmapi", "--gpus", "3", "--name", "more")
+    assert result.exit_code == 1 and "there are 2 here" in result.output
