@@ -1,4 +1,4 @@
-"""``make bench-ablation``: what each part of lookahead is worth, against its absence, on the demo models through a real Triton.
+"""What each part of lookahead is worth, against its absence, on the demo models through a real Triton.
 
 One row a setting. Every row answers the same problems as ``ar``, in turns whose order rotates, and its speedup is the ratio of
 the seconds. ``ar`` is one uninterrupted request at its best thread setting. Settings that no request carries have servers of
@@ -16,80 +16,35 @@ accepted are read by the demo world's checker.
 
 from __future__ import annotations
 
-import json
-import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from time import perf_counter
 from typing import Annotated, Any
-from zlib import crc32
 
 import typer
-from lr_client import Client, Options, Result, StepRecord
+from lr_client import Client, StepRecord
 from rich.console import Console
 from rich.table import Table
 
-from bench.hardware import Hardware, hardware_ceiling, measure_hardware
-from demo.asking import MAX_TOKENS, REQUEST_TIMEOUT_S, console_of_any_width, demo_spec, in_turns, serving
-from demo.measure import ModeReport, Sample, report
-from demo.problems import Problem, check_answer, problems, same_step
-from demo.run import best_baseline
-from demo.shares import Share
-from lr_backend.build.spec import EmbeddedDeployment
+from bench.kit.hardware import Hardware, device_line, hardware_ceiling, measure_hardware
+from bench.kit.intervals import Share
+from bench.kit.measure import ModeReport, Sample, best_baseline, mean_step_tokens, report
+from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
+from bench.kit.rows import AS_IT_IS, PROBLEM_SEED, Change, Row, ask, compare
+from bench.kit.serving import demo_spec, other_thread_counts, serving, thread_setting, with_verifiers
+from bench.kit.verifiers import chance, grade
+from demo.problems import Problem, problems, same_step
 from lr_backend.config import LoopConfig
 from lr_backend.policy.formulas import ceiling
-from lr_backend.request import LookaheadRequest, VerifierName, with_defaults
+from lr_backend.request import VerifierName
 from lr_backend.verify.verdict import UNCOMPARED
 
-PROBLEM_SEED = 77
 BASELINE = "ar"
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """What a server has that is not as the demo's spec says.
-
-    Attributes:
-        threads: of the target; None: as it says. Such a server answers ``ar`` alone.
-        own_branches: False: none are begun.
-    """
-
-    threads: int | None = None
-    own_branches: bool = True
-
-    def of(self, spec: EmbeddedDeployment) -> EmbeddedDeployment:
-        """The deployment with it."""
-        target = spec.target if self.threads is None else spec.target.model_copy(update={"num_threads": self.threads})
-        lookahead = spec.lookahead if self.own_branches else {**spec.lookahead, "own_branches": False}
-        return spec.model_copy(update={"target": target, "lookahead": lookahead})
-
-    @property
-    def models(self) -> tuple[str, ...]:
-        """Those that are served; none: all."""
-        return () if self.threads is None else ("target", "lookahead")
-
-    def __str__(self) -> str:
-        return f"threads-{self.threads}" if self.threads is not None else "all" if self.own_branches else "no-own-branches"
-
-
-AS_IT_IS = Change()
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One setting. ``fields`` are the request's, the rest being the deployment's defaults; ``change`` the server's."""
-
-    name: str
-    fields: Mapping[str, Any]
-    change: Change = AS_IT_IS
-
-    def request(self, config: LoopConfig) -> LookaheadRequest:
-        """The whole request, defaults filled in."""
-        return LookaheadRequest.parse({**with_defaults(config.defaults, self.fields), "text_input": "any"})
+VERIFIERS: Mapping[str, Mapping[str, Any]] = {"chance": chance(0.5), "grade": grade(9.0)}
+"""That the server has beside its own."""
 
 
 def all_rows(config: LoopConfig, other_threads: Iterable[int] = ()) -> tuple[Row, ...]:
@@ -97,7 +52,7 @@ def all_rows(config: LoopConfig, other_threads: Iterable[int] = ()) -> tuple[Row
 
     ``sd``, ``lr`` and ``lr_sd`` are the rows of their group that take every other default.
     """
-    alone = [Row(_setting(threads), {"mode": "ar"}, Change(threads=threads)) for threads in other_threads]
+    alone = [Row(thread_setting(threads), {"mode": "ar"}, Change(threads=threads)) for threads in other_threads]
     sd: dict[str, dict[str, Any]] = {
         "sd": {},
         "sd num_draft_tokens 4": {"num_draft_tokens": 4},
@@ -113,8 +68,8 @@ def all_rows(config: LoopConfig, other_threads: Iterable[int] = ()) -> tuple[Row
         "lr width 2": {"width": 2},
         "lr width 4": {"width": 4},
     }
-    others = [name for name in VerifierName if name is not config_verifier(config) and config.lacks(name.value) is None]
-    lr |= {f"lr verifier {name.value}": {"verifier": name.value} for name in others}
+    others = [str(name) for name in (*VerifierName, *config.verifiers) if name != config_verifier(config)]
+    lr |= {f"lr verifier {name}": {"verifier": name} for name in others}
     both: dict[str, dict[str, Any]] = {
         "lr_sd num_draft_tokens 4": {"num_draft_tokens": 4},
         "lr_sd num_draft_tokens 16": {"num_draft_tokens": 16},
@@ -131,12 +86,12 @@ def all_rows(config: LoopConfig, other_threads: Iterable[int] = ()) -> tuple[Row
         Row("lr own branches off", {"mode": "lr"}, root_alone),
         *(Row(name, {"mode": "lr_sd", **fields}) for name, fields in both.items()),
         Row("lr_sd own branches off", {"mode": "lr_sd"}, root_alone),
-        *([Row("lossless", {"mode": "lossless"})] if config.lacks("lossless") is None else []),
+        *([Row("lossless", {"mode": "lossless"})] if config.lacks_mode("lossless") is None else []),
         Row("auto", {"mode": "auto"}),
     )
 
 
-def config_verifier(config: LoopConfig) -> VerifierName:
+def config_verifier(config: LoopConfig) -> str:
     """The verifier of a request that names none."""
     return Row("", {}).request(config).verifier
 
@@ -151,10 +106,6 @@ def chosen(rows: Sequence[Row], names: Sequence[str] | None) -> tuple[Row, ...]:
     if unknown := [name for name in names or () if name not in known]:
         raise ValueError(f"no row {', '.join(map(repr, unknown))}; there are {', '.join(known)}")
     return tuple(row for row in rows if not names or row.name in names or row.fields["mode"] == "ar")
-
-
-def _setting(threads: int) -> str:
-    return f"{BASELINE} at {threads} thread{'s' if threads > 1 else ''}"
 
 
 # What the rows say -------------------------------------------------------------------------------------------------
@@ -267,13 +218,6 @@ def lines(
     return result
 
 
-def mean_step_tokens(samples: Iterable[Sample], default: int = 24) -> int:
-    """Mean length of a step over all answers that were written in steps."""
-    usages = [sample.usage for sample in samples if sample.usage.num_steps_drafted]
-    num_steps = sum(usage.num_steps for usage in usages)
-    return round(sum(usage.completion_tokens for usage in usages) / num_steps) if num_steps else default
-
-
 def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 4)
 
@@ -322,31 +266,6 @@ def _number(value: float | None) -> str:
 # The run -----------------------------------------------------------------------------------------------------------
 
 
-def ask(
-    client: Client, row: Row, problem: Problem, index: int, temperature: float, *, trace: bool = False
-) -> tuple[Sample, Result]:
-    """One answer, timed by the client from submit to final response."""
-    # Rows with one seed would write much the same text, and those that come later find it in the KV cache.
-    seed = crc32(f"{row.name}/{index}".encode())
-    options = Options(**row.fields, stream=False, max_tokens=MAX_TOKENS, temperature=temperature, seed=seed, trace=trace or None)
-    started = perf_counter()
-    result = client.ask(problem.question, options, timeout_s=REQUEST_TIMEOUT_S)
-    latency_s = perf_counter() - started
-    return Sample(row.name, index, check_answer(problem, result.text), latency_s, result.usage), result
-
-
-def compare(
-    clients: Mapping[Change, Client],
-    rows: Sequence[Row],
-    questions: Sequence[Problem],
-    temperature: float,
-    console: Console,
-) -> list[Sample]:
-    """Every row on every problem, in turns whose order rotates; ``clients`` by what their servers have changed."""
-    turns = in_turns(rows, questions, "rows in turn", console)
-    return [ask(clients[row.change], row, problem, index, temperature)[0] for index, problem, row in turns]
-
-
 def check(client: Client, row: Row, questions: Sequence[Problem], temperature: float) -> Checked:
     """Ask a few problems again, with records of the steps; not timed."""
     answers = (ask(client, row, problem, index, temperature, trace=True)[1] for index, problem in enumerate(questions))
@@ -367,17 +286,15 @@ def main(
     num_checked: Annotated[int, typer.Option("--checked", min=0, help="Asked again, untimed, to check what was accepted.")] = 8,
     names: Annotated[list[str] | None, typer.Option("--row", help="Only these rows; by default all.")] = None,
     temperature: Annotated[float, typer.Option(min=0.0, max=5.0)] = 0.6,
-    output: Annotated[Path, typer.Option(help="Where the figures go; the table beside it as Markdown.")] = Path(
-        "out/ablation.json"
-    ),
+    output: Annotated[Path, typer.Option(help="Where the figures go.")] = PAGES / "ablation.json",
+    page: Annotated[Path | None, typer.Option(help="Where the table goes as Markdown.")] = None,
 ) -> None:
     """Print a table, and one JSON line a row, the default last."""
     console = console_of_any_width()
-    spec = demo_spec()
+    spec = with_verifiers(demo_spec(), VERIFIERS)
     config = spec.loop_config()
-    other_threads = sorted({1, os.cpu_count() or 1} - {spec.target.num_threads})
     try:
-        rows = chosen(all_rows(config, other_threads), names)
+        rows = chosen(all_rows(config, other_thread_counts(spec)), names)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--row") from None
     questions = list(islice(problems(PROBLEM_SEED, "test"), num_problems + 1))
@@ -396,7 +313,7 @@ def main(
         with console.status("checking what was accepted"):
             checked = {row.name: check(clients[row.change], row, questions[1 : num_checked + 1], temperature) for row in stepwise}
     samples, baseline = best_baseline(samples)
-    setting = baseline if baseline != BASELINE else _setting(spec.target.num_threads)
+    setting = baseline if baseline != BASELINE else thread_setting(spec.target.num_threads)
     result = lines(rows, samples, hardware, config, checked)
     show(console, result, f"{num_problems} problems at temperature {temperature:g}, one at a time, over {setting}")
     batches = ", ".join(f"{num}: {1e3 * seconds:.2f} ms" for num, seconds in hardware.target_token_s.items())
@@ -410,13 +327,13 @@ def main(
         "baseline": setting,
         "hardware": hardware.as_dict(),
         "rows": [line.as_dict() for line in result],
+        "device": device_line(spec.target.num_threads),
     }
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    output.with_suffix(".md").write_text(markdown(result), encoding="utf-8")
-    console.print(f"written to {output} and {output.with_suffix('.md')}")
+    write_json(output, document)
+    if page is not None:
+        page.write_text(markdown(result), encoding="utf-8")
     for line in result:
-        console.print(json.dumps(line.as_dict()), soft_wrap=True, highlight=False, markup=False)
+        print_line(console, line.as_dict())
 
 
 if __name__ == "__main__":

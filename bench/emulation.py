@@ -1,4 +1,4 @@
-"""``make bench-emulation``: how near an emulated server on the wall's clock comes to the same engines on the virtual one.
+"""How near an emulated server on the wall's clock comes to the same engines on the virtual one.
 
 A real Triton serves ``qwen3-32b`` emulated; so many clients ask at a time, each a question of its own. The virtual clock runs the
 same loop over the same timelines and texts. Milliseconds a token of both stand side by side; what is off is Triton, Python, and
@@ -7,10 +7,9 @@ this machine's haste.
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,19 +19,18 @@ import typer
 from lr_client import Client, Options
 from rich.table import Table
 
-from demo.asking import console_of_any_width, serving
+from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
+from bench.kit.serving import serving
 from lr_backend.build.emulated_spec import EmulatedDeployment, emulated
 from lr_backend.build.pace import machine_of, stood_for
-from lr_backend.cli.errors import fail
 from lr_backend.emulated.texts import Texts
 from lr_backend.emulated.workload import Workload
-from lr_backend.errors import LookaheadError
 from lr_backend.hardware.lateness import Lateness
 from lr_backend.hardware.overheads import BLS_MS
 from lr_backend.plan.equal_gpus import DRAFT_TOKENS
 from lr_backend.plan.simulation import Policy, Scenario, ms_a_token, simulate
 from lr_backend.request import Mode
-from lr_backend.triton.refresher import REFRESH_S
+from lr_backend.triton.metrics import REFRESH_S
 
 LOADS = (1, 4, 8)
 JUDGED: Mapping[str, Any] = {"verifier": "judge"}
@@ -68,12 +66,12 @@ class Held:
         return abs(self.off) <= self.limit
 
 
-def measure(deployment: EmulatedDeployment, folder: Path) -> list[Held]:
+def measure(deployment: EmulatedDeployment, folder: Path, loads: Sequence[int] = LOADS) -> list[Held]:
     """Every row at every load, each with questions that were never asked before."""
     texts, scenario = Texts(deployment.texts, 0), virtual(deployment)
     found, first = [], 0
     with serving(deployment, folder) as server:
-        for load in LOADS:
+        for load in loads:
             for row, policy in ROWS.items():
                 before = sum(server.lateness().values(), Lateness())
                 numbers = range(first, first + load)
@@ -116,20 +114,18 @@ def _ask(url: str, texts: Texts, policy: Policy, numbers: range) -> float:
 def main(
     system: Annotated[str, typer.Option(help="Whose pace.")] = "h200_sxm",
     slow_motion: Annotated[float, typer.Option(min=1.0, max=100.0, help="So many times as long as there.")] = 6.0,
+    loads: Annotated[list[int] | None, typer.Option("--load", min=1, help="Requests in flight; by default 1, 4 and 8.")] = None,
     workload: Annotated[str, typer.Option(help="By name or file.")] = "qwen3-gsm8k",
-    output: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("out/emulation.json"),
+    output: Annotated[Path, typer.Option(help="Where the figures go.")] = PAGES / "emulation.json",
 ) -> None:
     """Print a table and one line of JSON."""
     console = console_of_any_width()
-    try:
-        with tempfile.TemporaryDirectory(prefix="lookahead-emulation-") as name:
-            folder = Path(name)
-            texts = folder / "short.toml"
-            texts.write_text(replace(Workload.load(workload), num_steps=NUM_STEPS).as_toml(), encoding="utf-8")
-            deployment = emulated("qwen3-32b", system, str(texts), slow_motion=slow_motion)
-            found = measure(deployment, folder / "repository")
-    except LookaheadError as error:
-        fail(error)
+    with tempfile.TemporaryDirectory(prefix="lookahead-emulation-") as name:
+        folder = Path(name)
+        texts = folder / "short.toml"
+        texts.write_text(replace(Workload.load(workload), num_steps=NUM_STEPS).as_toml(), encoding="utf-8")
+        deployment = emulated("qwen3-32b", system, str(texts), slow_motion=slow_motion)
+        found = measure(deployment, folder / "repository", loads or LOADS)
     table = Table(title=f"qwen3-32b emulated on {system}: ms a token, the wall's clock and the virtual one")
     for name in ("in flight", "mode", "wall", "virtual", "off", "late"):
         table.add_column(name, justify="left" if name == "mode" else "right")
@@ -139,10 +135,9 @@ def main(
     console.print(table)
     console.print(f"[yellow]{deployment.pace_label}[/]", soft_wrap=True, highlight=False)
     rows = [{**asdict(one), "off": round(one.off, 4), "within": one.within} for one in found]
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps({"label": deployment.pace_label, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    write_json(output, {"label": deployment.pace_label, "rows": rows})
     told = {"rows": len(found), "within": sum(one.within for one in found), "worst": round(max(abs(one.off) for one in found), 4)}
-    console.print(json.dumps(told), soft_wrap=True, highlight=False, markup=False)
+    print_line(console, told)
 
 
 if __name__ == "__main__":

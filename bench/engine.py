@@ -1,4 +1,4 @@
-"""``make bench-engine``: what the embedded engine's iterations cost, beside transformers' ``generate()`` on the same machine.
+"""What the embedded engine's iterations cost, beside transformers' ``generate()`` on the same machine.
 
 Same checkpoint, dtype and threads for both; they take turns, so that a noisy machine is noisy to both. Prints a table and ends
 with one JSON line.
@@ -6,31 +6,28 @@ with one JSON line.
 
 from __future__ import annotations
 
-import json
-import platform
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import psutil
 import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
-from bench import overhead
-from bench.timing import Rounds, Spread, in_turns, ratio
+from bench.kit.hardware import device_line
+from bench.kit.output import PAGES, console_of_any_width, keep_json, print_line
+from bench.kit.turns import Rounds, Spread, ratio, timed_rounds
 from lr_backend.embedded.checkpoint import read_spec
 from lr_backend.embedded.config import EngineConfig
 from lr_backend.embedded.engine import EmbeddedEngine
-from lr_backend.embedded.reference.model import DecoderModel
 from lr_backend.engine.inprocess import run_all
 from lr_backend.engine.request import EngineRequest
 
@@ -41,7 +38,6 @@ BATCH = 8
 BRANCHES = 8
 PREFIX_TOKENS = 1000
 BRANCH_TOKENS = 24
-NUM_QUESTIONS = 12
 
 Tokens = tuple[int, ...]
 
@@ -74,7 +70,7 @@ class Transformers:
 
 
 class Ours:
-    """The embedded engine through its whole path: queue, schedule, forward, sampling, books."""
+    """The embedded engine through its whole path: queue, schedule, forward, sampling, ends."""
 
     def __init__(self, engine: EmbeddedEngine) -> None:
         self._engine = engine
@@ -154,12 +150,12 @@ class EngineFigures:
 def config_of(checkpoint: Path, **settings: Any) -> EngineConfig:
     """Room enough for all that is measured, whatever the checkpoint."""
     max_seq_len = min(2048, read_spec(checkpoint).max_positions)
-    return EngineConfig(checkpoint, max_seq_len=max_seq_len, max_tokens_in_paged_kv_cache=32768, **settings)
+    return EngineConfig(checkpoint_dir=checkpoint, max_seq_len=max_seq_len, max_tokens_in_paged_kv_cache=32768, **settings)
 
 
 @contextmanager
-def embedded_engine(config: EngineConfig, model: DecoderModel | None = None) -> Iterator[EmbeddedEngine]:
-    engine = EmbeddedEngine(config, model)
+def embedded_engine(config: EngineConfig) -> Iterator[EmbeddedEngine]:
+    engine = EmbeddedEngine(config)
     try:
         yield engine
     finally:
@@ -179,29 +175,13 @@ def measure(config: EngineConfig, prefix_length: int, num_rounds: int) -> Engine
         actions["verify 8"] = lambda: ours.verify_ms(prompts[0])
         fresh_prompts = (random_tokens(vocab, prefix_length, seed) for seed in count(10_000))
         actions["beside prompts"] = lambda: ours.beside_prompts_ms(prompts[0], fresh_prompts)
-        with embedded_engine(replace(config, overlap_prefill=False)) as waiting:
+        with embedded_engine(config.model_copy(update={"overlap_prefill": False})) as waiting:
             actions["beside prompts, in turns with them"] = lambda: Ours(waiting).beside_prompts_ms(prompts[0], fresh_prompts)
-            figures = in_turns(actions, num_rounds)
+            figures = timed_rounds(actions, num_rounds)
         branches = [random_tokens(vocab, BRANCH_TOKENS, 100 + seed) for seed in range(BRANCHES)]
         reused = ours.reused_share(random_tokens(vocab, PREFIX_TOKENS, 99), branches)
         fresh = [ours.prefill_tokens_per_s(random_tokens(vocab, 512, 1000 + number)) for number in range(num_rounds)]
     return EngineFigures(figures, reused, Spread.of(fresh))
-
-
-def device_line(config: EngineConfig) -> str:
-    """What it ran on."""
-    if config.device == "cuda":
-        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
-    names = [line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
-    name = names[0] if names else platform.processor() or platform.machine()
-    return f"{name}, {psutil.cpu_count()} cores, {config.num_threads} thread(s), torch {torch.__version__}"
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return []
 
 
 def show(console: Console, figures: EngineFigures, title: str) -> None:
@@ -233,28 +213,33 @@ def summary(figures: EngineFigures) -> dict[str, Any]:
     return line | {"prefix_reused_share": round(figures.prefix_reused_share, 4)}
 
 
+# Each option is one setting of the engine.
 def main(
-    checkpoint: Annotated[Path, typer.Argument(help="Hugging Face folder")] = CHECKPOINT,
-    threads: Annotated[int, typer.Option(help="threads that compute")] = 1,
-    kernels: Annotated[str, typer.Option(help="auto, native or torch")] = "auto",
+    checkpoint: Annotated[Path, typer.Argument(help="Hugging Face folder.")] = CHECKPOINT,
+    threads: Annotated[int, typer.Option(help="Threads that compute.")] = 1,
+    kernels: Annotated[str, typer.Option(help="auto, native or reference")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
-    weight_dtype: Annotated[str, typer.Option(help="same, float16, bfloat16, int8 or auto")] = "float16",
-    prefix: Annotated[int, typer.Option(help="prompt tokens before the decoding")] = 300,
-    rounds: Annotated[int, typer.Option(help="rounds of each figure")] = 7,
+    weight_dtype: Annotated[str, typer.Option(help="same, bfloat16, int8 or auto")] = "same",
+    prefix: Annotated[int, typer.Option(help="Prompt tokens before the decoding.")] = 300,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each figure.")] = 7,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
-    served: Annotated[bool, typer.Option(help="also what loop and Triton add (starts servers)")] = True,
+    output: Annotated[Path, typer.Option(help="Where the figures go; those of other runs stay.")] = PAGES / "engine.json",
 ) -> None:
     """Print what decode, verification and prefill cost, with ratios and spread, and one JSON line."""
     config = config_of(checkpoint, kernels=kernels, dtype=dtype, device=device, weight_dtype=weight_dtype, num_threads=threads)
     figures = measure(config, prefix, rounds)
-    console, where = Console(width=110), device_line(config)
+    console, where = console_of_any_width(), device_line(threads, device)
     show(console, figures, f"{checkpoint.name}, {dtype}, kernels {kernels}, weights {weight_dtype}, prefix {prefix}\n{where}")
-    line = summary(figures)
-    if served:
-        overheads = overhead.measure_both(NUM_QUESTIONS)
-        overhead.show(console, overheads)
-        line |= overhead.summary(overheads)
-    console.print(json.dumps(line | {"device": where}), soft_wrap=True, highlight=False)
+    line = {**summary(figures), "device": where}
+    keep_json(output, name_of_run(kernels, dtype, weight_dtype, device), line)
+    print_line(console, line)
+
+
+def name_of_run(kernels: str, dtype: str, weight_dtype: str, device: str) -> str:
+    """The command, with the options that are not the usual ones."""
+    given = (("kernels", kernels, "auto"), ("dtype", dtype, "float32"), ("weight-dtype", weight_dtype, "same"))
+    options = [f"--{name} {value}" for name, value, usual in (*given, ("device", device, "cpu")) if value != usual]
+    return " ".join(["python -m bench engine", *options])
 
 
 if __name__ == "__main__":

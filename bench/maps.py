@@ -1,4 +1,4 @@
-"""``make bench-maps``: where lookahead pays, over load, context and acceptance, and what to use some number of cards for.
+"""Where lookahead pays, over load, context and acceptance, and what to use some number of cards for.
 
 The real loop on a virtual clock: deployment ``qwen3-32b`` as it is emulated on each system, with scripted texts. Every request in
 flight starts at once behind a prompt that is computed already, so that what is measured is the reasoning. All modes, systems and
@@ -22,17 +22,15 @@ from statistics import fmean
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from bench.maps_plot import draw_limits, draw_maps
+from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
+from bench.kit.plots import draw_limits, draw_maps
 from lr_backend.build.gpu_spec import GpuDeployment
 from lr_backend.build.pace import kv_tokens, machine_of, pace_of, stood_for
 from lr_backend.build.placements import Where, resized
-from lr_backend.cli.errors import fail
 from lr_backend.emulated.workload import Workload
 from lr_backend.engine import Role
-from lr_backend.errors import LookaheadError
 from lr_backend.hardware.machine import Machine
 from lr_backend.hardware.profile import find, label_of
 from lr_backend.hardware.sharing import CardSharing
@@ -261,31 +259,14 @@ def main(
     contexts: Annotated[list[int] | None, typer.Option("--context", help="Tokens; by default 1,000 to 32,000.")] = None,
     alphas: Annotated[list[float] | None, typer.Option("--alpha", help="By default .3, .6 and .9.")] = None,
     workers: Annotated[int, typer.Option(min=1)] = 2,
-    output: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("out/maps.json"),
+    output: Annotated[Path, typer.Option(help="Where the figures go.")] = PAGES / "maps.json",
 ) -> None:
     """Print a table for each system and acceptance rate, those of equal GPUs, and last one line of JSON."""
-    try:
-        _run(
-            systems or ["h200_sxm", "h100_sxm", "b200_sxm"],
-            loads or LOADS,
-            contexts or CONTEXTS,
-            alphas or ALPHAS,
-            workers,
-            output,
-        )
-    except LookaheadError as error:
-        fail(error)
-
-
-def _run(
-    systems: Sequence[str], loads: Sequence[int], contexts: Sequence[int], alphas: Sequence[float], workers: int, output: Path
-) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=160)
+    systems, asked_loads = systems or ["h200_sxm", "h100_sxm", "b200_sxm"], loads or LOADS
+    console = console_of_any_width()
     profiles = [find(pace_of(_deployment(SHIPPED), role, system).profile) for system in systems for role in Role]
-    asked = cells(systems, loads, contexts, alphas)
-    pairs = [(cards, load) for cards in NUM_CARDS for load in LOADS]
+    asked = cells(systems, asked_loads, contexts or CONTEXTS, alphas or ALPHAS)
+    pairs = [(cards, load) for cards in NUM_CARDS for load in asked_loads]
     with ProcessPoolExecutor(workers) as pool:
         mapping = [pool.submit(explore, cell) for cell in asked]
         using = [pool.submit(equal_gpus, *pair) for pair in pairs]
@@ -304,7 +285,6 @@ def _run(
     console.print(f"[yellow]the loop is real, texts are scripted, no model; {label_of(profiles)}[/]", soft_wrap=True)
     console.print(f"[dim]EAGLE-3: {EAGLE_SOURCE}[/]", soft_wrap=True)
     told = summary(found, equal)
-    output.parent.mkdir(parents=True, exist_ok=True)
     document: dict[str, Any] = {
         "label": label_of(profiles),
         "cells": [
@@ -313,12 +293,12 @@ def _run(
         "equal_gpus": [asdict(row) for rows in equal.values() for row in rows],
         "summary": told,
     }
-    output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write_json(output, document)
     draw_maps(document["cells"], LARGER, output.with_suffix(".png"))
     if any(one.limit for one in found):
         draw_limits(document["cells"], output.with_name(f"{output.stem}_limits.png"))
     console.print(f"written to {output}, with two pictures beside it")
-    console.print(json.dumps(told), soft_wrap=True, highlight=False, markup=False)
+    print_line(console, told)
 
 
 if __name__ == "__main__":

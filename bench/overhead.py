@@ -1,47 +1,40 @@
-"""What the loop and Triton add to the engines' own time: ``python -m bench.overhead``.
+"""What the loop and Triton add to the engines' own time.
 
 At ``max_depth`` 1 the target's steps and the judge's verdicts alternate and everything else runs beside them, so that wall time
 is target plus judge plus overhead: orchestration, tensors through shared memory, Triton's queues. The target is a random model
-of about 100 M parameters, whose decode step takes 10 ms or more; it never agrees with the draft, so every step is the
-loop's longest way: drafted, written, judged, rejected, begun again. The demo models show the same in milliseconds a call.
+of about 100 M parameters, whose decode step takes some milliseconds. It never agrees with the draft, so every step is the loop's
+longest way: drafted, written, judged, rejected, begun again. The demo models show the same in milliseconds a call.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from lr_client import Client, Options, Usage
 from rich.console import Console
 from rich.table import Table
 
-from demo.asking import demo_spec, serving
+from bench.kit.hardware import device_line
+from bench.kit.output import PAGES, console_of_any_width, keep_json, print_line
+from bench.kit.random_models import STEP_TOKENS, TIMEOUT_S, random_deployment
+from bench.kit.serving import demo_spec, serving
 from demo.problems import problems
 from lr_backend.build.base import Layout
 from lr_backend.build.spec import EmbeddedDeployment
-from lr_backend.embedded.random_checkpoint import write_random_checkpoint
 from lr_backend.engine import Role
 from lr_backend.serve.server import TritonServer
-from lr_backend.triton.refresher import REFRESH_S
+from lr_backend.triton.metrics import REFRESH_S
 
-STEP_TOKENS = 24
-TIMEOUT_S = 300.0
-KV_TOKENS = 4096
-LARGE: dict[str, Any] = {
-    "hidden_size": 768,
-    "num_layers": 12,
-    "num_heads": 12,
-    "num_kv_heads": 12,
-    "intermediate_size": 2304,
-}
+NUM_LARGE = 3
+"""Questions to the large target."""
+TARGETS = ("100 M random", "demo")
 
 
 @dataclass(frozen=True)
@@ -70,24 +63,6 @@ class Overhead:
         return self.seconds / self.num_calls * 1e3
 
 
-def random_models(spec: EmbeddedDeployment, folder: Path, shapes: Mapping[Role, Mapping[str, Any]]) -> EmbeddedDeployment:
-    """``spec`` with random models of these shapes in place of its own; the prompt opens the reasoning and steps are cut."""
-    changed = {}
-    for role, shape in shapes.items():
-        source, checkpoint = spec.checkpoint_dir(role), folder / role.value
-        vocab_size = json.loads((source / "config.json").read_text())["vocab_size"]
-        write_random_checkpoint(checkpoint, vocab_size=vocab_size, **{"head_dim": 64, **shape})
-        for path in source.iterdir():
-            if path.name not in ("config.json", "model.safetensors"):
-                shutil.copy(path, checkpoint)
-        template = checkpoint / "chat_template.jinja"
-        template.write_text(template.read_text().rstrip("\n") + "<think>\n")
-        update = {"checkpoint": checkpoint, "max_tokens_in_paged_kv_cache": KV_TOKENS}
-        changed[role.value] = getattr(spec, role.value).model_copy(update=update)
-    lookahead = spec.lookahead | {"limits": spec.lookahead["limits"] | {"max_step_tokens": STEP_TOKENS}}
-    return spec.model_copy(update=changed | {"lookahead": lookahead})
-
-
 def busy_seconds(server: TritonServer) -> dict[str, float]:
     """Seconds that each engine has spent in iterations."""
     time.sleep(2 * REFRESH_S)
@@ -96,7 +71,7 @@ def busy_seconds(server: TritonServer) -> dict[str, float]:
 
 def measure(spec: EmbeddedDeployment, questions: Sequence[str], max_tokens: int) -> Overhead:
     """Ask one question after another in ``lr_sd`` at ``max_depth`` 1; the first one warms up and is not counted."""
-    options = Options(mode="lr_sd", max_depth=1, max_tokens=max_tokens, temperature=0.6, stream=False)
+    options = Options(mode="lr_sd", max_depth=1, max_tokens=max_tokens, temperature=0.6, top_k=20, stream=False)
     usages: list[Usage] = []
     with tempfile.TemporaryDirectory() as folder, serving(spec, Path(folder)) as server, Client(server.grpc_url) as client:
         client.ask(questions[0], options, timeout_s=TIMEOUT_S)
@@ -121,12 +96,9 @@ def measure_both(num_problems: int) -> dict[str, Overhead]:
     spec = demo_spec(Layout.PROCESS_A_ROLE)
     questions = [problem.question for problem in islice(problems(5, "test"), num_problems + 1)]
     with tempfile.TemporaryDirectory() as folder:
-        return {
-            "100 M random": measure(
-                random_models(spec, Path(folder), {Role.TARGET: LARGE}), questions[:4], max_tokens=8 * STEP_TOKENS
-            ),
-            "demo": measure(spec, questions, max_tokens=400),
-        }
+        large = random_deployment(Path(folder), {Role.TARGET: "100m"})
+        found = measure(large, questions[: NUM_LARGE + 1], max_tokens=8 * STEP_TOKENS)
+    return dict(zip(TARGETS, (found, measure(spec, questions, max_tokens=400)), strict=True))
 
 
 def show(console: Console, figures: dict[str, Overhead]) -> None:
@@ -154,8 +126,8 @@ def show(console: Console, figures: dict[str, Overhead]) -> None:
 
 
 def summary(figures: dict[str, Overhead]) -> dict[str, float]:
-    """What the benchmark's JSON line says of it."""
-    large, demo = figures["100 M random"], figures["demo"]
+    """The JSON line."""
+    large, demo = (figures[name] for name in TARGETS)
     return {
         "overhead_share": round(large.share, 4),
         "demo_overhead_share": round(demo.share, 4),
@@ -164,12 +136,17 @@ def summary(figures: dict[str, Overhead]) -> dict[str, float]:
     }
 
 
-def main(num_problems: Annotated[int, typer.Option("--problems", help="questions for the demo models")] = 12) -> None:
+def main(
+    num_problems: Annotated[int, typer.Option("--problems", min=1, help="Questions for the demo models.")] = 12,
+    output: Annotated[Path, typer.Option(help="Where the figures go; those of other runs stay.")] = PAGES / "engine.json",
+) -> None:
     """Print a table and one JSON line."""
+    console = console_of_any_width()
     figures = measure_both(num_problems)
-    console = Console(width=110)
     show(console, figures)
-    console.print(json.dumps(summary(figures)), soft_wrap=True, highlight=False)
+    line = {**summary(figures), "device": device_line(demo_spec().target.num_threads)}
+    keep_json(output, "python -m bench overhead", line)
+    print_line(console, line)
 
 
 if __name__ == "__main__":

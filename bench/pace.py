@@ -1,8 +1,8 @@
-"""``make bench-pace``: every mode at production pace, and how near the planner comes to it.
+"""Every mode at production pace, and how near the planner comes to it.
 
 Problems are answered by the demo's models behind a real Triton whose engines keep the pace of ``qwen3-32b`` on some system
-(:mod:`demo.pace`): as compiled engines are, then with a target that drafts by itself, as the LLM API's does, and with engines
-that draw with noise of the request, as the embedded ones do. Each answer leaves its trace.
+(:mod:`bench.kit.pace`): as compiled engines are, then with a target that drafts by itself, as the LLM API's does, and with
+engines that draw with noise of the request, as the embedded ones do. Each answer leaves its trace.
 
 From a row's own traces comes a workload, and the real loop runs over it on a virtual clock: with the costs of the kernel tables,
 and with costs that were fitted to the traces as if no table were known. Both predict the milliseconds of a token, the paced
@@ -26,11 +26,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from demo.asking import console_of_any_width, demo_spec
-from demo.pace import AHEAD, BASELINE, ROWS, SYSTEM, Hops, Paced, Row, compare, hops, stage
+from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
+from bench.kit.pace import AHEAD, BASELINE, ROWS, SYSTEM, Hops, Paced, Row, compare, hops, stage
+from bench.kit.rows import PROBLEM_SEED
+from bench.kit.serving import demo_spec
 from demo.problems import Problem, problems
-from lr_backend.cli.errors import fail
-from lr_backend.errors import LookaheadError, TraceError
+from lr_backend.errors import TraceError
 from lr_backend.hardware.lateness import Lateness
 from lr_backend.hardware.machine import Machine
 from lr_backend.hardware.overheads import Bound
@@ -39,7 +40,6 @@ from lr_backend.plan.fit_times import TimedTraces
 from lr_backend.plan.simulation import Policy, Scenario, simulate
 from lr_backend.request import Mode, ProposerName
 
-PROBLEM_SEED = 77
 SD_ROWS: Mapping[str, Row] = {
     "sd, 4 draft tokens": {**ROWS["sd"], "num_draft_tokens": 4},
     "sd, ngram": {"mode": "sd", "proposer": "ngram", "num_draft_tokens": 8},
@@ -226,17 +226,19 @@ def summary(found: Mapping[str, Paced]) -> dict[str, Any]:
 
     external = found["external"]
     late = sum((one.lateness for one in found.values()), Lateness())
-    told = {
+    told: dict[str, Any] = {
         "profile": external.system,
         "label": external.spec.pace_label,
         "late_share": late.share,
         "runtime": "compiled",
         **{name: best("external") if name == "sd" else gain("external", name) for name in ROWS},
-        "inside": {"sd": best("inside"), "lr_sd": gain("inside", "lr_sd")},
-        "embedded": {name: gain("embedded", name) for name in ("lossless", "lossless_sd", "sd")},
         "realised_share": external.realised_share("auto"),
         "right": {name: external.rows[name].correct / external.rows[name].total for name in ROWS},
     }
+    if "inside" in found:
+        told["inside"] = {"sd": best("inside"), "lr_sd": gain("inside", "lr_sd")}
+    if "embedded" in found:
+        told["embedded"] = {name: gain("embedded", name) for name in ("lossless", "lossless_sd", "sd")}
     rounded: dict[str, Any] = json.loads(json.dumps(told), parse_float=lambda text: round(float(text), 4))
     return rounded
 
@@ -247,32 +249,23 @@ def main(
     paced_as: Annotated[str | None, typer.Option(help="The deployment that is stood for, instead of the demo's own.")] = None,
     slow_motion: Annotated[float | None, typer.Option(min=1.0, max=100.0, help="By default what this machine needs.")] = None,
     temperature: Annotated[float, typer.Option(min=0.0, max=5.0)] = 0.6,
-    output: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("out/pace.json"),
+    compiled_only: Annotated[bool, typer.Option("--compiled-only", help="Leave out the other kinds of engines.")] = False,
+    output: Annotated[Path, typer.Option(help="Where the figures go.")] = PAGES / "pace.json",
 ) -> None:
     """Print a table for each kind of token speculation, and last one line of JSON."""
-    try:
-        _run(num_problems, system, paced_as, slow_motion, temperature, output)
-    except LookaheadError as error:
-        fail(error)
-
-
-def _run(
-    num_problems: int, system: str, paced_as: str | None, slow_motion: float | None, temperature: float, output: Path
-) -> None:
     console = console_of_any_width()
     asked = list(islice(problems(PROBLEM_SEED, "test"), 2 + num_problems))
     documents: dict[str, Any] = {}
     measured: dict[str, Paced] = {}
-    for name, (kind, rows, options) in KINDS.items():
+    for name, (kind, rows, options) in list(KINDS.items())[: 1 if compiled_only else None]:
         found = _measure(console, rows, asked, system, temperature, like=paced_as, slow_motion=slow_motion, **options)
         slow_motion = found.spec.slow_motion
         lines = agreements(found)
         show(console, f"{kind}: {num_problems} problems, temperature {temperature:g}, one at a time", found, lines)
         documents[name], measured[name] = document(found, lines, "auto" if "auto" in rows else "sd"), found
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(documents, indent=2) + "\n", encoding="utf-8")
+    write_json(output, documents)
     console.print(f"written to {output}")
-    console.print(json.dumps(summary(measured)), soft_wrap=True, highlight=False, markup=False)
+    print_line(console, summary(measured))
 
 
 def _measure(

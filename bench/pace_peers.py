@@ -1,4 +1,4 @@
-"""``make bench-pace-peers``: other ways to use the same three models, at the same pace.
+"""Other ways to use the same three models, at the same pace.
 
 All run over the same emulated engines and the same scripted texts on a virtual clock: the paper's synchronous procedure,
 SpecReason's sequential one (arXiv 2504.07891), token speculation by each source of draft tokens, and the step loop. One request.
@@ -10,7 +10,6 @@ scores accept more, and cost accuracy.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,19 +20,17 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from bench.synchronous import SynchronousLookahead
-from bench.synchronous import Texts as ReadAs
+from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
+from bench.kit.synchronous import SynchronousLookahead
+from bench.kit.synchronous import Texts as ReadAs
 from lr_backend.build.pace import machine_of, pace_of, stood_for
-from lr_backend.cli.errors import fail
 from lr_backend.contract import IntArray
 from lr_backend.emulated.texts import Texts
 from lr_backend.emulated.vocabulary import END, FIRST_WORD, NUM_WORDS, UNLIKE, VOCABULARY
 from lr_backend.emulated.workload import Workload
 from lr_backend.engine import EngineCall, Role, Sampling
-from lr_backend.errors import LookaheadError
 from lr_backend.hardware.profile import find, label_of
 from lr_backend.loop.assemble import Engines
 from lr_backend.loop.ledger import Ledger
@@ -45,6 +42,8 @@ from lr_backend.request import Mode
 from lr_backend.steps.rules import StepRules
 from lr_backend.steps.step import StepEnd
 
+NUM_STEPS = 40
+"""Of a text."""
 SCORE_QUESTION_TOKENS = 80
 """SpecReason's question for a score, about as long as its prompt."""
 SAMPLING = Sampling(temperature=0.6)
@@ -145,17 +144,13 @@ def main(
     system: Annotated[str, typer.Option(help="Whose pace.")] = "h200_sxm",
     workload: Annotated[str, typer.Option(help="By name or file.")] = "qwen3-gsm8k",
     num_texts: Annotated[int, typer.Option("--texts", min=1)] = 6,
-    output: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("out/pace_peers.json"),
+    output: Annotated[Path, typer.Option(help="Where the figures go.")] = PAGES / "pace_peers.json",
 ) -> None:
     """Print a table and one line of JSON."""
-    try:
-        texts = Workload.load(workload)
-        found = compare(system, replace(texts, num_steps=40), num_texts)
-        profiles = [find(pace_of(stood_for("qwen3-32b"), role, system).profile) for role in Role]
-    except LookaheadError as error:
-        fail(error)
-    console = Console()
-    table = Table(title=f"qwen3-32b on {system}, workload {workload}, one request, {num_texts} texts of 40 steps")
+    found = compare(system, replace(Workload.load(workload), num_steps=NUM_STEPS), num_texts)
+    profiles = [find(pace_of(stood_for("qwen3-32b"), role, system).profile) for role in Role]
+    console = console_of_any_width()
+    table = Table(title=f"qwen3-32b on {system}, workload {workload}, one request, {num_texts} texts of {NUM_STEPS} steps")
     for name in ("contender", "runtime", "ms a token", "over ar (range)"):
         table.add_column(name, justify="left" if name in ("contender", "runtime") else "right")
     alone = min(one.ms_a_token for one in found if one.name.startswith("ar"))
@@ -165,10 +160,9 @@ def main(
     console.print(table)
     console.print(f"[yellow]the loop is real, texts are scripted, no model; {label_of(profiles)}[/]", soft_wrap=True)
     told = {one.name: round(alone / one.ms_a_token, 3) for one in found}
-    output.parent.mkdir(parents=True, exist_ok=True)
     document = {"label": label_of(profiles), "system": system, "workload": workload, "speedup": told}
-    output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    console.print(json.dumps(told), soft_wrap=True, highlight=False, markup=False)
+    write_json(output, document)
+    print_line(console, told)
 
 
 if __name__ == "__main__":

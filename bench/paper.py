@@ -1,4 +1,4 @@
-"""``make bench-paper``: the paper's own table (arXiv 2506.19830, table 1), emulated on the hardware that it was measured on.
+"""The paper's own table (arXiv 2506.19830, table 1), emulated on the hardware that it was measured on.
 
 The real step loop answers scripted texts on a virtual clock. How long an iteration lasts is what NVIDIA's kernel tables say of
 vLLM on H100s, with constants for what they lack; how texts behave is what the paper says of each data set and pair of models. So
@@ -11,7 +11,6 @@ out as published. They are the only thing that is fitted to published speeds, an
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
@@ -27,11 +26,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from demo.asking import console_of_any_width
-from lr_backend.cli.errors import fail, refuse
+from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
+from lr_backend.cli.errors import refuse
 from lr_backend.emulated.workload import Workload, published
 from lr_backend.engine import Role
-from lr_backend.errors import LookaheadError
 from lr_backend.hardware.cost import ProfileCosts
 from lr_backend.hardware.machine import Machine, Place, Way
 from lr_backend.hardware.overheads import Bound, Overheads
@@ -388,7 +386,7 @@ def main(
     bound: Annotated[Bound, typer.Option(help="Which end of the constants' ranges.")] = Bound.VALUE,
     workers: Annotated[int, typer.Option(min=1, help="Processes that compute cells.")] = 2,
     fit: Annotated[bool, typer.Option("--fit", help="Print the rates at which n-grams hit, and nothing else.")] = False,
-    output: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("out/paper.json"),
+    output: Annotated[Path, typer.Option(help="Where the figures go.")] = PAGES / "paper.json",
 ) -> None:
     """Print the paper's table and last one line of JSON."""
     if unknown := set(cells or ()) - set(TABLE):
@@ -396,19 +394,16 @@ def main(
     chosen = {name: was for name, was in TABLE.items() if not cells or name in cells}
     emulation = Emulation(num_texts, num_steps, bound)
     console = console_of_any_width()
-    try:
-        with ExitStack() as stack:
-            pool = stack.enter_context(ProcessPoolExecutor(workers)) if workers > 1 else None
-            compute: Callable[..., Any] = pool.map if pool is not None else map
-            if fit:
-                _print_rates(console, dict(zip(chosen, compute(emulation.fitted_rate, chosen), strict=True)))
-                return
-            settings = [*repeat(Setting(), len(chosen)), RERUN_SETTING]
-            found = compute(emulation.row, [*chosen, RERUN_CELL], [*chosen.values(), RERUN], settings)
-            with console.status("answering on the virtual clock"):
-                *rows, rerun = found
-    except LookaheadError as error:
-        fail(error)
+    with ExitStack() as stack:
+        pool = stack.enter_context(ProcessPoolExecutor(workers)) if workers > 1 else None
+        compute: Callable[..., Any] = pool.map if pool is not None else map
+        if fit:
+            _print_rates(console, dict(zip(chosen, compute(emulation.fitted_rate, chosen), strict=True)))
+            return
+        settings = [*repeat(Setting(), len(chosen)), RERUN_SETTING]
+        found = compute(emulation.row, [*chosen, RERUN_CELL], [*chosen.values(), RERUN], settings)
+        with console.status("answering on the virtual clock"):
+            *rows, rerun = found
     texts = f"{num_texts} answers a cell, constants at their {bound}"
     show(console, f"the paper's table, H100, depth 6, n-grams of 8; {texts}", rows)
     show(console, "the authors' second run, H200, depth 4, n-grams of 6", [rerun])
@@ -423,10 +418,9 @@ def main(
         "noise": noise(rows),
         "summary": summary(rows, rerun),
     }
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write_json(output, document)
     console.print(f"written to {output}")
-    console.print(json.dumps(summary(rows, rerun)), soft_wrap=True, highlight=False, markup=False)
+    print_line(console, summary(rows, rerun))
 
 
 def _print_rates(console: Console, rates: Mapping[str, float]) -> None:

@@ -1,15 +1,14 @@
-"""``make bench-peers`` (``python -m bench.peers``): what one could run instead, on the same checkpoints and machine, in one run.
+"""What one could run instead, on the same checkpoints and machine, in one run.
 
 Every contender answers the same problems, in turns whose order rotates: transformers' ``generate`` plain, with our draft as its
 assistant, and with prompt lookup; the target's engine asked directly through Triton, without the ``lookahead`` model; the paper's
-synchronous procedure (:mod:`bench.synchronous`) over the same three engines; and the server's modes. ``ar`` is the baseline, at
-its best thread setting; transformers computes with the number of threads that is best for it. Each draws with seeds of its own.
+synchronous procedure (:mod:`bench.kit.synchronous`) over the same three engines; and the server's modes. ``ar`` is the baseline,
+at its best thread setting. Transformers computes with the number of threads that is best for it. Each draws with own seeds.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,25 +29,35 @@ from lr_client import Client, Options, Usage
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
-from tritonclient.utils import np_to_triton_dtype
 
-from bench.engine import device_line
-from bench.plots import Ratio, draw_ratios
-from bench.remote_engine import RemoteEngine
-from bench.synchronous import SynchronousLookahead, Texts
-from demo.asking import MAX_TOKENS, REQUEST_TIMEOUT_S, console_of_any_width, demo_spec, in_turns, serving
-from demo.measure import INTERVAL, NUM_RESAMPLES, ModeReport, Sample, report
+from bench.kit.hardware import device_line
+from bench.kit.intervals import Cluster, Estimate, ratio
+from bench.kit.measure import ModeReport, Sample, best_baseline, report
+from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
+from bench.kit.plots import Ratio, draw_ratios
+from bench.kit.remote_engine import RemoteEngine, grpc_inputs
+from bench.kit.serving import (
+    ALONE,
+    MAX_TOKENS,
+    REQUEST_TIMEOUT_S,
+    demo_spec,
+    other_thread_counts,
+    serving,
+    thread_setting,
+    with_threads,
+)
+from bench.kit.synchronous import SynchronousLookahead, Texts
+from bench.kit.turns import in_turns
 from demo.problems import Problem, check_answer, problems
-from demo.run import MODES, best_baseline
 from demo.tokenizer import chat
 from lr_backend.build.spec import EmbeddedDeployment
 from lr_backend.contract import IntArray, encode_stop_words
-from lr_backend.embedded.config import EngineConfig
 from lr_backend.engine import GREEDY, EngineCall, Generation, Role, Sampling
 from lr_backend.loop.assemble import Engines
 from lr_backend.steps.rules import StepRules
 from lr_backend.triton.models import end_ids, load_models
 
+MODES = ("ar", "sd", "lr", "lr_sd", "auto")
 PROBLEM_SEED = 3030
 BASELINE = "ar"
 TOP_K, TOP_P = 20, 0.95
@@ -131,11 +140,7 @@ class DirectTarget:
             seed=seed,
             stop_words=self._stop_words,
         )
-        tensors = []
-        for name, array in call.tensors().items():
-            tensors.append(grpcclient.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype)))
-            tensors[-1].set_data_from_numpy(array)
-        response = self._client.infer(Role.TARGET.value, tensors, outputs=self._outputs)
+        response = self._client.infer(Role.TARGET.value, grpc_inputs(call.tensors()), outputs=self._outputs)
         found = Generation.from_tensors({name: response.as_numpy(name) for name in ("output_ids", "sequence_length")})
         return Answer(str(self._tokenizer.decode(list(found.token_ids), skip_special_tokens=True)), len(found.token_ids))
 
@@ -209,26 +214,17 @@ def compare(contenders: Mapping[str, Ask], questions: Sequence[Problem], console
     return samples
 
 
-def rate_ratio(samples: Sequence[Sample], name: str, seed: int = 0) -> tuple[float, float, float]:
-    """Tokens/s of one contender over those of ``ar``, and its 95 % bootstrap range over problems."""
+def rate_ratio(samples: Sequence[Sample], name: str) -> Estimate:
+    """Tokens/s of one contender over those of ``ar``, with its interval over problems."""
 
-    def columns(which: str) -> tuple[Any, Any]:
+    def clusters(which: str) -> list[Cluster]:
         own = sorted((one for one in samples if one.mode == which), key=lambda one: one.problem)
-        tokens = np.asarray([one.usage.completion_tokens for one in own], dtype=float)
-        return tokens, np.asarray([one.latency_s for one in own])
+        return [Cluster(one.usage.completion_tokens, one.latency_s) for one in own]
 
-    (tokens, seconds), (base_tokens, base_seconds) = columns(name), columns(BASELINE)
-    picks = np.random.default_rng(seed).integers(0, len(tokens), (NUM_RESAMPLES, len(tokens)))
-
-    def ratio(chosen: Any) -> Any:
-        ours = tokens[chosen].sum(axis=-1) / seconds[chosen].sum(axis=-1)
-        return ours / (base_tokens[chosen].sum(axis=-1) / base_seconds[chosen].sum(axis=-1))
-
-    low, high = np.percentile(ratio(picks), INTERVAL)
-    return float(ratio(np.arange(len(tokens)))), float(low), float(high)
+    return ratio(clusters(name), clusters(BASELINE))
 
 
-def show(console: Console, rows: Mapping[str, ModeReport], ratios: Mapping[str, tuple[float, float, float]], title: str) -> None:
+def show(console: Console, rows: Mapping[str, ModeReport], ratios: Mapping[str, Estimate], title: str) -> None:
     table = Table(title=title)
     for heading in (
         "contender",
@@ -241,56 +237,47 @@ def show(console: Console, rows: Mapping[str, ModeReport], ratios: Mapping[str, 
     ):
         table.add_column(heading, justify="left" if heading == "contender" else "right")
     for name, row in rows.items():
-        middle, low, high = ratios[name]
+        rate = ratios[name]
         table.add_row(
             name,
             f"{row.correct}/{row.total}",
             f"{row.tokens_per_s * row.latency_s:.0f}",
             f"{row.tokens_per_s:.0f}",
-            f"{middle:.2f} ({low:.2f} to {high:.2f})",
+            f"{rate.value:.2f} ({rate.low:.2f} to {rate.high:.2f})",
             f"{row.latency_s:.2f}",
             f"{row.speedup:.2f} ({row.speedup_low:.2f} to {row.speedup_high:.2f})",
         )
     console.print(table)
 
 
-def main(
-    num_problems: Annotated[int, typer.Option("--problems", min=1)] = 20,
-    temperature: Annotated[float, typer.Option(min=0.0, max=5.0)] = 0.6,
-    max_depth: Annotated[int, typer.Option(min=1, max=8, help="Target steps in flight, of the synchronous procedure too.")] = 4,
-    output: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("out/peers.json"),
-) -> None:
-    """Print a table and one JSON line."""
-    console = console_of_any_width()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    spec = demo_spec()
-    defaults = {**spec.lookahead["defaults"], "max_depth": max_depth}
-    spec = spec.model_copy(update={"lookahead": {**spec.lookahead, "defaults": defaults}})
-    questions = list(islice(problems(PROBLEM_SEED, "test"), num_problems + THREAD_TRIAL_PROBLEMS))
-    trial, asked = questions[:THREAD_TRIAL_PROBLEMS], questions[THREAD_TRIAL_PROBLEMS:]
+@dataclass
+class Everyone:
+    """All contenders, and what is said of them beside their figures."""
+
+    contenders: dict[str, Ask]
+    synchronous: SynchronousPeer
+    transformers_threads: int
+
+
+@contextmanager
+def everyone(
+    spec: EmbeddedDeployment, trial: Sequence[Problem], temperature: float, max_depth: int, folder: Path, console: Console
+) -> Iterator[Everyone]:
+    """Servers and libraries that are ready to answer; each contender has answered the first problem of the ``trial``."""
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lookahead-peers-")))
         with console.status("starting Triton with lookahead, target, draft and judge"):
             server = stack.enter_context(serving(spec, folder / "all"))
-        tokenizer = load_models(spec.loop_config()).tokenizer
-        sampling = sampling_of(temperature)
+        tokenizer, sampling = load_models(spec.loop_config()).tokenizer, sampling_of(temperature)
         peer = TransformersPeer(spec, tokenizer, temperature)
         threads = peer.best_threads(trial)
         client = stack.enter_context(Client(server.grpc_url))
-        direct = DirectTarget(
-            stack.enter_context(grpcclient.InferenceServerClient(server.grpc_url)),
-            tokenizer,
-            end_ids(tokenizer, spec.checkpoint_dir(Role.TARGET)),
-            sampling,
-        )
+        connection = stack.enter_context(grpcclient.InferenceServerClient(server.grpc_url))
+        direct = DirectTarget(connection, tokenizer, end_ids(tokenizer, spec.checkpoint_dir(Role.TARGET)), sampling)
         synchronous = stack.enter_context(synchronous_peer(server.grpc_url, spec, sampling, max_depth))
         contenders: dict[str, Ask] = {BASELINE: served(client, BASELINE, temperature)}
-        for count in sorted({1, os.cpu_count() or 1} - {spec.target.num_threads}):
-            alone = spec.model_copy(update={"target": spec.target.model_copy(update={"num_threads": count})})
-            other = stack.enter_context(serving(alone, folder / f"ar-{count}", only=("target", "lookahead")))
-            name = f"ar at {count} thread{'s' if count > 1 else ''}"
-            contenders[name] = served(stack.enter_context(Client(other.grpc_url)), BASELINE, temperature)
+        for count in other_thread_counts(spec):
+            other = stack.enter_context(serving(with_threads(spec, count), folder / f"ar-{count}", only=ALONE))
+            contenders[thread_setting(count)] = served(stack.enter_context(Client(other.grpc_url)), BASELINE, temperature)
         contenders |= {
             DIRECT: direct.ask,
             GENERATE: peer.ask,
@@ -302,13 +289,35 @@ def main(
         for ask in contenders.values():  # one that cannot run fails here, and not in the middle
             ask(trial[0], 0)
         synchronous.num_accepted = synchronous.num_compared = 0
-        samples = compare(contenders, asked, console)
-    samples, baseline = best_baseline(samples)
+        yield Everyone(contenders, synchronous, threads)
+
+
+def main(
+    num_problems: Annotated[int, typer.Option("--problems", min=1)] = 20,
+    temperature: Annotated[float, typer.Option(min=0.0, max=5.0)] = 0.6,
+    max_depth: Annotated[int, typer.Option(min=1, max=8, help="Target steps in flight, of the synchronous procedure too.")] = 4,
+    output: Annotated[Path, typer.Option(help="Where the figures go.")] = PAGES / "peers.json",
+) -> None:
+    """Print a table and one JSON line."""
+    console = console_of_any_width()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    spec = demo_spec()
+    defaults = {**spec.lookahead["defaults"], "max_depth": max_depth}
+    spec = spec.model_copy(update={"lookahead": {**spec.lookahead, "defaults": defaults}})
+    questions = list(islice(problems(PROBLEM_SEED, "test"), num_problems + THREAD_TRIAL_PROBLEMS))
+    trial, asked = questions[:THREAD_TRIAL_PROBLEMS], questions[THREAD_TRIAL_PROBLEMS:]
+    with (
+        tempfile.TemporaryDirectory(prefix="lookahead-peers-") as folder,
+        everyone(spec, trial, temperature, max_depth, Path(folder), console) as found,
+    ):
+        samples, baseline = best_baseline(compare(found.contenders, asked, console), BASELINE)
     rows = report(samples, BASELINE)
     ratios = {name: rate_ratio(samples, name) for name in rows}
-    show(console, rows, ratios, f"{num_problems} problems at temperature {temperature:g}, one at a time")
-    alpha = synchronous.num_accepted / max(1, synchronous.num_compared)
-    told = f"baseline: {baseline}; transformers {transformers.__version__} at {threads} thread(s)"
+    title = f"{num_problems} problems at temperature {temperature:g}, one at a time"
+    show(console, rows, ratios, title)
+    alpha = found.synchronous.num_accepted / max(1, found.synchronous.num_compared)
+    told = f"baseline: {baseline}; transformers {transformers.__version__} at {found.transformers_threads} thread(s)"
     console.print(f"[dim]{told}; the synchronous procedure accepted {alpha:.0%} of its drafted steps[/]")
     result = {
         "num_problems": num_problems,
@@ -316,29 +325,29 @@ def main(
         "max_depth": max_depth,
         "baseline": baseline,
         "transformers": transformers.__version__,
-        "transformers_threads": threads,
+        "transformers_threads": found.transformers_threads,
         "synchronous_acceptance": round(alpha, 4),
-        "rows": [
-            {
-                "name": name,
-                "correct": row.correct,
-                "total": row.total,
-                "tokens_per_s": round(row.tokens_per_s, 2),
-                "tokens_per_s_ratio": [round(value, 4) for value in ratios[name]],
-                "seconds": round(row.latency_s, 4),
-                "speedup": [round(value, 4) for value in (row.speedup, row.speedup_low, row.speedup_high)],
-            }
-            for name, row in rows.items()
-        ],
-        "device": device_line(EngineConfig(spec.checkpoint_dir(Role.TARGET), num_threads=spec.target.num_threads)),
+        "rows": [line_of(name, row, ratios[name]) for name, row in rows.items()],
+        "device": device_line(spec.target.num_threads),
     }
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_json(output, result)
     plot = output.with_suffix(".png")
-    bars = [Ratio(name, *ratios[name]) for name in rows]
-    draw_ratios(bars, f"{num_problems} problems at temperature {temperature:g}, one at a time", BASELINE, plot)
+    draw_ratios([Ratio(name, one.value, one.low, one.high) for name, one in ratios.items()], title, BASELINE, plot)
     console.print(f"written to {output} and {plot}", highlight=False)
-    console.print(json.dumps(result), soft_wrap=True, highlight=False)
+    print_line(console, result)
+
+
+def line_of(name: str, row: ModeReport, rate: Estimate) -> dict[str, Any]:
+    """One contender in the document."""
+    return {
+        "name": name,
+        "correct": row.correct,
+        "total": row.total,
+        "tokens_per_s": round(row.tokens_per_s, 2),
+        "tokens_per_s_ratio": [round(value, 4) for value in (rate.value, rate.low, rate.high)],
+        "seconds": round(row.latency_s, 4),
+        "speedup": [round(value, 4) for value in (row.speedup, row.speedup_low, row.speedup_high)],
+    }
 
 
 if __name__ == "__main__":

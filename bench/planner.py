@@ -1,7 +1,5 @@
 """How near the planner comes: what it predicts from recorded requests, beside what other requests then take.
 
-    python -m bench.planner
-
 Some problems are asked with a trace, one at a time: of the target alone, and with ``lr`` at two depths and two widths. From these
 :func:`lr_backend.plan.fitting.fit` takes a scenario, and :func:`lr_backend.plan.table.plan` predicts depths and a width. Then
 other problems are asked with each of them and of the target alone, in turns, without a trace.
@@ -12,7 +10,6 @@ is what a planner is for, and with that of the measured ones, which tells what i
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -27,10 +24,12 @@ from lr_client import Client
 from rich.console import Console
 from rich.table import Table
 
-from bench.ablation import AS_IT_IS, PROBLEM_SEED, Row, ask, compare
-from bench.hardware import acceptance_of_each, measure_hardware
-from demo.asking import console_of_any_width, demo_spec, in_turns, serving
-from demo.measure import ModeReport, report
+from bench.kit.hardware import acceptance_of_each, measure_hardware
+from bench.kit.measure import ModeReport, report
+from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
+from bench.kit.rows import AS_IT_IS, PROBLEM_SEED, Row, ask, compare
+from bench.kit.serving import demo_spec, serving
+from bench.kit.turns import in_turns
 from demo.problems import Problem, problems
 from lr_backend.errors import TraceError
 from lr_backend.plan.fitting import fit
@@ -126,7 +125,7 @@ def main(
         typer.Option(min=1.0, help="Cores that roles and calls share; by default the machine's, or fewer if it behaves so."),
     ] = None,
     temperature: Annotated[float, typer.Option(min=0.0, max=5.0)] = 0.6,
-    output: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("out/planner.json"),
+    output: Annotated[Path, typer.Option(help="Where the figures go.")] = PAGES / "planner.json",
 ) -> None:
     """Print a table, and one JSON line a row."""
     console = console_of_any_width()
@@ -146,12 +145,11 @@ def main(
     scenario = fitted.scenario
     lines = lines_of(scenario, report(samples, BASELINE.name))
     show(console, f"{num_recorded} problems recorded, {num_problems} others measured, temperature {temperature:g}", lines)
-    output.parent.mkdir(parents=True, exist_ok=True)
     without = {one.without: round(one.speedup, 4) for one in losses(scenario, Policy(max_depth=LOSSES_AT))}
     found = {"scenario": asdict(fitted), "rows": lines, f"depth {LOSSES_AT} without": without}
-    output.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    write_json(output, found)
     for line in (*lines, {f"depth {LOSSES_AT} without": without}):
-        console.print(json.dumps(line), soft_wrap=True, highlight=False, markup=False)
+        print_line(console, line)
 
 
 def show(console: Console, title: str, lines: Sequence[Mapping[str, Any]]) -> None:

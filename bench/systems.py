@@ -1,23 +1,21 @@
-"""``lookahead bench-systems`` (``make bench-systems``): what the server makes of a given acceptance, at real sizes.
+"""What the server makes of a given acceptance, at real sizes.
 
 Target, draft and judge have random weights of real shapes, which cost what trained ones cost. Steps are as long as their cap:
-the tokens that could end one are never drawn. The ``random`` verifier waits for the judge's word, disregards it, and accepts a
-drafted step with a given probability. So everything is real but the texts and the verdicts: engines, batches, the loop, Triton.
+the tokens that could end one are never drawn. The verifier (:class:`bench.plug_ins.verifiers.Chance`) waits for the judge's word,
+disregards it, and accepts a drafted step with a given probability. So everything is real but the texts and the verdicts:
+engines, batches, the loop, Triton.
 
 Speedups are ratios of seconds a token over ``ar`` as one uninterrupted request, paired by question; all settings take turns on
 every question. Beside each stand the paper's ceiling (S1 or S2, where parallel steps and verdicts are free) for the acceptance
 that was seen and the measured c, and what the real loop gains on a virtual clock over engines as fast as these were measured to
-be (:mod:`bench.hardware`), where hand-overs, prompts and verdicts are free. What is missing to the second one is the server's.
+be (:mod:`bench.kit.hardware`), where hand-overs, prompts and verdicts are free. What is missing to the second is the server's.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice, product
 from pathlib import Path
@@ -29,46 +27,19 @@ import typer
 from lr_client import Client, Options
 from rich.console import Console
 from rich.table import Table
-from safetensors.torch import load_file, save_file
 
-from bench.engine import device_line
-from bench.hardware import Hardware, hardware_ceiling, measure_hardware
-from bench.overhead import LARGE, STEP_TOKENS, TIMEOUT_S
-from bench.plots import draw_realised
-from demo.asking import demo_spec, serving
-from demo.measure import paired_speedup, rotated
+from bench.kit.hardware import Hardware, device_line, hardware_ceiling, measure_hardware
+from bench.kit.intervals import paired_speedup
+from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
+from bench.kit.plots import draw_realised
+from bench.kit.random_models import SHAPES, STEP_TOKENS, TIMEOUT_S, chance_of, random_deployment
+from bench.kit.serving import serving
+from bench.kit.turns import rotated
 from demo.problems import problems
-from lr_backend.build.base import Layout
-from lr_backend.build.spec import EmbeddedDeployment
-from lr_backend.embedded.config import EngineConfig
-from lr_backend.embedded.random_checkpoint import write_random_checkpoint, write_random_config
 from lr_backend.engine import Role
 from lr_backend.policy.formulas import ceiling
 from lr_backend.request import LookaheadRequest
-from lr_backend.triton.models import load_tokenizer
 
-
-def _shape(hidden: int, layers: int, heads: int, kv_heads: int, inner: int, **more: Any) -> Mapping[str, Any]:
-    numbers = {"hidden_size": hidden, "num_layers": layers, "num_heads": heads, "num_kv_heads": kv_heads}
-    return {"head_dim": 64, **numbers, "intermediate_size": inner, **more}
-
-
-_QWEN: dict[str, Any] = {"head_dim": 128, "max_position_embeddings": 40960}
-SHAPES: Mapping[str, Mapping[str, Any]] = {
-    "tiny": _shape(64, 2, 2, 1, 96, head_dim=32),
-    "3m": _shape(256, 3, 4, 4, 768),
-    "10m": _shape(384, 5, 6, 6, 1152),
-    "35m": _shape(512, 9, 8, 8, 1536),
-    "100m": {"head_dim": 64, **LARGE},
-    "300m": _shape(1280, 14, 20, 20, 3840),
-    "qwen3-1.7b": _shape(2048, 28, 16, 8, 6144, vocab_size=151936, **_QWEN),
-    "qwen3-8b": _shape(4096, 36, 32, 8, 12288, vocab_size=151936, tie_word_embeddings=False, **_QWEN),
-    "qwen3-32b": _shape(5120, 64, 64, 8, 25600, vocab_size=151936, tie_word_embeddings=False, **_QWEN),
-    "qwen2.5-7b": _shape(
-        3584, 28, 28, 4, 18944, vocab_size=152064, tie_word_embeddings=False, architecture="Qwen2ForCausalLM", **_QWEN
-    ),
-}
-"""Shapes by name, small ones with the demo's vocabulary. The large ones are those of their models' ``config.json``."""
 SIZES: Mapping[str, tuple[str, str, str]] = {
     "cpu": ("100m", "10m", "10m"),
     "cuda": ("qwen3-32b", "qwen3-1.7b", "qwen2.5-7b"),
@@ -78,8 +49,6 @@ NO_JUDGE = "none"
 ALPHAS = (0.4, 0.6, 0.8)
 DEPTHS = (2, 4, 8)
 QUESTION_SEED = 5
-KV_TOKENS = {"cpu": 4096, "cuda": 16384}
-CUDA_LOAD_TIMEOUT_S = 1800
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +62,7 @@ class Setting:
         common: dict[str, Any] = {"max_tokens": num_tokens, "temperature": 0.6, "top_k": 20, "stream": False, "seed": seed}
         if self.alpha is None:
             return Options(mode="ar", **common)
-        lookahead: dict[str, Any] = {"max_depth": self.max_depth, "verifier": "random", "verifier_threshold": self.alpha}
+        lookahead: dict[str, Any] = {"max_depth": self.max_depth, "verifier": chance_of(self.alpha)}
         return Options(mode="lr", **lookahead, **common)
 
 
@@ -165,60 +134,6 @@ def figures(measured: Mapping[Setting, Measured], hardware: Hardware) -> list[Fi
     return found
 
 
-# The models --------------------------------------------------------------------------------------------------------
-
-
-def random_deployment(folder: Path, shapes: Mapping[Role, str], *, device: str, judged: bool) -> EmbeddedDeployment:
-    """The demo's deployment with random models of these shapes; the prompt opens the reasoning, and steps end at their cap.
-
-    On a CPU checkpoints are written, since the decoder in C reads files. On CUDA the engines draw their weights: 32 billion of
-    them would need 64 GB of disk.
-    """
-    spec = demo_spec(Layout.PROCESS_A_ROLE)
-    changed: dict[str, Any] = {}
-    for role, name in shapes.items():
-        source, checkpoint = spec.checkpoint_dir(role), folder / role.value
-        shape = {"vocab_size": json.loads((source / "config.json").read_text())["vocab_size"], **SHAPES[name]}
-        if device == "cpu":
-            write_random_checkpoint(checkpoint, **shape)
-            silence(checkpoint, ending_ids(load_tokenizer(source)))
-        else:
-            write_random_config(checkpoint, **shape)
-        for path in source.iterdir():
-            if path.name not in ("config.json", "model.safetensors"):
-                shutil.copy(path, checkpoint)
-        if role is not Role.JUDGE:
-            template = checkpoint / "chat_template.jinja"
-            template.write_text(template.read_text().rstrip("\n") + "<think>\n")
-        update: dict[str, Any] = {"checkpoint": checkpoint, "max_tokens_in_paged_kv_cache": KV_TOKENS[device]}
-        if device == "cuda":
-            update |= {"device": "cuda", "dtype": "bfloat16", "weight_dtype": "same", "random_weights": True}
-        changed[role.value] = spec.engine(role).model_copy(update=update)
-    lookahead = {name: value for name, value in spec.lookahead.items() if name != "audit"}
-    lookahead |= {
-        "limits": spec.lookahead["limits"] | {"max_step_tokens": STEP_TOKENS},
-        "random_asks_judge": judged,
-        "draft_temperature": 0.6,  # greedy drafts of random weights repeat one token for ever
-    }
-    server = spec.server.model_copy(update={"load_timeout_s": CUDA_LOAD_TIMEOUT_S} if device == "cuda" else {})
-    return spec.model_copy(update={**changed, "lookahead": lookahead, "server": server})
-
-
-def ending_ids(tokenizer: Any) -> frozenset[int]:
-    """Tokens that may end a step, the reasoning or the answer."""
-    texts = ((token, str(tokenizer.decode([token]))) for token in range(len(tokenizer)))
-    return frozenset(token for token, text in texts if "\n" in text) | frozenset(tokenizer.get_added_vocab().values())
-
-
-def silence(checkpoint: Path, token_ids: Collection[int]) -> None:
-    """Give these tokens a logit of 0, so that ``top_k`` leaves them out: the best 20 of a thousand are far above."""
-    path = checkpoint / "model.safetensors"
-    tensors = load_file(path)
-    head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
-    head[sorted(token_ids)] = 0.0
-    save_file(tensors, path)
-
-
 # The run -----------------------------------------------------------------------------------------------------------
 
 
@@ -242,12 +157,6 @@ def measure(client: Client, chosen: Sequence[Setting], questions: Sequence[str],
     }
 
 
-@contextmanager
-def working_folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="lookahead-systems-") as folder:
-        yield Path(folder)
-
-
 def show(console: Console, found: Sequence[Figure], title: str, caption: str) -> None:
     headings = ("scripted", "depth", "seen", "speedup over ar (95 %)", "S1/S2", "realised", "hardware ceiling", "realised")
     table = Table(title=title, caption=caption)
@@ -267,6 +176,7 @@ def show(console: Console, found: Sequence[Figure], title: str, caption: str) ->
     console.print(table)
 
 
+# Each option is one axis of what is measured.
 def main(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     target: Annotated[str | None, typer.Option(help=f"Shape: {', '.join(SHAPES)}; by default 100m, on cuda qwen3-32b.")] = None,
@@ -276,29 +186,22 @@ def main(
     depths: Annotated[list[int] | None, typer.Option("--depth", min=1, max=8, help="max_depth; repeat it.")] = None,
     num_questions: Annotated[int, typer.Option("--questions", min=2, help="Beside one that warms up.")] = 4,
     num_steps: Annotated[int, typer.Option("--steps", min=2, help=f"Of an answer, each of {STEP_TOKENS} tokens.")] = 12,
-    output: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("out/systems.json"),
+    output: Annotated[Path, typer.Option(help="Where the figures go.")] = PAGES / "systems.json",
 ) -> None:
     """Random models of real shapes, scripted acceptance: realised speedup against the paper's formulas."""
-    if device not in SIZES:
-        raise typer.BadParameter("cpu or cuda", param_hint="--device")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise typer.BadParameter("needs a CUDA device; there is none here", param_hint="--device")
-    sizes = [given or usual for given, usual in zip((target, draft, judge), SIZES[device], strict=True)]
+    sizes = sizes_of(device, (target, draft, judge))
     judged = sizes[2] != NO_JUDGE
-    for option, name in zip(("--target", "--draft", "--judge"), sizes, strict=True):
-        if name not in SHAPES and not (option == "--judge" and not judged):
-            raise typer.BadParameter(f"{name!r} is not one of {', '.join(SHAPES)}", param_hint=option)
-    console = Console(width=130)
+    console = console_of_any_width()
     shapes = {role: name for role, name in zip(Role, sizes, strict=True) if name != NO_JUDGE}
     asked = list(islice(problems(QUESTION_SEED, "test"), num_questions + 1))
     chosen = settings(alphas or ALPHAS, depths or DEPTHS)
-    with working_folder() as folder:
-        spec = random_deployment(folder, shapes, device=device, judged=judged)
+    with tempfile.TemporaryDirectory(prefix="lookahead-systems-") as name:
+        folder = Path(name)
+        spec = random_deployment(folder, shapes, device=device, alphas=alphas or ALPHAS)
         with serving(spec, folder / "repository") as server, Client(server.grpc_url) as client:
             hardware = measure_hardware(server, spec, asked[0])
             measured = measure(client, chosen, [one.question for one in asked], num_steps * STEP_TOKENS)
-        engine = spec.target
-        where = device_line(EngineConfig(spec.checkpoint_dir(Role.TARGET), device=device, num_threads=engine.num_threads))
+    where = device_line(spec.target.num_threads, device)
     found = figures(measured, hardware)
     alone_ms = 1e3 * float(np.mean(measured[chosen[0]].seconds_a_token))
     verdicts = f"{sizes[2]} judge" if judged else "free verdicts"
@@ -317,12 +220,28 @@ def main(
         "rows": [one.as_dict() for one in found],
         "device": where,
     }
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_json(output, result)
     plot = output.with_suffix(".png")
     draw_realised([one.as_dict() for one in found], title, plot)
     console.print(f"written to {output} and {plot}", highlight=False)
-    console.print(json.dumps(result), soft_wrap=True, highlight=False)
+    print_line(console, result)
+
+
+def sizes_of(device: str, given: Sequence[str | None]) -> list[str]:
+    """Names of the shapes of target, draft and judge.
+
+    Raises:
+        BadParameter: there is no such device or shape.
+    """
+    if device not in SIZES:
+        raise typer.BadParameter("cpu or cuda", param_hint="--device")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter("needs a CUDA device; there is none here", param_hint="--device")
+    sizes = [one or usual for one, usual in zip(given, SIZES[device], strict=True)]
+    for role, name in zip(Role, sizes, strict=True):
+        if name not in SHAPES and (role, name) != (Role.JUDGE, NO_JUDGE):
+            raise typer.BadParameter(f"{name!r} is not one of {', '.join(SHAPES)}", param_hint=f"--{role.value}")
+    return sizes
 
 
 if __name__ == "__main__":

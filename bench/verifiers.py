@@ -1,4 +1,4 @@
-"""The paper's table 2 for this project's verifiers: ``python -m bench.verifiers``.
+"""The paper's table 2 for this project's verifiers.
 
 Drafted and target steps are compared at every step prefix of the demo target's own chains, in process: how often each verifier
 accepts, how often it says what the demo world's checker says, which share of its acceptances the checker would not have given
@@ -11,7 +11,6 @@ the two ends the reasoning) are left out. What a changed name, number or word do
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,22 +25,25 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from bench.kit.intervals import Share
+from bench.kit.models import CHECKPOINTS, Model, compared_steps, solve
+from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
+from bench.plug_ins.embedding_model import EmbeddingModel
+from bench.plug_ins.verifiers import Chance, Embedding, Grade
 from demo import second_domain
-from demo.check import CHECKPOINTS, Model, compared_steps, solve
 from demo.judge_pairs import pairs
 from demo.problems import problems, same_meaning
-from demo.shares import Share
 from lr_backend.config import LoopConfig
 from lr_backend.engine.inprocess import InProcessEngine
-from lr_backend.request import LookaheadRequest
+from lr_backend.request import LookaheadRequest, VerifierName
 from lr_backend.steps.step import Step, StepEnd
-from lr_backend.verify import Reason, StepPair, Verdict, Verifier, VerifierParts, make_verifier
+from lr_backend.verify import Reason, StepPair, Verdict, Verifier, VerifierParts, VerifierPlugIn, make_verifier
 from lr_backend.verify.cascade import CascadeVerifier, NumericVeto
 from lr_backend.verify.judge_prompt import JudgePrompt
-from lr_backend.verify.similarity import Embedder
 
 TEMPERATURE = 0.6
-EMBEDDING_THRESHOLDS = (0.85, 0.9, 0.95, 0.99)
+COSINES = (0.85, 0.9, 0.95, 0.99)
+GRADES = (7.0, 9.0)
 
 
 @dataclass(frozen=True)
@@ -133,23 +135,22 @@ def pair_cases(target: Model, found: Iterable[tuple[str, str, bool]], name: str)
     return cases
 
 
+def plug_ins(embedding_dir: Path | None) -> dict[str, VerifierPlugIn]:
+    """The verifiers of the paper that a server does without, by row."""
+    found: dict[str, VerifierPlugIn] = {"chance 0.5": Chance(0.5)}
+    if embedding_dir is not None:
+        model = EmbeddingModel.load(embedding_dir)
+        found |= {f"embedding {least:g}": Embedding(least=least, model=model) for least in COSINES}
+    return found | {f"grade {least:g}": Grade(least) for least in GRADES}
+
+
 def verifiers(parts: VerifierParts, config: LoopConfig) -> Iterator[tuple[str, Verifier]]:
     """(row, verifier) of all that this machine can run."""
-
-    def made(verifier: str, threshold: float | None = None) -> Verifier:
-        fields = {"text_input": "-", "verifier": verifier, "verifier_threshold": threshold}
-        return make_verifier(LookaheadRequest.parse(fields), config, parts)
-
-    yield "random 0.5", made("random", 0.5)
-    yield "exact", made("exact")
+    for name in VerifierName:
+        yield name, make_verifier(LookaheadRequest(text_input="-", verifier=name), config, parts)
     yield "numeric veto alone", CascadeVerifier((NumericVeto(),), Accepting())
-    if parts.embedder is not None:
-        for threshold in EMBEDDING_THRESHOLDS:
-            yield f"embedding {threshold:g}", made("embedding", threshold)
-    yield "judge", made("judge")
-    for grade in (7.0, 9.0):
-        yield f"score {grade:g}", made("score", grade)
-    yield "cascade", made("cascade")
+    for row, plug_in in parts.plug_ins.items():
+        yield row, plug_in.for_request(LookaheadRequest(text_input="-", seed=0), parts)
 
 
 async def measure(verifier: Verifier, cases: Sequence[Case]) -> VerifierFigures:
@@ -175,14 +176,6 @@ def show(console: Console, title: str, rows: Mapping[str, VerifierFigures]) -> N
     console.print(table)
 
 
-def load_embedder(directory: Path | None) -> Embedder | None:
-    if directory is None:
-        return None
-    from lr_backend.verify.embedding import EmbeddingModel
-
-    return EmbeddingModel.load(directory)
-
-
 def main(
     num_problems: Annotated[int, typer.Option("--problems", help="problems whose steps are drafted")] = 40,
     num_pairs: Annotated[int, typer.Option("--pairs", help="pairs of the demo world's checker")] = 500,
@@ -191,24 +184,22 @@ def main(
     judge_dir: Annotated[Path | None, typer.Option("--judge", help="another judge, for instance one of half the size")] = None,
     seed: Annotated[int, typer.Option()] = 1,
     threads: Annotated[int, typer.Option(help="torch threads")] = os.cpu_count() or 1,
+    output: Annotated[Path, typer.Option(help="Where the figures go.")] = PAGES / "verifiers.json",
 ) -> None:
     """Print a table for drafted, one for changed steps and one for those of another domain, and one JSON line."""
     folders = {role: checkpoints / role for role in ("target", "draft", "judge")} | ({"judge": judge_dir} if judge_dir else {})
     models = {role: Model.load(folder, threads) for role, folder in folders.items()}
     target, judge = models["target"], models["judge"]
-    embedder = load_embedder(embedding_dir)
+    config = LoopConfig(tokenizer_dir=checkpoints / "target", judge_tokenizer_dir=folders["judge"])
     parts = VerifierParts(
         InProcessEngine(target.engine),
         InProcessEngine(judge.engine),
         target.tokenizer,
         JudgePrompt.from_tokenizer(judge.tokenizer),
         judge.tokenizer,
-        embedder,
-    )
-    config = LoopConfig(
-        tokenizer_dir=checkpoints / "target",
-        judge_tokenizer_dir=folders["judge"],
-        embedding_dir=embedding_dir,
+        think_open=config.think_open,
+        think_close=config.think_close,
+        plug_ins=plug_ins(embedding_dir),
     )
     sets = {
         "drafted": drafted_cases(target, models["draft"], num_problems, seed),
@@ -225,11 +216,12 @@ def main(
     figures = asyncio.run(all_rows())
     for model in models.values():
         model.engine.close()
-    console = Console(width=150)
+    console = console_of_any_width()
     for name, rows in figures.items():
         show(console, f"{name} steps: {len(sets[name])} pairs, {sum(case.same for case in sets[name])} the same", rows)
     line = {name: {row: one.as_dict() for row, one in rows.items()} for name, rows in figures.items()}
-    console.print(json.dumps(line), soft_wrap=True, highlight=False)
+    write_json(output, line)
+    print_line(console, line)
 
 
 if __name__ == "__main__":

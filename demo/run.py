@@ -1,15 +1,13 @@
 """``make demo``: one problem streamed live, then problems answered in every mode, all through a real Triton.
 
-First at production pace, as on the hardware that the server is for (:mod:`demo.pace`), and then at this CPU's own pace. There the
-baseline of every speedup is ``ar`` with ``stream=false``: one uninterrupted engine request, nothing else running, at the
-thread setting that is best for it. So a second server runs the target alone at each other thread setting; ``ar`` is asked of
+First at production pace, as on the hardware that the server is for (:mod:`bench.kit.pace`), and then at this CPU's own pace.
+There the baseline of every speedup is ``ar`` with ``stream=false``: one uninterrupted engine request, nothing else running, at
+the thread setting that is best for it. So a second server runs the target alone at each other thread setting; ``ar`` is asked of
 both, and the faster one is the baseline. Modes take turns, so that a noisy machine is noisy to all of them.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -23,9 +21,22 @@ from lr_client.render import ConsoleRenderer
 from rich.console import Console
 from rich.table import Table
 
-from demo import pace
-from demo.asking import MAX_TOKENS, REQUEST_TIMEOUT_S, ask, console_of_any_width, cost_ratio, demo_spec, in_turns, serving
-from demo.measure import ModeReport, Sample, report
+from bench.kit import pace
+from bench.kit.hardware import cost_ratio
+from bench.kit.measure import ModeReport, Sample, best_baseline, report
+from bench.kit.output import console_of_any_width, print_line, write_json
+from bench.kit.serving import (
+    ALONE,
+    MAX_TOKENS,
+    REQUEST_TIMEOUT_S,
+    ask,
+    demo_spec,
+    other_thread_counts,
+    serving,
+    thread_setting,
+    with_threads,
+)
+from bench.kit.turns import in_turns
 from demo.problems import Problem, problems
 from lr_backend.build.base import Layout
 from lr_backend.build.spec import EmbeddedDeployment
@@ -85,20 +96,8 @@ def compare(
     turns = [*((mode, client, mode) for mode, client in clients.items()), *((name, c, "ar") for name, c in baselines.items())]
     samples = []
     for index, problem, (name, client, mode) in in_turns(turns, questions, "at this CPU's own pace", console):
-        sample, _ = ask(client, problem, {"mode": mode}, temperature, index)
-        samples.append(Sample(name, index, sample.correct, sample.latency_s, sample.usage))
+        samples.append(ask(client, problem, {"mode": mode}, temperature, index, name=name)[0])
     return samples
-
-
-def best_baseline(samples: list[Sample]) -> tuple[list[Sample], str]:
-    """Keep of all ``ar`` settings the fastest, as ``ar``; also its name."""
-    totals: dict[str, float] = {}
-    for sample in samples:
-        if sample.mode.startswith("ar"):
-            totals[sample.mode] = totals.get(sample.mode, 0.0) + sample.latency_s
-    best = min(totals, key=lambda name: totals[name])
-    kept = [s for s in samples if s.mode == best or not s.mode.startswith("ar")]
-    return [Sample("ar", s.problem, s.correct, s.latency_s, s.usage) if s.mode == best else s for s in kept], best
 
 
 def table(rows: Mapping[str, ModeReport], title: str) -> Table:
@@ -134,10 +133,6 @@ def small_table(rows: Mapping[str, ModeReport], title: str) -> Table:
 
 def _speedup(row: ModeReport) -> str:
     return f"{row.speedup:.2f} ({row.speedup_low:.2f} to {row.speedup_high:.2f})"
-
-
-def _setting(threads: int) -> str:
-    return f"ar at {threads} thread{'s' if threads > 1 else ''}"
 
 
 def _number(value: float | None) -> str:
@@ -185,17 +180,14 @@ def on_this_cpu(
     spec: EmbeddedDeployment, questions: list[Problem], temperature: float, console: Console, folder: Path
 ) -> dict[str, Any]:
     """The modes unpaced, each against the best setting of ``ar``."""
-    other_threads = {1, os.cpu_count() or 1} - {spec.target.num_threads}
     with ExitStack() as stack:
         with console.status("starting Triton without a pace"):
             server = stack.enter_context(serving(spec, folder / "all"))
             client = stack.enter_context(Client(server.grpc_url))
             baselines = {}
-            for threads in sorted(other_threads):
-                target = spec.target.model_copy(update={"num_threads": threads})
-                alone = spec.model_copy(update={"target": target})
-                other = stack.enter_context(serving(alone, folder / f"ar-{threads}", only=("target", "lookahead")))
-                baselines[_setting(threads)] = stack.enter_context(Client(other.grpc_url))
+            for threads in other_thread_counts(spec):
+                other = stack.enter_context(serving(with_threads(spec, threads), folder / f"ar-{threads}", only=ALONE))
+                baselines[thread_setting(threads)] = stack.enter_context(Client(other.grpc_url))
             for index in range(WARM_UP_PROBLEMS):
                 for mode in MODES:
                     ask(client, questions[0], {"mode": mode}, temperature, index)
@@ -205,7 +197,7 @@ def on_this_cpu(
         samples = compare(dict.fromkeys(MODES, client), baselines, questions[1:], temperature, console)
     samples, baseline = best_baseline(samples)
     rows = {mode: found for mode, found in report(samples, "ar").items() if mode in MODES}
-    setting = baseline if baseline != "ar" else _setting(spec.target.num_threads)
+    setting = baseline if baseline != "ar" else thread_setting(spec.target.num_threads)
     most = ceilings(rows, c, LookaheadRequest.parse({**spec.loop_config().defaults, "text_input": "any"}).max_depth)
     console.print(small_table(rows, f"this CPU at its own pace, {len(questions) - 1} problems: over {setting}, its best setting"))
     return {"baseline": setting, "cost_ratio": c, "ceilings": most, "modes": {mode: rows[mode].as_dict() for mode in MODES}}
@@ -226,14 +218,13 @@ def main(
         folder = Path(name)
         found, trace = at_production_pace(demo_spec(), questions, paced_problems, temperature, console, folder / "paced")
         own = on_this_cpu(demo_spec(layout), questions[: num_problems + 1], temperature, console, folder)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    document = {"temperature": temperature, **own, "pace": found.as_dict()}
-    output.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    write_json(output, {"temperature": temperature, **own, "pace": found.as_dict()})
     console.print(f"written to {output}")
     if trace is not None:
         timeline = output.with_name(TIMELINE)
         timeline.write_text(page(trace, analyse(trace)), encoding="utf-8")
         console.print(f"the live answer's timeline: {timeline}")
+    print_line(console, {"speedup_at_production_pace": {name: round(row.speedup, 4) for name, row in found.rows.items()}})
 
 
 if __name__ == "__main__":

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,29 +26,27 @@ from bench.evaluation.scoring import Outcome
 from bench.evaluation.summary import BASELINE, DEFAULT_MARGIN, Run, Summary, summarise
 from bench.evaluation.tasks import DATA_DIR_VARIABLE, NAMES, DataSet, load
 from bench.evaluation.turns import Turn, option_fields, rounds, turns
+from bench.kit.hardware import measure_hardware, processor_line
+from bench.kit.output import console_of_any_width, print_line
+from bench.kit.serving import MAX_TOKENS, serving
+from demo.problems import problems
 from lr_backend.build.spec import DeploymentSpec, EmbeddedDeployment
 
 MODES = "ar,sd,lr,lr_sd"
 DATA_SEED = 2025
-PIPED_WIDTH = 130
 PACKAGES = ("lookahead-server", "torch", "transformers", "tritonclient", "numpy", "math-verify")
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 
 
-def console_of_any_width() -> Console:
-    """A log is not 80 columns wide."""
-    console = Console()
-    return console if console.is_terminal else Console(width=PIPED_WIDTH)
-
-
+# Each option is one axis of the evaluation.
 @app.command(
     "eval", help=f"Ask a data set in several modes, keep every answer, and score them. Data sets: {', '.join(NAMES)}, or a path."
 )
 def evaluate(
     dataset: Annotated[str, typer.Option(help=f"{', '.join(NAMES)}, or a JSONL file (fields: question, answer).")] = "demo",
     modes: Annotated[str, typer.Option(help="Compared, taking turns; commas between.")] = MODES,
-    verifiers: Annotated[str, typer.Option(help="Each makes a turn of lr and lr_sd: judge,embedding@0.9,random@0.5 ...")] = "",
+    verifiers: Annotated[str, typer.Option(help="Each makes a turn of lr and lr_sd, such as judge,exact.")] = "",
     samples: Annotated[int, typer.Option(min=1, help="Answers to each problem in each turn.")] = 1,
     start: Annotated[int, typer.Option(min=0, help="First problem.")] = 0,
     end: Annotated[int | None, typer.Option(help="One past the last problem; by default all, of a generated set 100.")] = None,
@@ -61,7 +59,7 @@ def evaluate(
     temperature: Annotated[float, typer.Option(min=0.0, max=5.0)] = 0.6,
     seed: Annotated[int, typer.Option(help="Of the requests; each has one of its own that derives from it.")] = 0,
     data_seed: Annotated[int, typer.Option(help="Of a generated data set.")] = DATA_SEED,
-    max_tokens: Annotated[int, typer.Option(min=1)] = 640,
+    max_tokens: Annotated[int, typer.Option(min=1)] = MAX_TOKENS,
     option: Annotated[
         list[str] | None, typer.Option(help="A request field for all turns, such as max_depth=8. Repeat it.")
     ] = None,
@@ -96,10 +94,8 @@ def evaluate(
         out or Path("out") / f"eval-{dataset if dataset in NAMES else Path(dataset).name.split('.')[0]}",
         url=url,
         deployment=None if url else deployment_of(spec),
-        scorers=scorers,
-        scorer_timeout_s=scorer_timeout_s,
+        scoring=Scoring(scorers, scorer_timeout_s, rescore),
         time_limit_s=time_limit_s,
-        rescore=rescore,
         console=console_of_any_width(),
     )
 
@@ -108,26 +104,19 @@ def _split(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
+@dataclass(frozen=True)
 class Settings:
     """What a run measures; see the options of ``lookahead eval``."""
 
-    def __init__(
-        self,
-        data: DataSet,
-        chosen: Sequence[Turn],
-        *,
-        samples: int = 1,
-        start: int = 0,
-        seed: int = 0,
-        concurrency: int = 1,
-        stream: bool = False,
-        trace: bool = True,
-        timeout_s: float = 600.0,
-    ) -> None:
-        self.data = data
-        self.turns = tuple(chosen)
-        self.samples, self.start, self.seed = samples, start, seed
-        self.concurrency, self.stream, self.trace, self.timeout_s = concurrency, stream, trace, timeout_s
+    data: DataSet
+    turns: Sequence[Turn]
+    samples: int = 1
+    start: int = 0
+    seed: int = 0
+    concurrency: int = 1
+    stream: bool = False
+    trace: bool = True
+    timeout_s: float = 600.0
 
     def plan(self, endpoint: str = "") -> Plan:
         """What is asked of ``endpoint``."""
@@ -166,11 +155,20 @@ class Settings:
             stream=self.stream,
             trace=self.trace,
             endpoint=endpoint,
-            hardware=hardware_line(),
+            hardware=processor_line(),
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             versions={name: found for name in PACKAGES if (found := _version(name))},
             tasks=tuple(TaskRecord(id=task.id, question=task.question, answer=task.answer) for task in self.data.tasks),
         )
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How answers are scored, once everything is answered: processes, seconds that each may take, and whether all over again."""
+
+    num_workers: int = 2
+    timeout_s: float = workers.DEFAULT_TIMEOUT_S
+    again: bool = False
 
 
 def run_evaluation(
@@ -180,10 +178,8 @@ def run_evaluation(
     url: str | None,
     deployment: EmbeddedDeployment | None,
     console: Console,
-    scorers: int = 2,
-    scorer_timeout_s: float = workers.DEFAULT_TIMEOUT_S,
+    scoring: Scoring = Scoring(),
     time_limit_s: float | None = None,
-    rescore: bool = False,
 ) -> RunDirectory:
     """Answer and score what ``out`` lacks.
 
@@ -203,10 +199,10 @@ def run_evaluation(
         lost: EvaluationError | None = None
         if num_there < num_wanted:
             try:
-                lost = _ask(settings, plan, directory, url, deployment, console, num_wanted, num_there, time_limit_s)
+                lost = _ask(settings, plan, directory, url, deployment, console, time_limit_s)
             except EndpointLost as error:
                 lost = error
-        _score(directory, settings, scorers, scorer_timeout_s, rescore, console)
+        _score(directory, settings, scoring, console)
     console.print(f"answers and scores are in {out}; read them with: lookahead report {out}", highlight=False)
     if lost is not None:
         raise lost
@@ -227,10 +223,9 @@ def _ask(
     url: str | None,
     deployment: EmbeddedDeployment | None,
     console: Console,
-    num_wanted: int,
-    num_there: int,
     time_limit_s: float | None,
 ) -> EvaluationError | None:
+    num_wanted, num_there = sum(map(len, plan.rounds)), len({answer.key for answer in directory.answers()})
     started = time.monotonic()
     with ExitStack() as stack:
         if url is None:
@@ -281,10 +276,6 @@ def _client(url: str) -> Client:
 @contextmanager
 def _own_server(deployment: EmbeddedDeployment, directory: RunDirectory, console: Console) -> Iterator[Client]:
     """A server of this spec, its engines timed while nothing else runs."""
-    from bench.hardware import measure_hardware
-    from demo.asking import serving
-    from demo.problems import problems
-
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lookahead-eval-"))
         with console.status(f"starting Triton with the spec {deployment.name}"):
@@ -296,26 +287,15 @@ def _own_server(deployment: EmbeddedDeployment, directory: RunDirectory, console
         yield client
 
 
-def _score(directory: RunDirectory, settings: Settings, scorers: int, timeout_s: float, again: bool, console: Console) -> None:
+def _score(directory: RunDirectory, settings: Settings, scoring: Scoring, console: Console) -> None:
     with console.status("scoring"):
-        counts = grading.grade_all(directory, settings.data, num_workers=scorers, timeout_s=timeout_s, again=again)
+        counts = grading.grade_all(
+            directory, settings.data, num_workers=scoring.num_workers, timeout_s=scoring.timeout_s, again=scoring.again
+        )
     told = ", ".join(f"{count} {outcome.value.replace('_', ' ')}" for outcome, count in counts.items() if count)
     console.print(f"scored: {told or 'nothing'}", highlight=False)
     if counts[Outcome.UNSCORED]:
         console.print(f"[yellow]why some are unscored: the notes in {directory.path / 'scores.jsonl'}[/]", highlight=False)
-
-
-def hardware_line() -> str:
-    """What it ran on, for people."""
-    names = [line.split(":", 1)[1].strip() for line in _cpu_info() if line.startswith("model name")]
-    return f"{names[0] if names else 'unknown processor'}, {os.cpu_count()} cores"
-
-
-def _cpu_info() -> list[str]:
-    try:
-        return Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
 
 
 def _version(name: str) -> str | None:
@@ -358,7 +338,7 @@ def write_report(
         for note in summary.notes:
             console.print(f"[dim]{note}[/]", highlight=False)
     console.print(f"written: {out / 'report.html'}, report.md and report.json beside it", highlight=False)
-    console.print(json.dumps(json_line(summaries)), soft_wrap=True, highlight=False, markup=False)
+    print_line(console, json_line(summaries))
     return summaries
 
 

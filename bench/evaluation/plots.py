@@ -19,12 +19,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
 from bench.evaluation.summary import Row, Summary
-from demo.shares import wilson
+from bench.kit.intervals import wilson
 from lr_backend.request import Mode, VerifierName
 
 MODE_COLOURS: Mapping[str, str] = {Mode.AR: "ar", Mode.SD: "sd", Mode.LR: "lr", Mode.LR_SD: "lr-sd"}
 INK, SOFT, GRID = "#010101", "#010102", "#010103"
-_SERIES = ("ar", "sd", "lr", "lr-sd", *(f"by-{name}" for name in VerifierName))
+FAMILIES = (*VerifierName, "chance", "grade", "embedding")
+"""Verifiers that have a colour. ``chance_50`` is of the family ``chance``."""
+_SERIES = ("ar", "sd", "lr", "lr-sd", *(f"by-{name}" for name in FAMILIES))
 _STAND_INS = {name: f"#0102{number:02x}" for number, name in enumerate(_SERIES, start=1)}
 _VARIABLES = {INK: "--ink", SOFT: "--soft", GRID: "--grid", **{colour: f"--{name}" for name, colour in _STAND_INS.items()}}
 MARKERS = "os^DvP*Xhd<>p8"
@@ -53,8 +55,8 @@ STYLE: dict[Any, Any] = {
 
 def series(row: Row) -> str:
     """What shares a colour: a mode, or in runs that name verifiers the verifier."""
-    verifier = row.name.partition(" ")[2].partition("@")[0]
-    return f"by-{verifier}" if verifier in tuple(VerifierName) else MODE_COLOURS.get(row.mode, "ar")
+    family = row.name.partition(" ")[2].partition("_")[0]
+    return f"by-{family}" if family in FAMILIES else MODE_COLOURS.get(row.mode, "ar")
 
 
 def colour(row: Row) -> str:

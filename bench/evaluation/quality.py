@@ -1,4 +1,4 @@
-"""Whether the default mode keeps the target's quality: ``python -m bench.evaluation.quality``.
+"""Whether the default mode keeps the target's quality.
 
 The target alone (``ar``) and mode ``auto`` answer the same problems, each with seeds of its own. A loss over the margin is
 excluded where the whole 95 % interval of the paired difference lies above minus the margin. A run of ``lookahead eval``: it goes
@@ -7,19 +7,20 @@ on where it was stopped.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from bench.evaluation.command import DATA_SEED, Settings, console_of_any_width, deployment_of, run_evaluation, write_report
+from bench.evaluation.command import DATA_SEED, Settings, deployment_of, run_evaluation, write_report
 from bench.evaluation.errors import EvaluationError
-from bench.evaluation.statistics import Estimate, NonInferiority
+from bench.evaluation.statistics import NonInferiority
 from bench.evaluation.summary import BASELINE, DEFAULT_MARGIN, Summary
 from bench.evaluation.tasks import load
 from bench.evaluation.turns import option_fields, turns
-from demo.asking import MAX_TOKENS
+from bench.kit.intervals import Estimate
+from bench.kit.output import PAGES, console_of_any_width, keep_json, print_line
+from bench.kit.serving import MAX_TOKENS
 
 
 def line(summary: Summary, mode: str) -> dict[str, Any]:
@@ -48,6 +49,7 @@ def _figures(one: Estimate, digits: int = 4) -> list[float]:
     return [round(value, digits) for value in (one.value, one.low, one.high)]
 
 
+# Each option is one axis of the comparison.
 def main(
     dataset: Annotated[str, typer.Option(help="As of lookahead eval.")] = "demo",
     num_problems: Annotated[int, typer.Option("--problems", min=1)] = 2000,
@@ -63,6 +65,7 @@ def main(
     url: Annotated[str | None, typer.Option(help="gRPC host:port of a running server; by default one is started.")] = None,
     spec: Annotated[str, typer.Option(help="What is served where no --url is given.")] = "demo",
     out: Annotated[Path | None, typer.Option(help="Run directory and report; by default out/quality-<dataset>.")] = None,
+    output: Annotated[Path, typer.Option(help="Where the figures go; those of other runs stay.")] = PAGES / "quality.json",
 ) -> None:
     """Print the tables, write a page, and end with one JSON line."""
     console = console_of_any_width()
@@ -73,7 +76,9 @@ def main(
     run_evaluation(settings, out, url=url, deployment=None if url else deployment_of(spec), console=console)
     title = f"Quality of mode {mode}"
     (summary,) = write_report([out], out, margin=margin / 100.0, baseline=BASELINE, console=console, title=title)
-    console.print(json.dumps(line(summary, mode)), soft_wrap=True, highlight=False, markup=False)
+    found = line(summary, mode)
+    keep_json(output, f"{summary.data_set}, {mode}, temperature {temperature:g}", found)
+    print_line(console, found)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,11 @@
-"""Shares, differences and ratios with their intervals. Pure; every draw is seeded.
+"""Shares, differences and what they say of a margin. Pure; every draw is seeded.
 
-Answers to one problem are alike, so all intervals are by problem: shares by :func:`demo.shares.effective_trials`, the rest by a
-*cluster* bootstrap, percentiles of :data:`NUM_RESAMPLES` draws of problems. All are two-sided 95 % ones.
+Answers to one problem are alike, so all intervals are by problem, as in :mod:`bench.kit.intervals`. All are two-sided 95 % ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
 
@@ -15,34 +13,9 @@ import numpy as np
 import numpy.typing as npt
 from scipy.stats import permutation_test
 
-from demo.shares import effective_trials, wilson
+from bench.kit.intervals import INTERVAL, NUM_RESAMPLES, Cluster, Estimate, Floats, columns, effective_trials, resampled, wilson
 
-NUM_RESAMPLES = 10_000
-INTERVAL = (2.5, 97.5)
-_CHUNK = 2_000_000
-
-Floats = npt.NDArray[np.float64]
 Key = TypeVar("Key", bound=Hashable)
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """A value and its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
-
-    def scaled(self, factor: float) -> Estimate:
-        return Estimate(factor * self.value, factor * self.low, factor * self.high)
-
-
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """What the samples of one problem add up to: ``total`` out of ``weight``."""
-
-    total: float
-    weight: float
 
 
 class NonInferiority(StrEnum):
@@ -55,18 +28,6 @@ class NonInferiority(StrEnum):
     OPEN = "undecided"
 
 
-def ratio_of_sums(clusters: Sequence[Cluster], seed: int = 0) -> Estimate:
-    """``sum(total) / sum(weight)`` with the interval of a cluster bootstrap.
-
-    Raises:
-        ValueError: no cluster, or none that weighs anything.
-    """
-    totals, weights = _columns(clusters)
-    if not weights.sum() > 0:
-        raise ValueError("nothing to average over")
-    return _estimate(totals, weights, seed)
-
-
 def share(clusters: Sequence[Cluster]) -> Estimate:
     """Right answers among all, with Wilson's interval for as many independent answers as they are worth.
 
@@ -74,28 +35,6 @@ def share(clusters: Sequence[Cluster]) -> Estimate:
     """
     value = sum(cluster.total for cluster in clusters) / sum(cluster.weight for cluster in clusters)
     return Estimate(value, *wilson(value, effective_trials((cluster.total, cluster.weight) for cluster in clusters)))
-
-
-def ratio(over: Sequence[Cluster], under: Sequence[Cluster], seed: int = 0) -> Estimate:
-    """Two ratios of sums over each other, paired: ``over[i]`` and ``under[i]`` are of the same problem and are drawn together.
-
-    Raises:
-        ValueError: not as many on both sides, or nothing to divide by.
-    """
-    if len(over) != len(under):
-        raise ValueError(f"{len(over)} problems over {len(under)}")
-    first, second = _columns(over), _columns(under)
-    if not (first[1].sum() > 0 and second[0].sum() > 0 and second[1].sum() > 0):
-        raise ValueError("nothing to divide by")
-
-    def rate(picks: npt.NDArray[np.intp]) -> Floats:
-        one = first[0][picks].sum(axis=1) / first[1][picks].sum(axis=1)
-        two = second[0][picks].sum(axis=1) / second[1][picks].sum(axis=1)
-        return np.asarray(one / two, dtype=np.float64)
-
-    everything = rate(np.arange(len(over))[None, :])
-    low, high = np.percentile(_resampled(len(over), rate, seed), INTERVAL)
-    return Estimate(float(everything[0]), float(low), float(high))
 
 
 def paired_difference(ours: Sequence[Cluster], theirs: Sequence[Cluster], seed: int = 0) -> Estimate:
@@ -112,14 +51,14 @@ def paired_difference(ours: Sequence[Cluster], theirs: Sequence[Cluster], seed: 
     if len(ours) != len(theirs) or not len(ours):
         raise ValueError(f"{len(ours)} problems beside {len(theirs)}")
     right, wrong = Cluster(1.0, 1.0), Cluster(0.0, 1.0)
-    sides = [_columns([*one, *added]) for one, added in ((ours, (right, wrong)), (theirs, (wrong, right)))]
+    sides = [columns([*one, *added]) for one, added in ((ours, (right, wrong)), (theirs, (wrong, right)))]
     rng = np.random.default_rng([seed, 1])
 
     def difference(picks: npt.NDArray[np.intp]) -> Floats:
         first, second = (_drawn_again(totals[picks], weights[picks], rng) for totals, weights in sides)
         return np.asarray((first - second).mean(axis=1), dtype=np.float64)
 
-    low, high = np.percentile(_resampled(len(ours) + 2, difference, seed), INTERVAL)
+    low, high = np.percentile(resampled(len(ours) + 2, difference, seed), INTERVAL)
     value = float(np.mean(means(ours)) - np.mean(means(theirs)))
     return Estimate(value, min(value, float(low)), max(value, float(high)))
 
@@ -174,32 +113,3 @@ def common(first: Mapping[Key, Cluster], second: Mapping[Key, Cluster]) -> tuple
     """The clusters that both have, in the first one's order."""
     keys = [key for key in first if key in second]
     return [first[key] for key in keys], [second[key] for key in keys]
-
-
-def _columns(clusters: Sequence[Cluster]) -> tuple[Floats, Floats]:
-    return (
-        np.asarray([cluster.total for cluster in clusters], dtype=np.float64),
-        np.asarray([cluster.weight for cluster in clusters], dtype=np.float64),
-    )
-
-
-def _estimate(totals: Floats, weights: Floats, seed: int) -> Estimate:
-    def rate(picks: npt.NDArray[np.intp]) -> Floats:
-        drawn = weights[picks].sum(axis=1)
-        return np.asarray(totals[picks].sum(axis=1) / np.where(drawn > 0, drawn, np.nan), dtype=np.float64)
-
-    low, high = np.nanpercentile(_resampled(len(totals), rate, seed), INTERVAL)
-    return Estimate(float(totals.sum() / weights.sum()), float(low), float(high))
-
-
-def _resampled(num: int, statistic, seed: int) -> Floats:  # type: ignore[no-untyped-def]
-    """``statistic`` of each draw; draws come as index arrays of shape [draws, num], some at a time to bound the memory."""
-    rng = np.random.default_rng(seed)
-    size = max(1, min(NUM_RESAMPLES, _CHUNK // max(1, num)))
-    parts = []
-    done = 0
-    while done < NUM_RESAMPLES:
-        now = min(size, NUM_RESAMPLES - done)
-        parts.append(np.asarray(statistic(rng.integers(0, num, (now, num))), dtype=np.float64))
-        done += now
-    return np.concatenate(parts)

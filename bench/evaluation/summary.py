@@ -13,27 +13,22 @@ from typing import Any
 
 from lr_client import StepRecord, Usage
 
-from bench.ablation import mean_step_tokens
 from bench.evaluation.errors import EvaluationError
 from bench.evaluation.records import AnswerRecord, Key, RunDirectory, RunRecord, ScoreRecord
 from bench.evaluation.scoring import Outcome
 from bench.evaluation.statistics import (
-    Cluster,
-    Estimate,
     chance_of_difference,
     common,
     means,
     non_inferiority,
     paired_difference,
     percentiles,
-    ratio,
-    ratio_of_sums,
     share,
 )
 from bench.evaluation.tasks import StepChecker, step_checker
-from bench.hardware import Hardware, hardware_ceiling
-from demo.measure import Sample, accepted_runs
-from demo.shares import Share
+from bench.kit.hardware import Hardware, hardware_ceiling
+from bench.kit.intervals import Cluster, Estimate, Share, ratio, ratio_of_sums
+from bench.kit.measure import Sample, accepted_runs, mean_step_tokens
 from lr_backend.policy.formulas import ceiling
 from lr_backend.request import LookaheadRequest, Mode
 from lr_backend.verify.verdict import UNCOMPARED
@@ -108,8 +103,8 @@ class Row:
         speedup: seconds of the baseline over its own, over the problems that both answered; ``token_speedup``: its tokens a
             second over the baseline's, which a change of the answers' length does not move.
         ceiling: the paper's S1 or S2 at the measured acceptance and cost ratio, times the best ``sd`` speedup where tokens are
-            speculated too; ``hardware_ceiling``: as in :mod:`bench.hardware`. ``realised_share``: speedup over the latter, else
-            the former.
+            speculated too; ``hardware_ceiling``: as in :mod:`bench.kit.hardware`. ``realised_share``: speedup over the latter,
+            else the former.
         audits, false_accepts: the server's own audits, of these answers.
     """
 
@@ -339,12 +334,7 @@ def _row(
             difference = paired_difference(ours, others)
             p_value = chance_of_difference(means(ours), means(others))
             verdict = non_inferiority(difference, margin).value
-    speedup = token_speedup = None
-    if base_timed is not None:
-        seconds, their_seconds = common(_seconds(timed), _seconds(base_timed))
-        rates, their_rates = common(_rates(timed), _rates(base_timed))
-        if seconds:
-            speedup, token_speedup = ratio(their_seconds, seconds), ratio(rates, their_rates)
+    speedup, token_speedup = _speedups(timed, base_timed)
     latencies = tuple(one.record.latency_s for one in timed)
     return Row(
         name=name,
@@ -377,6 +367,15 @@ def _row(
         positions=positions(step for _, step in steps),
         latencies_s=latencies,
     )
+
+
+def _speedups(timed: Sequence[_Answer], base: Sequence[_Answer] | None) -> tuple[Estimate | None, Estimate | None]:
+    """The baseline's seconds over these, and tokens a second over the baseline's, of the problems that both answered."""
+    if base is None:
+        return None, None
+    seconds, their_seconds = common(_seconds(timed), _seconds(base))
+    rates, their_rates = common(_rates(timed), _rates(base))
+    return (ratio(their_seconds, seconds), ratio(rates, their_rates)) if seconds else (None, None)
 
 
 def _rights(group: Iterable[_Answer]) -> dict[str, Cluster]:

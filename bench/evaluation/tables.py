@@ -8,9 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
-from bench.evaluation.statistics import Estimate
 from bench.evaluation.summary import Row, Summary
-from demo.shares import Share
+from bench.kit.intervals import Estimate, Share
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from lr_client import Options
 
 from bench.evaluation.errors import EvaluationError
 from bench.evaluation.records import Key
-from demo.measure import rotated
+from bench.kit.turns import rotated
 from lr_backend.errors import InvalidRequest
-from lr_backend.request import THRESHOLDS, LookaheadRequest, Mode, VerifierName, with_defaults
+from lr_backend.request import LookaheadRequest, Mode
 
 RESERVED = ("text_input", "messages", "seed", "stream", "trace", "mode")
 """Request fields that the evaluation sets itself."""
@@ -36,14 +36,14 @@ class Turn:
 
     def request(self, defaults: Mapping[str, Any] | None = None) -> LookaheadRequest:
         """The whole request, with a deployment's defaults where they are known."""
-        return LookaheadRequest.parse({**with_defaults(defaults or {}, self.fields), "text_input": "-"})
+        return LookaheadRequest.parse({**(defaults or {}), **self.fields, "text_input": "-"})
 
 
 def turns(modes: Sequence[str], verifiers: Sequence[str], common: Mapping[str, Any]) -> tuple[Turn, ...]:
-    """One turn a mode; modes that speculate by steps have one for each verifier, such as ``judge`` or ``embedding@0.9``.
+    """One turn a mode; modes that speculate by steps have one for each verifier, by the name that the server knows it by.
 
     Raises:
-        EvaluationError: an unknown mode or verifier, or a field or threshold out of its range.
+        EvaluationError: an unknown mode, or a field out of its range.
     """
     found: list[Turn] = []
     for mode in modes:
@@ -51,7 +51,7 @@ def turns(modes: Sequence[str], verifiers: Sequence[str], common: Mapping[str, A
             raise EvaluationError(f"no mode {mode!r}: there are {', '.join(Mode)}")
         choices = verifiers if Mode(mode).speculates_steps and verifiers else ("",)
         for choice in choices:
-            fields = {**common, "mode": mode, **_verifier(choice)}
+            fields = {**common, "mode": mode, **({"verifier": choice} if choice else {})}
             found.append(Turn(f"{mode} {choice}".strip(), fields))
     names = [turn.name for turn in found]
     if not names or len(set(names)) < len(names):
@@ -62,21 +62,6 @@ def turns(modes: Sequence[str], verifiers: Sequence[str], common: Mapping[str, A
         except InvalidRequest as error:
             raise EvaluationError(f"{turn.name}: {error.message}") from None
     return tuple(found)
-
-
-def _verifier(choice: str) -> dict[str, Any]:
-    if not choice:
-        return {}
-    name, _, threshold = choice.partition("@")
-    if name not in tuple(VerifierName):
-        raise EvaluationError(f"no verifier {name!r}: there are {', '.join(VerifierName)}")
-    if not threshold:
-        return {"verifier": name}
-    try:
-        return {"verifier": name, "verifier_threshold": float(threshold)}
-    except ValueError:
-        having = ", ".join(sorted(THRESHOLDS))
-        raise EvaluationError(f"verifier {choice!r}: a number follows the @, with {having}") from None
 
 
 def option_fields(given: Sequence[str]) -> dict[str, Any]:

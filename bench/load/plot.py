@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
+from bench.kit.plots import save, style
 from bench.load.export import Limits, PointFigures
 from bench.load.summary import at_loads, speedups
 from bench.load.sweep import Point, Series
@@ -22,7 +22,7 @@ Found = Mapping[Point, PointFigures]
 
 def draw(found: Found, limits: Limits, title: str, path: Path) -> None:
     """Write the plot as PNG; panels without a point say so."""
-    with matplotlib.rc_context({"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True}):
+    with style():
         figure = Figure(figsize=(13, 7.6), layout="constrained")
         axes = figure.subplots(2, 3)
         _latency(axes[0][0], found, closed=True)
@@ -32,8 +32,7 @@ def draw(found: Found, limits: Limits, title: str, path: Path) -> None:
         _first_step(axes[1][1], found)
         _goodput(axes[1][2], found, limits)
         figure.suptitle(title)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=110)
+        save(figure, path)
 
 
 def _latency(axes: Axes, found: Found, *, closed: bool) -> None:

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from bench.kit.turns import rotated
 from bench.load import inputs
 from bench.load.errors import LoadError
 from bench.load.export import Limits, PointFigures, RequestTimes, figures, read_export
 from bench.load.perf_analyzer import PerfAnalyzerError
-from demo.measure import rotated
 
 MODEL = "lookahead"
 MANIFEST = "run.json"
@@ -148,7 +148,7 @@ class Results:
             differing = sorted(key for key in settings.keys() | before.keys() if settings.get(key) != before.get(key))
             if differing:
                 told = ", ".join(f"{key} {before.get(key)!r}, now {settings.get(key)!r}" for key in differing)
-                raise LoadError(f"{self.folder} holds another run ({told}): use --fresh, or another --output")
+                raise LoadError(f"{self.folder} holds another run ({told}): use --fresh, or another --folder")
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")

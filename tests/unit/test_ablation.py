@@ -15,7 +15,6 @@ from lr_client import Options, Result, StepRecord, Usage
 from typer.testing import CliRunner
 
 from bench import ablation
-from bench import hardware as hardware_module
 from bench.ablation import (
     HEADINGS,
     Checked,
@@ -29,9 +28,10 @@ from bench.ablation import (
     markdown,
     mean_step_tokens,
 )
-from demo.asking import demo_spec
-from demo.measure import Sample
-from demo.shares import Share
+from bench.kit import hardware as hardware_module
+from bench.kit.intervals import Share
+from bench.kit.measure import Sample
+from bench.kit.serving import demo_spec, with_verifiers
 from lr_backend.hardware.machine import LinearTimes
 from lr_backend.policy.formulas import ceiling
 
@@ -107,10 +107,15 @@ def test_every_row_is_a_request_that_client_and_server_know() -> None:
     assert all(request.max_depth <= CONFIG.limits.max_depth and request.width <= CONFIG.limits.max_width for request in requests)
 
 
-def test_verifiers_that_the_server_cannot_serve_have_no_row() -> None:
-    assert {"lr verifier embedding", "lossless"} & {row.name for row in ROWS} == {"lossless"}
-    other = all_rows(CONFIG.model_copy(update={"embedding_dir": Path("minilm"), "coupled_noise": False}))
-    assert {"lr verifier embedding", "lossless"} & {row.name for row in other} == {"lr verifier embedding"}
+def test_the_server_s_own_verifiers_have_a_row_each() -> None:
+    assert {"lr verifier chance", "lossless"} & {row.name for row in ROWS} == {"lossless"}
+    taken_on = with_verifiers(demo_spec(), ablation.VERIFIERS).loop_config()
+    other = all_rows(taken_on.model_copy(update={"coupled_noise": False}))
+    assert {"lr verifier chance", "lr verifier grade", "lossless"} & {row.name for row in other} == {
+        "lr verifier chance",
+        "lr verifier grade",
+    }
+    assert next(row for row in other if row.name == "lr verifier chance").request(taken_on).verifier == "chance"
 
 
 def test_a_setting_that_no_request_carries_has_a_server_of_its_own() -> None:
@@ -142,18 +147,19 @@ def test_hardware_is_summed_up_as_the_simulator_takes_it() -> None:
     assert replace(FREE, beside_draft=3.0).num_cores == 1.0
 
 
-def test_on_hardware_without_crowds_the_hardware_ceiling_is_the_papers() -> None:
+def test_on_hardware_without_crowds_the_hardware_ceiling_is_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware_module, "SIMULATED_SEEDS", 2)
     request = row("lr").request(CONFIG)
-    free = hardware_ceiling(FREE, request, 0.6, 20)
+    free = hardware_ceiling(FREE, request, 0.6, 10)
 
     assert free == pytest.approx(ceiling(0.6, 0.2, 4), rel=0.1)
-    assert hardware_ceiling(Hardware(0.2, {1: 1.0, 2: 1.4, 4: 2.2}, 1.3), request, 0.6, 20) < 0.9 * free
+    assert hardware_ceiling(Hardware(0.2, {1: 1.0, 2: 1.4, 4: 2.2}, 1.3), request, 0.6, 10) < 0.9 * free
 
 
 def test_width_is_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """The measured rate is that of positions, whatever the number of candidates that it took."""
     monkeypatch.setattr(hardware_module, "SIMULATED_SEEDS", 1)
-    one, four = (hardware_ceiling(FREE, row(name).request(CONFIG), 0.6, 20) for name in ("lr", "lr width 4"))
+    one, four = (hardware_ceiling(FREE, row(name).request(CONFIG), 0.6, 8) for name in ("lr", "lr width 4"))
     assert four == pytest.approx(one, rel=0.25)
 
 
@@ -164,9 +170,10 @@ def test_auto_may_choose_any_depth_or_none(short: None) -> None:
     assert hardware_ceiling(crowded, auto, 0.3, 20) == 1.0
 
 
-def test_branches_that_are_not_begun_gain_nothing() -> None:
+def test_branches_that_are_not_begun_gain_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware_module, "SIMULATED_SEEDS", 1)
     request = row("lr").request(CONFIG)
-    both, one = (hardware_ceiling(FREE, request, 0.6, 20, own_branches=own) for own in (True, False))
+    both, one = (hardware_ceiling(FREE, request, 0.6, 10, own_branches=own) for own in (True, False))
     assert one < both
 
 
@@ -258,7 +265,7 @@ def test_a_run_asks_every_row_every_problem_and_ends_with_the_default(
     monkeypatch.setattr(ablation, "Client", client)
     monkeypatch.setattr(ablation, "serving", lambda *arguments, **options: nullcontext(SimpleNamespace(grpc_url="nowhere")))
     monkeypatch.setattr(ablation, "measure_hardware", lambda *arguments: FREE)
-    monkeypatch.setattr(ablation.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(ablation, "other_thread_counts", lambda spec: [2])
     app = typer.Typer()
     app.command()(ablation.main)
     arguments = (
@@ -272,6 +279,8 @@ def test_a_run_asks_every_row_every_problem_and_ends_with_the_default(
         "lr_sd",
         "--output",
         str(tmp_path / "a" / "out.json"),
+        "--page",
+        str(tmp_path / "out.md"),
     )
 
     result = CliRunner().invoke(app, arguments)
@@ -281,7 +290,7 @@ def test_a_run_asks_every_row_every_problem_and_ends_with_the_default(
     assert [line["name"] for line in printed] == ["ar", "lr", "lr_sd"]
     assert all(line.keys() >= LINE_FIELDS and line["total"] == 2 for line in printed)
     assert json.loads((tmp_path / "a" / "out.json").read_text())["rows"] == printed
-    assert (tmp_path / "a" / "out.md").read_text().startswith("| row |")
+    assert (tmp_path / "out.md").read_text().startswith("| row |")
     main, other = clients
     modes = [options.mode for _, options in main.asked]
     assert modes == ["ar", "lr", "lr_sd", *("ar", "lr", "lr_sd"), *("lr", "lr_sd", "ar"), *("lr", "lr_sd")]

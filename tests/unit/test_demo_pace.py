@@ -12,9 +12,9 @@ import pytest
 from lr_client import Usage
 from rich.console import Console
 
-from demo import pace
-from demo.asking import demo_spec
-from demo.measure import Sample
+from bench.kit import pace
+from bench.kit.measure import Sample
+from bench.kit.serving import demo_spec
 from demo.problems import problems
 from lr_backend.build.spec import EmbeddedDeployment
 from lr_backend.hardware.lateness import Lateness

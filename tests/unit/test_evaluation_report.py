@@ -13,7 +13,6 @@ import pytest
 from lr_client import StepRecord
 from rich.console import Console
 
-from bench import hardware
 from bench.evaluation import plots
 from bench.evaluation.errors import EvaluationError
 from bench.evaluation.page import page
@@ -23,7 +22,8 @@ from bench.evaluation.scoring import Outcome
 from bench.evaluation.summary import Position, Run, Summary, checked, positions, summarise
 from bench.evaluation.tables import json_line, markdown, terminal
 from bench.evaluation.tasks import Rule
-from bench.hardware import Hardware
+from bench.kit import hardware
+from bench.kit.hardware import Hardware
 from lr_backend.policy.formulas import ceiling
 from lr_backend.request import LookaheadRequest
 from lr_backend.trace.schema import Trace
@@ -31,8 +31,8 @@ from tests.support.traces import NUM_STEPS, numbered_world, traced
 
 HOSTILE = '</title></svg><script>alert("1")</script> & <img src=x onerror=y> {{ 7 * 7 }} [red]'
 FREE = Hardware(0.25, {1: 0.005, 2: 0.005, 4: 0.005}, 1.0)
-SECONDS = {"ar": 2.0, "sd": 1.6, "lr": 1.0, "lr judge": 1.0, "lr random@0.5": 0.8, "lr exact": 1.9}
-ALPHA = {"lr": (3, 1), "lr judge": (3, 1), "lr random@0.5": (2, 2), "lr exact": (0, 4)}
+SECONDS = {"ar": 2.0, "sd": 1.6, "lr": 1.0, "lr judge": 1.0, "lr chance_50": 0.8, "lr exact": 1.9}
+ALPHA = {"lr": (3, 1), "lr judge": (3, 1), "lr chance_50": (2, 2), "lr exact": (0, 4)}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -304,7 +304,7 @@ def read(html: str) -> Reader:
 @pytest.fixture(scope="module")
 def full(trace: Trace, short: None) -> tuple[list[Summary], list[Run], str]:
     """Two data sets, traces, verifiers on trial, and hostile texts everywhere."""
-    one = run("ar", "sd", "lr", "lr judge", "lr random@0.5", "lr exact", trace=trace)
+    one = run("ar", "sd", "lr", "lr judge", "lr chance_50", "lr exact", trace=trace)
     other = replace(one, settings=one.settings.model_copy(update={"data_set": "second", "source": HOSTILE, "endpoint": HOSTILE}))
     summaries = summarise([one, other])
     return summaries, [one, other], page(summaries, [one, other], HOSTILE)
@@ -335,7 +335,7 @@ def test_the_page_has_every_plot_once_a_data_set_and_no_id_twice(full: tuple[lis
     shown = " ".join(reader.texts)
     for text in ("Speed and accuracy", "Verifiers on trial", "Latency", "Acceptance by position", "Timeline of one request"):
         assert text in shown
-    assert "lr random@0.5" in shown
+    assert "lr chance_50" in shown
 
 
 def test_the_plots_take_their_colours_from_the_page(full: tuple[list[Summary], list[Run], str]) -> None:

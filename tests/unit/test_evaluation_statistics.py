@@ -10,22 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.evaluation import statistics
 from bench.evaluation.statistics import (
-    Cluster,
-    Estimate,
     NonInferiority,
     chance_of_difference,
     common,
     non_inferiority,
     paired_difference,
     percentiles,
-    ratio,
-    ratio_of_sums,
     share,
 )
-from demo.shares import Share, effective_trials, wilson
-from lr_backend.audit.desk import Z_95
+from bench.kit import intervals
+from bench.kit.intervals import Cluster, Estimate, Share, effective_trials, ratio, ratio_of_sums, wilson
+from lr_backend.audit.interval import Z_95
 
 shares = st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=2, max_size=30)
 
@@ -37,7 +33,7 @@ def ones(values: Iterable[float]) -> list[Cluster]:
 
 @pytest.fixture
 def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(statistics, "NUM_RESAMPLES", 400)
+    monkeypatch.setattr(intervals, "NUM_RESAMPLES", 400)
 
 
 def test_a_share_counts_samples_and_draws_problems() -> None:

@@ -15,7 +15,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-import bench.load.__main__ as command
+import bench.load.command as command
 from bench.load import inputs, perf_analyzer, summary
 from bench.load.errors import LoadError
 from bench.load.export import (
@@ -495,7 +495,7 @@ def test_without_a_server_the_command_says_so_and_ends(tmp_path: Path) -> None:
     binary = script(tmp_path / "pa", "print('Perf Analyzer Version 0')").command[0]
     app = typer.Typer()
     app.command()(command.main)
-    arguments = ["--url", "127.0.0.1:9", "--perf-analyzer", binary, "--output", str(tmp_path / "load")]
+    arguments = ["--url", "127.0.0.1:9", "--perf-analyzer", binary, "--folder", str(tmp_path / "load")]
 
     result = CliRunner().invoke(app, arguments)
 

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from lr_client import Usage
 from rich.console import Console
 
-from demo.asking import in_turns
-from demo.measure import ModeReport, Sample, paired_speedup, report
+from bench.kit.intervals import paired_speedup
+from bench.kit.measure import ModeReport, Sample, report
+from bench.kit.turns import in_turns
 from demo.problems import problems
 from lr_backend.policy.formulas import ceiling
 

@@ -9,10 +9,10 @@ import pytest
 from lr_client import Usage
 
 from bench import pace
-from demo import pace as demo_pace
-from demo.asking import demo_spec
-from demo.measure import Sample
-from demo.pace import ROWS, SYSTEM, Paced
+from bench.kit import pace as kit_pace
+from bench.kit.measure import Sample
+from bench.kit.pace import ROWS, SYSTEM, Paced
+from bench.kit.serving import demo_spec
 from lr_backend.build.paced import paced
 from lr_backend.emulated.workload import Workload
 from lr_backend.engine import Role
@@ -23,7 +23,7 @@ from lr_backend.trace.schema import Trace
 
 TEXTS = Workload(0.7, token_agreement=0.8, word_agreement=0.5, prompt_tokens=150, step_tokens=25, num_steps=12)
 ASKED = {name: fields for name, fields in ROWS.items() if name != "auto"}
-NUM_ANSWERS = 12
+NUM_ANSWERS = 6
 NUM_STEPS = NUM_ANSWERS * TEXTS.num_steps
 """Predictions are made of the very texts that were answered, so that chance is the same on both sides: steps are all of one
 length, since a spread that is fitted would move them."""
@@ -58,7 +58,7 @@ def monkeypatch_module() -> Iterator[pytest.MonkeyPatch]:
 @pytest.fixture(scope="module")
 def lines(found: Paced, monkeypatch_module: pytest.MonkeyPatch) -> dict[str, pace.Agreement]:
     monkeypatch_module.setattr(pace.ms_a_token, "__defaults__", (NUM_STEPS,))
-    monkeypatch_module.setattr(pace, "NUM_STEPS_AT_A_BOUND", 3 * TEXTS.num_steps)
+    monkeypatch_module.setattr(pace, "NUM_STEPS_AT_A_BOUND", TEXTS.num_steps)
     return {line.row: line for line in pace.agreements(found)}
 
 
@@ -98,8 +98,8 @@ def test_a_row_that_has_stopped_looking_ahead_is_predicted_over_texts_of_the_oth
 
 
 def test_a_mode_that_chooses_is_predicted_of_a_server_that_has_learned(found: Paced, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo_pace, "LEARNS_FROM", 6)
-    monkeypatch.setattr(demo_pace, "LEAST_STEPS", 6 * TEXTS.num_steps)
+    monkeypatch.setattr(kit_pace, "LEARNS_FROM", 6)
+    monkeypatch.setattr(kit_pace, "LEAST_STEPS", 6 * TEXTS.num_steps)
     chosen = replace(found, asked=ROWS, traces={**found.traces, "auto": found.traces["lr"]})
     assert chosen.policy("auto").mode is Mode.AUTO
     assert 1.3 < chosen.gain("auto", found.machine()) < 3.0

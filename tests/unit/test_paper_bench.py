@@ -129,7 +129,7 @@ def test_every_cell_has_a_fitted_rate(cell: str) -> None:
 
 
 def test_the_rates_still_bring_what_they_were_fitted_to() -> None:
-    """If this fails, scripted texts or costs have changed: ``python -m bench.paper --fit``, and the table anew."""
+    """If this fails, scripted texts or costs have changed: ``python -m bench paper --fit``, and the table anew."""
     cell = "qwen3-livecodebench"
     alone, taken = (
         sum(

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from bench.plots import Ratio, draw_ratios, draw_realised
+from bench.kit.plots import Ratio, draw_ratios, draw_realised
 
 FIGURES = Path(__file__).parents[2] / "docs" / "benchmarks"
 PNG = b"\x89PNG"

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from bench.synchronous import SynchronousAnswer, SynchronousLookahead, Texts, same_text
+from bench.kit.synchronous import SynchronousAnswer, SynchronousLookahead, Texts, same_text
 from lr_backend.engine import GREEDY
 from lr_backend.errors import EngineUnavailable
 from lr_backend.loop.assemble import Engines

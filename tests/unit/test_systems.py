@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 
@@ -13,29 +12,29 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import bench.peers
-from bench.hardware import Hardware
+from bench.kit import hardware as hardware_module
+from bench.kit.hardware import Hardware
+from bench.kit.intervals import Estimate
+from bench.kit.measure import Sample
+from bench.kit.random_models import SHAPES, chance_of, ending_ids, random_deployment
+from bench.kit.serving import demo_spec
 from bench.peers import rate_ratio
-from bench.systems import SHAPES, SIZES, Measured, Setting, ending_ids, figures, random_deployment, settings
-from demo.asking import demo_spec
-from demo.measure import Sample
+from bench.systems import SIZES, Measured, Setting, figures, settings
 from demo.problems import problems
 from demo.tokenizer import load_tokenizer
 from lr_backend.build.checkpoints import check_checkpoint
 from lr_backend.build.repository import build_repository
 from lr_backend.cli.app import app
+from lr_backend.embedded.checkpoint import tensor_shapes
 from lr_backend.embedded.config import EngineConfig
 from lr_backend.embedded.engine import EmbeddedEngine
-from lr_backend.embedded.random_checkpoint import tensor_shapes, write_random_config
+from lr_backend.embedded.random_checkpoint import write_random_config
 from lr_backend.engine import Role, Sampling
 from lr_backend.engine.inprocess import run_all
 from lr_backend.engine.request import EngineRequest
 from lr_backend.errors import CheckpointError
 from lr_backend.policy.formulas import ceiling
-from lr_backend.request import LookaheadRequest
-from lr_backend.steps.step import Step, StepEnd
 from lr_backend.triton.models import load_tokenizer as load_any_tokenizer
-from lr_backend.verify import Reason, StepPair, Verdict, VerifierParts, make_verifier
-from tests.support.world import MODELS, World, storyteller
 
 TINY = dict.fromkeys(Role, "tiny")
 FREE = Hardware(cost_ratio=0.25, target_token_s={1: 0.01, 2: 0.01}, beside_draft=1.0)
@@ -44,7 +43,7 @@ FREE = Hardware(cost_ratio=0.25, target_token_s={1: 0.01, 2: 0.01}, beside_draft
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("systems")
-    random_deployment(folder, TINY, device="cpu", judged=True)
+    random_deployment(folder, TINY)
     return folder
 
 
@@ -53,10 +52,12 @@ def test_settings_are_ar_and_every_acceptance_at_every_depth() -> None:
     assert chosen == [Setting(None), Setting(0.5, 2), Setting(0.5, 4), Setting(0.8, 2), Setting(0.8, 4)]
     assert chosen[0].options(10, seed=1).mode == "ar"
     options = chosen[1].options(10, seed=1)
-    assert (options.verifier, options.verifier_threshold, options.max_depth, options.mode) == ("random", 0.5, 2, "lr")
+    assert (options.verifier, options.max_depth, options.mode) == ("chance_500", 2, "lr")
 
 
-def test_speedups_stand_beside_what_the_formulas_allow() -> None:
+def test_speedups_stand_beside_what_the_formulas_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware_module, "SIMULATED_STEPS", 60)
+    monkeypatch.setattr(hardware_module, "SIMULATED_SEEDS", 2)
     alone, half = settings([0.5], [4])
     measured = {alone: Measured((0.02, 0.02), 0, 0, 24.0), half: Measured((0.01, 0.01), 12, 20, 24.0)}
 
@@ -90,30 +91,23 @@ def test_no_token_that_could_end_a_step_is_drawn(deployment: Path) -> None:
 
 
 def test_the_deployment_can_be_built_and_its_judge_is_asked(tmp_path: Path, deployment: Path) -> None:
-    spec = random_deployment(tmp_path / "models", TINY, device="cpu", judged=True)
+    spec = random_deployment(tmp_path / "models", TINY, alphas=(0.5,))
     report = build_repository(spec, tmp_path / "repository")
     assert report.written
     config = json.loads((tmp_path / "repository" / "lookahead" / "1" / "lookahead.json").read_text())
-    assert config["random_asks_judge"] is True
+    chance = {"factory": "bench.plug_ins.verifiers:Chance", "probability": 0.5, "asks_judge": True}
+    assert config["verifiers"] == {chance_of(0.5): chance}
     assert config["limits"]["max_step_tokens"] == 24
     tokenizer = load_any_tokenizer(tmp_path / "models" / "target")
     rendered = tokenizer.apply_chat_template([{"role": "user", "content": "Why?"}], tokenize=False, add_generation_prompt=True)
     assert rendered.endswith("<think>")
 
 
-@pytest.mark.parametrize("asks", [True, False])
-def test_chance_decides_in_the_time_of_a_verdict(asks: bool) -> None:
-    world = World.of(storyteller(1), storyteller(2), lambda one, other: False)
-    config = world.config.model_copy(update={"random_asks_judge": asks})
-    parts = VerifierParts(world.target, world.judge, MODELS.tokenizer, MODELS.judge_prompt, MODELS.judge_tokenizer)
-    request = LookaheadRequest.parse({"text_input": "?", "verifier": "random", "verifier_threshold": 1.0})
-    step, other = Step((7,), StepEnd.DELIMITER), Step((8,), StepEnd.DELIMITER)
-    pair = StepPair(step, other, "①", "②", "id", np.asarray([1], dtype=np.int32))
-
-    verdict = asyncio.run(make_verifier(request, config, parts).verify(pair))
-
-    assert verdict == Verdict(True, Reason.RANDOM, verdict.score, "random")
-    assert len(world.judge.calls) == asks
+def test_a_deployment_without_a_judge_decides_by_chance_alone(tmp_path: Path) -> None:
+    shapes = {role: "tiny" for role in (Role.TARGET, Role.DRAFT)}
+    spec = random_deployment(tmp_path, shapes, alphas=(0.25, 0.5))
+    verifiers = spec.lookahead["verifiers"]
+    assert [(one["probability"], one["asks_judge"]) for one in verifiers.values()] == [(0.25, False), (0.5, False)]
 
 
 def test_real_shapes_have_the_sizes_that_they_are_named_for(tmp_path: Path) -> None:
@@ -164,8 +158,11 @@ def test_ratios_of_tokens_a_second_are_paired_by_problem() -> None:
     samples = [sample("ar", n, 1.0 + n, 100 + 100 * n) for n in range(4)]
     samples += [sample("peer", n, 0.5 + 0.5 * n, 200 + 200 * n) for n in reversed(range(4))]
 
-    assert rate_ratio(samples, "peer") == pytest.approx((4.0, 4.0, 4.0))
-    assert rate_ratio(samples, "ar") == pytest.approx((1.0, 1.0, 1.0))
+    def bounds(one: Estimate) -> tuple[float, float, float]:
+        return one.low, one.value, one.high
+
+    assert bounds(rate_ratio(samples, "peer")) == pytest.approx((4.0, 4.0, 4.0))
+    assert bounds(rate_ratio(samples, "ar")) == pytest.approx((1.0, 1.0, 1.0))
 
 
 def test_transformers_greedy_answer_is_the_same_with_an_assistant_and_with_prompt_lookup(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,18 +1,18 @@
-"""``make load`` (``python -m bench.load``): each mode under rising load, by NVIDIA's perf_analyzer.
+"""Each mode under rising load, by NVIDIA's perf_analyzer.
 
 Two sweeps: so many requests in flight (1 to 16), and Poisson arrivals at shares of what ``ar`` can answer. ``ar`` and ``sd`` are
 asked with ``stream=false``, one uninterrupted answer, which is their best; their streamed twins show first step and gaps only.
-``lr`` and ``lr_sd`` are streamed, which costs them nothing. Everything perf_analyzer wrote stays under ``out/load``.
+``lr`` and ``lr_sd`` are streamed, which costs them nothing. Everything that perf_analyzer wrote stays in a folder.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import tempfile
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -21,10 +21,14 @@ from lr_client import Client, ClientError, Options
 from rich.console import Console
 from rich.table import Table
 
+from bench.kit.hardware import device_line
+from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
+from bench.kit.serving import demo_spec, serving
 from bench.load import inputs, summary
 from bench.load.errors import LoadError
 from bench.load.export import Limits
 from bench.load.perf_analyzer import PerfAnalyzer, obtain
+from bench.load.plot import draw
 from bench.load.sweep import BASELINE, SERIES, Point, Results, Sweep, closed_points, open_points, rates_from
 from lr_backend.errors import LookaheadError
 
@@ -33,18 +37,6 @@ RATE_SHARES = (0.25, 0.5, 0.75, 1.0)
 TOOLS = Path("out/tools")
 READY_TIMEOUT_S = 60.0
 WARM_UP_ROUNDS = 2
-WIDTH = 150
-
-
-def machine() -> str:
-    """What it runs on."""
-    from bench.engine import device_line  # torch, which takes seconds to load
-    from demo.asking import demo_spec
-    from lr_backend.embedded.config import EngineConfig
-    from lr_backend.engine import Role
-
-    spec = demo_spec()
-    return device_line(EngineConfig(spec.checkpoint_dir(Role.TARGET), num_threads=spec.target.num_threads))
 
 
 def warm_up(client: Client, questions: list[inputs.Fields], temperature: float) -> None:
@@ -72,6 +64,41 @@ def show(console: Console, rows: Iterable[tuple[str, ...]], title: str) -> None:
     console.print(table)
 
 
+@dataclass
+class Session:
+    """A sweep in progress: its points, and which of them failed."""
+
+    results: Results
+    limits: Limits
+    console: Console
+    points: list[Point] = field(default_factory=list)
+    failed: dict[Point, str] = field(default_factory=dict)
+
+    def measure(self, sweep: Sweep, more: list[Point]) -> None:
+        """Measure more points."""
+        self.points.extend(more)
+        sweep.run(more, self._report)
+
+    def rates(self) -> list[float]:
+        """Arrival rates, from what ``ar`` could answer.
+
+        Raises:
+            LoadError: ``ar`` was not measured by concurrency.
+        """
+        found = self.results.figures(self.points, self.limits)
+        capacity = [one.requests_per_s for point, one in found.items() if point.series == BASELINE]
+        if not capacity:
+            raise LoadError("no rate can be chosen, as ar was not measured by concurrency: name some with --rate")
+        return rates_from(max(capacity), RATE_SHARES)
+
+    def _report(self, point: Point, what: str) -> None:
+        if what not in ("kept", "measured"):
+            self.failed[point] = what
+        count = f"{self.points.index(point) + 1}/{len(self.points)}"
+        self.console.print(f"[dim]{count}[/] {point.name}: {what}", highlight=False, soft_wrap=True)
+
+
+# Each option is one axis of the sweep.
 def main(
     url: Annotated[str | None, typer.Option(help="gRPC address of a running server; by default the demo is served.")] = None,
     input_data: Annotated[Path, typer.Option("--input-data", help="perf_analyzer input file.")] = inputs.INPUTS / "demo.json",
@@ -88,15 +115,13 @@ def main(
         Path | None, typer.Option(help="A binary of your own; by default the pinned release is downloaded once.")
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Throw away what was measured before.")] = False,
-    output: Annotated[Path, typer.Option(help="Where everything goes.")] = Path("out/load"),
+    folder: Annotated[Path, typer.Option(help="Where everything that was measured is kept.")] = Path("out/load"),
+    output: Annotated[Path, typer.Option(help="Where the figures go; the plot beside it.")] = PAGES / "load.json",
 ) -> None:
-    """Print a table and one JSON line; plot and raw files under the output folder."""
-    console, errors = Console(width=WIDTH), Console(stderr=True)
-    limits = Limits(first_step_limit_s, latency_limit_s)
-    points: list[Point] = []
-    failed: dict[Point, str] = {}
+    """Print a table and one JSON line; plot and figures beside the page, raw files in a folder."""
+    errors = Console(stderr=True)
+    session = Session(Results(folder), Limits(first_step_limit_s, latency_limit_s), console_of_any_width())
     settings: dict[str, object] = {}
-    results = Results(output)
     stopped: str | None = None
     try:
         questions = inputs.load(input_data)
@@ -108,85 +133,65 @@ def main(
             "temperature": temperature,
             "min_requests": min_requests,
             "rate_requests": rate_requests,
-            "device": machine() if url is None else f"a client with {os.cpu_count()} cores",
+            "device": device_line(demo_spec().target.num_threads) if url is None else f"a client with {os.cpu_count()} cores",
         }
-        results.begin(settings, fresh=fresh)
+        session.results.begin(settings, fresh=fresh)
         with ExitStack() as stack:
-            address = url or _demo_server(stack, console)
+            address = url or _demo_server(stack, session.console)
             client = stack.enter_context(Client(address))
             warm_up(client, questions, temperature)
-            fields = {"temperature": temperature}
 
             def is_ready() -> bool:
                 return client.is_ready(timeout_s=READY_TIMEOUT_S)
 
-            sweep = Sweep(analyzer, address, questions, fields, results, point_timeout_s, is_ready)
-
-            def measure(more: list[Point]) -> None:
-                points.extend(more)
-
-                def report(point: Point, what: str) -> None:
-                    if what not in ("kept", "measured"):
-                        failed[point] = what
-                    count = f"{points.index(point) + 1}/{len(points)}"
-                    console.print(f"[dim]{count}[/] {point.name}: {what}", highlight=False, soft_wrap=True)
-
-                sweep.run(more, report)
-
-            measure(closed_points(concurrency or CONCURRENCY, min_requests))
+            fields = {"temperature": temperature}
+            sweep = Sweep(analyzer, address, questions, fields, session.results, point_timeout_s, is_ready)
+            session.measure(sweep, closed_points(concurrency or CONCURRENCY, min_requests))
             if rates:
-                capacity = [
-                    one.requests_per_s for point, one in results.figures(points, limits).items() if point.series == BASELINE
-                ]
-                if not rate and not capacity:
-                    raise LoadError("no rate can be chosen, as ar was not measured by concurrency: name some with --rate")
-                measure(open_points(rate or rates_from(max(capacity), RATE_SHARES), rate_requests))
+                session.measure(sweep, open_points(rate or session.rates(), rate_requests))
     except (LoadError, LookaheadError) as error:
         stopped = str(error)
     except KeyboardInterrupt:
         stopped = "interrupted"
-    try:
-        found = results.figures(points, limits)
-    except LoadError as error:
-        errors.print(f"error: {error}; delete its folder to measure it again", style="red", highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from None
-    if found:
-        _write(console, found, settings, limits, failed, output)
-    for point, reason in failed.items():
-        errors.print(f"failed: {point.name}: {reason}", style="red", highlight=False, markup=False, soft_wrap=True)
-    if stopped is not None:
-        kept = f"; {len(found)} points are kept in {output}: run the same command again to go on" if found else ""
-        errors.print(f"error: {stopped}{kept}", style="red", highlight=False, markup=False, soft_wrap=True)
-    if stopped is not None or failed:
-        raise typer.Exit(1)
+    _end(session, settings, stopped, output, errors)
 
 
 def _demo_server(stack: ExitStack, console: Console) -> str:
-    from demo.asking import demo_spec, serving
-
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lookahead-load-"))
     with console.status("starting Triton with lookahead, target, draft and judge"):
         return stack.enter_context(serving(demo_spec(), Path(folder) / "repository")).grpc_url
 
 
-def _write(
-    console: Console,
-    found: summary.Found,
-    settings: dict[str, object],
-    limits: Limits,
-    failed: dict[Point, str],
-    output: Path,
-) -> None:
-    """Table, plot, JSON and Markdown of what was measured; ends with the JSON line."""
-    from bench.load.plot import draw
+def _end(session: Session, settings: dict[str, object], stopped: str | None, output: Path, errors: Console) -> None:
+    """Write what was measured, and say what is missing: the exit status is 1 if anything is."""
+    try:
+        found = session.results.figures(session.points, session.limits)
+    except LoadError as error:
+        errors.print(f"error: {error}; delete its folder to measure it again", style="red", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+    if found:
+        _write(session, found, settings, output)
+    for point, reason in session.failed.items():
+        errors.print(f"failed: {point.name}: {reason}", style="red", highlight=False, markup=False, soft_wrap=True)
+    if stopped is not None:
+        kept = f"; {len(found)} points are kept in {session.results.folder}: run the same command again to go on" if found else ""
+        errors.print(f"error: {stopped}{kept}", style="red", highlight=False, markup=False, soft_wrap=True)
+    if stopped is not None or session.failed:
+        raise typer.Exit(1)
 
-    whole = summary.document(found, settings, limits, failed)
-    (output / "load.json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
-    (output / "load.md").write_text(summary.markdown(found), encoding="utf-8")
-    draw(found, limits, f"{settings['server']}, {settings['device']}", output / "load.png")
-    show(console, summary.rows(found), f"good: first step within {limits.first_step_s:g} s, end within {limits.latency_s:g} s")
-    console.print(f"written to {output}: load.png, load.json, load.md, and a folder a point", highlight=False, soft_wrap=True)
-    console.print(json.dumps(summary.line(whole)), soft_wrap=True, highlight=False, markup=False)
+
+def _write(session: Session, found: summary.Found, settings: dict[str, object], output: Path) -> None:
+    """Table, plot, JSON and Markdown of what was measured; ends with the JSON line."""
+    whole = summary.document(found, settings, session.limits, session.failed)
+    write_json(output, whole)
+    (session.results.folder / "load.md").write_text(summary.markdown(found), encoding="utf-8")
+    plot = output.with_suffix(".png")
+    draw(found, session.limits, f"{settings['server']}, {settings['device']}", plot)
+    good = f"good: first step within {session.limits.first_step_s:g} s, end within {session.limits.latency_s:g} s"
+    show(session.console, summary.rows(found), good)
+    told = f"written to {output} and {plot}; in {session.results.folder} load.md, and a folder a point"
+    session.console.print(told, highlight=False, soft_wrap=True)
+    print_line(session.console, summary.line(whole))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from lr_backend.loop.ledger import Ledger
 from lr_backend.loop.seeds import Seeds
 from lr_backend.loop.writer import StepWriter
 from lr_backend.steps.rules import StepRules
+from lr_backend.steps.segment import BLANK_LINE
 from lr_backend.steps.step import Step, StepEnd
 from lr_backend.verify import StepPair
 from lr_backend.verify.judge import JudgeVerifier
@@ -63,8 +64,8 @@ class Texts:
 
     def begins_a_step(self, prefix: IntArray) -> bool:
         """Whether what follows is a step from its beginning: the text so far ends with a delimiter."""
-        last = prefix[-len(self.rules.delimiter) :].tolist()  # a delimiter has as many tokens as characters at most
-        return str(self.tokenizer.decode(last, skip_special_tokens=False)).endswith(self.rules.delimiter)
+        last = prefix[-len(BLANK_LINE.text) :].tolist()  # a delimiter has as many tokens as characters at most
+        return str(self.tokenizer.decode(last, skip_special_tokens=False)).endswith(BLANK_LINE.text)
 
 
 def same_text(one: str, other: str) -> bool:

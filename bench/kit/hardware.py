@@ -1,22 +1,27 @@
-"""What the machine at hand can do: its engines timed alone, and what the step loop would gain on them without any overhead."""
+"""What the machine at hand is and can do: its name, its engines timed alone, and the loop over them without any overhead."""
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from math import ceil
+from pathlib import Path
 from statistics import fmean
 
 import numpy as np
+import tritonclient.grpc as grpcclient
 
-from demo.asking import cost_ratio, seconds_a_token
+from bench.kit.remote_engine import grpc_inputs
 from demo.problems import Problem
 from demo.tokenizer import chat, load_tokenizer
 from lr_backend.build.spec import EmbeddedDeployment
 from lr_backend.contract import IntArray
 from lr_backend.emulated.workload import Workload
-from lr_backend.engine import Role
+from lr_backend.engine import EngineCall, Role
 from lr_backend.hardware.machine import LinearTimes
 from lr_backend.plan.simulation import Policy, Scenario, speedup
 from lr_backend.request import LookaheadRequest
@@ -30,6 +35,26 @@ MAX_BESIDE_TOKENS = 1500
 SIMULATED_STEPS = 120
 SIMULATED_SEEDS = 3
 STEP_SPREAD = 0.3
+
+
+def processor_line() -> str:
+    """Processor and cores."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else 'unknown processor'}, {os.cpu_count()} cores"
+
+
+def device_line(num_threads: int | None, device: str = "cpu") -> str:
+    """What an engine ran on: the card, or processor, cores and threads; and the version of torch."""
+    torch_version = f"torch {version('torch')}"
+    if device == "cuda":
+        import torch  # takes seconds to load
+
+        return f"{torch.cuda.get_device_name()}, {torch_version}"
+    return f"{processor_line()}, {num_threads} thread(s), {torch_version}"
 
 
 @dataclass(frozen=True)
@@ -70,10 +95,37 @@ class Hardware:
         return {**asdict(self), "crowding": self.crowding, "num_cores": self.num_cores}
 
 
+def seconds_a_token(
+    url: str, model: str, prompt: IntArray, num_tokens: int = TIMING_TOKENS, rounds: int = TIMING_ROUNDS
+) -> float:
+    """What one engine takes for a token when nothing else runs: the best of a few greedy calls through Triton."""
+    call = EngineCall(request_id="", input_ids=prompt, max_new_tokens=num_tokens)
+    inputs = grpc_inputs(call.tensors())
+    times_s = []
+    with grpcclient.InferenceServerClient(url) as client:
+        for _ in range(rounds):
+            started = time.perf_counter()
+            client.infer(model, inputs)
+            times_s.append((time.perf_counter() - started) / num_tokens)
+    return min(times_s)
+
+
+def cost_ratio(server: TritonServer, spec: EmbeddedDeployment, problem: Problem) -> float:
+    """c: a drafted step's time over a target step's of as many tokens, each model alone."""
+    prompt = prompt_of(spec, problem)
+    draft_s, target_s = (seconds_a_token(server.grpc_url, role.value, prompt) for role in (Role.DRAFT, Role.TARGET))
+    return draft_s / target_s
+
+
+def prompt_of(spec: EmbeddedDeployment, problem: Problem) -> IntArray:
+    """A problem as the target is asked it."""
+    tokenizer = load_tokenizer(spec.checkpoint_dir(Role.TARGET))
+    return np.asarray(tokenizer.encode(chat(problem.question), add_special_tokens=False), dtype=np.int32)
+
+
 def measure_hardware(server: TritonServer, spec: EmbeddedDeployment, problem: Problem) -> Hardware:
     """Time the engines of an idle server; each figure is the best of a few rounds."""
-    tokenizer = load_tokenizer(spec.checkpoint_dir(Role.TARGET))
-    prompt = np.asarray(tokenizer.encode(chat(problem.question), add_special_tokens=False), dtype=np.int32)
+    prompt = prompt_of(spec, problem)
     c = cost_ratio(server, spec, problem)
     together = {num: min(_together_s(server.grpc_url, prompt, num) for _ in range(TIMING_ROUNDS)) for num in PARALLEL}
     num_beside = min(MAX_BESIDE_TOKENS, ceil(1.2 * TIMING_TOKENS / c))

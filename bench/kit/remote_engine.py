@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy.typing as npt
@@ -16,6 +17,15 @@ KINDS: dict[str, type[EngineError]] = {
     "StatusCode.UNIMPLEMENTED": EngineRejected,
     "StatusCode.UNAVAILABLE": EngineUnavailable,
 }
+
+
+def grpc_inputs(arrays: Mapping[str, npt.NDArray[Any]]) -> list[grpcclient.InferInput]:
+    """Named arrays as a client sends them."""
+    tensors = []
+    for name, array in arrays.items():
+        tensors.append(grpcclient.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype)))
+        tensors[-1].set_data_from_numpy(array)
+    return tensors
 
 
 class RemoteEngine:
@@ -34,13 +44,9 @@ class RemoteEngine:
     async def _infer(
         self, model_name: str, request_id: str, inputs: Arrays, wanted: tuple[str, ...]
     ) -> dict[str, npt.NDArray[Any]]:
-        tensors = []
-        for name, array in inputs.items():
-            tensors.append(grpcclient.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype)))
-            tensors[-1].set_data_from_numpy(array)
         outputs = [grpcclient.InferRequestedOutput(name) for name in wanted]
         try:
-            response = await self._client.infer(model_name, tensors, outputs=outputs, request_id=request_id)
+            response = await self._client.infer(model_name, grpc_inputs(inputs), outputs=outputs, request_id=request_id)
         except InferenceServerException as error:
             text = str(error)
             kind = EngineError if Overloaded.code in text else KINDS.get(str(error.status()), EngineError)

@@ -3,24 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import TypeVar
+from dataclasses import asdict, dataclass, replace
 
-import numpy as np
-import numpy.typing as npt
 from lr_client import Usage
 
-NUM_RESAMPLES = 10_000
-INTERVAL = (2.5, 97.5)
-
-
-T = TypeVar("T")
-
-
-def rotated(turns: Sequence[T], number: int) -> list[T]:
-    """The turns of one round, whose order rotates from round to round: none is always the one that comes first."""
-    shift = number % len(turns)
-    return [*turns[shift:], *turns[:shift]]
+from bench.kit.intervals import paired_speedup
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +40,6 @@ class ModeReport:
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
-
-
-def paired_speedup(baseline_s: Sequence[float], mode_s: Sequence[float], seed: int = 0) -> tuple[float, float, float]:
-    """Ratio of the sums, and its 95 % bootstrap range over pairs."""
-    assert len(baseline_s) == len(mode_s) > 0, (len(baseline_s), len(mode_s))
-    base, ours = np.asarray(baseline_s), np.asarray(mode_s)
-    picks = np.random.default_rng(seed).integers(0, len(base), (NUM_RESAMPLES, len(base)))
-    ratios: npt.NDArray[np.float64] = base[picks].sum(axis=1) / ours[picks].sum(axis=1)
-    low, high = np.percentile(ratios, INTERVAL)
-    return float(base.sum() / ours.sum()), float(low), float(high)
 
 
 def report(samples: Iterable[Sample], baseline: str) -> dict[str, ModeReport]:
@@ -108,3 +85,24 @@ def accepted_runs(usage: Usage) -> float:
 
 def _rate(part: float, whole: float) -> float | None:
     return part / whole if whole else None
+
+
+def best_baseline(samples: Sequence[Sample], baseline: str = "ar") -> tuple[list[Sample], str]:
+    """Keep the fastest of all settings of the baseline, under its plain name; also the name of that setting.
+
+    Settings are told by their names: ``ar``, ``ar at 2 threads``.
+    """
+    totals: dict[str, float] = {}
+    for sample in samples:
+        if sample.mode.startswith(baseline):
+            totals[sample.mode] = totals.get(sample.mode, 0.0) + sample.latency_s
+    best = min(totals, key=lambda name: totals[name])
+    kept = [sample for sample in samples if sample.mode == best or not sample.mode.startswith(baseline)]
+    return [replace(one, mode=baseline) if one.mode == best else one for one in kept], best
+
+
+def mean_step_tokens(samples: Iterable[Sample], default: int = 24) -> int:
+    """Mean length of a step over all answers that were written in steps."""
+    usages = [sample.usage for sample in samples if sample.usage.num_steps_drafted]
+    num_steps = sum(usage.num_steps for usage in usages)
+    return round(sum(usage.completion_tokens for usage in usages) / num_steps) if num_steps else default

@@ -1,4 +1,4 @@
-"""The demo's headline: five ways to answer at the pace of H200s, on a machine without one.
+"""Answers at the pace of H200s on a machine without one: five rows, their traces, and what the planner makes of them.
 
 Triton, the step loop, the scheduler and the models' texts are real; how long an iteration lasts is what NVIDIA's kernel tables
 say of the deployment ``qwen3-32b`` on that system. A machine that falls behind shows it all in slow motion, and all times are
@@ -20,8 +20,9 @@ import numpy as np
 from lr_client import Client
 from rich.console import Console
 
-from demo.asking import ask, in_turns, serving
-from demo.measure import ModeReport, Sample, report
+from bench.kit.measure import ModeReport, Sample, report
+from bench.kit.serving import ask, serving
+from bench.kit.turns import in_turns
 from demo.problems import Problem
 from lr_backend.build.paced import paced
 from lr_backend.build.spec import EmbeddedDeployment
@@ -33,10 +34,10 @@ from lr_backend.plan.fit_texts import by_verifier, fit_workload
 from lr_backend.plan.losses import engines_alone
 from lr_backend.plan.simulation import Policy, Scenario, ms_a_token, simulate
 from lr_backend.plan.table import LEAST_STEPS, plan_row
-from lr_backend.request import LookaheadRequest, Mode, with_defaults
+from lr_backend.request import LookaheadRequest, Mode
 from lr_backend.serve.server import TritonServer
 from lr_backend.trace.schema import Call, Trace
-from lr_backend.triton.refresher import REFRESH_S
+from lr_backend.triton.metrics import REFRESH_S
 
 SYSTEM = "h200_sxm"
 BASELINE = "ar"
@@ -71,9 +72,9 @@ class Stage:
 
     def ask(self, problem: Problem, row: str, fields: Row, temperature: float, index: int) -> tuple[Sample, Trace | None]:
         """One answer with its trace; its seconds are those of the hardware that is stood for."""
-        sample, result = ask(self.client, problem, {**fields, "trace": True}, temperature, index, TIMEOUT_S)
+        sample, result = ask(self.client, problem, {**fields, "trace": True}, temperature, index, name=row, timeout_s=TIMEOUT_S)
         trace = Trace.from_json(result.trace) if result.trace else None
-        return replace(sample, mode=row, latency_s=sample.latency_s / self.spec.slow_motion), trace
+        return replace(sample, latency_s=sample.latency_s / self.spec.slow_motion), trace
 
     def lateness(self) -> Lateness:
         """Of all engines until now."""
@@ -121,9 +122,9 @@ class Paced:
         return Scenario(fit_workload(own), machine)
 
     def policy(self, row: str) -> Policy:
-        fields = with_defaults(self.spec.loop_config().defaults, self.asked[row])
+        fields = {**self.spec.loop_config().defaults, **self.asked[row]}
         request = LookaheadRequest.parse({**fields, "text_input": "any"})
-        of_tokens = {"proposer": request.proposer.value, "num_draft_tokens": request.num_draft_tokens}
+        of_tokens = {"proposer": request.proposer, "num_draft_tokens": request.num_draft_tokens}
         return Policy(request.mode, request.max_depth, fields=of_tokens)
 
     def gain(self, row: str, machine: Machine) -> float:

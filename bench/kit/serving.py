@@ -1,0 +1,92 @@
+"""The demo's models behind a Triton of their own, and one problem asked of them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lr_client import Client, Options, Result
+
+from bench.kit.measure import Sample
+from demo.problems import Problem, check_answer
+from lr_backend.build.base import Layout
+from lr_backend.build.repository import build_repository
+from lr_backend.build.spec import DeploymentSpec, EmbeddedDeployment
+from lr_backend.serve.server import ServerOptions, TritonServer
+
+MAX_TOKENS = 640
+REQUEST_TIMEOUT_S = 120.0
+ALONE = ("target", "lookahead")
+"""The models of a server that answers ``ar`` and nothing else."""
+
+
+def demo_spec(layout: Layout | None = None) -> EmbeddedDeployment:
+    """The deployment of the demo models; ``layout`` instead of its own."""
+    spec = DeploymentSpec.load("demo")
+    assert isinstance(spec, EmbeddedDeployment)
+    return spec if layout is None else spec.model_copy(update={"server": spec.server.model_copy(update={"layout": layout})})
+
+
+def other_thread_counts(spec: EmbeddedDeployment) -> list[int]:
+    """Thread counts of the target that ``ar`` may be faster at than at the spec's own."""
+    return sorted({1, os.cpu_count() or 1} - {spec.target.num_threads})
+
+
+def with_threads(spec: EmbeddedDeployment, num_threads: int) -> EmbeddedDeployment:
+    """The deployment with another thread count of the target."""
+    return spec.model_copy(update={"target": spec.target.model_copy(update={"num_threads": num_threads})})
+
+
+def with_verifiers(spec: EmbeddedDeployment, verifiers: Mapping[str, Mapping[str, Any]]) -> EmbeddedDeployment:
+    """The deployment with verifiers of its own: sections of a spec, by name."""
+    return spec.model_copy(update={"lookahead": {**spec.lookahead, "verifiers": dict(verifiers)}})
+
+
+def thread_setting(num_threads: int | None) -> str:
+    """The name of ``ar`` at a thread count."""
+    return f"ar at {num_threads} thread{'' if num_threads == 1 else 's'}"
+
+
+@contextmanager
+def serving(spec: DeploymentSpec, repository: Path, *, only: tuple[str, ...] = ()) -> Iterator[TritonServer]:
+    """A server over a freshly rendered repository; ``only`` keeps just these models."""
+    build_repository(spec, repository)
+    for model in repository.iterdir():
+        if only and model.is_dir() and model.name not in only:
+            shutil.rmtree(model)
+    options = ServerOptions(thread_pool_size=spec.server.thread_pool_size, exit_timeout_s=5)
+    with TritonServer(repository, options) as server:
+        server.wait_ready(spec.server.load_timeout_s)
+        yield server
+
+
+def ask(
+    client: Client,
+    problem: Problem,
+    fields: Mapping[str, Any],
+    temperature: float,
+    index: int,
+    *,
+    seed: int | None = None,
+    name: str | None = None,
+    timeout_s: float = REQUEST_TIMEOUT_S,
+) -> tuple[Sample, Result]:
+    """One answer to a request of these fields, timed by the client from submit to final response.
+
+    Args:
+        index: the problem's number.
+        seed: by default that number.
+        name: of the sample; by default the mode that the server answered in.
+    """
+    usual = {"stream": False, "max_tokens": MAX_TOKENS, "temperature": temperature, "seed": index if seed is None else seed}
+    options = Options(**{**usual, **fields})
+    started = time.perf_counter()
+    result = client.ask(problem.question, options, timeout_s=timeout_s)
+    latency_s = time.perf_counter() - started
+    correct = check_answer(problem, result.text)
+    return Sample(name or result.usage.mode, index, correct, latency_s, result.usage), result
