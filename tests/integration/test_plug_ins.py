@@ -44,7 +44,8 @@ from lr_backend.serve.warmup import post_json
 
 spec = DeploymentSpec.load(Path(sys.argv[1]))
 build_repository(spec)
-asked = {"text_input": "<think>", "raw": True, "max_tokens": 60, "temperature": 1.0, "seed": 3, "stream": False, "max_depth": 2}
+asked = {"text_input": "<think>", "raw": True, "max_tokens": 60, "temperature": 1.0, "seed": 3, "stream": False}
+asked["deterministic"] = True  # no draft is late
 with TritonServer(spec.built_dir, ServerOptions(exit_timeout_s=5)) as server:
     server.wait_ready(120)
     for own in json.loads(sys.argv[2]):
