@@ -22,6 +22,7 @@ from pydantic import (
     model_validator,
 )
 
+from lr_backend.engine import Role
 from lr_backend.errors import ConfigError
 from lr_backend.plugins import NAME, PROPOSERS, REFERENCE, SEGMENTERS, VERIFIERS, PlugIn, load, offered, parts_of
 from lr_backend.request import Mode, ProposerName, VerifierName
@@ -160,11 +161,15 @@ class LoopConfig(BaseModel):
         own_branches: go on from a target step while the verdict on the drafted one is pending.
         engine_drafts: the target's engine holds the draft model too and drafts by itself where a call asks for it
             (``num_draft_tokens``); the proposer ``engine`` needs it.
+        engine_always_drafts: it does so in every call, asked or not, and takes no draft tokens from elsewhere: there is no target
+            alone.
+        remotes: where roles live that are not models of this server: gRPC addresses of their servers.
         engines: parameters of the embedded engines that the step loop's own process runs, by role; empty: it calls the server's
             models of these names by BLS.
         pace: at whose pace the engines run, as it must stand beside every time; empty: at this machine's own.
         verifiers, proposers: the deployment's own, by the name that requests know them by (:mod:`lr_backend.plugins`).
         root: of the deployment; the modules of its own plug-ins are looked for here as well.
+        raw_prompts: control tokens in ``text_input`` count where a request says ``raw``; else they are text there as everywhere.
         segmenter: says where steps end, in place of ``step_delimiter``.
         audit: who audits accepted steps, for requests that ask for it (``audit_rate``, ``risk_budget``).
         defaults: request fields taken where a request does not give them.
@@ -185,11 +190,14 @@ class LoopConfig(BaseModel):
     coupled_noise: bool = False
     own_branches: bool = True
     engine_drafts: bool = False
+    engine_always_drafts: bool = False
+    remotes: dict[Role, tuple[str, ...]] = Field(default_factory=dict)
     engines: dict[str, dict[str, str]] = Field(default_factory=dict)
     pace: str = ""
     verifiers: dict[PlugInName, PlugIn] = Field(default_factory=dict)
     proposers: dict[PlugInName, PlugIn] = Field(default_factory=dict)
     segmenter: PlugIn | None = None
+    raw_prompts: bool = False
     root: Path | None = None
     audit: AuditSettings = AuditSettings()
     timeouts: Timeouts = Timeouts()
@@ -209,13 +217,18 @@ class LoopConfig(BaseModel):
 
     def lacks_proposer(self, name: str) -> str | None:
         """The same for a proposer."""
+        if self.engine_always_drafts and name != ProposerName.ENGINE:
+            return "this server's target drafts by itself (target.speculative) and takes no draft tokens: engine"
         if name == ProposerName.ENGINE and not self.engine_drafts:
             return "this server's target engine holds no draft model (target.holds_draft_model)"
         return _unknown(name, [*ProposerName, *sorted({*self.proposers, *offered(PROPOSERS)})])
 
-    def lacks_mode(self, mode: str) -> str | None:
-        """The same for a mode above temperature 0; at temperature 0 every server has all of them."""
-        if mode == Mode.LOSSLESS and not self.coupled_noise:
+    def lacks_mode(self, mode: str, *, greedy: bool = False) -> str | None:
+        """The same for a mode; ``greedy``: at temperature 0."""
+        if self.engine_always_drafts and not Mode(mode).speculates_tokens:
+            other = "lr_sd" if Mode(mode).speculates_steps else "sd"
+            return f"this server's target drafts by itself in every call (target.speculative); ask for {other} or auto"
+        if mode == Mode.LOSSLESS and not (greedy or self.coupled_noise):
             return "above temperature 0 it needs engines whose noise follows from seed and position; this server's have their own"
         return None
 

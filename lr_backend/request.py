@@ -105,7 +105,8 @@ class LookaheadRequest(BaseModel):
     messages: tuple[Message, ...] | None = Field(default=None, min_length=1)
     """a chat in place of `text_input`: a JSON list of `{role, content}`"""
     raw: bool = False
-    """`text_input` is the prompt itself, rendered by no template"""
+    """`text_input` is the prompt itself, rendered by no template; control tokens in it are text, unless the deployment has
+    `raw_prompts`"""
     max_tokens: int = Field(default=512, ge=1, le=1 << 20)
     """tokens of the answer, reasoning included, at most; cut at the server's limit"""
     temperature: float = Field(default=0.0, ge=0.0, le=5.0, allow_inf_nan=False)

@@ -184,12 +184,13 @@ class WordTokenizer:
     def all_special_ids(self) -> list[int]:
         return [index for index, word in enumerate(self.words) if word in self.special]
 
-    def encode(self, text: str, *, split_special_tokens: bool = False, **_: Any) -> list[int]:
+    @property
+    def added_tokens_decoder(self) -> dict[int, str]:
+        return {index: self.words[index] for index in self.all_special_ids}
+
+    def encode(self, text: str, **_: Any) -> list[int]:
         """Greedy longest match; characters that no word begins with are dropped."""
-        words = sorted(
-            ((word, index) for index, word in enumerate(self.words) if not (split_special_tokens and word in self.special)),
-            key=lambda pair: -len(pair[0]),
-        )
+        words = sorted(((word, index) for index, word in enumerate(self.words)), key=lambda pair: -len(pair[0]))
         ids: list[int] = []
         while text:
             word, index = next(((w, i) for w, i in words if text.startswith(w)), ("", -1))

@@ -6,7 +6,7 @@ Take :class:`DeploymentSpec` from :mod:`lr_backend.build.spec`, where every runt
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -17,6 +17,7 @@ from lr_backend.build.placement import Placement
 from lr_backend.config import CANCEL_RESERVE, LoopConfig
 from lr_backend.contract import ENGINE_INPUTS, TensorSpec
 from lr_backend.engine import Role
+from lr_backend.engine.address import Address
 from lr_backend.errors import ConfigError, InvalidRequest, first_error
 from lr_backend.request import LookaheadRequest
 from lr_backend.resources import is_checkout, resource_root
@@ -30,9 +31,11 @@ _FILLED_BY_BUILD = (
     "vocab_size",
     "tokens_per_block",
     "engine_drafts",
+    "engine_always_drafts",
     "coupled_noise",
     "root",
     "pace",
+    "remotes",
 )
 
 
@@ -48,8 +51,8 @@ class Layout(StrEnum):
     PROCESS_A_ROLE = "process_a_role"
     """Each of the models target, draft and judge has its own, which the loop calls by BLS."""
     ONE_PROCESS = "one_process"
-    """The loop's own, which runs their engines too and hands nothing over. Runtime ``torch`` only; the three models are still
-    served beside it, with memory of their own."""
+    """The loop's own, which runs their engines too and hands nothing over. Runtime ``embedded`` only; the server has the model
+    ``lookahead`` alone."""
 
 
 class ServerSpec(Section):
@@ -72,16 +75,35 @@ class EngineSpec(Section):
     """What every runtime's engine says of itself. Sizes are in tokens.
 
     Attributes:
+        url: where the role lives if another server runs it (``lookahead serve --role``): ``grpc://host:port``, ``grpcs`` for
+            TLS, or a list of them, which are alike and share the calls. Empty: it is a model of the step loop's own server.
         checkpoint: Hugging Face folder, relative to the project root or absolute.
         max_seq_len: prompt and output of one request together.
         tokens_per_block: granularity of the KV cache, hence of prefix reuse.
         max_queue_size: requests that may wait; None: no limit of the engine's own.
     """
 
+    url: tuple[str, ...] = ()
     checkpoint: Path
     max_seq_len: int = Field(ge=2)
     tokens_per_block: int = Field(default=32, ge=1)
     max_queue_size: int | None = Field(default=None, ge=1)
+
+    @field_validator("url", mode="before")
+    @classmethod
+    def _one_or_several(cls, given: Any) -> Any:
+        return (given,) if isinstance(given, str) else given
+
+    @field_validator("url")
+    @classmethod
+    def _addresses(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        try:
+            found = [Address.parse(url) for url in urls]
+        except ConfigError as error:
+            raise ValueError(error.message) from error
+        if len(set(found)) < len(found):
+            raise ValueError("names a server twice")
+        return urls
 
     @property
     def num_drafts(self) -> int:
@@ -116,6 +138,7 @@ class DeploymentSpec(Section):
     server: ServerSpec = ServerSpec()
 
     _path: Path = PrivateAttr(default=Path())
+    _served: tuple[Role, ...] | None = PrivateAttr(default=None)
     _runtimes: ClassVar[dict[str, type[DeploymentSpec]]] = {}
 
     @classmethod
@@ -151,7 +174,40 @@ class DeploymentSpec(Section):
     @property
     def built_dir(self) -> Path:
         """Where this spec's repository is rendered unless a caller says otherwise."""
-        return self.root / "engines" / "built" / self.name
+        return self.root / "engines" / "built" / ".".join((self.name, *(self._served or ())))
+
+    def only(self, roles: Iterable[Role]) -> Self:
+        """The part of the deployment that a server of these roles runs, for a step loop elsewhere.
+
+        Raises:
+            ConfigError: a role has no ``url``: it belongs to the loop's own server.
+        """
+        served = tuple(role for role in Role if role in set(roles))
+        if near := [role for role in served if not self.engine(role).url]:
+            raise ConfigError(f"{self.name}: {near[0]} has no url in the spec, so the step loop's own server runs it")
+        part = self.model_copy()
+        part._served = served
+        return part
+
+    @property
+    def runs_loop(self) -> bool:
+        """Whether this server has the step loop."""
+        return self._served is None
+
+    @property
+    def roles_here(self) -> tuple[Role, ...]:
+        """Whose engines this server runs."""
+        return self._served if self._served is not None else tuple(role for role in Role if not self.engine(role).url)
+
+    @property
+    def models_here(self) -> tuple[Role, ...]:
+        """Of those, which are models of the server: the others run in the step loop's own process."""
+        return () if self.server.layout is Layout.ONE_PROCESS else self.roles_here
+
+    @property
+    def remotes(self) -> dict[Role, tuple[str, ...]]:
+        """Where the step loop finds the others."""
+        return {role: self.engine(role).url for role in Role if self.engine(role).url}
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -213,14 +269,21 @@ class DeploymentSpec(Section):
                 "vocab_size": vocab_size,
                 "tokens_per_block": self.engine(Role.TARGET).tokens_per_block,
                 "engine_drafts": self.engine_drafts,
+                "engine_always_drafts": self.engine_always_drafts,
                 "coupled_noise": self.coupled_noise,
                 "root": self.root,
+                "remotes": self.remotes,
             }
         )
 
     @property
     def engine_drafts(self) -> bool:
         """Whether the target's engine holds the draft model too and drafts by itself where a call asks for it."""
+        return False
+
+    @property
+    def engine_always_drafts(self) -> bool:
+        """Whether it does so in every call, asked or not."""
         return False
 
     @property
@@ -252,6 +315,8 @@ class DeploymentSpec(Section):
     def _parts_fit(self) -> Self:
         if self.server.layout is Layout.ONE_PROCESS and self.runtime != "embedded":
             raise ValueError("server.layout: one_process needs the runtime embedded; other engines run where their servers are")
+        if self.server.layout is Layout.ONE_PROCESS and self.remotes:
+            raise ValueError(f"server.layout: one_process runs every engine itself, and {next(iter(self.remotes))} has a url")
         limits = _checked_loop_config(self).limits
         longest = limits.max_prompt_tokens + limits.max_tokens
         for role in (Role.TARGET, Role.DRAFT):
@@ -299,7 +364,7 @@ def _checked_loop_config(spec: DeploymentSpec) -> LoopConfig:
     missing = {
         f"verifier={request.verifier}": config.lacks_verifier(request.verifier),
         f"proposer={request.proposer}": config.lacks_proposer(request.proposer),
-        f"mode={request.mode.value}": None if request.sampling.greedy else config.lacks_mode(request.mode),
+        f"mode={request.mode.value}": config.lacks_mode(request.mode, greedy=request.sampling.greedy),
     }
     for default, rule in missing.items():
         if rule is not None:

@@ -73,7 +73,7 @@ class EmbeddedDeployment(DeploymentSpec):
     """
 
     runtime: Literal["embedded"]
-    paced_as: str = "qwen3-32b"
+    paced_as: str = "qwen3-32b-apart"
     card_sharing: CardSharing = CardSharing.MPS
     slow_motion: float = Field(default=1.0, ge=1.0, le=100.0)
     embedded: bool = False

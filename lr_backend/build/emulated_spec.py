@@ -93,7 +93,7 @@ class EmulatedDeployment(DeploymentSpec):
     """
 
     runtime: Literal["emulated"]
-    emulates: str = "qwen3-32b"
+    emulates: str = "qwen3-32b-apart"
     system: str = "h200_sxm"
     workload: str = DEFAULT_WORKLOAD
     card_sharing: CardSharing = CardSharing.MPS
@@ -110,7 +110,7 @@ class EmulatedDeployment(DeploymentSpec):
         """What the file does not say is as in the deployment that is emulated."""
         if not isinstance(raw, Mapping):
             return raw
-        spec = stood_for(str(raw.get("emulates", "qwen3-32b")))
+        spec = stood_for(str(raw.get("emulates", "qwen3-32b-apart")))
         try:
             kept = kv_tokens(spec, str(raw.get("system", "h200_sxm")), drafts_itself=bool(raw.get("drafts_itself")))
         except ConfigError as error:

@@ -14,18 +14,20 @@ from typing import Any
 from rich.console import Console
 
 import lr_backend
+from lr_backend.build.admission import Admission, admissions, require_admission, shortfalls
 from lr_backend.build.checkpoints import CheckpointInfo, check_checkpoint, check_same_vocabulary
-from lr_backend.build.digests import digests, installed_versions, sha256_text
+from lr_backend.build.digests import digests, installed_versions, sha256_file, sha256_text
 from lr_backend.build.engine_check import check_engine
 from lr_backend.build.gpu_spec import GpuDeployment, TrtllmEngineSpec
 from lr_backend.build.manifest import Platform, probe_platform, read_engine_manifest, require_servable
-from lr_backend.build.memory import GpuMemory, estimate, padded_vocab, require_fit
+from lr_backend.build.memory import GIB, GpuMemory, estimate, padded_vocab, require_fit, require_tensors, verification_bytes
 from lr_backend.build.nvidia import TENSORRT_LLM
 from lr_backend.build.render import engine_files, intact, lookahead_files, read_manifest, require_replaceable, write_repository
 from lr_backend.build.report import BuildReport
 from lr_backend.build.runner import run_steps
 from lr_backend.build.shapes import Source, find_source
 from lr_backend.build.trtllm_commands import NGC_TOOLS, EngineDirs, Step, Toolchain, engine_steps
+from lr_backend.contract import LOGITS_DTYPE
 from lr_backend.engine import Role
 from lr_backend.errors import CheckpointError, ConfigError
 
@@ -40,6 +42,7 @@ class GpuPlan:
         roles: those to build.
         sources: of all roles, because they share GPUs.
         infos: of the checkpoints that are there whole.
+        calibration: folders of texts, of the roles that are quantised.
         steps: of the roles that are compiled.
         files: of the repository, path to text.
         waiting: what could not be checked, and why.
@@ -50,7 +53,9 @@ class GpuPlan:
     roles: tuple[Role, ...]
     sources: Mapping[Role, Source]
     infos: Mapping[Role, CheckpointInfo]
+    calibration: Mapping[Role, Path]
     memory: tuple[GpuMemory, ...]
+    admission: tuple[Admission, ...]
     steps: Mapping[Role, tuple[Step, ...]]
     files: Mapping[str, str]
     waiting: tuple[str, ...]
@@ -62,12 +67,18 @@ class GpuPlan:
         return BuildReport(
             spec=self.spec,
             output=self.output,
-            checked=tuple(_line(role, info) for role, info in self.infos.items()),
+            checked=(
+                *(_line(role, info) for role, info in self.infos.items()),
+                *(f"{role}: calibration texts in {folder}" for role, folder in self.calibration.items() if folder.is_dir()),
+            ),
             files=tuple(self.files),
             written=written,
             steps=tuple(step for steps in self.steps.values() for step in steps),
             memory=self.memory,
+            admission=self.admission,
             origins={role: source.origin for role, source in self.sources.items()},
+            notes=_notes(self.spec, self.sources),
+            warnings=shortfalls(self.spec, self.admission),
             waiting=self.waiting,
         )
 
@@ -136,39 +147,48 @@ def plan_gpu_build(
     require_replaceable(output)
     if not need_checkpoints and read_manifest(output).get("dry_run") is False:
         raise ConfigError(f"{output} holds a repository with engines; a dry run renders into another --output")
-    roles = tuple(Role) if role is None else (role,)
+    roles = spec.roles_here if role is None else (role,)
     sources = {each: _source(spec, each) for each in Role}
     memory = estimate(spec, sources)
     require_fit(spec, memory)
+    require_tensors(spec, sources)
+    admission = admissions(spec, memory)
+    require_admission(spec, admission)
     infos: dict[Role, CheckpointInfo] = {}
     waiting: list[str] = []
-    for each in roles:
+    for each in Role if role is None and spec.runs_loop else roles:  # the loop wants the tokenizers of all
         directory = spec.checkpoint_dir(each)
         if need_checkpoints or (directory.is_dir() and sources[each].exact):
-            infos[each] = _checked(each, directory)
+            infos[each] = _checked(each, directory, weights_needed=each in roles)
         else:
             waiting.append(f"{each}: files and hashes, for the checkpoint at {directory}")
     if Role.TARGET in infos and Role.DRAFT in infos:
         check_same_vocabulary(infos[Role.TARGET], infos[Role.DRAFT])
-    elif role is None:
+    elif role is None and spec.runs_loop:
         waiting.append("that target and draft share a vocabulary, for both tokenizers")
+    calibration: dict[Role, Path] = {}
     steps: dict[Role, tuple[Step, ...]] = {}
     files: dict[str, str] = {}
     for each in roles:
         engine, dirs = spec.engine(each), EngineDirs.of(output, each)
         model_dir = spec.checkpoint_dir(each)
         if isinstance(engine, TrtllmEngineSpec):
+            if engine.quantization != "none" and engine.calib_dataset is not None:
+                calibration[each] = spec.locate(engine.calib_dataset)
+                engine = engine.model_copy(update={"calib_dataset": calibration[each]})
             steps[each] = engine_steps(each, engine, model_dir, sources[each].shape.architecture, dirs, tools)
             model_dir = dirs.engine
         files |= engine_files(spec, each, model_dir)
-    if role is None:
+    if role is None and spec.runs_loop:
         # One-hot rows are copied into the engine's own buffers, which have the padded width.
         files |= lookahead_files(spec, padded_vocab(sources[Role.TARGET].shape.vocab_size, spec.target.tp_size))
         if Role.TARGET not in infos:
             waiting.append(
                 "lookahead/1/lookahead.json: names a tokenizer that is not there; its stop lists are made at start from it"
             )
-    return GpuPlan(spec, output, roles, sources, infos, memory, steps, files, tuple(waiting))
+    for folder in dict.fromkeys(folder for folder in calibration.values() if not folder.is_dir()):
+        waiting.append(f"{' and '.join(one for one in calibration if calibration[one] == folder)}: {_without_texts(folder)}")
+    return GpuPlan(spec, output, roles, sources, infos, calibration, memory, admission, steps, files, tuple(waiting))
 
 
 def _source(spec: GpuDeployment, role: Role) -> Source:
@@ -184,24 +204,46 @@ def _source(spec: GpuDeployment, role: Role) -> Source:
     return source
 
 
-def _checked(role: Role, directory: Path) -> CheckpointInfo:
+def _checked(role: Role, directory: Path, *, weights_needed: bool) -> CheckpointInfo:
     try:
-        return check_checkpoint(directory)
+        return check_checkpoint(directory, weights_needed=weights_needed)
     except CheckpointError as error:
         raise CheckpointError(f"{role}: {error.message}") from error
+
+
+def _notes(spec: GpuDeployment, sources: Mapping[Role, Source]) -> tuple[str, ...]:
+    size = verification_bytes(spec.target, sources[Role.TARGET])
+    if not size or spec.loop_config().draft_logits != "one_hot":
+        return ()
+    drafts, vocab = spec.target.num_drafts, padded_vocab(sources[Role.TARGET].shape.vocab_size, spec.target.tp_size)
+    values = f"{drafts} x {vocab:,} values in {LOGITS_DTYPE}"
+    return (f"a sampled verification of {drafts} draft tokens brings {size / GIB * 1024:.1f} MiB of logits along: {values}",)
+
+
+def _without_texts(folder: Path) -> str:
+    """What is missing, and how it comes there."""
+    told = f"calibration texts: there is no folder {folder}, and the build has no network"
+    if "cnn_dailymail" in str(folder):
+        hub = 'hf download abisee/cnn_dailymail --repo-type dataset --include "3.0.0/*" README.md'
+        return f"{told}: {hub} --local-dir {folder}"
+    return f"{told}: put texts there, such as a file train.jsonl with a field text"
 
 
 def _compile(plan: GpuPlan, resume: bool, console: Console, platform: Callable[[], Platform]) -> None:
     if not plan.steps:
         return
+    for role, folder in plan.calibration.items():
+        if not folder.is_dir():
+            raise ConfigError(f"{role}: {_without_texts(folder)}")
     here = platform()
     _require_platform(plan.spec, here)
     for role, steps in plan.steps.items():
         dirs, engine = plan.dirs(role), plan.spec.engine(role)
         assert isinstance(engine, TrtllmEngineSpec)
         inputs = _hash_inputs(plan.infos[role], dirs)
+        ingredients = _ingredients(inputs, here, engine.gpu_device_ids) | _hash_texts(plan.calibration.get(role))
         dirs.manifest.unlink(missing_ok=True)
-        records = run_steps(steps, dirs, _ingredients(inputs, here, engine.gpu_device_ids), console, resume=resume)
+        records = run_steps(steps, dirs, ingredients, console, resume=resume)
         check_engine(role, engine, dirs.engine)
         manifest = {
             "engine_dir": str(dirs.engine),
@@ -253,6 +295,16 @@ def _hash_inputs(info: CheckpointInfo, dirs: EngineDirs) -> dict[str, dict[str, 
     found = digests(info.files, {"files": known if isinstance(known, dict) else {}})
     _write_json(path, found)
     return found
+
+
+def _hash_texts(folder: Path | None) -> dict[str, str]:
+    """Hashes of the calibration texts, by their place in the folder; none where nothing is quantised."""
+    if folder is None:
+        return {}
+    found = {path.relative_to(folder): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    # Hidden ones are a downloader's notes.
+    kept = {name: path for name, path in found.items() if not any(part.startswith(".") for part in name.parts)}
+    return {f"calibration/{name}": sha256_file(path) for name, path in kept.items()}
 
 
 def _require_current(plan: GpuPlan, role: Role) -> None:

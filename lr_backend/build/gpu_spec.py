@@ -13,7 +13,9 @@ from pydantic import Field, field_validator, model_validator
 
 from lr_backend.build.base import DeploymentSpec, EngineSpec, Section
 from lr_backend.build.placement import Placement
+from lr_backend.contract import EMBEDDED_ENGINE_INPUTS, TensorSpec
 from lr_backend.engine import Role
+from lr_backend.request import ProposerName
 
 Runtime = Literal["tensorrtllm", "llmapi"]
 EXECUTOR_WORKER = "/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker"
@@ -121,7 +123,9 @@ class TrtllmEngineSpec(GpuEngineSpec):
 
     Attributes:
         quantization: ``fp8`` weights and activations, calibrated by upstream's ``quantize.py``.
-        calib_dataset: texts for it: a name on the hub or a local folder; by default upstream's own.
+        calib_dataset: texts for it, as nothing is downloaded: a folder, relative to the project root or absolute, that
+            ``datasets.load_dataset`` reads, with a split ``train`` and a column ``text``; or CNN/DailyMail, with
+            ``cnn_dailymail`` in its path.
         calib_size: how many of them.
         max_draft_len: most draft tokens of one verification; above 0 on the target alone.
         multiple_profiles: let TensorRT choose kernels by batch; faster, and results then vary with the batch.
@@ -133,13 +137,20 @@ class TrtllmEngineSpec(GpuEngineSpec):
 
     runtime: Literal["tensorrtllm"] = "tensorrtllm"
     quantization: Literal["none", "fp8"] = "none"
-    calib_dataset: str | None = None
+    calib_dataset: Path | None = None
     calib_size: int = Field(default=512, ge=1)
     max_draft_len: int = Field(default=0, ge=0, le=128)
     multiple_profiles: bool = False
     batch_scheduler_policy: Literal["guaranteed_no_evict", "max_utilization"] = "guaranteed_no_evict"
     cancellation_check_period_ms: int = Field(default=10, ge=1, le=1000)
     recv_poll_period_ms: int = Field(default=1, ge=0, le=100)
+
+    @field_validator("calib_dataset")
+    @classmethod
+    def _a_folder(cls, folder: Path | None) -> Path | None:
+        if folder is not None and len(folder.parts) < 2:
+            raise ValueError(f"{folder} is a name on a hub, and the build has no network: give a folder, as checkpoints/{folder}")
+        return folder
 
     @property
     def num_drafts(self) -> int:
@@ -158,6 +169,8 @@ class TrtllmEngineSpec(GpuEngineSpec):
     def _can_be_built(self) -> Self:
         if self.kv_cache_dtype == "fp8" and self.quantization != "fp8":
             raise ValueError("kv_cache_dtype fp8 needs its scales, which only quantization fp8 makes")
+        if self.quantization != "none" and self.calib_dataset is None:
+            raise ValueError("quantization needs a calib_dataset: upstream's default is on a hub, and the build has no network")
         if self.max_num_tokens > self.max_batch_size * self.max_seq_len:
             raise ValueError("max_num_tokens beyond max_batch_size x max_seq_len is never used, and trtllm-build lowers it")
         if self.max_draft_len and not self.enable_kv_cache_reuse:
@@ -187,10 +200,37 @@ class TrtllmEngineSpec(GpuEngineSpec):
         }
 
 
+class SpeculativeSpec(Section):
+    """Draft tokens that an engine of the LLM API writes by itself, in every request: it cannot do without.
+
+    Attributes:
+        kind: ``ngram`` looks in the request's own text, ``draft_target`` runs a draft model on the target's cards, ``eagle3`` a
+            head.
+        max_draft_len: so many for each pass of the target.
+        checkpoint: Hugging Face folder of draft model or head, as the engine's own; ``draft_target`` takes the deployment's draft
+            where it is not said.
+        max_matching_ngram_size: tokens that must have stood there before.
+    """
+
+    kind: Literal["ngram", "draft_target", "eagle3"]
+    max_draft_len: int = Field(ge=1, le=64)
+    checkpoint: Path | None = None
+    max_matching_ngram_size: int = Field(default=4, ge=1)
+
+    @model_validator(mode="after")
+    def _has_its_model(self) -> Self:
+        if self.kind == "eagle3" and self.checkpoint is None:
+            raise ValueError("kind eagle3 needs the checkpoint of a head that was trained for the target")
+        if self.kind == "ngram" and self.checkpoint is not None:
+            raise ValueError("kind ngram needs no checkpoint")
+        return self
+
+
 class LlmapiEngineSpec(GpuEngineSpec):
     """One role on TensorRT-LLM's LLM API (the PyTorch flow), behind a Python model of ours. It takes no draft tokens.
 
     Attributes:
+        speculative: draft tokens of its own; on the target alone.
         max_queue_size: the request that finds as many waiting is refused at once.
         use_cuda_graphs: replay decode iterations as CUDA graphs.
         sampler: upstream's ``sampler_type``; up to 1.2 only ``TRTLLMSampler`` heeds a request's seed.
@@ -200,6 +240,7 @@ class LlmapiEngineSpec(GpuEngineSpec):
     """
 
     runtime: Literal["llmapi"] = "llmapi"
+    speculative: SpeculativeSpec | None = None
     max_queue_size: int = Field(default=256, ge=1)
     use_cuda_graphs: bool = True
     sampler: Literal["auto", "TorchSampler", "TRTLLMSampler"] = "auto"
@@ -207,8 +248,26 @@ class LlmapiEngineSpec(GpuEngineSpec):
     max_engine_stop_ids: int = Field(default=32, ge=0)
     cancellation_grace_ms: int = Field(default=1000, ge=0)
 
+    @model_validator(mode="after")
+    def _speculates(self) -> Self:
+        if self.speculative is not None and (self.coupled_noise or self.sampler == "TRTLLMSampler"):
+            raise ValueError("speculative excludes coupled_noise and sampler TRTLLMSampler: upstream has neither beside it")
+        return self
+
+    @property
+    def num_drafts(self) -> int:
+        return self.speculative.max_draft_len if self.speculative is not None else 0
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        return EMBEDDED_ENGINE_INPUTS if self.speculative is not None else super().inputs
+
     def parameters(self, model_dir: Path) -> dict[str, str]:
         """With upstream's keys where upstream has one."""
+        ours = self.speculative
+        drafting = {} if ours is None else {"speculative": ours.kind, "max_draft_len": str(ours.max_draft_len)}
+        if ours is not None and ours.kind == "ngram":
+            drafting["max_matching_ngram_size"] = str(ours.max_matching_ngram_size)
         sizes = ("tp_size", "tokens_per_block", "max_batch_size", "max_num_tokens", "max_seq_len", "max_queue_size")
         others = ("dtype", "kv_cache_dtype", "sampler", "max_engine_stop_ids", "cancellation_grace_ms")
         return {
@@ -216,6 +275,7 @@ class LlmapiEngineSpec(GpuEngineSpec):
             "gpt_model_path": str(model_dir),
             "use_cuda_graphs": _flag(self.use_cuda_graphs),
             "coupled_noise": _flag(self.coupled_noise),
+            **drafting,
             **{name: str(getattr(self, name)) for name in (*sizes, *others)},
         }
 
@@ -241,13 +301,13 @@ class GpuDeployment(DeploymentSpec):
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """Where each role runs: target, draft, judge."""
-        engines = {role: self.engine(role) for role in Role}
+        """Where each role of this server runs."""
+        engines = {role: self.engine(role) for role in self.roles_here}
         return tuple(Placement(role, one.runtime, one.tp_size, one.gpu_device_ids) for role, one in engines.items())
 
     def roles_on(self, gpu: int) -> tuple[Role, ...]:
-        """Who has a part of one GPU."""
-        return tuple(role for role in Role if gpu in self.engine(role).gpu_device_ids)
+        """Who of this server has a part of one GPU."""
+        return tuple(role for role in self.roles_here if gpu in self.engine(role).gpu_device_ids)
 
     def runtime_loop_settings(self) -> dict[str, Any]:
         # Upstream draws again where a token-only draft differs, which at temperature > 0 is not the target's distribution.
@@ -257,25 +317,56 @@ class GpuDeployment(DeploymentSpec):
     def coupled_noise(self) -> bool:
         return all(getattr(self.engine(role), "coupled_noise", False) for role in (Role.TARGET, Role.DRAFT))
 
+    @property
+    def engine_drafts(self) -> bool:
+        return self._speculation is not None
+
+    @property
+    def engine_always_drafts(self) -> bool:
+        return self._speculation is not None
+
+    @property
+    def _speculation(self) -> SpeculativeSpec | None:
+        return self.target.speculative if isinstance(self.target, LlmapiEngineSpec) else None
+
+    def engine_parameters(self, role: Role, model_dir: Path) -> dict[str, str]:
+        parameters = super().engine_parameters(role, model_dir)
+        folder = self.speculative_dir if role is Role.TARGET else None
+        return parameters if folder is None else parameters | {"speculative_model_dir": str(folder)}
+
+    @property
+    def speculative_dir(self) -> Path | None:
+        """Absolute folder of the checkpoint that the target's engine drafts with; None: it needs none."""
+        ours = self._speculation
+        if ours is None or ours.kind == "ngram":
+            return None
+        return self.checkpoint_dir(Role.DRAFT) if ours.checkpoint is None else self.locate(ours.checkpoint)
+
     @model_validator(mode="before")
     @classmethod
     def _inherit_runtime(cls, raw: Any) -> Any:
-        """Each role's section gets the top's runtime where it names none."""
+        """Each role's section gets the top's runtime where it names none. A target that drafts by itself is its own proposer."""
         if not isinstance(raw, dict):
             return raw
         sections = {role.value: raw.get(role.value) for role in Role}
         filled = {name: {"runtime": raw.get("runtime"), **it} for name, it in sections.items() if isinstance(it, dict)}
+        loop = raw.get("lookahead")
+        if isinstance(loop, dict) and filled.get(Role.TARGET.value, {}).get("speculative") is not None:
+            defaults = loop.get("defaults", {})
+            if isinstance(defaults, dict):
+                filled["lookahead"] = {**loop, "defaults": {"proposer": ProposerName.ENGINE.value, **defaults}}
         return {**raw, **filled}
 
     @model_validator(mode="after")
     def _engines_fit(self) -> Self:
         capability = float(self.hardware.compute_capability)
-        shared = Counter(number for role in Role for number in self.engine(role).gpu_device_ids)
+        shared = Counter((self.engine(role).url, number) for role in Role for number in self.engine(role).gpu_device_ids)
         for role in Role:
             engine = self.engine(role)
+            where = engine.url
             if max(engine.gpu_device_ids) >= self.hardware.num_gpus:
                 raise ValueError(f"{role}.gpu_device_ids={list(engine.gpu_device_ids)}: there are {self.hardware.num_gpus} GPUs")
-            if engine.max_tokens_in_paged_kv_cache is None and any(shared[number] > 1 for number in engine.gpu_device_ids):
+            if engine.max_tokens_in_paged_kv_cache is None and any(shared[where, number] > 1 for number in engine.gpu_device_ids):
                 raise ValueError(
                     f"{role} shares a GPU, where a kv_cache_free_gpu_mem_fraction depends on who loads first: "
                     "give max_tokens_in_paged_kv_cache"

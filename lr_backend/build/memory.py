@@ -17,19 +17,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from lr_backend.build.gpu_spec import GpuDeployment, LlmapiEngineSpec, TrtllmEngineSpec
 from lr_backend.build.shapes import Source
+from lr_backend.contract import LOGITS_DTYPE, NUMPY_DTYPES
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError
 
 GIB = 1024**3
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "fp8": 1}
-LOGITS_BYTES = 4
-"""Logits are float32 throughout (``lr_backend.contract.LOGITS_DTYPE``)."""
+LOGITS_BYTES = np.dtype(NUMPY_DTYPES[LOGITS_DTYPE]).itemsize
+MAX_TENSOR_ELEMENTS = 1 << 31
+"""TensorRT takes no tensor of as many (its page of ``ITensor``); an engine's widest is the MLP's two halves, computed as one."""
 FIXED_BYTES = GIB
 """Of each engine on each of its GPUs: CUDA context, libraries, NCCL's buffers, TensorRT's own."""
-SAMPLER_COPIES = 3
-"""Float32 rows of the vocabulary that the samplers keep for each slot: probabilities, sorted, and scratch."""
+SAMPLER_COPIES, SAMPLER_BYTES = 3, 4
+"""Rows of the vocabulary that the samplers keep for each slot, and bytes of a value: token ids, sorted, and scratch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +109,7 @@ def engine_memory(role: Role, engine: TrtllmEngineSpec | LlmapiEngineSpec, sourc
         kv_tokens=0,
         speculation=2 * slots * row if drafts else 0,
         draft_logits=slots * row if drafts else 0,
-        logits=(slots + SAMPLER_COPIES * engine.max_batch_size) * row,
+        logits=slots * row + SAMPLER_COPIES * engine.max_batch_size * row // LOGITS_BYTES * SAMPLER_BYTES,
         workspace=FIXED_BYTES + _activations(engine, source),
     )
     per_token = _kv_bytes_per_token(engine, source)
@@ -116,6 +120,29 @@ def engine_memory(role: Role, engine: TrtllmEngineSpec | LlmapiEngineSpec, sourc
         tokens = int(free * engine.kv_cache_free_gpu_mem_fraction) // per_token
     kept = {name: getattr(without_kv, name) for name in ("weights", "speculation", "draft_logits", "logits", "workspace")}
     return EngineMemory(role=role, kv_cache=tokens * per_token, kv_tokens=tokens, **kept)
+
+
+def verification_bytes(engine: TrtllmEngineSpec | LlmapiEngineSpec, source: Source) -> int:
+    """One-hot logits of the longest sampled verification; 0 where no draft tokens are taken."""
+    return engine.num_drafts * padded_vocab(source.shape.vocab_size, engine.tp_size) * LOGITS_BYTES
+
+
+def require_tensors(spec: GpuDeployment, sources: Mapping[Role, Source]) -> None:
+    """Refuse iterations of more tokens than a compiled engine has tensors for.
+
+    Raises:
+        ConfigError: with the sum.
+    """
+    for role, source in sources.items():
+        engine = spec.engine(role)
+        if not isinstance(engine, TrtllmEngineSpec):
+            continue
+        width = -(-max(2 * source.shape.intermediate_size, source.shape.qkv_width) // engine.tp_size)
+        if engine.max_num_tokens * width >= MAX_TENSOR_ELEMENTS:
+            raise ConfigError(
+                f"{role}.max_num_tokens={engine.max_num_tokens} x {width} values of the widest layer on a card is beyond"
+                f" TensorRT's 2^31 values a tensor: at most {(MAX_TENSOR_ELEMENTS - 1) // width} tokens, or a larger tp_size"
+            )
 
 
 def require_fit(spec: GpuDeployment, gpus: tuple[GpuMemory, ...]) -> None:

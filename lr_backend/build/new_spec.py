@@ -36,6 +36,8 @@ STEP_TOKENS = 256
 VERDICT_TOKENS = 8 * STEP_TOKENS
 """Two steps and the prompt around them."""
 LEAST_SEQ_LEN = 64
+ITERATION_TOKENS = 8192
+"""Of an iteration on a GPU, where the longest sequence is no longer."""
 
 _COMMENTED = re.compile(r"^(?P<setting>[a-z_]+ = .*?) +# (?P<comment>.*)$", re.MULTILINE)
 
@@ -284,6 +286,7 @@ def gpu_spec(
             **_about(models[role], naming),
             "gpus": placed.gpus[role],
             "kv_tokens": given[role] if placed.shared(role) else 0,
+            "max_num_tokens": max(ITERATION_TOKENS, lengths[role]),
             "max_seq_len": lengths[role],
             "max_draft_len": drafts if role is Role.TARGET else 0,
         }

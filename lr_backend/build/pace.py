@@ -96,7 +96,7 @@ def kv_tokens(spec: GpuDeployment, system: str, *, drafts_itself: bool = False) 
         drafts_itself: the target's engine holds the draft model too, split like its own, with keys and values of its own.
 
     Raises:
-        ConfigError: a role has no room for one sequence there, or the system's cards are not known.
+        ConfigError: a role has no room for one sequence there, is served elsewhere, or the system's cards are not known.
     """
     found: dict[Role, int] = {}
     memory: dict[Role, EngineMemory] = {}
@@ -106,6 +106,8 @@ def kv_tokens(spec: GpuDeployment, system: str, *, drafts_itself: bool = False) 
         for engine in gpu.engines:
             found[engine.role] = min(engine.kv_tokens, found.get(engine.role, engine.kv_tokens))
             memory[engine.role] = engine
+    if elsewhere := [role for role in Role if role not in found]:
+        raise ConfigError(f"{spec.name}: {elsewhere[0]} runs on another machine, and what it runs on is not known here")
     if drafts_itself:
         found[Role.TARGET] = _beside_a_draft(memory[Role.TARGET], memory[Role.DRAFT], spec)
     for role, tokens in found.items():

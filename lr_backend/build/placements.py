@@ -26,11 +26,19 @@ class Where(StrEnum):
     TARGETS_CARDS = "draft and judge on the target's cards"
 
 
+def where(spec: GpuDeployment) -> Where:
+    """Whether draft or judge share a card with the target."""
+    own = set(spec.target.gpu_device_ids)
+    beside = any(own & set(spec.engine(role).gpu_device_ids) for role in (Role.DRAFT, Role.JUDGE))
+    return Where.TARGETS_CARDS if beside else Where.OWN_CARDS
+
+
 def placed(spec: GpuDeployment, system: str, tp_size: int, where: Where, num_cards: int) -> GpuDeployment:
     """The deployment with its target over ``tp_size`` of so many cards; KV budgets follow from what the cards have.
 
     Args:
-        where: with ``NOWHERE`` two more cards are there for draft and judge, which nobody calls or counts.
+        where: with ``NOWHERE`` two more cards are there for draft and judge, which nobody calls or counts. Roles that share no
+            card have a share of what is free on theirs.
 
     Raises:
         ConfigError: the cards are too few, or their memory is.
@@ -43,10 +51,11 @@ def placed(spec: GpuDeployment, system: str, tp_size: int, where: Where, num_car
         Where.OWN_CARDS: (tp_size, min(tp_size + 1, num_cards - 1)),
         Where.TARGETS_CARDS: (0, min(1, tp_size - 1)),
     }[where]
+    own = {"max_tokens_in_paged_kv_cache": None, "kv_cache_free_gpu_mem_fraction": PEAKS}
     roles: dict[Role, dict[str, Any]] = {
-        Role.TARGET: {"tp_size": tp_size, "gpu_device_ids": tuple(range(tp_size))},
-        Role.DRAFT: {"tp_size": 1, "gpu_device_ids": (first,)},
-        Role.JUDGE: {"tp_size": 1, "gpu_device_ids": (second,)},
+        Role.TARGET: {"tp_size": tp_size, "gpu_device_ids": tuple(range(tp_size)), **own},
+        Role.DRAFT: {"tp_size": 1, "gpu_device_ids": (first,), **own},
+        Role.JUDGE: {"tp_size": 1, "gpu_device_ids": (second,), **own},
     }
     hardware = spec.hardware.model_copy(update={"num_gpus": max(num_cards, second + 1)})
     moved = _with(spec.model_copy(update={"hardware": hardware}), roles)

@@ -27,7 +27,6 @@ from lr_backend.emulated.vocabulary import VOCABULARY
 from lr_backend.engine import Role
 from lr_backend.errors import CheckpointError, ConfigError
 
-ALL_ROLES = (Role.TARGET, Role.DRAFT, Role.JUDGE)
 _PACKAGES = ("torch", "transformers", "numpy", "nvidia-pytriton")
 
 
@@ -60,21 +59,22 @@ def build_repository(
         )
     output = (output or spec.built_dir).absolute()
     require_replaceable(output)
-    roles = ALL_ROLES if role is None else (role,)
+    roles = spec.models_here if role is None else (role,)
     infos: dict[Role, CheckpointInfo] = {}
     if isinstance(spec, EmulatedDeployment):
         checked, vocab_size = tuple(_emulated_line(spec, each) for each in roles), len(VOCABULARY)
     else:
         assert isinstance(spec, EmbeddedDeployment), spec.runtime
-        infos = {each: _check_role(spec, each) for each in roles}
+        asked_about = Role if role is None and spec.runs_loop else roles  # the loop wants the tokenizers of all
+        infos = {each: _check_role(spec, each, weights_needed=each in spec.roles_here) for each in asked_about}
         if Role.TARGET in infos and Role.DRAFT in infos:
             check_same_vocabulary(infos[Role.TARGET], infos[Role.DRAFT])
         checked = tuple(_line(each, info) for each, info in infos.items())
-        vocab_size = infos[roles[0]].vocab_size
+        vocab_size = next(iter(infos.values())).vocab_size
     files: dict[str, str] = {}
     for each in roles:
         files |= engine_files(spec, each, spec.checkpoint_dir(each))
-    if role is None:
+    if role is None and spec.runs_loop:
         files |= lookahead_files(spec, vocab_size)
         checked += _check_own_parts(spec)
     if dry_run:
@@ -89,9 +89,10 @@ def build_repository(
     return BuildReport(spec, output, checked, tuple(files), written=False)
 
 
-def _check_role(spec: EmbeddedDeployment, role: Role) -> CheckpointInfo:
+def _check_role(spec: EmbeddedDeployment, role: Role, *, weights_needed: bool) -> CheckpointInfo:
     try:
-        info = check_checkpoint(spec.checkpoint_dir(role), weights_needed=not spec.engine(role).random_weights)
+        weights_needed = weights_needed and not spec.engine(role).random_weights
+        info = check_checkpoint(spec.checkpoint_dir(role), weights_needed=weights_needed)
     except CheckpointError as error:
         raise CheckpointError(f"{role}: {error.message}") from error
     wanted = spec.engine(role).max_seq_len
@@ -132,7 +133,7 @@ def _manifest(
     command: str,
 ) -> dict[str, Any]:
     known = earlier.get("checkpoints")
-    checkpoints = dict(known) if isinstance(known, dict) and len(infos) < len(ALL_ROLES) else {}
+    checkpoints = dict(known) if isinstance(known, dict) and len(infos) < len(Role) else {}
     for role, info in infos.items():
         previous = known.get(role.value) if isinstance(known, dict) else None
         checkpoints[role.value] = {"directory": str(info.directory), "files": digests(info.files, previous)}

@@ -103,6 +103,8 @@ def engine_steps(
     # The build times its kernels on the cards that will run them, and on no others.
     environment = (("CUDA_VISIBLE_DEVICES", ",".join(map(str, engine.gpu_device_ids))),)
     quantizes = engine.quantization == "fp8"
+    # Texts are read from a folder; what is made of them is cached where the build may write.
+    offline = (("HF_HOME", str(dirs.root / "cache")), ("HF_HUB_OFFLINE", "1")) if quantizes else ()
     first = (
         quantize_command(engine, source, dirs, tools) if quantizes else convert_command(engine, source, architecture, dirs, tools)
     )
@@ -110,7 +112,7 @@ def engine_steps(
         Step(
             role=role,
             name="quantize" if quantizes else "convert",
-            command=Command(first, environment),
+            command=Command(first, environment + offline),
             output=dirs.checkpoint,
             products=("config.json", *(f"rank{rank}.safetensors" for rank in ranks)),
         ),

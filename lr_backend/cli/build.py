@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from math import nan
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,7 @@ from rich.markup import escape
 
 from lr_backend.build.gpu_build import build_gpu_deployment
 from lr_backend.build.pace import pace_of, system_of
-from lr_backend.build.report import BuildReport, memory_table
+from lr_backend.build.report import BuildReport, admission_table, memory_table
 from lr_backend.build.repository import build_repository
 from lr_backend.build.spec import DeploymentSpec, GpuDeployment
 from lr_backend.build.trtllm_commands import NGC_TOOLS, Toolchain
@@ -23,7 +24,9 @@ from lr_backend.emulated.workload import Workload
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError, LookaheadError
 from lr_backend.hardware.profile import find, label_of
+from lr_backend.plan.both_ways import both_ways, ways_table
 from lr_backend.plan.equal_gpus import measure, uses, uses_table
+from lr_backend.request import Mode
 from lr_backend.serve.startup_check import Level, Needs, check_decoder, probe_decoder, require_ready
 
 USES_TEXTS = Workload(
@@ -49,6 +52,8 @@ def build(
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     try:
         deployment = DeploymentSpec.load(spec)
+        if role is not None and deployment.engine(role).url:
+            deployment, role = deployment.only([role]), None  # its server has a repository of its own
         _check_decoder(console, deployment, dry_run)
         if isinstance(deployment, GpuDeployment):
             report = build_gpu_deployment(
@@ -101,24 +106,37 @@ def _print_uses(console: Console, deployment: GpuDeployment) -> None:
             raise ConfigError(f"there are no kernel tables of {deployment.hardware.gpu}")
         chosen = uses(deployment, system, cards)
         rows = [measure(deployment, use, USES_TEXTS, 1) for use in chosen.found]
+        ways = both_ways(deployment, system, USES_TEXTS)
     except ConfigError as error:
         console.print(f"[yellow]other uses of its cards are not compared:[/] {escape(error.message)}", soft_wrap=True)
         return
-    wide = Console(width=max(console.width, 140)) if not console.is_terminal else console
+    wide = _wide(console)
+    alone_ms = min((row.ms_a_token for row in rows if row.mode == Mode.AR), default=nan)
+    wide.print(ways_table(ways.found, alone_ms))
     wide.print(uses_table(rows, f"{cards} x {deployment.hardware.gpu}: one request, acceptance {USES_TEXTS.acceptance_rate:g}"))
-    for name, why in chosen.left_out.items():
+    for name, why in (*ways.left_out.items(), *chosen.left_out.items()):
         console.print(f"[yellow]left out[/] {name}: {escape(why)}", highlight=False, soft_wrap=True)
     profiles = [find(pace_of(deployment, role, system).profile) for role in Role]
     console.print(f"[dim]predicted by the step loop over scripted texts; {label_of(profiles)}[/]", soft_wrap=True)
 
 
+def _wide(console: Console) -> Console:
+    """A table is not folded where nobody looks at it as it is printed."""
+    return Console(width=max(console.width, 150)) if not console.is_terminal else console
+
+
 def _print_plan(console: Console, report: BuildReport) -> None:
     """What engines on GPUs need, and the commands that make them."""
     if report.memory:
-        wide = Console(width=max(console.width, 140)) if not console.is_terminal else console
-        wide.print(memory_table(report.memory), highlight=False)
+        _wide(console).print(memory_table(report.memory), highlight=False)
         for role, origin in report.origins.items():
             console.print(f"sizes of {role}: {origin}", highlight=False, soft_wrap=True)
+    if report.admission:
+        _wide(console).print(admission_table(report.admission), highlight=False)
+    for line in report.notes:
+        console.print(line, highlight=False, soft_wrap=True)
+    for line in report.warnings:
+        console.print(f"[yellow]warning[/] {escape(line)}", highlight=False, soft_wrap=True)
     for step in report.steps:
         console.print(f"[bold]{step.role}: {step.name}[/]", highlight=False)
         console.print(step.command.shell(), highlight=False, markup=False, soft_wrap=True)

@@ -9,10 +9,11 @@ from rich.table import Table
 
 from lr_backend.build.spec import DeploymentSpec
 from lr_backend.cli.errors import fail
-from lr_backend.cli.help import SpecOption, TritonOption
+from lr_backend.cli.help import RolesOption, SpecOption, TritonOption
 from lr_backend.cli.ports import PORTS, HostOption, PortOption, by_option
 from lr_backend.errors import LookaheadError
-from lr_backend.serve.startup_check import Finding, Level, Needs, check, check_files, missing, probe
+from lr_backend.serve.remotes import check_remotes
+from lr_backend.serve.startup_check import Finding, Level, Needs, check, check_files, check_spawns, missing, probe
 
 PIPED_WIDTH = 120
 """Columns of a table that goes to no terminal, which would say how wide it is."""
@@ -26,14 +27,18 @@ def doctor(
     grpc_port: PortOption = PORTS.grpc,
     metrics_port: PortOption = PORTS.metrics,
     tritonserver: TritonOption = None,
+    role: RolesOption = None,
 ) -> None:
     """Check whether this machine has what a deployment needs, and say what to do where it has not."""
     try:
         deployment = DeploymentSpec.load(spec)
+        deployment = deployment.only(role) if role else deployment
     except LookaheadError as error:
         fail(error)
     needs = Needs.of(deployment, host, by_option(http_port, grpc_port, metrics_port))
-    findings = (*check(probe(tritonserver, needs), needs), *check_files(deployment))
+    findings = (*check(probe(tritonserver, needs), needs), *check_spawns(needs.placements), *check_files(deployment))
+    if deployment.runs_loop:
+        findings += check_remotes(deployment.remotes)
     console = Console()
     if not console.is_terminal:
         console = Console(width=PIPED_WIDTH)

@@ -10,8 +10,14 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from lr_backend.engine import Role
+
 SpecOption = Annotated[str, typer.Option("--spec", metavar="SPEC", help="Name of a spec in engines/, or a path to a TOML file.")]
 TritonOption = Annotated[Path | None, typer.Option(metavar="FILE", help="By default the one on PATH, then the wheel's.")]
+RolesOption = Annotated[
+    list[Role] | None,
+    typer.Option("--role", help="This role alone, for a step loop elsewhere; the spec has a url for it. May be repeated."),
+]
 
 _WORDS = {"bool": "", "str": "TEXT", "int": "NUMBER", "float": "NUMBER", "path": "PATH", "file": "FILE", "directory": "FOLDER"}
 _RANGE = re.compile(r"(?:(?P<least>[^<>=]+)<=)?x(?:<=(?P<most>.+)|>=(?P<from>.+))?")

@@ -75,7 +75,7 @@ def plan(
     ] = None,
     spec: Annotated[
         str, typer.Option(metavar="SPEC", help="With --system: the deployment whose models, parallelism and placement it is.")
-    ] = "qwen3-32b",
+    ] = "qwen3-32b-apart",
     card_sharing: Annotated[
         CardSharing,
         typer.Option(help="With --system: what runs where roles share cards; the two are bounds of what a card does."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,6 +14,18 @@ PORTS = Ports(http=8000, grpc=8001, metrics=8002)
 """Triton's own."""
 HostOption = Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on. Triton has no authentication.")]
 PortOption = Annotated[int, typer.Option(metavar="PORT", help="0 takes a free one.", min=0, max=65535)]
+
+
+OPENAI_PORT = 9000
+OpenaiHostOption = Annotated[
+    str, typer.Option(metavar="ADDRESS", help="Address of the OpenAI API. Beyond loopback it wants API keys.")
+]
+OpenaiKeysOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="API keys, one a line. Without, everybody on this machine is answered.")
+]
+OpenaiSettingsOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Limits of the OpenAI API (.toml); docs/api.md has them.")
+]
 
 
 def by_option(http: int, grpc: int, metrics: int) -> Mapping[str, int]:

@@ -209,8 +209,7 @@ class PacedEngine:
         self._changed.notify()
 
     def _arrive(self, sequence: Sequence, feed: Feed) -> None:
-        behind_s = self._clock.now() - self._happening_s
-        sequence.arrival_ns = time.monotonic_ns() - int(1e9 * behind_s)
+        sequence.arrival_ns = _ns(self._happening_s)
         self._timeline.admit(sequence, feed)
         self._news_s = min(self._news_s, self._happening_s)
 
@@ -266,7 +265,7 @@ class PacedEngine:
                 continue
             started_s = self._news_s if ended_s is None else ended_s
             self._news_s = inf
-            self._timeline.begin(time.monotonic_ns())
+            self._timeline.begin(_ns(started_s))  # when the hardware would; this thread may have woken up later
             num_alike = self._timeline.num_alike if self._board is None else 1
             if num_alike > 1:
                 num_alike, due_s, computed = *self._alike(started_s, num_alike), True
@@ -276,7 +275,7 @@ class PacedEngine:
             held_up = not computed or now_s - due_s > MAX_JITTER_S
             ended_s = now_s if held_up else due_s
             self._count(due_s - started_s, ended_s - due_s)
-            for one in () if self._closing else self._timeline.end(time.monotonic_ns(), num_alike):
+            for one in () if self._closing else self._timeline.end(_ns(ended_s), num_alike):
                 if one.cancelled:
                     self._source.cancel(one.sequence.request.request_id)
                 self._send_answer(ended_s, one.sequence, one.failure)
@@ -362,6 +361,10 @@ def _refuse_as_upstream(request: EngineRequest, number: int, config: EngineConfi
         raise prompt_too_long(number, len(request.input_ids), config.max_seq_len - 1)
     if len(request.draft_ids) > config.max_draft_len:
         raise too_many_drafts(number, len(request.draft_ids), config.max_draft_len)
+
+
+def _ns(seconds: float) -> int:
+    return int(1e9 * seconds)
 
 
 def sharpen_waits() -> None:

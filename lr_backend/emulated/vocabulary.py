@@ -66,10 +66,12 @@ class Vocabulary:
     def eos_token_id(self) -> int:
         return END
 
-    def encode(self, text: str, *, split_special_tokens: bool = False, **_: Any) -> list[int]:
-        """Token ids of a text; ``split_special_tokens``: what looks like a special token is text."""
-        if split_special_tokens:
-            return self._read(text)
+    @property
+    def added_tokens_decoder(self) -> dict[int, str]:
+        return {token: self.words[token] for token in SPECIAL}
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        """Token ids of a text."""
         parts = self._specials.split(text)
         return [token for index, part in enumerate(parts) for token in ([self._ids[part]] if index % 2 else self._read(part))]
 
@@ -89,13 +91,9 @@ class Vocabulary:
     def _read(self, text: str) -> list[int]:
         found: list[int] = []
         for piece in re.findall(_PIECES, text):
-            token = self._ids.get(piece) if piece not in self._hidden else None
+            token = self._ids.get(piece)
             found += [token] if token is not None else [one for character in piece for one in self._character(character)]
         return found
-
-    @cached_property
-    def _hidden(self) -> frozenset[str]:
-        return frozenset(self.words[token] for token in SPECIAL)
 
     def _character(self, character: str) -> list[int]:
         token = self._ids.get(character)

@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from lr_backend.contract import IntArray, engine_tensor
+from lr_backend.contract import LOGITS_DTYPE, NUMPY_DTYPES, IntArray, engine_tensor
 
 
 class Role(StrEnum):
@@ -114,12 +114,13 @@ def cancel_tensors() -> dict[str, npt.NDArray[Any]]:
     return {name: engine_tensor(name, value) for name, value in values.items()}
 
 
-def one_hot_logits(draft_ids: IntArray, vocab_size: int) -> npt.NDArray[np.float32]:
-    """Draft logits that put all probability on the drafted token, shape [K, vocabulary].
+def one_hot_logits(draft_ids: IntArray, vocab_size: int) -> npt.NDArray[Any]:
+    """Draft logits that put all probability on the drafted token, shape [K, vocabulary], in the contract's type.
 
     With them an engine whose token-only rule is biased accepts with p(target) and else draws from the rest: exact.
     """
-    logits = np.full((len(draft_ids), vocab_size), -1e4, dtype=np.float32)
+    # Made in that type: to convert a million values takes longer than a verification.
+    logits = np.full((len(draft_ids), vocab_size), -1e4, dtype=NUMPY_DTYPES[LOGITS_DTYPE])
     logits[np.arange(len(draft_ids)), draft_ids] = 0.0
     return logits
 

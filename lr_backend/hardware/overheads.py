@@ -87,8 +87,8 @@ DRAFT_LOGITS_COPIES_INSIDE = Constant(1.0, 1.0, 1.0, "retrieveDraftLogits, withi
 DRAFT_LOGITS_COPIES_INSIDE_TP = Constant(
     4.5, 3.0, 5.5, "and with tensor parallelism serialised, broadcast and read again on each rank (executorImpl.cpp)"
 )
-LOGIT_BYTES = 4
-"""``logits_dtype`` of the builds is float32."""
+LOGIT_BYTES = 2
+"""``logits_dtype`` of the builds is float16."""
 
 # The LLM API -----------------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,8 @@ from lr_backend.parameters import EngineParameters
 
 CHECKPOINT, NONE = "checkpoint", "none"
 QUANTIZATION_FILE = "hf_quant_config.json"
+WITH_MODEL = ("draft_target", "eagle3")
+"""Kinds of speculation that a checkpoint of its own drafts for."""
 
 
 def _split(value: Any) -> Any:
@@ -42,6 +44,11 @@ class LlmApiConfig(EngineParameters):
         sampler: upstream's ``sampler_type``. Up to 1.2 only ``TRTLLMSampler`` heeds a request's seed.
         coupled_noise: sampled requests draw with the noise of their seed as on the embedded engine, by a logits processor; the
             engine then runs without upstream's overlap scheduler. See :mod:`~lr_backend.llmapi.coupled_noise`.
+        speculative: where draft tokens come from that the engine writes by itself, in every request; see
+            :mod:`~lr_backend.llmapi.speculation`.
+        max_draft_len: so many for each pass of the model; 0 goes with ``none``.
+        speculative_model_dir: Hugging Face folder of the draft model or the EAGLE-3 head.
+        max_matching_ngram_size: tokens that must have stood there before, for ``ngram``.
         max_engine_stop_ids: single stop tokens that are handed to the engine. It compares each with every token that it writes,
             one by one, on the thread that drives the GPU; more of them are found on the stream here instead, at a token or two of
             waste a call.
@@ -52,7 +59,6 @@ class LlmApiConfig(EngineParameters):
     fixed: ClassVar = {
         "max_beam_width": ("1",),
         "gpt_model_type": ("inflight_fused_batching", "inflight_batching"),
-        "max_draft_len": ("0",),
         "FORCE_CPU_ONLY_INPUT_TENSORS": ("yes",),
     }
 
@@ -73,6 +79,10 @@ class LlmApiConfig(EngineParameters):
     use_cuda_graphs: bool = True
     sampler: Literal["auto", "TorchSampler", "TRTLLMSampler"] = "auto"
     coupled_noise: bool = False
+    speculative: Literal["none", "ngram", "draft_target", "eagle3"] = "none"
+    max_draft_len: int = Field(default=0, ge=0)
+    speculative_model_dir: Path | None = None
+    max_matching_ngram_size: int = Field(default=4, ge=1)
     max_engine_stop_ids: int = Field(default=32, ge=0)
     cancellation_grace_ms: int = Field(default=1000, ge=0)
 
@@ -88,10 +98,29 @@ class LlmApiConfig(EngineParameters):
             raise ValueError(f"max_tokens_in_paged_kv_cache={tokens}: at least max_seq_len")
         return self
 
+    @model_validator(mode="after")
+    def _speculates(self) -> Self:
+        if self.drafts != (self.max_draft_len > 0):
+            rule = "at least 1" if self.drafts else "0, as nothing drafts"
+            raise ValueError(f"max_draft_len={self.max_draft_len}: speculative={self.speculative!r} wants {rule}")
+        if (self.speculative in WITH_MODEL) != (self.speculative_model_dir is not None):
+            raise ValueError(f"speculative_model_dir goes with speculative = {' or '.join(WITH_MODEL)}, and with no other")
+        if self.drafts and self.coupled_noise:
+            raise ValueError("coupled_noise: upstream takes no logits processor beside speculative decoding")
+        if self.drafts and self.sampler == "TRTLLMSampler":
+            raise ValueError("sampler='TRTLLMSampler': upstream verifies draft tokens with its TorchSampler alone")
+        return self
+
+    @property
+    def drafts(self) -> bool:
+        """Whether the engine writes draft tokens by itself, in every request."""
+        return self.speculative != NONE
+
     def check_checkpoint(self) -> None:
         """Raises: ConfigError: there is no checkpoint, or it is not quantized as ``quantization`` says."""
-        if not (self.checkpoint_dir / "config.json").is_file():
-            raise ConfigError(f"gpt_model_path={str(self.checkpoint_dir)!r}: no config.json there: not a Hugging Face checkpoint")
+        for key, folder in (("gpt_model_path", self.checkpoint_dir), ("speculative_model_dir", self.speculative_model_dir)):
+            if folder is not None and not (folder / "config.json").is_file():
+                raise ConfigError(f"{key}={str(folder)!r}: no config.json there: not a Hugging Face checkpoint")
         found = checkpoint_quantization(self.checkpoint_dir)
         if self.quantization != CHECKPOINT and self.quantization.lower() != found.lower():
             raise ConfigError(

@@ -20,8 +20,9 @@ from lr_backend.engine.request import EngineRequest, EngineResponse
 from lr_backend.engine.stopping import cut_at_end
 from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, LookaheadError, Overloaded
 from lr_backend.llmapi.config import LlmApiConfig
-from lr_backend.llmapi.outputs import log_probs_of, perf_of
+from lr_backend.llmapi.outputs import log_probs_of, passes_of, perf_of
 from lr_backend.llmapi.sampling import check_request, sampling_arguments
+from lr_backend.llmapi.speculation import draft_counts
 from lr_backend.llmapi.stats import LlmApiStats
 
 OnDone = Callable[[EngineResponse | LookaheadError], None]
@@ -143,12 +144,16 @@ class LlmApiEngine:
             if self._by_id.get(run.request.request_id) is run:
                 del self._by_id[run.request.request_id]
             self._num_in_flight -= 1
-            answered = isinstance(result, EngineResponse)
+            stats = self._stats
+            if not isinstance(result, EngineResponse):
+                self._stats = replace(stats, num_failed=stats.num_failed + 1)
+                return
             self._stats = replace(
-                self._stats,
-                num_tokens_decoded=self._stats.num_tokens_decoded + (len(run.tokens) if answered else 0),
-                num_cancelled=self._stats.num_cancelled + (answered and run.cancelled.is_set()),
-                num_failed=self._stats.num_failed + (not answered),
+                stats,
+                num_tokens_decoded=stats.num_tokens_decoded + len(run.tokens),
+                num_draft_tokens=stats.num_draft_tokens + result.num_draft_tokens,
+                num_accepted_tokens=stats.num_accepted_tokens + result.num_accepted_tokens,
+                num_cancelled=stats.num_cancelled + run.cancelled.is_set(),
             )
 
     async def _generate(self, run: _Run) -> EngineResponse:
@@ -200,10 +205,13 @@ class LlmApiEngine:
         elif request.return_log_probs and len(log_probs) < len(run.tokens):
             raise EngineError("return_log_probs: this TensorRT-LLM gives no log-probability for a token that it drew")
         perf = perf_of(completion)
+        num_drafts, num_accepted = draft_counts(self.config, len(run.tokens), passes_of(output), perf.num_draft_tokens)
         return EngineResponse(
             request,
             tuple(run.tokens),
             log_probs,
+            num_draft_tokens=num_drafts,
+            num_accepted_tokens=num_accepted,
             num_reused_tokens=perf.num_reused_blocks * self.config.tokens_per_block,
             num_allocated_blocks=perf.num_allocated_blocks,
             tokens_per_block=self.config.tokens_per_block,

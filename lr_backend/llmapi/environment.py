@@ -3,23 +3,27 @@
 CUDA opens its devices at the import of torch and hands them down to spawned ranks, so which GPUs an engine has is decided by
 ``CUDA_VISIBLE_DEVICES`` before that. And a server under ``mpirun`` leaves its own MPI job in the environment: an engine that
 starts ranks of its own would take them for part of it. (Both from upstream's ``triton_backend/all_models/llmapi``.)
+
+Packages of this runtime's own stand first on the path. ``sys.path`` is for this process alone: Triton's stubs read no PYTHONPATH,
+and upstream hands ``sys.path`` to its workers to be put *behind* their own. ``PYTHONPATH`` is for the workers: the process begins
+an MPI job of its own, so they inherit its environment (seen with Open MPI 4.1.4 and mpi4py's pool). A ``.pth`` file or a
+``sitecustomize`` would do for both, and change the packages of every other model of the server as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+import os
+from collections.abc import Mapping, MutableMapping, MutableSequence, Sequence
+from pathlib import Path
 
+from lr_backend.build.mpi import UNBOUND, without_job
 from lr_backend.errors import ConfigError
 
-_JOB_PREFIXES = ("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "OMPI_MCA_orte_", "OMPI_FIRST_RANKS", "OMPI_APP_CTX_", "ORTE_", "PMI_")
+PACKAGES = Path(__file__).resolve().parents[2] / "lib-llmapi"
+"""What TensorRT-LLM needs in another version than its image has it (``deploy/requirements-llmapi.txt``); in our image alone."""
+
 _SERVER_PREFIX = "TRTLLM_ORCHESTRATOR"
 """How the server's compiled engines are started; nothing to an engine of the LLM API."""
-_PMIX_SETTINGS = "PMIX_MCA_"
-
-
-def belongs_to_job(name: str) -> bool:
-    """Whether a variable says which MPI job a process is part of; ``OMPI_MCA_*`` and ``PMIX_MCA_*`` settings do not."""
-    return name.startswith(_JOB_PREFIXES) or (name.startswith("PMIX_") and not name.startswith(_PMIX_SETTINGS))
 
 
 def visible_devices(gpu_device_ids: Sequence[int], already: str | None) -> str:
@@ -36,18 +40,32 @@ def visible_devices(gpu_device_ids: Sequence[int], already: str | None) -> str:
     return ",".join(known[each] for each in gpu_device_ids)
 
 
-def engine_environment(environment: Mapping[str, str], gpu_device_ids: Sequence[int]) -> dict[str, str]:
-    """A copy of ``environment`` for an engine on these GPUs."""
-    dropped = {name for name in environment if belongs_to_job(name) or name.startswith(_SERVER_PREFIX)}
-    kept = {name: value for name, value in environment.items() if name not in dropped}
+def engine_environment(
+    environment: Mapping[str, str], gpu_device_ids: Sequence[int], packages: Path | None = None
+) -> dict[str, str]:
+    """A copy of ``environment`` for an engine on these GPUs. ``packages``: a folder that stands first on its workers' path."""
+    kept = {name: value for name, value in without_job(environment).items() if not name.startswith(_SERVER_PREFIX)}
+    # What an operator has set stands.
+    kept = {**UNBOUND, **kept}
+    if packages is not None:
+        kept["PYTHONPATH"] = os.pathsep.join(part for part in (str(packages), environment.get("PYTHONPATH", "")) if part)
     if gpu_device_ids:
         devices = visible_devices(gpu_device_ids, environment.get("CUDA_VISIBLE_DEVICES"))
         kept |= {"CUDA_VISIBLE_DEVICES": devices, "TRTLLM_VISIBLE_DEVICES": devices}
     return kept
 
 
-def apply(environment: MutableMapping[str, str], wanted: Mapping[str, str]) -> None:
-    """Make ``environment`` (``os.environ``) equal to ``wanted``."""
+def own_packages(folder: Path = PACKAGES) -> Path | None:
+    """The folder of this runtime's own packages, where there is one."""
+    return folder if folder.is_dir() else None
+
+
+def apply(
+    environment: MutableMapping[str, str], wanted: Mapping[str, str], path: MutableSequence[str], packages: Path | None = None
+) -> None:
+    """Make ``environment`` (``os.environ``) equal to ``wanted``, and put ``packages`` first on ``path`` (``sys.path``)."""
     for name in [name for name in environment if name not in wanted]:
         del environment[name]
     environment.update(wanted)
+    if packages is not None:
+        path.insert(0, str(packages))

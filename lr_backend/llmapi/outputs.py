@@ -25,11 +25,16 @@ def log_probs_of(completion: Any, tokens: Sequence[int]) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Perf:
-    """Upstream's ``request_perf_metrics`` of one request; zeros where it says nothing."""
+    """Upstream's ``request_perf_metrics`` of one request; zeros where it says nothing.
+
+    Attributes:
+        num_draft_tokens: that were verified. 0 in the PyTorch flow of 1.2.1, whatever was drafted.
+    """
 
     num_reused_blocks: int = 0
     num_allocated_blocks: int = 0
     queue_ns: int = 0
+    num_draft_tokens: int = 0
 
 
 def perf_of(completion: Any) -> Perf:
@@ -40,4 +45,11 @@ def perf_of(completion: Any) -> Perf:
     cache, times = metrics.kv_cache_metrics, metrics.timing_metrics
     waited = times.first_scheduled_time - times.arrival_time
     queue_ns = waited // timedelta(microseconds=1) * 1000 if isinstance(waited, timedelta) else int(waited * 1e9)
-    return Perf(cache.num_reused_blocks, cache.num_new_allocated_blocks, max(0, queue_ns))
+    found = getattr(metrics, "speculative_decoding", None)
+    num_drafts = found.total_draft_tokens if found is not None else 0
+    return Perf(cache.num_reused_blocks, cache.num_new_allocated_blocks, max(0, queue_ns), num_drafts)
+
+
+def passes_of(output: Any) -> int:
+    """Passes of the model that a request has taken so far, its prompt's included; 0 where upstream does not say."""
+    return int(getattr(output, "decoding_iter", 0) or 0)

@@ -7,7 +7,8 @@ as of 1.2 and of main in August 2026):
   ``external_draft_tokens_config`` is gone); the ``draft_tokens`` of ``DisaggregatedParams`` belong to a context server's KV
   cache. ``UserProvidedDecodingConfig(drafter=...)`` takes one object per engine: its ``prepare_draft_tokens`` runs in the
   executor's process, sees upstream's own ``LlmRequest`` objects in their generation phase, and nothing that a caller could have
-  laid beside one. So ``draft_input_ids`` is refused by name and a deployment says ``max_draft_len = 0``.
+  laid beside one. So ``draft_input_ids`` is refused by name. :mod:`~lr_backend.llmapi.speculation` has what the engine drafts
+  by itself.
 - **Stop words** are token ids one by one (``stop_token_ids``) or strings that the tokenizer turns into ids of its own choice.
   Words of several ids have no public way in, and ``min_tokens`` only holds back the end id, not them. So every word is matched
   on the stream, by :func:`lr_backend.engine.stopping.cut_at_end` as in the embedded engine; the engine gets the single ids
@@ -15,7 +16,8 @@ as of 1.2 and of main in August 2026):
 - **The end id** is emitted by the PyTorch flow. It is asked to ignore it (``ignore_eos``) and gets it as a stop id.
 - **Seeds**: 1.2's default sampler draws from one generator for all requests; a request's seed is passed on and counts only where
   ``sampler`` is ``TRTLLMSampler``. With ``coupled_noise`` it counts everywhere, as a logits processor draws.
-- **Log-probabilities** are those of the k likeliest tokens. The drawn one is among them if k >= ``top_k``.
+- **Log-probabilities** are those of the k likeliest tokens. The drawn one is among them if k >= ``top_k``. The one-model EAGLE-3
+  has none.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ def check_request(request: EngineRequest, config: LlmApiConfig) -> int:
         EngineRejected: the same request will always be refused; names the field.
     """
     if request.draft_ids or request.draft_logits is not None:
-        raise EngineRejected("draft_input_ids: the LLM API takes no draft tokens with a request (max_draft_len is 0)")
+        raise EngineRejected("draft_input_ids: the LLM API takes no draft tokens with a request")
+    _check_own_drafts(request, config)
     num_prompt = len(request.input_ids)
     if num_prompt >= config.max_seq_len:
         raise EngineRejected(f"input_ids: length {num_prompt} leaves no room for output in max_seq_len {config.max_seq_len}")
@@ -54,6 +57,15 @@ def check_request(request: EngineRequest, config: LlmApiConfig) -> int:
     if request.return_log_probs and num_log_probs(request) > MAX_LOG_PROBS:
         raise EngineRejected(f"return_log_probs: with sampling it needs runtime_top_k from 1 to {MAX_LOG_PROBS} here")
     return min(request.max_new_tokens, config.max_seq_len - num_prompt)
+
+
+def _check_own_drafts(request: EngineRequest, config: LlmApiConfig) -> None:
+    """Fewer than the engine drafts may be asked for, or none: their number is the deployment's, and no token differs."""
+    if request.num_draft_tokens > config.max_draft_len:
+        found = f"drafts {config.max_draft_len} a pass" if config.drafts else "drafts nothing by itself"
+        raise EngineRejected(f"num_draft_tokens: {request.num_draft_tokens} wanted, and this engine {found}")
+    if request.return_log_probs and config.speculative == "eagle3":
+        raise EngineRejected("return_log_probs: not with speculative=eagle3; upstream's one-model path gives none")
 
 
 def sampling_arguments(request: EngineRequest, config: LlmApiConfig, max_new_tokens: int) -> dict[str, Any]:

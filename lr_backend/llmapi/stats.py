@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 GAUGES = ("num_waiting", "num_running")
+DRAFT_COUNTERS = ("num_draft_tokens", "num_accepted_tokens")
+"""Of an engine that drafts by itself alone: what nobody counts is not shown as zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,12 +16,15 @@ class LlmApiStats:
     Attributes:
         num_tokens_decoded: tokens given out.
         num_tokens_dropped: tokens that the engine wrote past a stop that only the stream showed.
+        num_draft_tokens: drafted by the engine itself; an upper bound where n-grams are looked up.
         num_waiting: requests beyond ``max_batch_size``; which ones wait, the engine decides.
     """
 
     num_requests: int = 0
     num_tokens_decoded: int = 0
     num_tokens_dropped: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     num_cancelled: int = 0
     num_failed: int = 0
     num_waiting: int = 0

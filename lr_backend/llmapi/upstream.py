@@ -11,6 +11,7 @@ from typing import Any
 from lr_backend.build.nvidia import IMAGE, TENSORRT_LLM
 from lr_backend.errors import ConfigError
 from lr_backend.llmapi.config import LlmApiConfig
+from lr_backend.llmapi.speculation import WITHOUT_OVERLAP, speculative_config
 
 INSTALL = f"run inside {IMAGE}, which holds it, or install tensorrt-llm=={TENSORRT_LLM} from NVIDIA's package index"
 
@@ -23,6 +24,8 @@ class Upstream:
     SamplingParams: Callable[..., Any]
     KvCacheConfig: Callable[..., Any]
     CudaGraphConfig: Callable[..., Any]
+    find: Callable[[str], Callable[..., Any] | None]
+    """A class of ``tensorrt_llm.llmapi`` by its name; None where this release has none."""
 
 
 def load_upstream(find: Callable[[str], ModuleType] = import_module) -> Upstream:
@@ -33,7 +36,8 @@ def load_upstream(find: Callable[[str], ModuleType] = import_module) -> Upstream
     """
     try:
         package, arguments = find("tensorrt_llm"), find("tensorrt_llm.llmapi")
-        return Upstream(package.LLM, package.SamplingParams, arguments.KvCacheConfig, arguments.CudaGraphConfig)
+        kv_cache, graphs = arguments.KvCacheConfig, arguments.CudaGraphConfig
+        return Upstream(package.LLM, package.SamplingParams, kv_cache, graphs, lambda name: getattr(arguments, name, None))
     except ImportError as error:
         raise ConfigError(f"runtime 'llmapi' needs TensorRT-LLM, which cannot be imported ({error}); {INSTALL}") from error
     except AttributeError as error:
@@ -41,7 +45,11 @@ def load_upstream(find: Callable[[str], ModuleType] = import_module) -> Upstream
 
 
 def llm_arguments(config: LlmApiConfig, upstream: Upstream) -> dict[str, Any]:
-    """Keyword arguments of ``LLM``. No tokenizer is loaded: token ids go in and come out."""
+    """Keyword arguments of ``LLM``. No tokenizer is loaded: token ids go in and come out.
+
+    Raises:
+        ConfigError: this release has no such speculation.
+    """
     kv_cache = {
         "enable_block_reuse": config.enable_kv_cache_reuse,
         "free_gpu_memory_fraction": config.kv_cache_free_gpu_mem_fraction,
@@ -53,6 +61,9 @@ def llm_arguments(config: LlmApiConfig, upstream: Upstream) -> dict[str, Any]:
     graphs = (
         upstream.CudaGraphConfig(max_batch_size=config.max_batch_size, enable_padding=True) if config.use_cuda_graphs else None
     )
+    speculation = {"speculative_config": speculative_config(config, upstream.find)} if config.drafts else {}
+    # With it a logits processor does not see the token before; and these kinds of speculation run without it.
+    overlaps = not config.coupled_noise and config.speculative not in WITHOUT_OVERLAP
     return {
         "model": str(config.checkpoint_dir),
         "skip_tokenizer_init": True,
@@ -68,8 +79,8 @@ def llm_arguments(config: LlmApiConfig, upstream: Upstream) -> dict[str, Any]:
         "cuda_graph_config": graphs,
         "sampler_type": config.sampler,
         "stream_interval": 1,
-        # With it a logits processor does not see the token before.
-        **({"disable_overlap_scheduler": True} if config.coupled_noise else {}),
+        **({} if overlaps else {"disable_overlap_scheduler": True}),
+        **speculation,
     }
 
 
@@ -83,5 +94,7 @@ def make_llm(config: LlmApiConfig, upstream: Upstream | None = None) -> Any:
     upstream = upstream or load_upstream()
     try:
         return upstream.LLM(**llm_arguments(config, upstream))
+    except ConfigError:
+        raise
     except Exception as error:  # upstream raises whatever its parts raise
         raise ConfigError(f"the LLM API cannot serve {config.checkpoint_dir.name}: {type(error).__name__}: {error}") from error

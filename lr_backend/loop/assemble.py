@@ -93,7 +93,7 @@ def assemble(request: LookaheadRequest, prompt_ids: IntArray, request_id: str, s
     max_depth = min(request.max_depth, limits.max_depth) if request.mode.speculates_steps else 0
     can_draft = draft_tokens is not None or num_engine_drafts > 0
     policy = (
-        Measured(request, learned, max_depth, request.effective_verifier, can_draft)
+        Measured(request, learned, max_depth, request.effective_verifier, can_draft, config.engine_always_drafts)
         if _chooses(request)
         else Fixed(request, learned, max_depth, can_draft)
     )
@@ -134,10 +134,10 @@ def verifier_parts(engines: Engines, request: LookaheadRequest, server: Server) 
 
 
 def _require(request: LookaheadRequest, config: LoopConfig) -> None:
-    """Raises: InvalidRequest: a proposer that this server has not, or sampled text that may not depend on speculation."""
+    """Raises: InvalidRequest: a proposer or a mode that this server has not."""
     if (missing := config.lacks_proposer(request.proposer)) is not None:
         raise InvalidRequest("proposer", request.proposer, missing)
-    if not request.sampling.greedy and (missing := config.lacks_mode(request.mode)) is not None:
+    if (missing := config.lacks_mode(request.mode, greedy=request.sampling.greedy)) is not None:
         raise InvalidRequest("mode", request.mode.value, missing)
 
 

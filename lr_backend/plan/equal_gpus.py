@@ -128,7 +128,7 @@ def uses(spec: GpuDeployment, system: str, num_cards: int, sharing: CardSharing 
             made = _uses(name, machine, num_cards, where, replicas, inside)
             found += (one for one in made if has_head or one.token_agreement is None)
     if not found:
-        raise ConfigError("; ".join(left_out.values()))
+        raise ConfigError("; ".join(dict.fromkeys(left_out.values())))
     return Uses(found, left_out)
 
 

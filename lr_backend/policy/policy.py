@@ -138,6 +138,7 @@ class Measured:
     Attributes:
         verifier: who decides on drafted steps.
         can_draft: there are draft tokens to be had.
+        must_draft: the target writes nothing without them.
     """
 
     request: LookaheadRequest
@@ -145,13 +146,14 @@ class Measured:
     max_depth: int
     verifier: str
     can_draft: bool
+    must_draft: bool = False
     _ways: tuple[Way, ...] = field(init=False)
     _way: Way = field(init=False)
     _since_s: float = field(init=False)
 
     def __post_init__(self) -> None:
         depths = (True, False) if self.max_depth else (False,)
-        drafts = (True, False) if self.can_draft else (False,)
+        drafts = (self.can_draft,) if self.must_draft or not self.can_draft else (True, False)
         self._ways = tuple(Way(ahead, one) for ahead in depths for one in drafts)
         self._since_s = self.shared.prices.clock()
         self._way = self._trial.way
@@ -162,7 +164,7 @@ class Measured:
 
     @property
     def verifies_drafts(self) -> bool:
-        if self.can_draft:
+        if self.can_draft and not self.must_draft:
             # Both kinds of steps must have a price before they are compared.
             for drafts in (True, False):
                 if self.shared.prices.target[drafts].token_s.count < LEAST_STEPS:

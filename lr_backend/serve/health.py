@@ -1,16 +1,28 @@
 """Whether a server says that it is ready. Standard library only: a container's health check runs it every few seconds.
 
-``python -I -S health.py [URL]`` prints nothing and exits with 0 if so; else it prints the reason and exits with 1.
+``python -I -S health.py [--end-after N] [URL]`` prints nothing and exits with 0 if so; else it prints the reason and exits
+with 1.
+
+Docker restarts a container that has ended, and leaves one that is unhealthy alone. So with ``--end-after N`` process 1 is asked
+to end (SIGTERM) once a server that was ready has failed N checks in a row, and again after N more: then it no longer drains. A
+server that still loads is left to its own limit.
 """
 
 from __future__ import annotations
 
+import argparse
 import http.client
+import os
+import signal
 import sys
+from contextlib import suppress
+from pathlib import Path
 from urllib.parse import urlsplit
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 5.0
+MEMORY = Path("/tmp/lookahead-health")
+"""Which process 1 was ready, and how many checks have failed since; it outlives a restart where /tmp does."""
 _PATH = "/v2/health/ready"
 
 
@@ -36,8 +48,33 @@ def why_not_ready(url: str = DEFAULT_URL, timeout_s: float = TIMEOUT_S) -> str |
     return None if status == 200 else f"{url} is not ready: HTTP {status}"
 
 
+def num_failures(ready: bool, process: str, memory: Path) -> int:
+    """Checks in a row, this one counted, that ``process`` has failed since it was ready; 0 while it has never been."""
+    known, _, before = memory.read_text(encoding="ascii", errors="replace").partition(" ") if memory.exists() else ("", "", "")
+    failures = 0 if ready or known != process or not before.isdecimal() else int(before) + 1
+    if ready or known == process:
+        # A full /tmp is no reason to call a server that is ready unhealthy.
+        with suppress(OSError):
+            memory.write_text(f"{process} {failures}", encoding="ascii")
+    return failures
+
+
+def _process_1() -> str:
+    """What tells it from the process 1 of an earlier start: when it began, in clock ticks of the machine."""
+    return Path("/proc/1/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[19]
+
+
 def main(arguments: list[str]) -> int:
-    reason = why_not_ready(arguments[0] if arguments else DEFAULT_URL)
+    parser = argparse.ArgumentParser(prog="health.py")
+    parser.add_argument("--end-after", type=int, metavar="N", default=0)
+    parser.add_argument("url", nargs="?", default=DEFAULT_URL)
+    options = parser.parse_args(arguments)
+    reason = why_not_ready(options.url)
+    if options.end_after > 0:
+        failures = num_failures(reason is None, _process_1(), MEMORY)
+        if failures and failures % options.end_after == 0:
+            os.kill(1, signal.SIGTERM)
+            reason = f"{reason}; process 1 is asked to end after {failures} failures"
     if reason is not None:
         sys.stdout.write(f"{reason}\n")
     return 0 if reason is None else 1

@@ -12,7 +12,13 @@ Compiled engines talk MPI, and one server may hold them in two ways:
 
 ``mpirun -n 1`` stands before the server in both, as in upstream's script. MPI could start as a singleton, but then each spawn
 starts a daemon of its own, and upstream tests the other way. Its default would bind a job of one or two processes, all threads,
-to one core each (``mpirun(1)``), with the step loop on the same one: ``--bind-to none``.
+to one core each (``mpirun(1)``), with the step loop on the same one: ``--bind-to none``. Ranks that are spawned do not inherit
+that, and are told by their own variables (:data:`lr_backend.build.mpi.UNBOUND`).
+
+Upstream knows a second way for several engines: ``--disable-spawn-processes`` starts all ranks at once, a tritonserver each, and
+``participant_ids`` says whose they are. It is what engines over several machines need, and the draft logits that one engine hands
+another (``speculative_decoding_fast_logits``). Ours do neither, and upstream's guide for target and draft (NVIDIA/TensorRT-LLM
+pull request 3797) has ``--multi-model`` with spawned ranks for every TP above 1, equal or not. So one way is enough.
 
 Engines of the LLM API start their own ranks from their own process and need neither mode, and no ``mpirun``.
 """
@@ -23,12 +29,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from lr_backend.build.mpi import UNBOUND, without_job
 from lr_backend.build.placement import Placement
 
 COMPILED, LLM_API = "tensorrtllm", "llmapi"
 MPIRUN = ("mpirun", "--allow-run-as-root", "--bind-to", "none")
 ONE_RANK = ("-n", "1")
-ORCHESTRATOR_ENVIRONMENT = {"TRTLLM_ORCHESTRATOR": "1", "TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES": "1"}
+ORCHESTRATOR_ENVIRONMENT = {"TRTLLM_ORCHESTRATOR": "1", "TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES": "1", **UNBOUND}
 
 
 class LaunchMode(StrEnum):
@@ -58,6 +65,14 @@ class LaunchPlan:
     launcher: tuple[str, ...] = ()
     num_ranks: int = 1
     worker_models: tuple[str, ...] = ()
+
+    def over(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """``environment`` for the server, which under a launcher belongs to no job of SLURM or MPI but the launcher's own.
+
+        How ranks are bound is the operator's affair where the environment says it.
+        """
+        kept = without_job(environment) if self.launcher else environment
+        return {**kept, **self.environment, **{name: kept[name] for name in UNBOUND if name in kept}}
 
 
 PLAIN = LaunchPlan()

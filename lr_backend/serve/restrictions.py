@@ -8,11 +8,12 @@ restricted parts are then closed to all who have no rights on the machine itself
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import Mapping
+from ipaddress import ip_address
 from pathlib import Path
 
+from lr_backend.engine.address import ENGINE_HEADER, key_from
 from lr_backend.errors import ConfigError
 
 RESTRICTED = ("model-repository", "shared-memory", "trace", "logging")
@@ -22,37 +23,51 @@ model-config, statistics) is what clients, load balancers and perf_analyzer need
 HEADER = "lookahead-admin-key"
 """HTTP header; as gRPC metadata ``triton-grpc-protocol-lookahead-admin-key``."""
 
-KEY_VARIABLE, FILE_VARIABLE = "LOOKAHEAD_ADMIN_KEY", "LOOKAHEAD_ADMIN_KEY_FILE"
-_KEY = re.compile(r"[A-Za-z0-9_~.+/=-]{16,256}")
+KEY_VARIABLE = "LOOKAHEAD_ADMIN_KEY"
 
 
-def restriction_arguments(key: str) -> tuple[str, ...]:
-    """Options of tritonserver; they hold the key, so they belong into no log."""
-    value = f"{','.join(RESTRICTED)}:{HEADER}={key}"
-    return (f"--http-restricted-api={value}", f"--grpc-restricted-protocol={value}")
+def restriction_arguments(key: str, engine_key: str = "") -> tuple[str, ...]:
+    """Options of tritonserver; they hold the keys, so they belong into no log.
+
+    Args:
+        engine_key: what opens inference, on a server whose engines are there for a step loop elsewhere; empty: it is open.
+    """
+    closed = [f"{','.join(RESTRICTED)}:{HEADER}={key}"]
+    closed += [f"inference:{ENGINE_HEADER}={engine_key}"] if engine_key else []
+    return tuple(f"--{option}={value}" for value in closed for option in ("http-restricted-api", "grpc-restricted-protocol"))
+
+
+def tls_arguments(certificate: Path | None, key: Path | None) -> tuple[str, ...]:
+    """Options of tritonserver for gRPC by TLS; none without a certificate.
+
+    Raises:
+        ConfigError: a file is not there.
+    """
+    if certificate is None or key is None:
+        return ()
+    for path in (certificate, key):
+        if not path.is_file():
+            raise ConfigError(f"{path}: no such file")
+    return ("--grpc-use-ssl=true", f"--grpc-server-cert={certificate.absolute()}", f"--grpc-server-key={key.absolute()}")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address that a server listens on; a name is taken for another's."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def admin_key(environment: Mapping[str, str]) -> str:
     """The key that the operator gave by variable or file; else a new one.
 
     Raises:
-        ConfigError: both are given, the file cannot be read, or the key is short or holds something that no header can.
+        ConfigError: it cannot be used.
     """
-    given, file = environment.get(KEY_VARIABLE, ""), environment.get(FILE_VARIABLE, "")
-    if given and file:
-        raise ConfigError(f"{KEY_VARIABLE} and {FILE_VARIABLE} are both set; give one")
-    if file:
-        try:
-            given = Path(file).read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{FILE_VARIABLE}={file}: cannot be read: {error}") from error
-    elif not given:
-        return secrets.token_urlsafe(32)
-    if not _KEY.fullmatch(given):
-        raise ConfigError(f"{FILE_VARIABLE if file else KEY_VARIABLE}: 16 to 256 letters, digits or any of _ ~ . + / = -")
-    return given
+    return key_from(environment, KEY_VARIABLE) or secrets.token_urlsafe(32)
 
 
 def without_key(environment: Mapping[str, str]) -> dict[str, str]:
     """An environment for processes that have no use for the key: models run clients' prompts, and log."""
-    return {name: value for name, value in environment.items() if name not in (KEY_VARIABLE, FILE_VARIABLE)}
+    return {name: value for name, value in environment.items() if name not in (KEY_VARIABLE, f"{KEY_VARIABLE}_FILE")}

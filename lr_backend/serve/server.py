@@ -13,6 +13,7 @@ import http.client
 import json
 import os
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -28,8 +29,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
+from lr_backend.engine.address import LOOP_KEY_VARIABLE
 from lr_backend.errors import LookaheadError
 from lr_backend.hardware.lateness import Lateness
+from lr_backend.notice import NOTICE_VARIABLE
 from lr_backend.serve import guard
 from lr_backend.serve.backend_dir import PACKAGE, find_tritonserver, prepare_backend_dir, server_environment
 from lr_backend.serve.launch import ONE_RANK, PLAIN, LaunchPlan
@@ -85,6 +88,8 @@ class ServerOptions:
         arguments: further ones for tritonserver.
         plan: what a deployment's engines need of the server; by default nothing.
         admin_key: opens what :mod:`~lr_backend.serve.restrictions` closes; empty: each start makes one that nobody is told.
+        closes_engines: the Python models of engines answer the step loop of this server and nobody else.
+        engine_key: opens inference, on a server whose engines are there for a step loop elsewhere; empty: it is open.
     """
 
     host: str = "127.0.0.1"
@@ -100,6 +105,8 @@ class ServerOptions:
     arguments: tuple[str, ...] = ()
     plan: LaunchPlan = PLAIN
     admin_key: str = field(default="", repr=False)
+    engine_key: str = field(default="", repr=False)
+    closes_engines: bool = False
 
 
 def free_ports(options: ServerOptions) -> Ports:
@@ -144,6 +151,8 @@ class TritonServer:
         self.options = options or ServerOptions()
         self.ports = Ports(0, 0, 0)
         self.shm_prefix = ""
+        self.admin_key = ""
+        self.loop_key = secrets.token_urlsafe(32) if self.options.closes_engines else ""
         self.pid: int | None = None
         self._guard: subprocess.Popen[bytes] | None = None
         self._lifeline: int | None = None
@@ -197,6 +206,12 @@ class TritonServer:
         return "127.0.0.1" if self.options.host == "0.0.0.0" else self.options.host
 
     @property
+    def notice_file(self) -> Path:
+        """Where a running server's step loop looks for :mod:`~lr_backend.notice`."""
+        assert self._work_dir is not None, "not started"
+        return self._work_dir / "notice"
+
+    @property
     def running(self) -> bool:
         return self._guard is not None and self._guard.poll() is None
 
@@ -228,8 +243,9 @@ class TritonServer:
             self.shm_prefix = f"lookahead_{uuid.uuid4().hex[:12]}_"
             self.ports = free_ports(self.options)
             backends = prepare_backend_dir(install, self._work_dir, self.options.packages)
-            secrets = restriction_arguments(self.options.admin_key or admin_key({}))
-            self._spawn(self._command(install.binary, backends, secrets), install.binary.name)
+            self.admin_key = self.options.admin_key or admin_key({})
+            restricted = restriction_arguments(self.admin_key, self.options.engine_key)
+            self._spawn(self._command(install.binary, backends, restricted), install.binary.name)
         except BaseException:
             self._clean_up()
             raise
@@ -250,7 +266,7 @@ class TritonServer:
         """Options of one rank's tritonserver. Ranks other than 0 load the engine alone and never come to listening."""
         options, suffix = self.options, f"rank{rank}_" if rank else ""
         own_backends = [f"--backend-directory={backends}"] if backends else []
-        control = ["--model-control-mode=none"]
+        control = ["--model-control-mode=explicit", "--load-model=*"]  # so that a model can be loaded anew
         if rank:
             control = ["--model-control-mode=explicit", *(f"--load-model={name}" for name in options.plan.worker_models)]
         return [
@@ -332,13 +348,17 @@ class TritonServer:
         arguments = [str(reader), str(self._drain_limit()), self.shm_prefix, drained, "--", *command]
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("wb") as log:
+            path.open("wb").close()
+            with path.open("ab") as log:  # the front end adds its lines to it too
                 self._guard = subprocess.Popen(
                     [sys.executable, "-I", "-S", guard.__file__, *arguments],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=log,
-                    env=server_environment(without_key(os.environ), {**plan.environment, **self.options.environment}),
+                    env=server_environment(
+                        plan.over(without_key(os.environ)),
+                        {**self._own_environment(), **self.options.environment},
+                    ),
                     pass_fds=(reader,),
                     start_new_session=True,
                 )
@@ -352,6 +372,11 @@ class TritonServer:
             self._guard.wait(CLEANUP_MARGIN_S)
             raise ServerError("the server cannot be started", useful_lines(self.log_text()))
         self.pid = int(line)
+
+    def _own_environment(self) -> dict[str, str]:
+        """What this server's models are told: where notices are, and what the loop says to the engines."""
+        closed = {LOOP_KEY_VARIABLE: self.loop_key} if self.loop_key else {}
+        return {NOTICE_VARIABLE: str(self.notice_file), **closed}
 
     def _stdout(self) -> IO[bytes]:
         assert self._guard is not None and self._guard.stdout is not None

@@ -13,21 +13,25 @@ import resource
 import shutil
 import socket
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
+from lr_backend.build.mpi import UNBOUND, without_job
 from lr_backend.build.nvidia import IMAGE, TENSORRT_LLM, TRITON_RELEASE, Gpu, installed, probe_gpus
 from lr_backend.build.placement import Placement
 from lr_backend.build.repository import build_repository
 from lr_backend.build.spec import DeploymentSpec, EmbeddedDeployment
 from lr_backend.embedded.native.library import NAME as DECODER
-from lr_backend.engine import Role
 from lr_backend.errors import CheckpointError, ConfigError, LookaheadError
 from lr_backend.resources import is_checkout, resource_root
 from lr_backend.serve.backend_dir import find_stub, find_tritonserver
-from lr_backend.serve.launch import COMPILED, LLM_API
+from lr_backend.serve.launch import COMPILED, LLM_API, ONE_RANK, LaunchMode, launch_plan
+from lr_backend.serve.mounts import probe_without_exec
+from lr_backend.serve.mps import CONTROL, Mps, probe_mps
+from lr_backend.serve.spawn_probe import Spawned, probe_spawn
 
 LEAST_CAPABILITY = (8, 0)
 """Of ``draft_tokens_external`` and of bfloat16."""
@@ -79,6 +83,8 @@ class Machine:
         taken_ports: why the server cannot listen there, by port.
         triton_release: of the image, "26.07".
         cuda_visible_devices: of the environment.
+        without_exec: folders that compiled libraries cannot be loaded from, by the variable that names another.
+        mps: whether CUDA MPS runs; looked for where roles share a card.
     """
 
     tritonserver: Path | None = None
@@ -97,6 +103,8 @@ class Machine:
     shm_bytes: int | None = None
     memlock_bytes: int = -1
     stack_bytes: int = -1
+    without_exec: Mapping[str, str] = field(default_factory=dict)
+    mps: Mps = Mps.ABSENT
 
     @property
     def visible_gpus(self) -> tuple[Gpu, ...]:
@@ -147,7 +155,9 @@ def check(machine: Machine, needs: Needs) -> tuple[Finding, ...]:
             _present("trtllmExecutorWorker", machine.executor_worker or None, f"{IMAGE} has it beside the backend"),
             _present("mpirun", machine.mpirun, f"install Open MPI, or run inside {IMAGE}"),
         ]
-    findings += [_gpu_count(machine, on_gpus), *_gpus(machine, on_gpus)]
+    if len(compiled) < len(on_gpus):
+        findings += _loadable(machine)
+    findings += [_gpu_count(machine, on_gpus), *_gpus(machine, on_gpus), *_shared_cards(machine, on_gpus)]
     return (*findings, *_limits(machine))
 
 
@@ -172,7 +182,8 @@ def check_files(deployment: DeploymentSpec) -> tuple[Finding, ...]:
         if isinstance(error, CheckpointError):
             what, remedy = "checkpoints", f"put the checkpoint there, or name another folder in {deployment.path}"
         return (Finding(what, error.message, Level.MISSING, remedy),)
-    waiting = (Finding("files", line, Level.WARNING, "download it, then run lookahead build") for line in report.waiting)
+    remedy = "download it, then run lookahead build"
+    waiting = (Finding("files", f"not checked: {line}", Level.WARNING, remedy) for line in report.waiting)
     return (*waiting, *(Finding("files", line, Level.OK) for line in report.checked))
 
 
@@ -198,7 +209,45 @@ def probe(tritonserver: Path | None, needs: Needs, environment: Mapping[str, str
         shm_bytes=_size_of(Path("/dev/shm")),
         memlock_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         stack_bytes=resource.getrlimit(resource.RLIMIT_STACK)[0],
+        without_exec=probe_without_exec(environment),
+        mps=probe_mps(environment) if shared_cards(needs.placements) else Mps.ABSENT,
     )
+
+
+def shared_cards(placements: Sequence[Placement]) -> tuple[int, ...]:
+    """GPUs that several engines of this server are on."""
+    engines = Counter(device for each in placements for device in each.gpu_device_ids)
+    return tuple(sorted(device for device, count in engines.items() if count > 1))
+
+
+def check_spawns(placements: Sequence[Placement], environment: Mapping[str, str] = os.environ) -> tuple[Finding, ...]:
+    """Start processes as these engines will start their ranks, and see what they may use. It takes seconds."""
+    findings = []
+    plan = launch_plan(placements)
+    if plan.mode is LaunchMode.ORCHESTRATOR:
+        ranks = sum(each.tp_size for each in placements if each.runtime == COMPILED)
+        spawned = probe_spawn((*plan.launcher, *ONE_RANK), plan.over(environment), ranks)
+        findings.append(spawn_finding("ranks by mpirun", spawned, environment))
+    if alone := [each.tp_size for each in placements if each.runtime == LLM_API]:
+        spawned = probe_spawn((), {**UNBOUND, **without_job(environment)}, max(alone))
+        findings.append(spawn_finding("ranks of the LLM API", spawned, environment))
+    return tuple(findings)
+
+
+def spawn_finding(what: str, spawned: Spawned, environment: Mapping[str, str]) -> Finding:
+    """What came of one try."""
+    if spawned.left_out:
+        return Finding(what, f"not tried: {spawned.left_out}", Level.WARNING, f"run inside {IMAGE}")
+    if spawned.failure:
+        prefix = environment.get("OPAL_PREFIX")
+        known = f"OPAL_PREFIX={prefix} must be Open MPI's own folder" if prefix else "set OPAL_PREFIX to Open MPI's own folder"
+        remedy = f"where its slots do not suffice, give the container more cores; where its files are not found, {known}"
+        return Finding(what, f"MPI starts none: {spawned.failure}", Level.MISSING, remedy)
+    text = f"{len(spawned.child_cores)} started, on {min(spawned.child_cores)} of {spawned.parent_cores} cores each"
+    if min(spawned.child_cores) >= spawned.parent_cores:
+        return Finding(what, text, Level.OK)
+    remedy = "unset what binds them (OMPI_MCA_*); Open MPI 5 wants PRTE_MCA_rmaps_default_inherit=1 under mpirun"
+    return Finding(what, text, Level.WARNING, remedy)
 
 
 def probe_decoder(needs: Needs, environment: Mapping[str, str] = os.environ) -> Machine:
@@ -263,7 +312,7 @@ def check_decoder(machine: Machine, use: Use) -> tuple[Finding, ...]:
 def _decoder_use(deployment: DeploymentSpec) -> Use:
     if not isinstance(deployment, EmbeddedDeployment):
         return Use.NONE
-    engines = [deployment.engine(role) for role in Role]
+    engines = [deployment.engine(role) for role in deployment.roles_here]
     if any(engine.holds_draft_model or engine.kernels == "native" for engine in engines):
         return Use.ALWAYS
     return Use.WHERE_BUILT if any(engine.allows_native for engine in engines) else Use.NONE
@@ -340,6 +389,31 @@ def _gpus(machine: Machine, placements: Sequence[Placement]) -> list[Finding]:
             level = Level.OK if new_enough else Level.MISSING
             findings.append(Finding(f"GPU {device} ({', '.join(roles[device])})", text, level, remedy))
     return findings
+
+
+def _loadable(machine: Machine) -> list[Finding]:
+    """Whether what the LLM API compiles while it runs can be loaded."""
+    if not machine.without_exec:
+        return [Finding("compiled kernels", "can be loaded", Level.OK)]
+    folders = " and ".join(sorted(set(machine.without_exec.values())))
+    others = ", ".join(f"{name}=FOLDER" for name in machine.without_exec)
+    remedy = f"mount it with exec (Docker: --tmpfs /tmp:exec), or name folders that are: {others}"
+    return [Finding("compiled kernels", f"cannot be loaded: {folders} is mounted noexec", Level.MISSING, remedy)]
+
+
+def _shared_cards(machine: Machine, placements: Sequence[Placement]) -> list[Finding]:
+    """CUDA MPS, where engines share a card."""
+    shared = shared_cards(placements)
+    if not shared:
+        return []
+    what = f"CUDA MPS (GPU {', '.join(map(str, shared))})"
+    if machine.mps is Mps.RUNNING:
+        return [Finding(what, "running", Level.OK)]
+    cost = "engines on one card take turns, and looking ahead is then slower than not"
+    remedy = f"before the server, as its user: {CONTROL} -d"
+    if machine.mps is Mps.ABSENT:
+        remedy = f"{CONTROL} comes with NVIDIA's driver, into containers by NVIDIA_DRIVER_CAPABILITIES=compute,utility; {remedy}"
+    return [Finding(what, f"{machine.mps}: {cost}", Level.WARNING, remedy)]
 
 
 def _capability(text: str) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import http.client
 import json
 import shlex
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from lr_backend.contract import BY_NAME
 from lr_backend.engine import EngineCall, Role
+from lr_backend.engine.address import ENGINE_HEADER, LOOP_PARAMETER
 from lr_backend.errors import LookaheadError
 
 QUESTION = "Tom has 8 books. Mia has 2 times as many books as Tom. Mia gives 5 books to Tom. How many books does Tom have now?"
@@ -39,14 +41,27 @@ class WarmupAnswer:
     usage: dict[str, Any]
 
 
-def warm_up(http_url: str, *, timeout_s: float = 120.0, mode: str = "lr_sd") -> WarmupAnswer:
-    """Ask every model of the server at ``host:port`` once.
+def warm_engines(
+    http_url: str, roles: Iterable[Role] = Role, *, key: str = "", loop_key: str = "", timeout_s: float = 120.0
+) -> None:
+    """Ask these models of the server at ``host:port`` once.
+
+    Args:
+        key, loop_key: what opens them, where they are there for a step loop elsewhere, or for this server's alone.
 
     Raises:
         WarmupError: one of them refused, failed, or did not answer in time.
     """
-    for role in Role:
-        _warm_engine(http_url, role, timeout_s)
+    for role in roles:
+        _warm_engine(http_url, role, key, loop_key, timeout_s)
+
+
+def warm_loop(http_url: str, *, without: Container[str] = (), timeout_s: float = 120.0, mode: str = "lr_sd") -> WarmupAnswer:
+    """Ask the step loop of the server at ``host:port`` once. ``without``: roles that are known to be away.
+
+    Raises:
+        WarmupError: it refused, failed, did not answer in time, or without a role that is not away.
+    """
     body = {"text_input": QUESTION, "mode": mode, "max_tokens": MAX_TOKENS, "temperature": 0.0, "stream": False}
     answer = post_json(http_url, "lookahead", "generate", body, timeout_s)
     reason = str(answer.get("finish_reason", ""))
@@ -54,8 +69,8 @@ def warm_up(http_url: str, *, timeout_s: float = 120.0, mode: str = "lr_sd") -> 
         raise WarmupError(f"lookahead ended its answer with {reason or 'no finish reason'!r}")
     usage = answer.get("usage")
     counts = json.loads(usage) if isinstance(usage, str) and usage else {}
-    if counts.get("degraded"):
-        raise WarmupError(f"lookahead answered without {', '.join(counts['degraded'])}")
+    if lost := [role for role in counts.get("degraded", ()) if role not in without]:
+        raise WarmupError(f"lookahead answered without {', '.join(lost)}")
     return WarmupAnswer(str(answer.get("text_output", "")), reason, counts)
 
 
@@ -65,7 +80,7 @@ def curl_line(http_url: str) -> str:
     return f"curl -s http://{http_url}/v2/models/lookahead/generate -d {shlex.quote(body)}"
 
 
-def _warm_engine(http_url: str, role: Role, timeout_s: float) -> None:
+def _warm_engine(http_url: str, role: Role, key: str, loop_key: str, timeout_s: float) -> None:
     call = EngineCall(f"warm-up-{role}", np.arange(1, 17, dtype=np.int32), max_new_tokens=2)
     inputs = [
         {
@@ -76,14 +91,22 @@ def _warm_engine(http_url: str, role: Role, timeout_s: float) -> None:
         }
         for name, array in call.tensors().items()
     ]
-    body = {"id": call.request_id, "inputs": inputs, "outputs": [{"name": "output_ids"}, {"name": "sequence_length"}]}
-    outputs = post_json(http_url, role.value, "infer", body, timeout_s).get("outputs", [])
+    body: dict[str, Any] = {
+        "id": call.request_id,
+        "inputs": inputs,
+        "outputs": [{"name": "output_ids"}, {"name": "sequence_length"}],
+    }
+    headers = {ENGINE_HEADER: key} if key else {}
+    body |= {"parameters": {LOOP_PARAMETER: loop_key}} if loop_key else {}
+    outputs = post_json(http_url, role.value, "infer", body, timeout_s, headers).get("outputs", [])
     lengths = [output["data"][0] for output in outputs if output["name"] == "sequence_length"]
     if not lengths or lengths[0] < 1:
         raise WarmupError(f"{role} generated nothing")
 
 
-def post_json(http_url: str, model: str, verb: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+def post_json(
+    http_url: str, model: str, verb: str, body: dict[str, Any], timeout_s: float, headers: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """One POST to a model of the server at ``host:port``; ``verb`` is ``infer`` or ``generate``.
 
     Raises:
@@ -92,8 +115,8 @@ def post_json(http_url: str, model: str, verb: str, body: dict[str, Any], timeou
     host, port = http_url.rsplit(":", 1)
     connection = http.client.HTTPConnection(host, int(port), timeout=timeout_s)
     try:
-        headers = {"Content-Type": "application/json", "Connection": "close"}
-        connection.request("POST", f"/v2/models/{model}/{verb}", json.dumps(body), headers)
+        sent = {"Content-Type": "application/json", "Connection": "close", **(headers or {})}
+        connection.request("POST", f"/v2/models/{model}/{verb}", json.dumps(body), sent)
         response = connection.getresponse()
         answer = json.loads(response.read())
     except (OSError, http.client.HTTPException, ValueError) as error:

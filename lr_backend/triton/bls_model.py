@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 import uuid
 from collections.abc import Mapping
@@ -17,20 +18,26 @@ import structlog
 import triton_python_backend_utils as pb
 
 from lr_backend.config import CANCEL_RESERVE, LoopConfig
-from lr_backend.engine import Role
-from lr_backend.engine.upstream_errors import kind_of
-from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, LookaheadError, Overloaded
+from lr_backend.engine import Engine, Role
+from lr_backend.engine.address import LOOP_KEY_VARIABLE, LOOP_PARAMETER
+from lr_backend.errors import EngineError, LookaheadError
 from lr_backend.fields import LOOKAHEAD_INPUTS
 from lr_backend.loop.assemble import Engines
+from lr_backend.notice import NOTICE_VARIABLE
 from lr_backend.triton.audit_metrics import audit_metrics
-from lr_backend.triton.bls_engine import Arrays, BlsEngine, CallGate, unavailable
 from lr_backend.triton.models import load_models
+from lr_backend.triton.notices import heed
 from lr_backend.triton.service import LookaheadService
 from lr_backend.triton.speculation_metrics import DraftCounts, speculation_metrics
 from lr_backend.triton.threads import share_interpreter, use_uvloop
+from lr_backend.triton.triton_engine import Arrays, CallGate, TritonEngine, engine_error, unavailable
 
 if TYPE_CHECKING:
     from lr_backend.triton.own_engines import OwnEngines
+
+
+PARAMETERS = {LOOP_PARAMETER: key} if (key := os.environ.get(LOOP_KEY_VARIABLE)) else None
+"""Of every call: the engines of this server answer nobody else."""
 
 
 class TritonReplies:
@@ -65,6 +72,7 @@ async def infer(model_name: str, request_id: str, inputs: Arrays, wanted: tuple[
         request_id=request_id,
         inputs=[pb.Tensor(name, array) for name, array in inputs.items()],
         requested_output_names=list(wanted),
+        parameters=PARAMETERS,
     )
     try:
         response = await request.async_exec()
@@ -76,15 +84,8 @@ async def infer(model_name: str, request_id: str, inputs: Arrays, wanted: tuple[
 
 
 def _engine_error(model_name: str, error: Any) -> EngineError:
-    """By its text, since upstream calls everything INTERNAL; by Triton's code where the text says nothing."""
-    text = error.message()
-    # A full queue passes; it does not mean that the engine is out of order.
-    by_text: dict[str, type[EngineError]] = {Overloaded.code: EngineError, EngineRejected.code: EngineRejected}
-    kind = next((one for code, one in by_text.items() if code in text), kind_of(text))
-    if kind is None:
-        refused = error.code() in (pb.TritonError.INVALID_ARG, pb.TritonError.UNSUPPORTED)
-        kind = EngineRejected if refused else EngineUnavailable
-    return kind(f"{model_name}: {text}")
+    refused = error.code() in (pb.TritonError.INVALID_ARG, pb.TritonError.UNSUPPORTED)
+    return engine_error(model_name, error.message(), refused=refused)
 
 
 class TritonPythonModel:
@@ -109,6 +110,7 @@ class TritonPythonModel:
         self._executor = ThreadPoolExecutor(self._config.limits.max_in_flight_calls + CANCEL_RESERVE, "bls")
         self._service: LookaheadService | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._called: dict[Role, TritonEngine] = {}
         self._own = self._open_own()
         self._drafts = DraftCounts()
         self._audits = audit_metrics(pb.MetricFamily, lambda: self._service.audits.counts if self._service is not None else {})
@@ -130,21 +132,29 @@ class TritonPythonModel:
         self._loop = asyncio.get_running_loop()
         structlog.get_logger().info("event_loop_runs", implementation=type(self._loop).__module__)
         self._loop.set_default_executor(self._executor)
-        engines = self._own.engines if self._own is not None else self._by_bls()
+        engines = self._own.engines if self._own is not None else self._by_calls()
         service = LookaheadService(self._config, self._models, engines, self._drafts)
         service.audits.on_change = self._audits.touch
         service.on_drafts = self._speculation.touch
+        if path := os.environ.get(NOTICE_VARIABLE):
+            mortal = {role.value: engine for role, engine in self._called.items()}
+            self._heeding = self._loop.create_task(heed(Path(path), service, mortal))
         return service
 
-    def _by_bls(self) -> Engines:
-        """The server's models of these names."""
+    def _by_calls(self) -> Engines:
+        """The server's own models of these names by BLS, those that live elsewhere by gRPC."""
         gate = CallGate(self._config.limits.max_in_flight_calls)
-        return Engines(
-            *(
-                BlsEngine(role.value, infer, gate, tokens_per_block=self._config.tokens_per_block)
-                for role in (Role.TARGET, Role.DRAFT, Role.JUDGE)
-            )
-        )
+        tokens_per_block = self._config.tokens_per_block
+        engines: dict[Role, Engine] = {}
+        for role in Role:
+            if urls := self._config.remotes.get(role):
+                from lr_backend.triton.remote_engine import remote_engine  # gRPC, which other servers have no use for
+
+                engines[role] = remote_engine(urls, role.value, gate, tokens_per_block, os.environ)
+            else:
+                self._called[role] = TritonEngine(role.value, infer, gate, tokens_per_block=tokens_per_block)
+                engines[role] = self._called[role]
+        return Engines(engines[Role.TARGET], engines[Role.DRAFT], engines[Role.JUDGE])
 
     async def execute(self, requests: list[Any]) -> None:
         if self._service is None:

@@ -6,17 +6,22 @@ instance are batched in flight although the model is not decoupled. Triton's mod
 
 from __future__ import annotations
 
+import json
+import os
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from hmac import compare_digest
 from pathlib import Path
 from typing import Any, Protocol
 
+from lr_backend.engine.address import LOOP_KEY_VARIABLE, LOOP_PARAMETER
 from lr_backend.engine.inprocess import Submits
 from lr_backend.engine.request import EngineRequest, EngineResponse
 from lr_backend.errors import EngineRejected, InvalidRequest, LookaheadError
 from lr_backend.triton.client_watch import ClientWatch, WatchedClient
 
+LOOP_KEY = os.environ.get(LOOP_KEY_VARIABLE) or None
 REQUIRED_OUTPUTS = ("output_ids", "sequence_length")
 
 
@@ -63,6 +68,7 @@ class ContractModel:
             self._metrics.touch()
 
         try:
+            _check_caller(request)
             parsed = self._parse(request)
             if not parsed.stop:
                 _check_wanted(wanted)
@@ -108,6 +114,15 @@ def require_one_response(model_config: Mapping[str, Any]) -> None:
     """Raises: InvalidRequest: the file promises a stream."""
     if (model_config.get("model_transaction_policy") or {}).get("decoupled"):
         raise InvalidRequest("decoupled", True, "the engine sends one response a request: decoupled must be false")
+
+
+def _check_caller(request: Any) -> None:
+    """Raises: EngineRejected: these engines answer their step loop alone, and somebody else asks."""
+    if LOOP_KEY is None:
+        return
+    said = json.loads(request.parameters() or "{}").get(LOOP_PARAMETER)
+    if not isinstance(said, str) or not compare_digest(said.encode(), LOOP_KEY.encode()):
+        raise EngineRejected("this engine answers the step loop of its server alone; ask the model lookahead")
 
 
 def _check_wanted(wanted: frozenset[str]) -> None:

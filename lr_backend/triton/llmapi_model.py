@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ import triton_python_backend_utils as pb_utils
 from lr_backend.errors import LookaheadError
 from lr_backend.llmapi.config import LlmApiConfig
 from lr_backend.llmapi.engine import LlmApiEngine
-from lr_backend.llmapi.environment import apply, engine_environment
-from lr_backend.llmapi.stats import GAUGES, LlmApiStats
+from lr_backend.llmapi.environment import apply, engine_environment, own_packages
+from lr_backend.llmapi.stats import DRAFT_COUNTERS, GAUGES, LlmApiStats
 from lr_backend.llmapi.upstream import load_upstream, make_llm
 from lr_backend.triton.contract_model import ContractModel, batch_size_default, model_parameters, require_one_response
 from lr_backend.triton.engine_metrics import counters_of, engine_metrics
@@ -45,11 +46,13 @@ class TritonPythonModel(ContractModel):
             require_one_response(model_config)
             self._config = llmapi_config(model_config, Path(args.get("model_repository", ".")))
             self._config.check_checkpoint()
-            apply(os.environ, engine_environment(os.environ, self._config.gpu_device_ids))
+            packages = own_packages()
+            wanted = engine_environment(os.environ, self._config.gpu_device_ids, packages)
+            apply(os.environ, wanted, sys.path, packages)
             upstream = load_upstream()
             self._engine = LlmApiEngine(self._config, make_llm(self._config, upstream), upstream.SamplingParams)
         except LookaheadError as error:
             raise pb_utils.TritonModelException(error.public()) from error
         self._exclude_input = self._config.exclude_input_in_output
-        counters = counters_of(LlmApiStats, GAUGES)
+        counters = counters_of(LlmApiStats, GAUGES if self._config.drafts else (*GAUGES, *DRAFT_COUNTERS))
         self._metrics = engine_metrics(pb_utils.MetricFamily, args["model_name"], self._engine.stats, counters, GAUGES)

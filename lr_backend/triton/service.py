@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-import numpy as np
 import numpy.typing as npt
 import structlog
 
@@ -19,13 +18,14 @@ from lr_backend.audit.desk import AuditDesk
 from lr_backend.clock import running_clock
 from lr_backend.config import LoopConfig
 from lr_backend.contract import IntArray
-from lr_backend.errors import Cancelled, InvalidRequest, LookaheadError, Overloaded
+from lr_backend.errors import Cancelled, LookaheadError, Overloaded
 from lr_backend.loop.answer import Committed, Outcome
 from lr_backend.loop.assemble import Engines, Models, Server, assemble
 from lr_backend.loop.loop import LookaheadLoop
 from lr_backend.loop.tracing import build_trace
 from lr_backend.policy.policy import Learned
 from lr_backend.request import LookaheadRequest
+from lr_backend.triton.prompts import Prompts
 from lr_backend.triton.speculation_metrics import DraftCounts
 from lr_backend.triton.tensors import committed_tensors, final_tensors, request_fields
 from lr_backend.verify import VerifierParts
@@ -54,6 +54,7 @@ class LookaheadService:
     Attributes:
         audits: outlive the requests whose steps they judge; :meth:`close` ends them.
         drafts: draft tokens of all answers; ``on_drafts`` is called when an answer has added to them.
+        draining: the server is to end: new requests are refused, those in flight finish.
     """
 
     def __init__(self, config: LoopConfig, models: Models, engines: Engines, drafts: DraftCounts | None = None) -> None:
@@ -61,20 +62,24 @@ class LookaheadService:
         self._models = models
         self._engines = engines
         self._server: Server | None = None
+        self._prompts = Prompts(models.tokenizer, config)
         parts = VerifierParts(engines.target, engines.judge, models.tokenizer, models.judge_prompt, models.judge_tokenizer)
         self.audits = AuditDesk(lambda: make_auditor(config, parts, models.checker), config.audit)
         self.drafts = drafts if drafts is not None else DraftCounts()
         self.on_drafts: Callable[[], None] = lambda: None
         self.num_in_flight = 0
+        self.draining = False
 
     async def serve(self, request_id: str, arrays: Arrays, replies: Replies) -> None:
         """Answer one request. Never raises, except for cancellation of the server's own making; always ends the request."""
         self.num_in_flight += 1
         try:
+            if self.draining:
+                raise Overloaded("the server is about to end; ask another, or this one again once it is back")
             if self.num_in_flight > self._config.limits.max_in_flight_requests:
                 raise Overloaded(f"{self._config.limits.max_in_flight_requests} requests are in flight; try again later")
             request = LookaheadRequest.parse({**self._config.defaults, **request_fields(arrays)})
-            prompt_ids = self._prompt(request)
+            prompt_ids = await self._prompts.ids(request)
             await self._answer(request, prompt_ids, request_id, replies)
         except LookaheadError as error:
             log.info("request_failed", request_id=request_id, error=error.public())
@@ -91,6 +96,7 @@ class LookaheadService:
     def close(self) -> None:
         """End what no request waits for."""
         self.audits.cancel()
+        self._prompts.close()
 
     async def _answer(self, request: LookaheadRequest, prompt_ids: IntArray, request_id: str, replies: Replies) -> None:
         parts: list[str] = []
@@ -144,20 +150,3 @@ class LookaheadService:
             self.drafts.drafted_by_engine(num_passes, outcome.ledger.num_proposed, outcome.ledger.num_accepted)
         if outcome.ledger.verifications or num_passes:
             self.on_drafts()
-
-    def _prompt(self, request: LookaheadRequest) -> IntArray:
-        tokenizer: Any = self._models.tokenizer
-        if request.raw:
-            assert request.text_input is not None
-            text = request.text_input
-        else:
-            try:
-                text = tokenizer.apply_chat_template(request.conversation, tokenize=False, add_generation_prompt=True)
-            except Exception as error:  # templates raise whatever they like at turns they do not accept
-                raise InvalidRequest("messages", "", f"the target's chat template refuses it: {error}") from error
-        ids = np.asarray(tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
-        limit = self._config.limits.max_prompt_tokens
-        field = "text_input" if request.messages is None else "messages"
-        if not 1 <= len(ids) <= limit:
-            raise InvalidRequest(field, f"{len(ids)} tokens", f"1 to {limit} tokens")
-        return ids

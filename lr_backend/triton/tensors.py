@@ -49,7 +49,7 @@ def _text(name: str, value: Any) -> str:
 def _json(name: str, text: str) -> Any:
     try:
         value = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits is no JSONDecodeError
         raise InvalidRequest(name, text, "a JSON list of {role, content}") from error
     if not isinstance(value, list):
         raise InvalidRequest(name, text, "a JSON list of {role, content}")

@@ -12,8 +12,11 @@ Knows tokenizers by duck type; knows no engine and no loop.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from lr_backend.steps.plain import PlainText
 
 ALIGNED, UNALIGNED = "aligned", "unaligned"
 
@@ -44,12 +47,15 @@ class PromptTokenizer(Protocol):
 
     def encode(self, text: str, **kwargs: Any) -> list[int]: ...
 
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, Any]: ...
+
 
 @dataclass(frozen=True)
 class JudgePrompt:
     """Fixed token ids around the two steps; see :meth:`ids`."""
 
-    tokenizer: PromptTokenizer
+    plain: PlainText
     head_ids: tuple[int, ...]
     middle_ids: tuple[int, ...]
     tail_ids: tuple[int, ...]
@@ -75,7 +81,7 @@ class JudgePrompt:
         def fixed(part: str) -> tuple[int, ...]:
             return tuple(tokenizer.encode(part, add_special_tokens=False))
 
-        return cls(tokenizer, fixed(head), fixed(middle), fixed(tail) + fixed(prefill), max_step_tokens)
+        return cls(PlainText.of(tokenizer), fixed(head), fixed(middle), fixed(tail) + fixed(prefill), max_step_tokens)
 
     @classmethod
     def for_audits(
@@ -104,8 +110,7 @@ class JudgePrompt:
         ]
 
     def _plain(self, text: str) -> list[int]:
-        ids = self.tokenizer.encode(text.strip(), add_special_tokens=False, split_special_tokens=True)
-        return list(ids[: self.max_step_tokens])
+        return self.plain.ids(text.strip())[: self.max_step_tokens]
 
 
 def closed_reasoning(tokenizer: PromptTokenizer, think_open: str | None, think_close: str | None) -> str:

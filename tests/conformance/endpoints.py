@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.kit.remote_engine import RemoteEngine
 from lr_backend.emulated.open import open_engine
 from lr_backend.engine import Engine
 from lr_backend.engine.inprocess import InProcessEngine
 from lr_backend.hardware.pace import EnginePace
 from lr_backend.hardware.profile import ProfileKey
 from lr_backend.testing import ScriptedEngine, run_virtual
+from lr_backend.triton.remote_engine import RemoteEngine
 from tests.support.embedded_engines import VOCAB, engine_config, tiny_engine
 from tests.support.llmapi_engines import by_torch, in_process, llmapi_engine
 
@@ -91,4 +91,4 @@ def llmapi(checkpoint: Path) -> Endpoint:
 def remote(address: str) -> Endpoint:
     """``address``: host:port/model."""
     url, _, model_name = address.partition("/")
-    return Endpoint(lambda: RemoteEngine(url, model_name))
+    return Endpoint(lambda: RemoteEngine(f"grpc://{url}", model_name))

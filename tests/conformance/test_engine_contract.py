@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from bench.kit.serving import demo_spec, serving
+from lr_backend.build.base import Layout
 from lr_backend.contract import encode_stop_words
 from lr_backend.engine import Engine, EngineCall, Generation, Sampling
 from lr_backend.errors import EngineRejected
@@ -47,7 +48,7 @@ def endpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         case "llmapi":
             yield llmapi(tiny_checkpoint(folder))
         case "embedded-triton":
-            with serving(demo_spec(), folder / "repository", only=("target",)) as server:
+            with serving(demo_spec(Layout.PROCESS_A_ROLE), folder / "repository", only=("target",)) as server:
                 yield remote(f"{server.grpc_url}/target")
         case _:
             yield remote(ADDRESS)

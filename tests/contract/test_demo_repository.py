@@ -21,12 +21,12 @@ ROLES = ("target", "draft", "judge")
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's spec over tiny checkpoints, so that the test needs no trained model."""
+    """The demo's spec over tiny checkpoints, so that the test needs no trained model; its engines as models of the server."""
     root = tmp_path_factory.mktemp("demo")
     make_tiny_models(root / "demo" / "checkpoints")
     (root / "engines").mkdir()
     path = root / "engines" / "demo.toml"
-    path.write_text(DeploymentSpec.load("demo").path.read_text())
+    path.write_text(DeploymentSpec.load("demo").path.read_text().replace('"one_process"', '"process_a_role"'))
     return build_repository(DeploymentSpec.load(path)).output
 
 

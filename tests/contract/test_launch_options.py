@@ -75,7 +75,7 @@ def test_client_shared_memory_is_said_to_be_off_where_the_release_has_the_option
 
 
 def test_the_command_line_of_four_gpus(tmp_path: Path) -> None:
-    """qwen3-32b: target over two GPUs, draft and judge on one each."""
+    """qwen3-32b-apart: target over two GPUs, draft and judge on one each."""
     restricted = "model-repository,shared-memory,trace,logging:lookahead-admin-key=0123456789abcdef"
     assert command(*PLANS["orchestrator"][:1], tmp_path) == [
         "mpirun", "--allow-run-as-root", "--bind-to", "none", "-n", "1",
@@ -87,7 +87,8 @@ def test_the_command_line_of_four_gpus(tmp_path: Path) -> None:
         "--metrics-address=127.0.0.1", "--metrics-port=8002",
         "--backend-config=python,thread-pool-size=96",
         "--backend-config=python,shm-region-prefix-name=lookahead_abc_",
-        "--model-control-mode=none", "--disable-auto-complete-config", "--exit-on-error=true", "--strict-readiness=true",
+        "--model-control-mode=explicit", "--load-model=*",
+        "--disable-auto-complete-config", "--exit-on-error=true", "--strict-readiness=true",
         "--exit-timeout-secs=7",
         "--allow-client-shm=false", "--pinned-memory-pool-byte-size=0", "--enable-peer-access=false",
         "--cuda-memory-pool-byte-size=0:0", "--cuda-memory-pool-byte-size=1:0", "--cuda-memory-pool-byte-size=2:0",
@@ -102,9 +103,9 @@ def test_leader_mode_is_one_server_a_rank_and_the_others_load_the_engine_alone(t
     at = words.index(":")
     first, second = words[4:at], words[at + 1 :]
     assert first[:3] == second[:3] == ["-n", "1", "/opt/tritonserver/bin/tritonserver"]
-    assert "--model-control-mode=none" in first
+    assert {"--model-control-mode=explicit", "--load-model=*"} <= set(first)
     assert {"--model-control-mode=explicit", "--load-model=target"} <= set(second)
-    assert not any(word.startswith("--load-model") for word in first)
+    assert sum(word.startswith("--load-model") for word in first) == 1
     prefixes = [next(word.split("=")[-1] for word in rank if "shm-region-prefix-name" in word) for rank in (first, second)]
     assert prefixes == ["lookahead_abc_", "lookahead_abc_rank1_"], "each rank's own, and both go with the server's prefix"
     assert second.count(":") == 0

@@ -55,8 +55,16 @@ def compile_flags(report: BuildReport, role: Role) -> dict[str, str | None]:
     return read_flags(step.command.argv)
 
 
-def test_the_four_deployments_are_held() -> None:
-    assert SPECS == ["qwen3-32b", "qwen3-32b-1gpu", "qwen3-32b-shared", "qwen3-8b-24gb", "r1-distill-32b"]
+def test_all_deployments_are_held() -> None:
+    assert SPECS == [
+        "qwen3-32b",
+        "qwen3-32b-1gpu",
+        "qwen3-32b-2gpu",
+        "qwen3-32b-apart",
+        "qwen3-32b-fp8",
+        "qwen3-8b-24gb",
+        "r1-distill-32b",
+    ]
     assert TABLE["version"] == TENSORRT_LLM
 
 

@@ -43,7 +43,7 @@ WORKLOAD = Workload(
 def spec(tmp_path_factory: pytest.TempPathFactory) -> EmulatedDeployment:
     path = tmp_path_factory.mktemp("workload") / "short.toml"
     path.write_text(WORKLOAD.as_toml("short answers"))
-    return emulated("qwen3-32b", SYSTEM, str(path))
+    return emulated("qwen3-32b-apart", SYSTEM, str(path))
 
 
 @pytest.fixture(scope="module")

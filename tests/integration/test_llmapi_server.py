@@ -13,7 +13,6 @@ import pytest
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
-from bench.kit.remote_engine import RemoteEngine
 from lr_backend.build.render import TEMPLATES, _render_folder
 from lr_backend.contract import ENGINE_INPUTS, ENGINE_OUTPUTS, encode_stop_words, tensor_list_pbtxt
 from lr_backend.engine import EngineCall, Generation
@@ -21,6 +20,7 @@ from lr_backend.errors import EngineRejected
 from lr_backend.serve.backend_dir import PACKAGE
 from lr_backend.serve.restrictions import HEADER
 from lr_backend.serve.server import ServerOptions, TritonServer
+from lr_backend.triton.remote_engine import RemoteEngine
 
 pytestmark = pytest.mark.integration
 
@@ -67,7 +67,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
 
 def ask(server: TritonServer, *calls: EngineCall) -> list[Generation]:
     async def main() -> list[Generation]:
-        engine = RemoteEngine(server.grpc_url, "target")
+        engine = RemoteEngine(f"grpc://{server.grpc_url}", "target")
         try:
             return list(await asyncio.gather(*(engine.generate(call) for call in calls)))
         finally:

@@ -11,7 +11,7 @@ from lr_backend.build.repository import build_repository
 from lr_backend.build.spec import DeploymentSpec
 from lr_backend.cli.app import app
 from lr_backend.serve.server import ServerOptions, TritonServer
-from lr_backend.serve.warmup import post_json, warm_up
+from lr_backend.serve.warmup import post_json, warm_engines, warm_loop
 from tests.support import tiny_models
 from tests.support.own_checkpoints import make_pair
 
@@ -31,7 +31,8 @@ def test_what_init_writes_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     report = build_repository(DeploymentSpec.load(path))
     with TritonServer(report.output, ServerOptions(exit_timeout_s=2)) as server:
         server.wait_ready(READY_S)
-        warm_up(server.http_url)
+        warm_engines(server.http_url)
+        warm_loop(server.http_url)
         for mode in ("ar", "auto"):
             body = {"text_input": "Count.", "mode": mode, "max_tokens": 24, "temperature": 0.0, "stream": False}
             answer = post_json(server.http_url, "lookahead", "generate", body, 60.0)

@@ -24,6 +24,8 @@ same_numbers = {PACKAGE}.verify:SameNumbers
 sentences = {PACKAGE}.segment:Sentences
 """
 SPEC = f"""
+[lookahead]
+raw_prompts = true
 [lookahead.segmenter]
 factory = "sentences"
 least_words = 1

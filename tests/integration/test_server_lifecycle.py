@@ -22,7 +22,7 @@ from lr_backend.build.repository import build_repository
 from lr_backend.build.spec import DeploymentSpec
 from lr_backend.serve import server as launcher
 from lr_backend.serve.server import ServerError, ServerOptions, TritonServer
-from lr_backend.serve.warmup import post_json, warm_up
+from lr_backend.serve.warmup import post_json, warm_engines, warm_loop
 from tests.support.tiny_models import make_tiny_models, write_spec
 
 pytestmark = pytest.mark.integration
@@ -65,7 +65,8 @@ def test_four_models_answer_and_sigterm_drains(server: TritonServer) -> None:
     processes, prefix = family(server), server.shm_prefix
     assert sum("triton_python_backend_stub" in process.exe() for process in processes) == STUBS
     assert [name for name in os.listdir("/dev/shm") if prefix in name], "its shared memory has the prefix that is removed"
-    answer = warm_up(server.http_url, timeout_s=BOUND_S)
+    warm_engines(server.http_url, timeout_s=BOUND_S)
+    answer = warm_loop(server.http_url, timeout_s=BOUND_S)
     assert answer.text
     assert answer.usage["num_target_calls"] > 0
     assert answer.usage["num_draft_calls"] > 0

@@ -16,6 +16,10 @@ What it keeps to (file in NVIDIA/TensorRT-LLM: what):
   token ids [beams][tokens], None, None); they have crossed processes by then (``executor/base_worker.py``).
 - ``pyexecutor``: an iteration gives each running request a token; at most ``max_batch_size`` run; a cancelled one gets a last
   response without tokens.
+- Speculation: configuration classes know the fields of ``tests/contract/llm_api.toml`` and no others; n-grams and draft-target
+  need ``disable_overlap_scheduler``, as the guide has them. After the prompt's pass each pass verifies ``max_draft_len`` draft
+  tokens and gives those that the model says itself and one more, all in one response, up to the first end. ``decoding_iter``
+  counts passes. ``request_perf_metrics.speculative_decoding`` stays zero.
 """
 
 from __future__ import annotations
@@ -24,9 +28,11 @@ import asyncio
 import inspect
 import pickle
 import threading
+import tomllib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,6 +53,11 @@ KV_CACHE_ARGUMENTS = {
     "dtype",
     "host_cache_size",
 }
+
+
+RELEASES: dict[str, Any] = tomllib.loads((Path(__file__).parents[1] / "contract" / "llm_api.toml").read_text(encoding="utf-8"))
+"""Fields of the configuration classes for speculation, by release."""
+WITHOUT_OVERLAP = ("NGramDecodingConfig", "DraftTargetDecodingConfig")
 
 
 @dataclass(kw_only=True)
@@ -102,6 +113,8 @@ class Ask:
 Choice = tuple[int, dict[int, float]]
 """The token, and the log-probabilities of the likeliest ones."""
 Choose = Callable[[list[Ask]], list[Choice]]
+Guess = Callable[[tuple[int, ...]], int]
+"""What a drafter says after a context."""
 
 
 def scripted(next_token: Callable[[tuple[int, ...], int], int]) -> Choose:
@@ -145,6 +158,7 @@ class Response:
     logprobs: list[dict[int, Logprob]]
     finish_reason: str | None = None
     error: Exception | None = None
+    decoding_iter: int = 0
 
 
 class FakeRequestOutput:
@@ -152,6 +166,7 @@ class FakeRequestOutput:
         self._llm, self.request_id, self.prompt_token_ids, self.params = llm, number, prompt, params
         self.outputs = [Completion()]
         self.finished = False
+        self.decoding_iter = 0
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Response] = asyncio.Queue()
 
@@ -175,6 +190,7 @@ class FakeRequestOutput:
             self.finished = True
             raise response.error
         completion = self.outputs[0]
+        self.decoding_iter = response.decoding_iter
         completion.token_ids.extend(response.tokens)
         completion.logprobs.extend(response.logprobs)
         if response.finish_reason is not None:
@@ -186,7 +202,9 @@ class FakeRequestOutput:
                 times = {"arrival_time": timedelta(seconds=5), "first_scheduled_time": timedelta(seconds=5, milliseconds=2)}
                 cache = {"num_reused_blocks": 3, "num_new_allocated_blocks": 2, "num_total_allocated_blocks": 5}
                 completion.request_perf_metrics = SimpleNamespace(
-                    kv_cache_metrics=SimpleNamespace(**cache), timing_metrics=SimpleNamespace(**times)
+                    kv_cache_metrics=SimpleNamespace(**cache),
+                    timing_metrics=SimpleNamespace(**times),
+                    speculative_decoding=self._llm.reported,
                 )
         return self
 
@@ -195,6 +213,11 @@ class FakeRequestOutput:
 class Active:
     output: FakeRequestOutput
     written: list[int] = field(default_factory=list)
+    num_passes: int = 0
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        return (*self.output.prompt_token_ids, *self.written)
 
 
 class RequestError(RuntimeError):
@@ -203,14 +226,22 @@ class RequestError(RuntimeError):
 
 class FakeLLM:
     """``gate`` set to an event holds the executor before each iteration until it is set; ``hold_at`` clears it after so many
-    draws. ``deaf``: aborts are not heard."""
+    draws. ``deaf``: aborts are not heard. ``guess`` drafts, where a ``speculative_config`` has it; ``reported`` is what upstream
+    reports of it with the last response."""
 
-    def __init__(self, choose: Choose, **arguments: Any) -> None:
+    def __init__(self, choose: Choose, guess: Guess = lambda context: -1, **arguments: Any) -> None:
         for name in arguments:
             if name not in LLM_ARGUMENTS:
                 raise ValueError(f"LLM got invalid argument: {name}")
+        speculation = arguments.get("speculative_config")
+        if speculation is not None and arguments.get("sampler_type") == "TRTLLMSampler":
+            raise ValueError("the TRTLLMSampler verifies no draft tokens")
+        if speculation is not None and speculation.kind in WITHOUT_OVERLAP:
+            assert arguments.get("disable_overlap_scheduler"), "as upstream's guide has it"
         self.arguments = arguments
-        self._choose = choose
+        self._choose, self._guess = choose, guess
+        self._num_drafts = speculation.max_draft_len if speculation is not None else 0
+        self.reported = SimpleNamespace(total_draft_tokens=0, total_accepted_draft_tokens=0, acceptance_rate=0.0)
         self._condition = threading.Condition()
         self._new: list[FakeRequestOutput] = []
         self.aborted: list[int] = []
@@ -289,44 +320,73 @@ class FakeLLM:
         return True
 
     def _iterate(self, running: list[Active]) -> list[Active]:
-        asks = []
-        for one in running:
-            asks.append(Ask((*one.output.prompt_token_ids, *one.written), one.output.params, self.num_draws))
-            self.num_draws += 1
+        """A pass for each; the tokens of one are drawn one after another, as far as its drafts go."""
         if self.fails is not None:
             for one in running:
                 one.output.put(Response([], [], None, self.fails))
             return []
-        kept = []
-        for one, (token, likely) in zip(running, self._choose(asks), strict=True):
-            params = one.output.params
+        rounds = {id(one): Response([], []) for one in running}
+        drafting = running
+        for number in range(1 + self._num_drafts):
+            drafts = [self._guess(one.context) for one in drafting]
+            drawn = self._draw(drafting, rounds)
+            # The prompt's pass has no drafts; a pass goes on while they are what the model says.
+            drafting = [
+                one
+                for one, draft, token in zip(drafting, drafts, drawn, strict=True)
+                if one.num_passes and draft == token and rounds[id(one)].finish_reason is None and number < self._num_drafts
+            ]
+        for one in running:
+            one.num_passes += 1
+            one.output.put(replace(rounds[id(one)], decoding_iter=one.num_passes))
+        return [one for one in running if rounds[id(one)].finish_reason is None]
+
+    def _draw(self, running: list[Active], rounds: dict[int, Response]) -> list[int]:
+        """One token for each, and why it was the last."""
+        asks = []
+        for one in running:
+            asks.append(Ask(one.context, one.output.params, self.num_draws))
+            self.num_draws += 1
+        choices = self._choose(asks) if asks else []
+        for one, (token, likely) in zip(running, choices, strict=True):
+            params, response = one.output.params, rounds[id(one)]
             one.written.append(token)
-            reason = None
+            response.tokens.append(token)
             if token == params.end_id and not params.ignore_eos:
-                reason = "stop"
+                response.finish_reason = "stop"
             elif len(one.written) >= params.max_tokens:
-                reason = "length"
+                response.finish_reason = "length"
             elif token in (params.stop_token_ids or ()):
-                reason = "stop"
+                response.finish_reason = "stop"
             best = sorted(likely.items(), key=lambda item: -item[1])[: params.logprobs or 0]
-            log_probs = [{each: Logprob(value, rank + 1) for rank, (each, value) in enumerate(best)}] if params.logprobs else []
-            one.output.put(Response([token], log_probs, reason))
-            if reason is None:
-                kept.append(one)
-        return kept
+            if params.logprobs:
+                response.logprobs.append({each: Logprob(value, rank + 1) for rank, (each, value) in enumerate(best)})
+        return [token for token, _ in choices]
 
 
-def fake_config(allowed: set[str]) -> Callable[..., SimpleNamespace]:
+def fake_config(allowed: set[str], **constants: Any) -> Callable[..., SimpleNamespace]:
     """A config class that forbids unknown fields."""
 
     def make(**fields: Any) -> SimpleNamespace:
         assert set(fields) <= allowed, set(fields) - allowed
-        return SimpleNamespace(**fields)
+        return SimpleNamespace(**fields, **constants)
 
     return make
 
 
-def fake_upstream(choose: Choose) -> Upstream:
-    """What ``load_upstream`` would give; :class:`FakeLLM` instances choose tokens by ``choose``."""
+def fake_classes(release: str = "1.2.1") -> dict[str, Callable[..., SimpleNamespace]]:
+    """The configuration classes for speculation that a release has, by name."""
+    table = RELEASES[release]
+    base = set(table["base"])
+    return {name: fake_config(base | set(own), kind=name) for name, own in table.items() if name != "base"}
+
+
+def fake_upstream(choose: Choose, guess: Guess = lambda context: -1) -> Upstream:
+    """What ``load_upstream`` would give; :class:`FakeLLM` instances choose tokens by ``choose``, and draft by ``guess``."""
     graphs = fake_config({"batch_sizes", "max_batch_size", "enable_padding"})
-    return Upstream(lambda **arguments: FakeLLM(choose, **arguments), FakeSamplingParams, fake_config(KV_CACHE_ARGUMENTS), graphs)
+    kv_cache = fake_config(KV_CACHE_ARGUMENTS)
+
+    def make(**arguments: Any) -> FakeLLM:
+        return FakeLLM(choose, guess, **arguments)
+
+    return Upstream(make, FakeSamplingParams, kv_cache, graphs, fake_classes().get)

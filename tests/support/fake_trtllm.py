@@ -108,7 +108,7 @@ def write_gpu_spec(folder: Path, *, checkpoints: bool = True, runtime: str = "te
         if checkpoints:
             make_checkpoint(folder / "ck" / role, seed, Shape(heads=4, kv_heads=2))
     engine = (
-        "max_batch_size = 4\nmax_num_tokens = 256\nmax_seq_len = 1024\n"
+        "max_batch_size = 4\nmax_num_tokens = 1024\nmax_seq_len = 1024\n"
         "max_tokens_in_paged_kv_cache = 4096\ntokens_per_block = 32\n"
     )
     path = folder / "engines" / "small.toml"

@@ -11,16 +11,20 @@ from lr_backend.llmapi.config import LlmApiConfig
 from lr_backend.llmapi.engine import LlmApiEngine
 from lr_backend.llmapi.upstream import make_llm
 from tests.support.embedded_engines import ask, request, tiny_engine
-from tests.support.fake_llmapi import Ask, Choice, Choose, FakeSamplingParams, fake_upstream
+from tests.support.fake_llmapi import Ask, Choice, Choose, FakeSamplingParams, Guess, fake_upstream
 
 
-def llmapi_engine(folder: Path, choose: Choose, **settings: Any) -> LlmApiEngine:
-    """An engine as the Triton model makes it, with the stand-in for upstream. ``folder`` gets an empty checkpoint."""
+def llmapi_engine(folder: Path, choose: Choose, guess: Guess = lambda context: -1, **settings: Any) -> LlmApiEngine:
+    """An engine as the Triton model makes it, with the stand-in for upstream. ``folder`` gets an empty checkpoint.
+
+    Args:
+        guess: what its drafter says, where the settings have it speculate.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "config.json").exists():
         (folder / "config.json").write_text("{}")
     config = LlmApiConfig(folder, **{"max_seq_len": 256, "max_batch_size": 8, "max_queue_size": 64} | settings)
-    upstream = fake_upstream(choose)
+    upstream = fake_upstream(choose, guess)
     return LlmApiEngine(config, make_llm(config, upstream), upstream.SamplingParams)
 
 

@@ -21,12 +21,13 @@ LEAVES = {
     "fields",
     "config",
     "parameters",
+    "notice",
     "plugins",
     "resources",
     "hardware",
 }
 """What every room may know."""
-LEAF_MODULES = {"lr_backend.build.nvidia", "lr_backend.build.placement"}
+LEAF_MODULES = {"lr_backend.build.mpi", "lr_backend.build.nvidia", "lr_backend.build.placement"}
 """Values that every part may know of."""
 
 ALLOWED: dict[str, set[str]] = {
@@ -37,9 +38,10 @@ ALLOWED: dict[str, set[str]] = {
     "steps": {"contract", "errors"},
     "request": {"engine", "errors"},
     "fields": {"contract", "request"},
+    "notice": set(),
     "resources": set(),
     "plugins": {"errors", "resources"},
-    "config": {"errors", "plugins", "request", "steps"},
+    "config": {"engine", "errors", "plugins", "request", "steps"},
     "hardware": {"engine", "errors"},
     "parameters": {"errors", "hardware"},
     "verify": {"engine", "errors", "steps", "contract", "request", "config"},
@@ -54,9 +56,10 @@ ALLOWED: dict[str, set[str]] = {
     "build": {"emulated", *LEAVES},
     "triton": {"loop", "policy", "audit", "verify", "trace", "embedded", "emulated", "llmapi", *LEAVES},
     "serve": {"build", "embedded", *LEAVES},
+    "frontend": {"serve", *LEAVES},
     "testing": {"contract", "engine", "errors"},
     "plan": {"loop", "policy", "verify", "trace", "testing", "emulated", "build", *LEAVES},
-    "cli": {"build", "plan", "emulated", "trace", "serve", *LEAVES},
+    "cli": {"build", "plan", "emulated", "trace", "serve", "frontend", *LEAVES},
 }
 
 

@@ -190,11 +190,67 @@ def test_a_tool_that_is_not_there_is_named(spec: GpuDeployment, tools: FakeTools
         build(spec, tools)
 
 
-def test_fp8_goes_through_calibration(spec: GpuDeployment, tools: FakeTools) -> None:
-    changed = edited(spec, "[judge]\n", '[judge]\nquantization = "fp8"\nkv_cache_dtype = "fp8"\ncalib_size = 16\n')
-    build(changed, tools, role=Role.JUDGE)
+def quantised(spec: GpuDeployment, texts: str = "texts/ours") -> GpuDeployment:
+    lines = f'quantization = "fp8"\nkv_cache_dtype = "fp8"\ncalib_dataset = "{texts}"\ncalib_size = 16\n'
+    return edited(spec, "[judge]\n", f"[judge]\n{lines}")
+
+
+def test_fp8_goes_through_calibration_with_texts_of_a_folder(spec: GpuDeployment, tools: FakeTools) -> None:
+    changed = quantised(spec)
+    texts = changed.root / "texts" / "ours"
+    texts.mkdir(parents=True)
+    (texts / "train.jsonl").write_text('{"text": "one"}\n')
+    report = build(changed, tools, role=Role.JUDGE)
     assert [tool for tool, *_ in tools.calls()] == ["quantize", "build"]
-    assert tools.calls()[0][1]["qformat"] == "fp8" and tools.calls()[0][1]["calib_size"] == "16"
+    flags = tools.calls()[0][1]
+    assert (flags["qformat"], flags["calib_size"], flags["calib_dataset"]) == ("fp8", "16", str(texts))
+    assert "HF_HUB_OFFLINE=1" in report.steps[0].command.shell() and "HF_HOME=" not in report.steps[1].command.shell()
+    assert f"judge: calibration texts in {texts}" in report.checked
+
+    build(changed, tools, role=Role.JUDGE, resume=True)
+    assert len(tools.calls()) == 2, "the same texts"
+    (texts / ".cache").mkdir()
+    (texts / ".cache" / "when").write_text("now")
+    build(changed, tools, role=Role.JUDGE, resume=True)
+    assert len(tools.calls()) == 2, "what a downloader remembers is no text"
+    (texts / "train.jsonl").write_text('{"text": "another"}\n')
+    build(changed, tools, role=Role.JUDGE, resume=True)
+    assert [tool for tool, *_ in tools.calls()[2:]] == ["quantize", "build"]
+
+
+@pytest.mark.parametrize(
+    ("texts", "remedy"),
+    [
+        ("checkpoints/cnn_dailymail", 'hf download abisee/cnn_dailymail --repo-type dataset --include "3.0.0/*" README.md'),
+        ("texts/ours", "put texts there, such as a file train.jsonl with a field text"),
+    ],
+)
+def test_texts_that_are_not_there_are_waited_for_and_then_asked_for(
+    spec: GpuDeployment, tools: FakeTools, texts: str, remedy: str
+) -> None:
+    changed = quantised(spec, texts)
+    (waits,) = [line for line in build(changed, tools, dry_run=True).waiting if "calibration" in line]
+    assert waits.startswith(f"judge: calibration texts: there is no folder {changed.root / texts}") and remedy in waits
+    with pytest.raises(ConfigError, match=r"judge: calibration texts: there is no folder .*, and the build has no network"):
+        build(changed, tools)
+    assert tools.calls() == []
+
+
+def test_the_plan_says_what_a_verification_weighs_and_what_is_short(spec: GpuDeployment, tools: FakeTools) -> None:
+    report = build(spec, tools, dry_run=True)
+    assert report.notes == ("a sampled verification of 8 draft tokens brings 0.0 MiB of logits along: 8 x 262 values in FP16",)
+    assert [one.prefix for one in report.admission] == [512, 512], "as far as the limits allow"
+    (target, draft) = report.warnings
+    assert target.startswith("target: behind 512 tokens an iteration admits 1 calls") and draft.startswith("draft: ")
+
+
+def test_tensors_beyond_what_tensorrt_takes_are_refused(tmp_path: Path) -> None:
+    source = DeploymentSpec.load("qwen3-32b-1gpu").path.read_text()
+    path = tmp_path / "engines" / "wide.toml"
+    path.parent.mkdir()
+    path.write_text(source.replace("max_num_tokens = 32768 ", "max_num_tokens = 41984 ", 1).replace("= 114688", "= 65536"))
+    with pytest.raises(ConfigError, match=r"target\.max_num_tokens=41984 x 51200 values .* at most 41943 tokens"):
+        build_gpu_deployment(load(path), dry_run=True)
 
 
 def test_one_role_is_built_alone_and_the_others_stay(spec: GpuDeployment, tools: FakeTools) -> None:
@@ -240,7 +296,7 @@ def test_a_server_renders_over_engines_that_are_there_and_only_then(spec: GpuDep
     assert serve_from(spec, tools).written
     assert not serve_from(spec, tools).written
     assert len(tools.calls()) == 6, "it compiles nothing"
-    changed = edited(spec, "max_num_tokens = 256", "max_num_tokens = 512")
+    changed = edited(spec, "max_num_tokens = 1024", "max_num_tokens = 2048")
     with pytest.raises(ConfigError, match=r"target: small\.toml has changed since its engine was built"):
         serve_from(changed, tools)
 
@@ -385,11 +441,26 @@ def test_the_command_line_shows_memory_commands_and_what_waits(tmp_path: Path, m
     monkeypatch.setattr(cli_build, "USES_TEXTS", replace(cli_build.USES_TEXTS, num_steps=2))  # nothing is said of the uses
     done = CliRunner().invoke(app, ["build", "--spec", "qwen3-32b", "--dry-run", "--output", str(tmp_path / "out")])
     assert done.exit_code == 0, done.output
-    assert "weights" in done.output and "GPU 3 judge" in done.output
+    assert "weights" in done.output and "GPU 1 judge" in done.output
+    assert "calls that one iteration admits" in done.output and "requests of 9 branches" in done.output
+    assert "brings 2.9 MiB of logits along: 10 x 151,936 values in FP16" in done.output
+    assert "as written: TP 4, beside the target" in done.output and "otherwise: TP 2, apart" in done.output
     assert "trtllm-build --checkpoint_dir" in done.output
     assert "--speculative_decoding_mode draft_tokens_external --max_draft_len 10" in done.output
     assert "waits target: files and hashes" in done.output
     assert (tmp_path / "out" / "target" / "config.pbtxt").is_file()
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_what_runs_on_another_machine_is_not_compared(tmp_path: Path, role: str) -> None:
+    source = DeploymentSpec.load("qwen3-32b-apart").path.read_text()
+    path = tmp_path / "engines" / "far.toml"
+    path.parent.mkdir()
+    path.write_text(source.replace(f"[{role}]\n", f'[{role}]\nurl = "grpc://other:8001"\n'))
+    done = CliRunner().invoke(app, ["build", "--spec", str(path), "--dry-run"], env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    assert f"are not compared: qwen3-32b-apart: {role} runs on another machine" in done.output
+    assert "calls that one iteration admits" in done.output, "of the other"
 
 
 def test_the_command_line_fails_with_the_end_of_the_log(

@@ -105,11 +105,17 @@ def test_a_default_of_sampled_lossless_answers_needs_noise_that_is_shared(spec_p
             "target shares a GPU, where a kv_cache_free_gpu_mem_fraction depends on who loads first",
         ),
         ("max_tokens_in_paged_kv_cache = 4096", "max_tokens_in_paged_kv_cache = 1023", "must hold one sequence"),
-        ("max_num_tokens = 256", "max_num_tokens = 35", "at least max_batch_size x (max_draft_len + 1) = 36"),
-        ("max_num_tokens = 256", "max_num_tokens = 4097", "beyond max_batch_size x max_seq_len is never used"),
-        ("max_num_tokens = 256", "max_num_tokens = 256\nenable_chunked_context = false", "a prompt must fit max_num_tokens"),
+        ("max_num_tokens = 1024", "max_num_tokens = 35", "at least max_batch_size x (max_draft_len + 1) = 36"),
+        ("max_num_tokens = 1024", "max_num_tokens = 4097", "beyond max_batch_size x max_seq_len is never used"),
+        ("max_num_tokens = 1024", "max_num_tokens = 1023\nenable_chunked_context = false", "a prompt must fit max_num_tokens"),
         ("max_draft_len = 8", "max_draft_len = 8\nenable_kv_cache_reuse = false", "needs enable_kv_cache_reuse"),
         ("max_draft_len = 8", 'max_draft_len = 8\nkv_cache_dtype = "fp8"', "kv_cache_dtype fp8 needs its scales"),
+        ("[target]\n", '[target]\nquantization = "fp8"\n', "target: quantization needs a calib_dataset"),
+        (
+            "[target]\n",
+            '[target]\ncalib_dataset = "cnn_dailymail"\n',
+            "cnn_dailymail is a name on a hub, and the build has no network",
+        ),
         ("[draft]\n", "[draft]\nmax_draft_len = 4\n", "draft.max_draft_len must be 0"),
         ("max_seq_len = 1024", "max_seq_len = 519", "must hold the longest answer and its last drafts: 520"),
         ("max_seq_len = 1024", "max_seq_len = 511", "limits.max_prompt_tokens + limits.max_tokens = 512"),
@@ -133,11 +139,14 @@ def test_fp8_needs_a_card_that_has_it(spec_path: Path) -> None:
         load(
             spec_path,
             ('compute_capability = "9.0"', 'compute_capability = "8.0"'),
-            ("[target]\n", '[target]\nquantization = "fp8"\n'),
+            ("[target]\n", '[target]\nquantization = "fp8"\ncalib_dataset = "texts/ours"\n'),
         )
 
 
-@pytest.mark.parametrize("name", ["qwen3-32b", "qwen3-32b-1gpu", "qwen3-32b-shared", "r1-distill-32b", "qwen3-8b-24gb"])
+SHIPPED = sorted(path.stem for path in (PACKAGE_ROOT / "engines").glob("*.toml") if path.stem != "demo")
+
+
+@pytest.mark.parametrize("name", SHIPPED)
 def test_every_key_of_a_deployment_says_why(name: str) -> None:
     lines = (PACKAGE_ROOT / "engines" / f"{name}.toml").read_text().splitlines()
     keys = [line for line in lines if re.match(r"\w+ = ", line)]

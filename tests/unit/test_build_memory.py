@@ -9,11 +9,13 @@ import pytest
 
 from lr_backend.build.memory import FIXED_BYTES, GIB, engine_memory, estimate, padded_vocab, require_fit
 from lr_backend.build.shapes import Source, count_stored_weights, count_weights, find_source, known_models, shape_from_config
-from lr_backend.build.spec import DeploymentSpec, GpuDeployment, TrtllmEngineSpec
+from lr_backend.build.spec import PACKAGE_ROOT, DeploymentSpec, GpuDeployment, TrtllmEngineSpec
 from lr_backend.engine import Role
 from lr_backend.errors import CheckpointError, ConfigError
 from tests.support.fake_trtllm import write_gpu_spec
 from tests.support.tiny_models import make_checkpoint
+
+SHIPPED = sorted(path.stem for path in (PACKAGE_ROOT / "engines").glob("*.toml") if path.stem != "demo")
 
 
 def known(hub: str) -> Source:
@@ -52,21 +54,21 @@ def test_known_shapes_have_the_published_number_of_parameters(hub: str, num_para
 
 
 def test_every_model_of_a_deployment_is_known() -> None:
-    hubs = {deployment(name).engine(role).hub for name in ("qwen3-32b", "r1-distill-32b", "qwen3-8b-24gb") for role in Role}
+    hubs = {deployment(name).engine(role).hub for name in SHIPPED for role in Role}
     assert hubs <= set(known_models())
 
 
 def test_a_rank_of_the_32b_target_by_hand() -> None:
-    spec = deployment("qwen3-32b")
+    spec = deployment("qwen3-32b-apart")
     memory = engine_memory(Role.TARGET, spec.target, known("Qwen/Qwen3-32B"), int(78.1 * GIB))
     matrices = 64 * (5120 * (64 + 16) * 128 + 64 * 128 * 5120 + 3 * 5120 * 25600)
     table = 151936 * 5120
     assert memory.weights == (matrices + table) // 2 * 2 + (table + 64 * (2 * 5120 + 256) + 5120) * 2 == 33_540_712_448
-    row, slots = 151936 * 4, 64 * 11
-    assert memory.speculation == 2 * slots * row == 855_703_552
-    assert memory.draft_logits == slots * row == 427_851_776
-    assert memory.logits == (slots + 3 * 64) * row == 544_538_624
-    assert memory.workspace == FIXED_BYTES + 4096 * (4 * 5120 + (10240 + 3 * 25600) // 2) * 2
+    row, slots = 151936 * 2, 64 * 11
+    assert memory.speculation == 2 * slots * row == 427_851_776
+    assert memory.draft_logits == slots * row == 213_925_888
+    assert memory.logits == slots * row + 3 * 64 * 151936 * 4 == 330_612_736
+    assert memory.workspace == FIXED_BYTES + 40_960 * (4 * 5120 + (10240 + 3 * 25600) // 2) * 2
     per_token = 64 * 2 * (8 // 2) * 128 * 2
     free = int(78.1 * GIB) - (memory.total - memory.kv_cache)
     assert memory.kv_tokens == int(free * 0.9) // per_token
@@ -76,18 +78,21 @@ def test_a_rank_of_the_32b_target_by_hand() -> None:
 def test_an_absolute_budget_is_taken_as_it_is() -> None:
     spec = deployment("qwen3-32b-1gpu")
     memory = engine_memory(Role.TARGET, spec.target, known("Qwen/Qwen3-32B"), 0)
-    assert (memory.kv_tokens, memory.kv_cache) == (131072, 32 * GIB)
+    assert (memory.kv_tokens, memory.kv_cache) == (114_688, 28 * GIB)
     draft = engine_memory(Role.DRAFT, spec.draft, known("Qwen/Qwen3-1.7B"), 0)
-    assert (draft.kv_cache, draft.speculation, draft.draft_logits) == (14 * GIB, 0, 0)
+    assert (draft.kv_cache, draft.speculation, draft.draft_logits) == (114_688 * 112 * 1024, 0, 0)
 
 
 def test_fp8_halves_matrices_and_kv_but_no_tables() -> None:
     spec = deployment("qwen3-8b-24gb")
+    assert spec.target.kv_cache_dtype == "auto", "upstream has issues open about FP8 KV caches"
+    halved = spec.target.model_copy(update={"kv_cache_dtype": "fp8"})
+    assert engine_memory(Role.TARGET, halved, known("Qwen/Qwen3-8B"), 0).kv_cache == 18_432 * 36 * 2 * 8 * 128
     memory = engine_memory(Role.TARGET, spec.target, known("Qwen/Qwen3-8B"), 0)
     matrices = 36 * (4096 * (32 + 16) * 128 + 4096 * 4096 + 3 * 4096 * 12288)
     table = 151936 * 4096
     assert memory.weights == matrices + 2 * table * 2 + (36 * (2 * 4096 + 256) + 4096) * 2
-    assert memory.kv_cache == 40960 * 36 * 2 * 8 * 128
+    assert memory.kv_cache == 18_432 * 36 * 2 * 8 * 128 * 2
 
 
 def test_heads_fewer_than_ranks_are_copied_and_vocabularies_filled_up() -> None:
@@ -99,7 +104,7 @@ def test_heads_fewer_than_ranks_are_copied_and_vocabularies_filled_up() -> None:
     assert engine_memory(Role.TARGET, wide, known("Qwen/Qwen3-32B"), 0).kv_cache == 1000 * 64 * 2 * 1 * 128 * 2
 
 
-@pytest.mark.parametrize("name", ["qwen3-32b", "qwen3-32b-1gpu", "qwen3-32b-shared", "r1-distill-32b", "qwen3-8b-24gb"])
+@pytest.mark.parametrize("name", SHIPPED)
 def test_the_deployments_fit_their_gpus(name: str) -> None:
     spec = deployment(name)
     gpus = estimate(spec, sources(spec))
@@ -113,15 +118,15 @@ def test_what_does_not_fit_is_refused_with_the_sum() -> None:
     small = spec.model_copy(update={"hardware": spec.hardware.model_copy(update={"gpu_memory_gib": 79.1})})
     gpus = estimate(small, sources(spec))
     with pytest.raises(
-        ConfigError, match=r"does not fit\. GPU 0: target 95\.\d+ GiB \+ draft 19\.\d+ GiB .* of 79\.10 GiB"
+        ConfigError, match=r"does not fit\. GPU 0: target 97\.\d+ GiB \+ draft 19\.\d+ GiB .* of 79\.10 GiB"
     ) as caught:
         require_fit(small, gpus)
-    assert "reserve 2.00 GiB = 134." in caught.value.message
+    assert "reserve 2.00 GiB = 135." in caught.value.message
 
 
 def test_a_fraction_that_leaves_no_room_for_one_sequence_is_refused() -> None:
-    spec = deployment("qwen3-32b")
-    small = spec.model_copy(update={"hardware": spec.hardware.model_copy(update={"gpu_memory_gib": 36.0})})
+    spec = deployment("qwen3-32b-apart")
+    small = spec.model_copy(update={"hardware": spec.hardware.model_copy(update={"gpu_memory_gib": 40.0})})
     with pytest.raises(
         ConfigError, match=r"target has memory for \d+ tokens of KV, less than one sequence of max_seq_len = 24576"
     ):

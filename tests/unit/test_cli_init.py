@@ -145,6 +145,16 @@ def test_engines_are_laid_over_the_cards(tmp_path: Path, runtime: str, num_gpus:
     assert spec.target.num_drafts == (8 if runtime == "tensorrtllm" else 0)
 
 
+def test_an_iteration_admits_a_call_behind_the_longest_prefix(tmp_path: Path) -> None:
+    pair = make_pair(tmp_path, "qwen3")
+    for folder in pair:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 40_960}))
+    spec = made(*pair, "--runtime", "tensorrtllm", "--system", "h100_sxm", "--max-seq-len", "20000")
+    assert isinstance(spec, GpuDeployment)
+    assert (spec.target.max_num_tokens, spec.draft.max_num_tokens, spec.judge.max_num_tokens) == (20_000, 20_000, 8192)
+
+
 def test_the_cards_here_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = make_pair(tmp_path, "qwen3")
     result = run(*pair, "--runtime", "llmapi")

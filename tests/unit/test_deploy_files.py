@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import shlex
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,12 @@ from compose_spec import PyCompose
 from dockerfile_parse import DockerfileParser
 
 import lr_backend
-from lr_backend.build.spec import DeploymentSpec
+from lr_backend.build.memory import estimate
+from lr_backend.build.pace import find_sources
+from lr_backend.build.spec import DeploymentSpec, GpuDeployment
 from lr_backend.cli import app as cli
+from lr_backend.errors import ConfigError
+from lr_backend.frontend.settings import Settings
 from lr_backend.serve import health
 from lr_backend.serve.server import CLEANUP_MARGIN_S
 
@@ -86,9 +91,9 @@ def test_a_target_is_run_without_root_and_by_the_command_itself(target: str) -> 
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_ports_are_the_servers_defaults(target: str) -> None:
     defaults = inspect.signature(cli.serve).parameters
-    ports = [defaults[f"{name}_port"].default for name in ("http", "grpc", "metrics")]
-    assert [int(port) for port in value_of(target, "EXPOSE").split()] == ports
-    assert f":{ports[0]}" in health.DEFAULT_URL
+    ports = {parameter.default for name, parameter in defaults.items() if name.endswith("_port")}
+    assert {int(port) for port in value_of(target, "EXPOSE").split()} == ports
+    assert f":{defaults['http_port'].default}" in health.DEFAULT_URL
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -116,7 +121,7 @@ def test_every_install_is_pinned(stage: str) -> None:
 
 
 def test_no_cpu_pin_reaches_the_ngc_image() -> None:
-    """Only pure packages, at the versions of constraints.txt, and none that decides how engines and their loaders behave."""
+    """At the versions of constraints.txt, and none that decides how engines and their loaders behave."""
     ours, theirs = (
         {canonical(name): version for name, version in pins("constraints.txt").items()},
         pins("deploy/requirements-trtllm.txt"),
@@ -138,14 +143,13 @@ def test_no_cpu_pin_reaches_the_ngc_image() -> None:
 
 
 def test_the_ngc_image_lacks_no_dependency_of_the_command() -> None:
-    """Each dependency of the package is the image's, among the pinned pure ones, or imported by clients alone."""
+    """Each dependency of the package and of the client is the image's, or among the pinned ones."""
     of_the_image = {"numpy", "torch", "transformers", "safetensors", "pydantic", "psutil", "jinja2"}
-    of_clients = {"tritonclient", "grpcio"}
-    declared = {canonical(re.split(r"[\[<>=]", line)[0]) for line in pyproject()["project"]["dependencies"]}
+    client = tomllib.loads((PROJECT / "client" / "pyproject.toml").read_text(encoding="utf-8"))
+    lines = pyproject()["project"]["dependencies"] + client["project"]["dependencies"]
+    declared = {canonical(re.split(r"[\[<>=]", line)[0]) for line in lines}
     added = {canonical(name) for name in pins("deploy/requirements-trtllm.txt")}
-    assert declared - of_the_image - of_clients <= added
-    sources = [path.read_text(encoding="utf-8") for path in (PROJECT / "lr_backend").rglob("*.py")]
-    assert not any(re.search(r"^\s*(import|from) (tritonclient|grpc)\b", text, re.MULTILINE) for text in sources)
+    assert declared - of_the_image <= added
 
 
 # -------------------------------------------------------------------------------------------------------------- .dockerignore
@@ -175,7 +179,14 @@ def ignored(path: str) -> bool:
             "out/image-check/storage/x",
             ".ci/run",
         ),
-        *("tests/unit/test_deploy_files.py", "docs/api.md", "client/src/lr_client/__init__.py", "bench/engine.py", "shared/x"),
+        *(
+            "tests/unit/test_deploy_files.py",
+            "docs/api.md",
+            "client/tests/test_client_protocol.py",
+            "client/src/lookahead_client.egg-info/PKG-INFO",
+            "bench/engine.py",
+            "shared/x",
+        ),
         *("engines/built/demo/manifest.json", "checkpoints/Qwen3-32B/model.safetensors", "demo/runs/x.json"),
         *("lr_backend/embedded/native/_decoder.cpython-311-x86_64-linux-gnu.so", "lr_backend/__pycache__/cli.cpython-311.pyc"),
         *("demo/server.log", "id_rsa", "Dockerfile"),
@@ -222,6 +233,16 @@ SERVICES: dict[str, Any] = compose()["services"]
 SERVING = ("cpu", "gpu")
 
 
+def num_bytes(size: str) -> int:
+    """As Docker reads sizes: ``8gb``, ``160g``, ``64m``."""
+    number, unit = re.fullmatch(r"(\d+)([kmg])b?", size, re.ASCII).groups()  # type: ignore[union-attr]
+    return int(number) << {"k": 10, "m": 20, "g": 30}[unit]
+
+
+def num_seconds(duration: str) -> int:
+    return int(duration.removesuffix("s"))
+
+
 def test_the_compose_file_is_valid() -> None:
     parsed = PyCompose.from_json(json.dumps(compose()))
     parsed.validate()
@@ -259,7 +280,11 @@ def test_no_service_has_powers(name: str) -> None:
 def test_a_server_writes_nowhere_but_in_memory(name: str) -> None:
     service = SERVICES[name]
     assert service["read_only"] is True
-    assert [mount.partition(":")[0] for mount in service["tmpfs"]] == ["/tmp"]
+    (mount,) = service["tmpfs"]
+    where, _, options = mount.partition(":")
+    assert where == "/tmp"
+    # Docker mounts it noexec otherwise, and the LLM API loads libraries that it compiles there.
+    assert ("exec" in options.split(",")) == (name == "gpu")
     assert all(volume["read_only"] for volume in service.get("volumes", ()))
     assert service["shm_size"] and service["restart"] == "unless-stopped" and service["init"] is True
 
@@ -267,14 +292,77 @@ def test_a_server_writes_nowhere_but_in_memory(name: str) -> None:
 @pytest.mark.parametrize(("name", "target"), [("cpu", "cpu"), ("gpu", "trtllm")])
 def test_a_servers_health_check_is_its_images(name: str, target: str) -> None:
     health, image = SERVICES[name]["healthcheck"], value_of(target, "HEALTHCHECK")
-    assert health["test"] == ["CMD", *json.loads(image.partition("CMD ")[2])]
+    of_the_image = ["CMD", *json.loads(image.partition("CMD ")[2])]
+    assert health["test"][: len(of_the_image)] == of_the_image
     options = {key.replace("_", "-"): str(value) for key, value in health.items() if key != "test"}
     assert options == dict(re.findall(r"--([a-z-]+)=(\S+)", image))
 
 
+@pytest.mark.parametrize("path", sorted((PROJECT / "engines").glob("*.toml")), ids=lambda path: path.stem)
+def test_a_server_that_stays_unhealthy_is_ended_and_one_that_drains_is_not(path: Path) -> None:
+    spec = DeploymentSpec.load(path)
+    service = SERVICES["cpu" if spec.runtime == "embedded" else "gpu"]
+    *_, option, number = service["healthcheck"]["test"]
+    assert option == "--end-after" and service["restart"] == "unless-stopped"
+    ended_after_s = int(number) * num_seconds(service["healthcheck"]["interval"])
+    assert ended_after_s > spec.server.exit_timeout_s + CLEANUP_MARGIN_S
+
+
 @pytest.mark.parametrize("name", SERVING)
 def test_ports_are_published_on_loopback(name: str) -> None:
-    assert SERVICES[name]["ports"] == [f"127.0.0.1:{port}:{port}" for port in (8000, 8001, 8002)]
+    """Triton's three, and the front end's."""
+    assert SERVICES[name]["ports"] == [f"127.0.0.1:{port}:{port}" for port in (8000, 8001, 8002, 9000)]
+
+
+@pytest.mark.parametrize("name", SERVING)
+def test_the_openai_api_listens_where_published_ports_lead(name: str) -> None:
+    service = SERVICES[name]
+    given = dict(zip(service["command"][::2], service["command"][1::2], strict=True))
+    (mount,) = (volume for volume in service["volumes"] if volume["target"] == given["--openai-settings"])
+    settings = PROJECT / "deploy" / mount["source"]
+    assert Settings.load(settings, host=given["--openai-host"], port=9000, keys_file=None).open_to_network
+    with pytest.raises(ConfigError, match="can be reached from elsewhere"):
+        Settings.load(None, host=given["--openai-host"], port=9000, keys_file=None)
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_every_service_is_limited(name: str) -> None:
+    service = SERVICES[name]
+    limits = service["deploy"]["resources"]["limits"]
+    assert float(limits["cpus"]) >= 1 and int(limits["pids"]) >= 1024
+    sizes = [service["shm_size"], *re.findall(r"size=(\w+)", " ".join(service.get("tmpfs", ())))]
+    assert num_bytes(limits["memory"]) > sum(map(num_bytes, sizes)), "what lies in memory counts"
+
+
+@pytest.mark.parametrize("path", sorted((PROJECT / "engines").glob("*.toml")), ids=lambda path: path.stem)
+def test_the_memory_holds_the_engines_on_their_way_to_the_cards(path: Path) -> None:
+    spec = DeploymentSpec.load(path)
+    if not isinstance(spec, GpuDeployment):
+        return
+    gpu = SERVICES["gpu"]
+    weights = sum(engine.weights for card in estimate(spec, find_sources(spec)) for engine in card.engines)
+    room = num_bytes(gpu["deploy"]["resources"]["limits"]["memory"]) - num_bytes(gpu["shm_size"])
+    assert weights < 0.8 * room
+
+
+@pytest.mark.parametrize("name", ["gpu", "build"])
+def test_the_base_is_the_dockerfiles_by_its_digest(name: str) -> None:
+    default = next(value.partition("=")[2] for _, value in STAGES[""] if value.startswith("BASE="))
+    tag, _, digest = SERVICES[name]["build"]["args"]["BASE"].partition("@")
+    assert tag == default.partition("@")[0]
+    assert re.fullmatch(r"sha256:[0-9a-f]{64}", digest)
+
+
+def test_the_gpu_server_shares_cards_by_mps_in_its_own_container() -> None:
+    gpu = SERVICES["gpu"]
+    shell, option, script, _ = gpu["entrypoint"]
+    *before, last = script.replace("$$", "$").strip().splitlines()
+    assert (shell, option) == ("sh", "-c") and "nvidia-cuda-mps-control -d" in before
+    image = json.loads(value_of("trtllm", "ENTRYPOINT"))
+    assert shlex.split(last) == ["exec", *image, "$@"], "the image's own, in the shell's place: it gets the signals"
+    folder = gpu["environment"]["CUDA_MPS_PIPE_DIRECTORY"]
+    assert folder == gpu["environment"]["CUDA_MPS_LOG_DIRECTORY"] and folder.startswith("/tmp/"), "the only place to write"
+    assert gpu["ipc"] == "private"
 
 
 @pytest.mark.parametrize("path", sorted((PROJECT / "engines").glob("*.toml")), ids=lambda path: path.stem)
@@ -292,7 +380,8 @@ def test_gpus_and_limits(name: str) -> None:
     device = service["deploy"]["resources"]["reservations"]["devices"][0]
     assert device == {"driver": "nvidia", "count": 4, "capabilities": ["gpu"]}
     assert service["ulimits"]["memlock"] == -1 and service["ulimits"]["stack"] == 67108864
-    assert {volume["target"] for volume in service["volumes"]} == {f"{INSTALLED_AT}/engines/built", f"{INSTALLED_AT}/checkpoints"}
+    data = {volume["target"] for volume in service["volumes"]} - {f"{INSTALLED_AT}/openai.toml"}
+    assert data == {f"{INSTALLED_AT}/engines/built", f"{INSTALLED_AT}/checkpoints"}
 
 
 def test_engines_are_written_by_the_build_alone() -> None:

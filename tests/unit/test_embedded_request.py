@@ -172,6 +172,15 @@ def test_a_cancel_reads_as_one_whatever_else_it_holds() -> None:
     assert asked.request_id == "id"
 
 
+def test_one_hot_logits_need_no_conversion_on_their_way_and_lose_nothing() -> None:
+    logits = one_hot_logits(np.array([3, 0], np.int32), 9)
+    assert engine_tensor("draft_logits", logits, batched=False) is logits, "of the contract's type already"
+    asked = EngineRequest.from_tensors("id", tensors(draft_input_ids=[3, 0]) | {"draft_logits": logits[np.newaxis]})
+    assert asked.draft_logits is not None
+    chances = np.exp(asked.draft_logits) / np.exp(asked.draft_logits).sum(axis=1, keepdims=True)
+    assert chances.tolist() == np.eye(9, dtype=np.float32)[[3, 0]].tolist()
+
+
 def test_draft_logits_are_a_copy() -> None:
     logits = one_hot_logits(np.array([3], np.int32), 9)[np.newaxis]
     asked = EngineRequest.from_tensors("id", tensors(draft_input_ids=[3]) | {"draft_logits": logits})

@@ -31,7 +31,7 @@ from tests.support.embedded_engines import Pending, engine_config, request
 from tests.support.paced import TARGET
 
 SYSTEM = "h200_sxm"
-LIKE = DeploymentSpec.load("qwen3-32b")
+LIKE = DeploymentSpec.load("qwen3-32b-apart")
 assert isinstance(LIKE, GpuDeployment)
 
 Write = Callable[..., Path]
@@ -58,7 +58,7 @@ def load(path: Path) -> EmulatedDeployment:
 
 @pytest.fixture(scope="module")
 def plain() -> EmulatedDeployment:
-    return emulated("qwen3-32b", SYSTEM)
+    return emulated("qwen3-32b-apart", SYSTEM)
 
 
 def test_sizes_limits_and_defaults_are_those_of_the_deployment(plain: EmulatedDeployment) -> None:
@@ -147,7 +147,7 @@ def test_the_label_says_that_there_is_no_model(plain: EmulatedDeployment) -> Non
     label = plain.loop_config().pace
     for part in ("real server and loop", "scripted texts, no model", "aiconfigurator-core", f"not a run on {SYSTEM}"):
         assert part in label
-    slow = emulated("qwen3-32b", SYSTEM, slow_motion=2.0)
+    slow = emulated("qwen3-32b-apart", SYSTEM, slow_motion=2.0)
     assert "in slow motion: all of it takes 2 times as long here" in slow.pace_label
     assert slow.engine_pace(Role.JUDGE).slow_motion == 2.0
 
@@ -161,12 +161,12 @@ def test_a_spec_file_takes_over_what_it_does_not_say(write: Write) -> None:
 
 
 def test_times_that_a_request_may_take_are_in_slow_motion_too() -> None:
-    slow, plain = (emulated("qwen3-32b", SYSTEM, slow_motion=factor).loop_config().timeouts for factor in (4.0, 1.0))
+    slow, plain = (emulated("qwen3-32b-apart", SYSTEM, slow_motion=factor).loop_config().timeouts for factor in (4.0, 1.0))
     assert slow.model_dump() == {name: 4.0 * seconds for name, seconds in plain.model_dump().items()}
 
 
 def test_a_draft_inside_the_engine_takes_memory_and_calls_bring_it_no_draft_tokens(tmp_path: Path) -> None:
-    spec = emulated("qwen3-32b", SYSTEM, drafts_itself=True)
+    spec = emulated("qwen3-32b-apart", SYSTEM, drafts_itself=True)
     assert spec.loop_config().defaults["proposer"] == "engine"
     alone, beside = (kv_tokens(LIKE, SYSTEM, drafts_itself=one)[Role.TARGET] for one in (False, True))
     assert alone / 2 < beside < alone
@@ -190,7 +190,7 @@ def test_a_workload_is_named_or_a_file_beside_the_spec(write: Write) -> None:
 def test_a_workload_file_may_lie_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "texts.toml").write_text("acceptance_rate = 0.7\n")
     monkeypatch.chdir(tmp_path)
-    spec = emulated("qwen3-32b", SYSTEM, "texts.toml")
+    spec = emulated("qwen3-32b-apart", SYSTEM, "texts.toml")
     monkeypatch.chdir("/")
     assert spec.texts == Workload(0.7)
 
@@ -225,8 +225,8 @@ def test_what_cannot_be_is_refused_in_one_line(write: Write, lines: list[str], s
 @pytest.mark.parametrize(
     ("spec", "system", "workload", "said"),
     [
-        ("qwen3-32b", "h300", None, "qwen3-32b cannot be emulated: how much memory a card of h300 has is not known"),
-        ("qwen3-32b", SYSTEM, "essays", "no workload named 'essays'"),
+        ("qwen3-32b-apart", "h300", None, "qwen3-32b-apart cannot be emulated: how much memory a card of h300 has is not known"),
+        ("qwen3-32b-apart", SYSTEM, "essays", "no workload named 'essays'"),
         ("demo", SYSTEM, None, "whose pace it is: demo.toml: the runtime 'embedded' is no GpuDeployment"),
     ],
 )
@@ -246,7 +246,7 @@ def test_a_workload_file_that_is_not_there_is_missed_when_the_repository_is_buil
 def test_what_has_no_room_for_a_sequence_is_refused() -> None:
     longer = LIKE.target.model_copy(update={"max_seq_len": 2_000_000})
     with pytest.raises(
-        ConfigError, match=r"^qwen3-32b does not fit h200_sxm: target has memory for \d+ tokens of KV, less than one"
+        ConfigError, match=r"^qwen3-32b-apart does not fit h200_sxm: target has memory for \d+ tokens of KV, less than one"
     ):
         kv_tokens(LIKE.model_copy(update={"target": longer}), SYSTEM)
 
@@ -260,7 +260,7 @@ def test_its_repository_holds_four_models_and_no_weights(plain: EmulatedDeployme
     config = LoopConfig.load(report.output / "lookahead" / "1" / "lookahead.json")
     assert (config.vocab_size, config.tokenizer_dir) == (len(VOCABULARY), TOKENIZER_DIR)
     assert not build_repository(plain, tmp_path / "repository", only_if_stale=True).written
-    other = emulated("qwen3-32b", SYSTEM, "r1-gpqa")
+    other = emulated("qwen3-32b-apart", SYSTEM, "r1-gpqa")
     assert build_repository(other, tmp_path / "repository", only_if_stale=True).written
 
 

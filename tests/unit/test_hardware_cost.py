@@ -85,8 +85,8 @@ def test_draft_tokens_of_a_call_are_decided_one_after_another_and_their_logits_a
     )
     assert drafted - plain == pytest.approx(8 * constants.DRAFT_STEP_MS.value / 1e3)
     assert with_logits - drafted == pytest.approx(COMPILED.overheads.draft_logits_inside_ms(8) / 1e3)
-    # 8 x 151,936 x 4 bytes, 4.5 times through memory at TP 2.
-    assert COMPILED.overheads.draft_logits_inside_ms(8) == pytest.approx(4.5 * 8 * 151_936 * 4 / 8e9 * 1e3)
+    # 8 x 151,936 x 2 bytes, 4.5 times through memory at TP 2.
+    assert COMPILED.overheads.draft_logits_inside_ms(8) == pytest.approx(4.5 * 8 * 151_936 * 2 / 8e9 * 1e3)
 
 
 def test_draft_tokens_of_the_engine_itself_are_rows_of_the_products_and_read_nothing_again() -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from lr_backend.cli.app import app
@@ -75,6 +80,74 @@ def test_as_a_health_check_runs_it(triton: _Triton, status: int, code: int) -> N
     triton.status = status
     done = subprocess.run([sys.executable, "-I", "-S", health.__file__, triton.url], capture_output=True, text=True, check=False)
     assert done.returncode == code and bool(done.stdout) == bool(code) and not done.stderr
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[int, int]]:
+    """What was sent to whom; nothing is."""
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(health, "MEMORY", tmp_path / "memory")
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
+    return sent
+
+
+def checks(triton: _Triton, *statuses: int) -> None:
+    for status in statuses:
+        triton.status = status
+        assert health.main(["--end-after", "3", triton.url]) == (status != 200)
+
+
+def test_a_server_that_was_ready_and_stays_unready_is_asked_to_end_and_then_again(
+    triton: _Triton, ended: list[tuple[int, int]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    checks(triton, 200, 400, 400)
+    assert not ended
+    checks(triton, 400)
+    assert ended == [(1, signal.SIGTERM)]
+    assert "process 1 is asked to end after 3 failures" in capsys.readouterr().out
+    checks(triton, 400, 400, 400)
+    assert ended == [(1, signal.SIGTERM)] * 2
+
+
+def test_one_that_loads_and_one_that_comes_back_are_left_alone(triton: _Triton, ended: list[tuple[int, int]]) -> None:
+    checks(triton, 400, 400, 400, 400, 200, 400, 400, 200, 400, 400)
+    assert not ended
+
+
+def test_without_the_option_nothing_is_ended_and_nothing_kept(triton: _Triton, ended: list[tuple[int, int]]) -> None:
+    triton.status = 400
+    assert [health.main([triton.url]) for _ in range(5)] == [1] * 5
+    assert not ended and not health.MEMORY.exists()
+
+
+@given(before=st.lists(st.booleans(), max_size=8), since=st.integers(0, 5), loading=st.integers(0, 5))
+def test_failures_count_from_the_last_time_that_this_process_was_ready(
+    tmp_path_factory: pytest.TempPathFactory, before: list[bool], since: int, loading: int
+) -> None:
+    memory = tmp_path_factory.mktemp("health") / "memory"
+    for ready in [*before, True]:
+        health.num_failures(ready, "1", memory)
+    found = [health.num_failures(False, "1", memory) for _ in range(since)]
+    assert found == list(range(1, since + 1))
+    assert [health.num_failures(False, "2", memory) for _ in range(loading)] == [0] * loading, "what an earlier start left"
+
+
+@pytest.mark.parametrize("left", ["", "1", "1 ", "1 many", "\xff"])
+def test_what_is_no_count_counts_nothing(tmp_path: Path, left: str) -> None:
+    memory = tmp_path / "memory"
+    memory.write_text(left, encoding="utf-8")
+    assert health.num_failures(False, "1", memory) == 0
+    assert health.num_failures(True, "1", memory) == 0
+    assert health.num_failures(False, "1", memory) == 1
+
+
+def test_a_ready_server_is_so_where_nothing_can_be_written(tmp_path: Path) -> None:
+    assert health.num_failures(True, "1", tmp_path / "no folder" / "memory") == 0
+
+
+def test_process_1_is_known_by_when_it_began() -> None:
+    assert health._process_1() == health._process_1()
+    assert int(health._process_1()) >= 0
 
 
 @pytest.mark.parametrize(("status", "code"), [(200, 0), (400, 1)])

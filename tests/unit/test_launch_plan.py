@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from lr_backend.build.mpi import UNBOUND
 from lr_backend.build.placement import Placement
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError
-from lr_backend.serve.launch import PLAIN, LaunchMode, launch_plan
-from lr_backend.serve.restrictions import FILE_VARIABLE, KEY_VARIABLE, admin_key, without_key
+from lr_backend.serve.launch import ORCHESTRATOR_ENVIRONMENT, PLAIN, LaunchMode, launch_plan
+from lr_backend.serve.restrictions import KEY_VARIABLE, admin_key, without_key
 from lr_backend.serve.server import ServerOptions, TritonServer
 
 
@@ -29,7 +30,7 @@ def test_the_embedded_engine_needs_nothing() -> None:
 def test_several_compiled_engines_need_the_orchestrator(gpus: tuple[tuple[int, ...], ...]) -> None:
     plan = launch_plan([on(role, "tensorrtllm", *ids) for role, ids in zip(Role, gpus, strict=True)])
     assert plan.mode is LaunchMode.ORCHESTRATOR
-    assert plan.environment == {"TRTLLM_ORCHESTRATOR": "1", "TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES": "1"}
+    assert plan.environment == {"TRTLLM_ORCHESTRATOR": "1", "TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES": "1", **UNBOUND}
     assert plan.num_ranks == 1
     assert plan.launcher[0] == "mpirun"
 
@@ -65,11 +66,28 @@ def test_mpirun_can_be_left_out_or_replaced() -> None:
     assert launch_plan(engines[:1], mpirun=()).launcher, "leader mode is mpirun"
 
 
+JOB = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "PMI_RANK": "0", "PMIX_RANK": "0", "OMPI_COMM_WORLD_RANK": "1"}
+SETTINGS = {"PATH": "/bin", "OMPI_MCA_btl": "self", "PMIX_MCA_gds": "hash", "OPAL_PREFIX": "/opt/hpcx/ompi"}
+
+
+def test_a_server_under_mpirun_belongs_to_no_other_job_and_keeps_the_settings() -> None:
+    engines = [on(TARGET, "tensorrtllm", 0), on(DRAFT, "tensorrtllm", 1)]
+    assert launch_plan(engines).over({**SETTINGS, **JOB}) == {**SETTINGS, **ORCHESTRATOR_ENVIRONMENT}
+    assert launch_plan(engines[:1]).over({**SETTINGS, **JOB}) == SETTINGS
+    assert PLAIN.over({**SETTINGS, **JOB}) == {**SETTINGS, **JOB}, "what starts no job is none of our business"
+
+
+def test_what_an_operator_says_of_binding_stands_and_what_the_mode_needs_does_too() -> None:
+    plan = launch_plan([on(TARGET, "tensorrtllm", 0), on(DRAFT, "tensorrtllm", 1)])
+    said = {"OMPI_MCA_hwloc_base_binding_policy": "numa"}
+    assert plan.over({**said, "TRTLLM_ORCHESTRATOR": "0"}) == {**ORCHESTRATOR_ENVIRONMENT, **said}
+
+
 def test_the_key_comes_from_a_variable_or_a_file_or_is_new_each_time(tmp_path: Path) -> None:
     path = tmp_path / "key"
     path.write_text("0123456789abcdef-from-file\n")
     assert admin_key({KEY_VARIABLE: "0123456789abcdef"}) == "0123456789abcdef"
-    assert admin_key({FILE_VARIABLE: str(path)}) == "0123456789abcdef-from-file"
+    assert admin_key({f"{KEY_VARIABLE}_FILE": str(path)}) == "0123456789abcdef-from-file"
     made = {admin_key({}) for _ in range(8)}
     assert len(made) == 8
     assert all(admin_key({KEY_VARIABLE: key}) == key for key in made)
@@ -84,13 +102,13 @@ def test_a_key_that_no_header_can_hold_is_refused_without_being_shown(text: str)
 
 def test_two_keys_or_a_file_that_is_not_there_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="both"):
-        admin_key({KEY_VARIABLE: "0123456789abcdef", FILE_VARIABLE: str(tmp_path)})
+        admin_key({KEY_VARIABLE: "0123456789abcdef", f"{KEY_VARIABLE}_FILE": str(tmp_path)})
     with pytest.raises(ConfigError, match="cannot be read"):
-        admin_key({FILE_VARIABLE: str(tmp_path / "none")})
+        admin_key({f"{KEY_VARIABLE}_FILE": str(tmp_path / "none")})
 
 
 def test_the_key_is_in_no_log_and_no_models_environment(tmp_path: Path) -> None:
     options = ServerOptions(admin_key="0123456789abcdef")
     assert "0123456789abcdef" not in repr(options)
     assert not any("0123456789abcdef" in word for word in TritonServer(tmp_path, options).command(Path("/t"), None))
-    assert without_key({KEY_VARIABLE: "x", FILE_VARIABLE: "y", "PATH": "z"}) == {"PATH": "z"}
+    assert without_key({KEY_VARIABLE: "x", f"{KEY_VARIABLE}_FILE": "y", "PATH": "z"}) == {"PATH": "z"}

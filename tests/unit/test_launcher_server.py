@@ -323,7 +323,8 @@ def test_the_command_line_is_the_hardened_one(repository: Path) -> None:
     server = TritonServer(repository, ServerOptions(thread_pool_size=99, exit_timeout_s=7, arguments=("--log-verbose=1",)))
     command = server.command(Path("/bin/tritonserver"), Path("/links"))
     assert {
-        "--model-control-mode=none", "--disable-auto-complete-config", "--exit-on-error=true", "--strict-readiness=true",
+        "--model-control-mode=explicit", "--load-model=*",
+        "--disable-auto-complete-config", "--exit-on-error=true", "--strict-readiness=true",
         "--exit-timeout-secs=7", "--backend-config=python,thread-pool-size=99", "--backend-directory=/links",
         "--http-address=127.0.0.1", "--grpc-address=127.0.0.1", "--metrics-address=127.0.0.1",
     } <= set(command)  # fmt: skip

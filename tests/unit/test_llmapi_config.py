@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -10,11 +13,12 @@ from typing import Any
 
 import pytest
 
+from lr_backend.build.mpi import UNBOUND
 from lr_backend.engine import Sampling
 from lr_backend.errors import ConfigError, EngineRejected
 from lr_backend.llmapi.config import LlmApiConfig, checkpoint_quantization
 from lr_backend.llmapi.coupled_noise import CoupledNoise
-from lr_backend.llmapi.environment import apply, engine_environment, visible_devices
+from lr_backend.llmapi.environment import apply, engine_environment, own_packages, visible_devices
 from lr_backend.llmapi.sampling import MAX_LOG_PROBS, check_request, engine_stop_ids, sampling_arguments
 from lr_backend.llmapi.upstream import llm_arguments, load_upstream, make_llm
 from tests.support.embedded_engines import request
@@ -116,7 +120,7 @@ def test_an_llm_that_cannot_be_made_is_a_config_error(tmp_path: Path) -> None:
         raise RuntimeError("out of memory")
 
     upstream = fake_upstream(CHOOSE)
-    broken = type(upstream)(fail, upstream.SamplingParams, upstream.KvCacheConfig, upstream.CudaGraphConfig)
+    broken = replace(upstream, LLM=fail)
     with pytest.raises(ConfigError, match=r"cannot serve .*out of memory"):
         make_llm(LlmApiConfig(checkpoint(tmp_path)), broken)
 
@@ -137,13 +141,39 @@ def test_an_engine_forgets_the_mpi_job_of_its_server_and_keeps_the_settings() ->
         "PMIX_NAMESPACE": "x",
         "PMI_SIZE": "1",
     }
-    job["TRTLLM_ORCHESTRATOR"] = "1"
+    job |= {"TRTLLM_ORCHESTRATOR": "1", "SLURM_JOB_ID": "7"}
     environment = {**kept, **job, "CUDA_VISIBLE_DEVICES": "4,5,6,7"}
     wanted = engine_environment(environment, (1, 3))
-    assert wanted == {**kept, "CUDA_VISIBLE_DEVICES": "5,7", "TRTLLM_VISIBLE_DEVICES": "5,7"}
-    apply(environment, wanted)
-    assert environment == wanted
-    assert engine_environment({**kept, **job}, ()) == kept
+    assert wanted == {**kept, **UNBOUND, "CUDA_VISIBLE_DEVICES": "5,7", "TRTLLM_VISIBLE_DEVICES": "5,7"}
+    path = ["/usr/lib"]
+    apply(environment, wanted, path)
+    assert (environment, path) == (wanted, ["/usr/lib"])
+    assert engine_environment({**kept, **job}, ()) == {**kept, **UNBOUND}
+
+
+def test_how_ranks_are_bound_is_the_operators_affair_where_he_says_it() -> None:
+    said = {"OMPI_MCA_hwloc_base_binding_policy": "numa"}
+    assert engine_environment(said, ()) == {**UNBOUND, **said}
+
+
+def test_a_newer_package_is_found_first_here_and_in_what_is_started_and_nowhere_else(tmp_path: Path) -> None:
+    """As upstream starts its workers: with this process's environment, and ``sys.path`` behind their own."""
+    for folder, version in (("image", "old"), ("lib-llmapi", "new")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "openai.py").write_text(f"VERSION = {version!r}")
+    packages = own_packages(tmp_path / "lib-llmapi")
+    assert packages is not None and own_packages(tmp_path / "no-such") is None
+    before = {**os.environ, "PYTHONPATH": str(tmp_path / "image")}
+    environment, path = dict(before), [str(tmp_path / "image")]
+    apply(environment, engine_environment(environment, (), packages), path, packages)
+
+    def found(environment: dict[str, str]) -> str:
+        code = "import sys; sys.path.extend(sys.argv[1:]); import openai; print(openai.VERSION)"
+        line = [sys.executable, "-c", code, *path]
+        return subprocess.run(line, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+
+    assert path == [str(packages), str(tmp_path / "image")]
+    assert (found(environment), found(before)) == ("new", "old")
 
 
 CONFIG = LlmApiConfig(Path("/models"), max_seq_len=100, max_engine_stop_ids=3)

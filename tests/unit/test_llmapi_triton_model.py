@@ -15,10 +15,14 @@ import pytest
 
 from lr_backend.contract import encode_stop_words
 from lr_backend.engine import EngineCall, Generation, cancel_tensors
-from tests.support.fake_llmapi import fake_upstream, scripted
+from tests.support.fake_llmapi import fake_classes, fake_upstream, scripted
 from tests.support.fake_pb_utils import StubError, StubException, StubFamily, StubRequest, stub_module
 
 PROMPT = (50, 60)
+
+
+def counting(context: tuple[int, ...]) -> int:
+    return len(context) - len(PROMPT)
 
 
 @pytest.fixture
@@ -26,13 +30,16 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """``lr_backend.triton.llmapi_model``, imported over the stand-ins; tokens after ``PROMPT`` are 0, 1, 2 ..."""
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", stub_module())
     monkeypatch.delitem(sys.modules, "lr_backend.triton.llmapi_model", raising=False)
-    upstream = fake_upstream(scripted(lambda context, draw: len(context) - len(PROMPT)))
+    upstream = fake_upstream(scripted(lambda context, draw: counting(context)), counting)
     package, arguments = types.ModuleType("tensorrt_llm"), types.ModuleType("tensorrt_llm.llmapi")
     package.LLM, package.SamplingParams = upstream.LLM, upstream.SamplingParams  # type: ignore[attr-defined]
     arguments.KvCacheConfig, arguments.CudaGraphConfig = upstream.KvCacheConfig, upstream.CudaGraphConfig  # type: ignore[attr-defined]
+    for name, made in fake_classes().items():
+        setattr(arguments, name, made)
     monkeypatch.setitem(sys.modules, "tensorrt_llm", package)
     monkeypatch.setitem(sys.modules, "tensorrt_llm.llmapi", arguments)
     monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr("lr_backend.triton.metrics.REFRESH_S", 0.01)
     import lr_backend.triton.llmapi_model as module
 
@@ -125,6 +132,32 @@ def test_metrics_are_its_own(model: Any) -> None:
     assert values["lr_engine_requests_total"] == 1
     assert values["lr_engine_tokens_decoded_total"] == 3
     assert not any("blocks" in name or "draft" in name for name in values), "what nobody counted is not shown as zero"
+
+
+def test_an_engine_that_drafts_by_itself_says_how_much_and_counts_it(module: Any, tmp_path: Path) -> None:
+    model = module.TritonPythonModel()
+    model.initialize(arguments(tmp_path, speculative="ngram", max_draft_len="3"))
+    request = StubRequest(tensors(9, num_draft_tokens=3, return_perf_metrics=True))
+    model.execute([request])
+    generation = Generation.from_tensors(request.answer().outputs)
+    assert generation.token_ids == tuple(range(9))
+    assert (generation.num_draft_tokens, generation.num_accepted_tokens) == (6, 6)
+    model._metrics.refresh()
+    values = {name: value for (name, _), value in StubFamily.values.items()}
+    assert (values["lr_engine_draft_tokens_total"], values["lr_engine_accepted_tokens_total"]) == (6, 6)
+    model.finalize()
+
+
+def test_packages_of_its_own_stand_first_for_itself_and_for_its_workers(
+    module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "own_packages", lambda: tmp_path / "lib")
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    model = module.TritonPythonModel()
+    model.initialize(arguments(tmp_path))
+    assert sys.path[0] == str(tmp_path / "lib")
+    assert os.environ["PYTHONPATH"] == f"{tmp_path / 'lib'}:/elsewhere"
+    model.finalize()
 
 
 @pytest.mark.parametrize(

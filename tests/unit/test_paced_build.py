@@ -20,7 +20,7 @@ from lr_backend.hardware.pace import EnginePace, Runtime
 from lr_backend.request import Mode
 
 SYSTEM = "h200_sxm"
-LIKE = DeploymentSpec.load("qwen3-32b")
+LIKE = DeploymentSpec.load("qwen3-32b-apart")
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def test_a_role_at_this_machines_own_pace_is_named(fast: EmbeddedDeployment) -> 
     ("system", "like", "said"),
     [
         ("h300", None, "there is no hardware profile of the system 'h300'; known: b200_sxm, h100_sxm, h200_sxm, l40s"),
-        ("l40s", "qwen3-32b", "there is no hardware profile of Qwen3-32B at TP 2 in bfloat16 on l40s; of that system: "),
+        ("l40s", "qwen3-32b-apart", "there is no hardware profile of Qwen3-32B at TP 2 in bfloat16 on l40s; of that system: "),
         (SYSTEM, "demo", "whose pace it is: demo.toml: the runtime 'embedded' is no GpuDeployment"),
         (SYSTEM, "gpt-5", "whose pace it is: no deployment spec named 'gpt-5'; known: "),
     ],
@@ -153,13 +153,21 @@ def test_a_spec_may_name_the_pace_of_its_roles(tmp_path: Path) -> None:
     ("arguments", "status", "said"),
     [
         (["--pace", "h300"], 1, "no hardware profile of the system 'h300'"),
-        (["--spec", "qwen3-32b", "--pace", "l40s"], 1, "no hardware profile of Qwen3-32B at TP 2 in bfloat16 on l40s"),
-        (["--spec", "qwen3-32b", "--pace", SYSTEM, "--paced-as", "demo"], 1, "--paced-as: qwen3-32b is emulated as what it is"),
-        (["--spec", "qwen3-32b", "--pace", SYSTEM, "--workload", "essays"], 1, "no workload named 'essays'; known: r1-aime24, "),
+        (["--spec", "qwen3-32b-apart", "--pace", "l40s"], 1, "no hardware profile of Qwen3-32B at TP 2 in bfloat16 on l40s"),
+        (
+            ["--spec", "qwen3-32b-apart", "--pace", SYSTEM, "--paced-as", "demo"],
+            1,
+            "--paced-as: qwen3-32b-apart is emulated as what it is",
+        ),
+        (
+            ["--spec", "qwen3-32b-apart", "--pace", SYSTEM, "--workload", "essays"],
+            1,
+            "no workload named 'essays'; known: r1-aime24, ",
+        ),
         (["--pace", SYSTEM, "--workload", "qwen3-gsm8k"], 1, "--workload: demo has models that write its texts"),
         (["--workload", "qwen3-gsm8k"], 2, "--paced-as, --workload and --slow-motion go with --pace"),
         (["--slow-motion", "2"], 2, "--paced-as, --workload and --slow-motion go with --pace"),
-        (["--paced-as", "qwen3-32b"], 2, "--paced-as, --workload and --slow-motion go with --pace"),
+        (["--paced-as", "qwen3-32b-apart"], 2, "--paced-as, --workload and --slow-motion go with --pace"),
         (["--pace", SYSTEM, "--slow-motion", "0.5"], 2, "slow-motion"),
     ],
 )

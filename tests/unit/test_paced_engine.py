@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from lr_backend.emulated.engine import MAX_JITTER_S
+from lr_backend.engine.request import EngineResponse
 from lr_backend.errors import ConfigError, EngineError, EngineRejected, EngineUnavailable, Overloaded
 from lr_backend.hardware.cost import Iteration, Join
 from lr_backend.hardware.overheads import TIME_SLICE_SWITCH_SHARE, Bound
@@ -167,6 +169,14 @@ def test_an_idle_engine_that_wakes_up_late_is_late(make: MakeBench) -> None:
     assert stats.late_s == pytest.approx(0.5 - HOP_S - run_s(20, 1), abs=WITHIN_S)
     assert answer.at_s == pytest.approx(stats.late_s + 2 * HOP_S + run_s(20, 4), abs=WITHIN_S)
     assert stats.busy_s == pytest.approx(stats.paced_s + stats.late_s)
+
+
+def test_the_times_that_an_answer_carries_are_the_hardwares_where_a_thread_wakes_up_a_little_late(make: MakeBench) -> None:
+    bench = make()
+    bench.time.at(0.0, lambda: (bench.ask("a", 20, 4), bench.time.stall(HOP_S + 0.9 * MAX_JITTER_S)))
+    result = bench.answer("a").result
+    assert isinstance(result, EngineResponse)
+    assert result.generation().timing.total_s == pytest.approx(run_s(20, 4), abs=1e-6)
 
 
 def test_an_answer_that_is_given_late_is_late(make: MakeBench) -> None:

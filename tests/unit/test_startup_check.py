@@ -17,7 +17,8 @@ from lr_backend.cli.app import app
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError
 from lr_backend.serve import startup_check
-from lr_backend.serve.startup_check import Level, Machine, Needs, Use, check, check_files, missing, probe, require_ready
+from lr_backend.serve.mps import Mps
+from lr_backend.serve.startup_check import Finding, Level, Machine, Needs, Use, check, check_files, missing, probe, require_ready
 from tests.support.tiny_models import make_tiny_models, write_spec
 
 H200 = Gpu(0, "NVIDIA H200", "9.0", 143771)
@@ -137,8 +138,9 @@ def test_the_probe_of_a_plain_machine_is_no_error(tmp_path: Path, monkeypatch: p
 
 @pytest.fixture
 def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The demo's spec, placed on GPUs."""
+    """The demo's spec, placed on GPUs, whose ranks come up."""
     monkeypatch.setattr(DeploymentSpec, "placements", property(lambda self: tuple(COMPILED)))
+    monkeypatch.setattr("lr_backend.cli.doctor.check_spawns", lambda placements: (Finding("ranks", "come up", Level.OK),))
 
 
 def test_doctor_prints_a_table_and_fails_where_something_is_missing(four_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +151,7 @@ def test_doctor_prints_a_table_and_fails_where_something_is_missing(four_gpus: N
     monkeypatch.setattr("lr_backend.cli.doctor.probe", lambda binary, needs: GOOD)
     result = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"})
     assert result.exit_code == 0
-    assert "NVIDIA H200, 140 GiB" in result.output
+    assert "NVIDIA H200, 140 GiB" in result.output and "come up" in result.output
 
 
 def test_serve_refuses_a_machine_before_it_builds_anything(
@@ -162,12 +164,22 @@ def test_serve_refuses_a_machine_before_it_builds_anything(
     assert not (tmp_path / "out").exists()
 
 
+def test_serve_says_what_it_serves_worse_for(four_gpus: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    shared = tuple(replace(each, gpu_device_ids=(0,), tp_size=1) for each in COMPILED)
+    monkeypatch.setattr(DeploymentSpec, "placements", property(lambda self: shared))
+    monkeypatch.setattr("lr_backend.cli.serve.probe", lambda binary, needs: replace(GOOD, mps=Mps.STOPPED))
+    monkeypatch.setattr("lr_backend.cli.serve._run", lambda *given: 0)
+    result = CliRunner().invoke(app, ["serve", "--repository", str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    assert "CUDA MPS (GPU 0) not running: engines on one card take turns" in result.output
+
+
 def test_serve_starts_the_server_by_the_plan(four_gpus: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(
         "lr_backend.cli.serve.probe", lambda binary, needs: replace(GOOD, gpus=(*GOOD.gpus, replace(H200, index=4)))
     )
     seen: list[Any] = []
-    monkeypatch.setattr("lr_backend.cli.serve._run", lambda console, server, deployment: seen.append(server) or 0)
+    monkeypatch.setattr("lr_backend.cli.serve._run", lambda console, server, *others: seen.append(server) or 0)
     result = CliRunner().invoke(
         app, ["serve", "--repository", str(tmp_path / "out")], env={"LOOKAHEAD_ADMIN_KEY": "0123456789abcdef"}
     )

@@ -29,7 +29,7 @@ from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, Lo
 from lr_backend.hardware.cost import Iteration, Join
 from lr_backend.hardware.rules import OWN_RULES, UpstreamRules
 from lr_backend.testing import run_virtual
-from lr_backend.triton.bls_engine import RETRY_S, BlsEngine, CallGate
+from lr_backend.triton.triton_engine import RETRY_S, CallGate, TritonEngine
 from tests.support.embedded_engines import KERNELS, ask, engine_config, greedy, prompt, request, tiny_checkpoint, tiny_engine
 from tests.support.fake_pb_utils import StubError, StubFamily, StubRequest, stub_module
 from tests.support.paced import TARGET, Bench
@@ -450,7 +450,7 @@ def test_a_refused_request_does_not_put_the_engine_out_of_order(modules: dict[st
         return {"output_ids": np.array([[5]], np.int32), "sequence_length": np.array([1], np.int32)}
 
     async def body() -> str:
-        engine = BlsEngine("target", infer, CallGate(4), tokens_per_block=32)
+        engine = TritonEngine("target", infer, CallGate(4), tokens_per_block=32)
         with pytest.raises(EngineError):
             await engine.generate(EngineCall("a", np.array([1], np.int32), 1))
         try:

@@ -12,7 +12,7 @@ import pytest
 from lr_backend.engine import EngineCall
 from lr_backend.errors import EngineRejected, EngineUnavailable
 from lr_backend.testing import run_virtual
-from lr_backend.triton.bls_engine import MAX_CANCELS, RETRY_S, BlsEngine, CallGate
+from lr_backend.triton.triton_engine import MAX_CANCELS, RETRY_S, CallGate, TritonEngine
 
 
 @dataclass
@@ -56,8 +56,8 @@ def call(name: str = "a") -> EngineCall:
     return EngineCall(name, np.array([1, 2], dtype=np.int32), 4)
 
 
-def engine_of(triton: ScriptedTriton, limit: int = 4) -> BlsEngine:
-    return BlsEngine("target", triton.infer, CallGate(limit), tokens_per_block=32)
+def engine_of(triton: ScriptedTriton, limit: int = 4) -> TritonEngine:
+    return TritonEngine("target", triton.infer, CallGate(limit), tokens_per_block=32)
 
 
 def test_a_call_comes_back_with_its_tokens() -> None:
@@ -179,7 +179,7 @@ def test_a_cancelled_call_that_waits_its_turn_is_no_sign_of_a_dead_engine() -> N
         async def infer(model: str, request_id: str, inputs: Any, wanted: Any) -> dict[str, Any]:
             return await (full if request_id == "waits" else quick).infer(model, request_id, inputs, wanted)
 
-        engine = BlsEngine("target", infer, CallGate(4), tokens_per_block=32)
+        engine = TritonEngine("target", infer, CallGate(4), tokens_per_block=32)
         waiting = asyncio.create_task(engine.generate(call("waits")))
         await asyncio.sleep(0.1)
         waiting.cancel()

@@ -1,4 +1,4 @@
-"""An engine behind Triton, called by BLS from the same server.
+"""An engine behind Triton: the loop's own, called by BLS, or another machine's, called by gRPC.
 
 What the contract makes us do by hand: a call that was sent cannot be taken back, only asked to stop by a second request of the
 same id, which "succeeds" even when nothing of that id runs. So a cancel is repeated until the call has come back, and the call
@@ -16,14 +16,19 @@ from contextlib import suppress
 from typing import Any
 
 import numpy.typing as npt
+import structlog
 
 from lr_backend.engine import EngineCall, Generation, cancel_tensors
-from lr_backend.errors import EngineError, EngineUnavailable
+from lr_backend.engine.upstream_errors import kind_of
+from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, Overloaded
+
+log = structlog.get_logger()
 
 CANCEL_REPEAT_S = 0.05
 MAX_CANCELS = 20
 """An engine that so many cancels do not move to end a call, and that answers no other meanwhile, is out of order."""
-CANCEL_TIMEOUT_S = 0.5
+CANCEL_TIMEOUT_S, REMOTE_CANCEL_TIMEOUT_S = 0.5, 5.0
+"""For a cancel to be answered. Of a server elsewhere others notice whether it lives; a network may be slow now and then."""
 RETRY_S = 5.0
 """How long an engine that is out of order is left alone before one call tries it again."""
 
@@ -84,21 +89,48 @@ class Breaker:
     def close(self) -> None:
         self._open_until = None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a call would fail at once."""
+        return self._open_until is not None and asyncio.get_running_loop().time() < self._open_until
 
-class BlsEngine:
-    """One model of the server as an :class:`~lr_backend.engine.Engine`."""
 
-    def __init__(self, model_name: str, infer: Infer, gate: CallGate, *, tokens_per_block: int) -> None:
+class TritonEngine:
+    """One model of a server as an :class:`~lr_backend.engine.Engine`."""
+
+    def __init__(self, model_name: str, infer: Infer, gate: CallGate, *, tokens_per_block: int, address: str = "") -> None:
+        """``address``: of the server, where it is not the one that this process belongs to."""
         self._model_name = model_name
+        self._called = f"{model_name} at {address}" if address else model_name
+        self._cancel_timeout_s = REMOTE_CANCEL_TIMEOUT_S if address else CANCEL_TIMEOUT_S
         self._infer = infer
         self._gate = gate
         self._tokens_per_block = tokens_per_block
         self._breaker = Breaker()
         self._num_answered = 0
+        self._why_dead = ""
+        self._asked: set[asyncio.Future[Any]] = set()
         self._reaping: set[asyncio.Task[None]] = set()
 
+    @property
+    def out_of_order(self) -> bool:
+        """Whether a call would fail at once."""
+        return bool(self._why_dead) or self._breaker.is_open
+
+    def has_died(self, why: str) -> None:
+        """Its process is gone: calls in flight fail now, and all others until it :meth:`is_back`."""
+        self._why_dead = why
+        for each in self._asked:
+            each.cancel()
+
+    def is_back(self) -> None:
+        """It can be called again."""
+        self._why_dead = ""
+        self._breaker.close()
+
     async def generate(self, call: EngineCall) -> Generation:
-        self._breaker.enter(self._model_name)
+        if not self._why_dead:
+            self._breaker.enter(self._called)
         # Cancelled while it waits here, a call was never sent and needs no cancel.
         await self._gate.enter()
         running = asyncio.create_task(self._run(call))
@@ -119,13 +151,36 @@ class BlsEngine:
         wanted = TOKEN_OUTPUTS + (PERF_OUTPUTS if call.return_perf_metrics else ())
         wanted += ("output_log_probs",) if call.return_log_probs else ()
         try:
-            outputs = await self._infer(self._model_name, call.request_id, call.tensors(), wanted)
-        except EngineUnavailable:
-            self._breaker.trip()
+            outputs = await self._ask(call.request_id, call.tensors(), wanted)
+        except EngineUnavailable as error:
+            self._trip(error.message)
             raise
         self._breaker.close()
         self._num_answered += 1
         return Generation.from_tensors(outputs, tokens_per_block=self._tokens_per_block)
+
+    async def _ask(self, request_id: str, tensors: Arrays, wanted: tuple[str, ...]) -> dict[str, npt.NDArray[Any]]:
+        """One request and its answer; a failure where the process dies meanwhile, of which Triton may say nothing."""
+        self._require_alive()
+        asked = asyncio.ensure_future(self._infer(self._model_name, request_id, tensors, wanted))
+        self._asked.add(asked)
+        try:
+            return await asked
+        except asyncio.CancelledError:
+            if asked.cancelled():
+                self._require_alive()
+            raise
+        finally:
+            self._asked.discard(asked)
+
+    def _require_alive(self) -> None:
+        if self._why_dead:
+            raise EngineUnavailable(self._why_dead)
+
+    def _trip(self, why: str) -> None:
+        if not self._breaker.is_open:
+            log.warning("engine_out_of_order", engine=self._called, why=why)
+        self._breaker.trip()
 
     def _reap(self, request_id: str, running: asyncio.Task[Generation]) -> None:
         task = asyncio.create_task(self._stop(request_id, running))
@@ -137,7 +192,7 @@ class BlsEngine:
             num_answered = self._num_answered
             if not await self._repeat_cancel(request_id, running) and num_answered == self._num_answered:
                 # Nor has it answered anybody else: a call that only waits for its turn is no sign of that.
-                self._breaker.trip()
+                self._trip("it does not let go of a cancelled call, and answers no other")
                 await asyncio.wait({running})
         if not running.cancelled():
             running.exception()  # nobody else asks for it any more
@@ -155,9 +210,9 @@ class BlsEngine:
     async def _cancel(self, request_id: str) -> bool:
         """Ask once; False if not even that is answered. Where the engine is gone so is the call, and its own failure says so."""
         try:
-            async with asyncio.timeout(CANCEL_TIMEOUT_S):
+            async with asyncio.timeout(self._cancel_timeout_s):
                 with suppress(EngineError):
-                    await self._infer(self._model_name, request_id, cancel_tensors(), TOKEN_OUTPUTS)
+                    await self._ask(request_id, cancel_tensors(), TOKEN_OUTPUTS)
         except TimeoutError:
             return False
         return True
@@ -166,3 +221,19 @@ class BlsEngine:
 def unavailable(model_name: str, error: Exception) -> EngineUnavailable:
     """The error of a call that never reached its engine."""
     return EngineUnavailable(f"{model_name} cannot be called: {error}")
+
+
+def engine_error(called: str, text: str, *, refused: bool, out_of_order: bool = True) -> EngineError:
+    """The failure of a call by its text, since upstream calls everything INTERNAL; where the text says nothing, by the code.
+
+    Args:
+        called: the model, and where it is.
+        refused: the code says that the request is at fault.
+        out_of_order: the code leaves room for an engine that is.
+    """
+    # A full queue passes; it does not mean that the engine is out of order.
+    by_text: dict[str, type[EngineError]] = {Overloaded.code: EngineError, EngineRejected.code: EngineRejected}
+    kind = next((one for code, one in by_text.items() if code in text), kind_of(text))
+    if kind is None:
+        kind = EngineRejected if refused else EngineUnavailable if out_of_order else EngineError
+    return kind(f"{called}: {text}")

@@ -1,0 +1,32 @@
+"""What Open MPI reads in the environment of a process that starts others. A leaf module.
+
+Seen with Open MPI 4.1.4 (Debian's) and 5.0.11: processes that MPI_Comm_spawn starts are bound to one core each, whatever
+``--bind-to none`` says of their parent. It does not matter whether ``mpirun`` started that one or nobody did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+UNBOUND: Mapping[str, str] = {"OMPI_MCA_hwloc_base_binding_policy": "none", "OMPI_MCA_rmaps_base_inherit": "1"}
+"""Spawned processes may use all cores that their parent may use. Under ``mpirun`` the second suffices; else both are needed.
+
+Open MPI 5 reads neither. There ``PRTE_MCA_rmaps_default_inherit=1`` does it under ``mpirun``; without ``mpirun`` nobody is bound,
+and with that variable nothing can be spawned.
+"""
+
+_JOB_PREFIXES = ("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "OMPI_MCA_orte_", "OMPI_FIRST_RANKS", "OMPI_APP_CTX_", "ORTE_", "PMI_")
+_SCHEDULER_PREFIX = "SLURM_"
+"""Open MPI takes a process among them for a part of the scheduler's job, and then starts nothing."""
+_PMIX, _PMIX_SETTINGS = "PMIX_", "PMIX_MCA_"
+
+
+def belongs_to_job(name: str) -> bool:
+    """Whether a variable says which MPI or SLURM job a process is part of; settings (``OMPI_MCA_*``, ``PMIX_MCA_*``) do not."""
+    pmix = name.startswith(_PMIX) and not name.startswith(_PMIX_SETTINGS)
+    return pmix or name.startswith((*_JOB_PREFIXES, _SCHEDULER_PREFIX))
+
+
+def without_job(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment in which a process belongs to no job, and may begin one of its own."""
+    return {name: value for name, value in environment.items() if not belongs_to_job(name)}

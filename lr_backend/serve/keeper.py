@@ -1,0 +1,147 @@
+"""Watches the processes of a server's Python models, and has Triton start those anew that die.
+
+Triton itself does neither: a model whose process is gone stays "ready", and calls to it hang. Here its death is known at once.
+The step loop is told, so that calls in flight fail and answers end or go on without; then the model is unloaded and loaded, which
+starts a new process. What cannot be mended so ends the server, and whoever supervises it starts it anew: the step loop's own
+process, whose answers are lost with it, and a model that does not load.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import select
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from lr_backend.build.render import LOOKAHEAD_MODEL
+from lr_backend.notice import Notice, drained_file, post
+from lr_backend.serve.restrictions import HEADER
+from lr_backend.serve.server import TritonServer
+
+STUB = "triton_python_backend_stub"
+RELOAD_S = 300.0
+"""For a model to be loaded anew."""
+
+
+class StubKeeper:
+    """To be started once the server is ready. Not for servers that are stopping: stop it first.
+
+    Attributes:
+        lost: set where something has died that is not mended in place; ``why`` says what.
+    """
+
+    def __init__(self, server: TritonServer, say: Callable[[str], None]) -> None:
+        """``say`` is told, in a line, of each death and each return."""
+        self._server, self._say = server, say
+        self._watched: dict[int, str] = {}
+        """Models by the file descriptors of their processes."""
+        self._dead: set[str] = set()
+        self._draining = self._stopped = False
+        self._lock = threading.Lock()
+        self._wake, self._woken = os.pipe()
+        self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
+        self.lost = threading.Event()
+        self.why = ""
+
+    def start(self) -> None:
+        for model, pid in stubs_of(self._server).items():
+            self._watch(model, pid)
+        self._thread.start()
+
+    def drain(self) -> None:
+        """Have the step loop take no new requests."""
+        with self._lock:
+            self._draining = True
+            self._post()
+
+    @property
+    def drained(self) -> bool:
+        """Since then the step loop has answered everything."""
+        return drained_file(self._server.notice_file).exists()
+
+    def stop(self) -> None:
+        """Watch no more: what dies now dies because it is told to."""
+        if self._stopped:
+            return
+        self._stopped = True
+        if self._thread.is_alive():
+            os.write(self._woken, b"x")
+            self._thread.join()
+        for descriptor in (*self._watched, self._wake, self._woken):
+            os.close(descriptor)
+
+    def _watch(self, model: str, pid: int) -> None:
+        self._watched[os.pidfd_open(pid)] = model
+
+    def _post(self) -> None:
+        post(self._server.notice_file, Notice(self._draining, frozenset(self._dead)))
+
+    def _run(self) -> None:
+        while not self.lost.is_set():
+            poll = select.poll()
+            for descriptor in (self._wake, *self._watched):
+                poll.register(descriptor, select.POLLIN)
+            ended = {descriptor for descriptor, _ in poll.poll()}
+            if self._wake in ended or not self._server.running:
+                return
+            for descriptor in ended:
+                os.close(descriptor)
+                self._has_died(self._watched.pop(descriptor))
+
+    def _has_died(self, model: str) -> None:
+        with self._lock:
+            self._dead.add(model)
+            self._post()
+        if model == LOOKAHEAD_MODEL:
+            self._lose("the step loop's process died")
+            return
+        self._say(f"the process of {model} died; it is started anew")
+        try:
+            self._call(f"{model}/unload")
+            self._call(f"{model}/load")
+            self._watch(model, stubs_of(self._server)[model])
+        except (OSError, http.client.HTTPException, KeyError) as error:
+            self._lose(f"the process of {model} died and cannot be started anew: {error or type(error).__name__}")
+            return
+        with self._lock:
+            self._dead.discard(model)
+            self._post()
+        self._say(f"{model} is back")
+
+    def _lose(self, why: str) -> None:
+        self.why = why
+        self.lost.set()
+
+    def _call(self, verb: str) -> None:
+        """Raises: OSError: Triton refuses."""
+        host, port = self._server.http_url.rsplit(":", 1)
+        connection = http.client.HTTPConnection(host, int(port), timeout=RELOAD_S)
+        try:
+            headers = {HEADER: self._server.admin_key, "Connection": "close"}
+            connection.request("POST", f"/v2/repository/models/{verb}", json.dumps({}), headers)
+            answer = connection.getresponse()
+            text = answer.read().decode(errors="replace")
+        finally:
+            connection.close()
+        if answer.status != 200:
+            raise OSError(f"HTTP {answer.status}: {text[:200]}")
+
+
+def stubs_of(server: TritonServer) -> dict[str, int]:
+    """Process ids of a server's Python models, by model."""
+    found: dict[str, int] = {}
+    if server.pid is None:
+        return found
+    for process in psutil.Process(server.pid).children(recursive=True):
+        try:
+            words = process.cmdline()
+        except psutil.Error:  # it has just ended
+            continue
+        if words and Path(words[0]).name == STUB:
+            found[Path(words[1]).parents[1].name] = process.pid
+    return found

@@ -1,0 +1,81 @@
+"""Whether the processes that MPI starts for engines come up, and on how many cores: a tiny program that starts others.
+
+It is started as the server is, with its launcher and in its environment, and starts as many as the server would. Run as a script
+it knows the standard library and ``mpi4py`` alone, which TensorRT-LLM brings along.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+LIMIT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Spawned:
+    """What came of it.
+
+    Attributes:
+        parent_cores: that the starting process may use.
+        child_cores: that each started one may use.
+        failure: why nothing was started, in MPI's words; empty: it was.
+        left_out: why it was not tried; empty: it was.
+    """
+
+    parent_cores: int = 0
+    child_cores: tuple[int, ...] = ()
+    failure: str = ""
+    left_out: str = ""
+
+
+def probe_spawn(launcher: Sequence[str], environment: Mapping[str, str], count: int, python: str = sys.executable) -> Spawned:
+    """Start ``count`` processes. ``launcher``: what stands before the program, such as ``mpirun -n 1``; empty: nothing."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return Spawned(left_out="this Python has no mpi4py")
+    try:
+        # The file itself, by no name of the package: what is started does not depend on where it lies.
+        command = [*launcher, python, os.path.abspath(__file__), str(count)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    except FileNotFoundError:
+        return Spawned(left_out=f"there is no {launcher[0] if launcher else python}")
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Spawned(failure=f"{type(error).__name__}: {error}")
+    return read_answer(done.stdout, done.stderr)
+
+
+def read_answer(output: str, errors: str = "") -> Spawned:
+    """What the program printed, among whatever MPI did."""
+    for line in output.splitlines():
+        if line.startswith("{"):
+            found = json.loads(line)
+            return Spawned(found["parent"], tuple(found["children"]))
+    said = [line.strip() for line in (errors or output).splitlines()]
+    words = [line for line in said if any(map(str.isalnum, line))]
+    return Spawned(failure=" ".join(words[:3]) or "it ended without a word")
+
+
+def main() -> None:
+    """The program: the parent starts itself, and gathers from how many cores each may choose."""
+    mpi: Any = importlib.import_module("mpi4py.MPI")
+    cores = len(os.sched_getaffinity(0))
+    above = mpi.Comm.Get_parent()
+    if above != mpi.COMM_NULL:
+        above.gather(cores, root=0)
+        above.Disconnect()
+        return
+    below = mpi.COMM_SELF.Spawn(sys.executable, [os.path.abspath(__file__)], int(sys.argv[1]))
+    sys.stdout.write(json.dumps({"parent": cores, "children": below.gather(None, root=mpi.ROOT)}) + "\n")
+    sys.stdout.flush()
+    below.Disconnect()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""From a request to the prompt's token ids: size, template, control tokens, and off the event loop where it takes time."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from lr_backend.config import LoopConfig
+from lr_backend.contract import IntArray
+from lr_backend.errors import InvalidRequest
+from lr_backend.request import LookaheadRequest
+from lr_backend.steps.plain import PlainText, mark_for
+
+MAX_CHARS_A_TOKEN = 64
+"""Of a prompt as a whole. Long runs of blanks have tokens this long; text has four or five characters a token."""
+QUICK_CHARS = 4096
+"""So much is encoded at once; a thread would take longer to wake up."""
+SLICE_CHARS = 1 << 14
+EDGE_TOKENS = 8
+"""A slice's ends may be cut inside a token: so many fewer it may have as part of the whole."""
+NUM_THREADS = 2
+
+
+class Prompts:
+    """Makes the prompts of one server.
+
+    Args:
+        tokenizer: of the target, from Hugging Face.
+    """
+
+    def __init__(self, tokenizer: Any, config: LoopConfig) -> None:
+        self._tokenizer = tokenizer
+        self._plain = PlainText.of(tokenizer)
+        thinking = {text for text in (config.think_open, config.think_close) if text}
+        self._turns = PlainText.of(tokenizer, but=thinking)
+        self._config = config
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "prompts")
+
+    async def ids(self, request: LookaheadRequest) -> IntArray:
+        """Token ids of a request's prompt, shape [N].
+
+        Raises:
+            InvalidRequest: it is empty or too long, or the target's template refuses the conversation.
+        """
+        num_chars = sum(len(turn["content"]) for turn in request.conversation)
+        limit = self._config.limits.max_prompt_tokens
+        if num_chars > limit * MAX_CHARS_A_TOKEN:
+            raise InvalidRequest(_field(request), f"{num_chars} characters", f"1 to {limit} tokens")
+        if num_chars <= QUICK_CHARS:
+            return self._make(request)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._make, request)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _make(self, request: LookaheadRequest) -> IntArray:
+        text, mark = self._text(request)
+        limit = self._config.limits.max_prompt_tokens
+        least = self._least_tokens(text, limit) if len(text) > QUICK_CHARS else 0
+        ids = self._plain.ids_of_cut(text, mark) if least <= limit else []
+        if not 1 <= len(ids) <= limit:
+            found = f"at least {least}" if least > limit else str(len(ids))
+            raise InvalidRequest(_field(request), f"{found} tokens", f"1 to {limit} tokens")
+        return np.asarray(ids, dtype=np.int32)
+
+    def _text(self, request: LookaheadRequest) -> tuple[str, str]:
+        """(the prompt, the mark that stands in it where control tokens are cut)."""
+        contents = [turn["content"] for turn in request.conversation]
+        mark = mark_for(*contents)
+        if request.raw:
+            return (contents[0] if self._config.raw_prompts else self._plain.cut(contents[0], mark)), mark
+        # A model's own turn may hold its reasoning, which templates look for.
+        turns = [
+            {**turn, "content": (self._turns if turn["role"] == "assistant" else self._plain).cut(turn["content"], mark)}
+            for turn in request.conversation
+        ]
+        try:
+            text = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # templates raise whatever they like at turns they do not accept
+            raise InvalidRequest("messages", "", f"the target's chat template refuses it: {error}") from error
+        return str(text), mark
+
+    def _least_tokens(self, text: str, enough: int) -> int:
+        """How many tokens a long text has at least; no more is encoded than it takes to pass ``enough``."""
+        least = 0
+        for start in range(0, len(text), SLICE_CHARS):
+            ids = self._tokenizer.encode(text[start : start + SLICE_CHARS], add_special_tokens=False)
+            least += max(0, len(ids) - EDGE_TOKENS)
+            if least > enough:
+                break
+        return least
+
+
+def _field(request: LookaheadRequest) -> str:
+    return "text_input" if request.messages is None else "messages"
