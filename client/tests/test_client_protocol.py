@@ -315,6 +315,20 @@ def test_triton_s_unknown_model_says_to_check_its_name() -> None:
     assert "model's name" in str(error)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Request for unknown model: 'lookahead' has no available versions",
+        "Stub process 'lookahead_0_0' is not healthy.",
+        "in ensemble 'x', model is not ready",
+    ],
+)
+def test_triton_s_words_for_a_model_that_is_away_say_to_come_back(text: str) -> None:
+    error = error_from_text(text)
+    assert type(error) is ServerUnreachable
+    assert "again" in str(error)
+
+
 @QUICK
 @given(st.text())
 def test_any_message_becomes_an_error_that_says_something(text: str) -> None:

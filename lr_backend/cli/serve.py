@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
@@ -21,17 +24,37 @@ from lr_backend.build.report import BuildReport
 from lr_backend.build.repository import build_repository
 from lr_backend.build.spec import DeploymentSpec, EmbeddedDeployment, EmulatedDeployment, GpuDeployment
 from lr_backend.cli.errors import fail, refuse
-from lr_backend.cli.help import SpecOption, TritonOption
-from lr_backend.cli.ports import PORTS, HostOption, PortOption, by_option
+from lr_backend.cli.help import RolesOption, SpecOption, TritonOption
+from lr_backend.cli.ports import (
+    OPENAI_PORT,
+    PORTS,
+    HostOption,
+    OpenaiHostOption,
+    OpenaiKeysOption,
+    OpenaiSettingsOption,
+    PortOption,
+    by_option,
+)
 from lr_backend.engine import Role
+from lr_backend.engine.address import ENGINE_KEY_VARIABLE, key_from
 from lr_backend.errors import ConfigError, LookaheadError
+from lr_backend.frontend import examples
+from lr_backend.frontend.process import FrontendProcess
+from lr_backend.frontend.settings import Deployed, Settings
+from lr_backend.frontend.template import opens_reasoning
 from lr_backend.hardware.lateness import Lateness
+from lr_backend.serve.keeper import StubKeeper
 from lr_backend.serve.launch import launch_plan
-from lr_backend.serve.restrictions import admin_key
+from lr_backend.serve.remotes import wait_for_roles
+from lr_backend.serve.restrictions import admin_key, is_loopback, tls_arguments
 from lr_backend.serve.server import ServerError, ServerOptions, TritonServer, useful_lines
-from lr_backend.serve.startup_check import Machine, Needs, check, check_files, probe, require_ready
-from lr_backend.serve.warmup import WarmupAnswer, curl_line, warm_up
+from lr_backend.serve.startup_check import Level, Machine, Needs, check, check_files, probe, require_ready
+from lr_backend.serve.warmup import QUESTION, WarmupAnswer, curl_line, warm_engines, warm_loop
 
+_LOOK_S = 0.05
+_AFTER_DRAIN_S = 2.0
+"""For Triton to end once nothing is in flight; connections that nobody uses hold it no longer."""
+_FRONT_READY_S = 30.0
 _WAKE_S = 0.5
 """A blocking wait is cut into pieces this long, so that a signal is acted upon promptly."""
 
@@ -43,11 +66,18 @@ def serve(
     http_port: PortOption = PORTS.http,
     grpc_port: PortOption = PORTS.grpc,
     metrics_port: PortOption = PORTS.metrics,
+    openai_port: PortOption = OPENAI_PORT,
+    openai_host: OpenaiHostOption = "127.0.0.1",
+    openai_keys: OpenaiKeysOption = None,
+    openai_settings: OpenaiSettingsOption = None,
     repository: Annotated[
         Path | None,
         typer.Option(metavar="FOLDER", help="Where the model repository is rendered; by default engines/built/<name>."),
     ] = None,
     tritonserver: TritonOption = None,
+    role: RolesOption = None,
+    tls_cert: Annotated[Path | None, typer.Option(metavar="FILE", help="gRPC by TLS, with this certificate (PEM).")] = None,
+    tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="And its private key.")] = None,
     log_file: Annotated[Path | None, typer.Option(metavar="FILE", help="By default beside the repository.")] = None,
     pace: Annotated[
         str | None,
@@ -74,12 +104,17 @@ def serve(
     """Build what is stale, start Triton, wait for a real answer, and serve until Ctrl-C or SIGTERM."""
     if pace is None and (paced_as is not None or workload is not None or slow_motion != 1.0):
         refuse("--paced-as, --workload and --slow-motion go with --pace")
+    if (tls_cert is None) != (tls_key is None):
+        refuse("--tls-cert and --tls-key go together")
     console = Console()
     try:
         deployment = DeploymentSpec.load(spec)
         if pace is not None:
             deployment = _paced(deployment, pace, paced_as, workload, slow_motion)
-        machine = _ready_machine(deployment, host, by_option(http_port, grpc_port, metrics_port), tritonserver)
+        if role:
+            deployment = deployment.only(role)
+        settings = Settings.load(openai_settings, host=openai_host, port=openai_port, keys_file=openai_keys)
+        machine = _ready_machine(console, deployment, host, by_option(http_port, grpc_port, metrics_port), tritonserver)
         report = build_repository(deployment, repository, only_if_stale=True, command="lookahead serve")
         _say_built(console, report)
         options = ServerOptions(
@@ -93,8 +128,12 @@ def serve(
             log_file=log_file or report.output.with_name(f"{report.output.name}.log"),
             plan=launch_plan(deployment.placements, num_gpus=len(machine.visible_gpus) or None),
             admin_key=admin_key(os.environ),
+            engine_key="" if deployment.runs_loop else _engine_key(deployment, host),
+            closes_engines=deployment.runs_loop,
+            arguments=tls_arguments(tls_cert, tls_key),
         )
-        status = _run(console, TritonServer(report.output, options), deployment)
+        with FrontendProcess(settings, tls_cert) if deployment.runs_loop else nullcontext() as front:
+            status = _run(console, TritonServer(report.output, options), deployment, front)
     except LookaheadError as error:
         fail(error)
     raise typer.Exit(status)
@@ -121,8 +160,25 @@ def _paced(
     return paced(deployment, system, like, slow_motion=slow_motion)
 
 
-def _ready_machine(deployment: DeploymentSpec, host: str, ports: Mapping[str, int], tritonserver: Path | None) -> Machine:
-    """This machine, if it can serve the deployment.
+def _engine_key(deployment: DeploymentSpec, host: str) -> str:
+    """What opens engines that are there for a step loop elsewhere.
+
+    Raises:
+        ConfigError: there is none, and others than this machine could call them.
+    """
+    key = key_from(os.environ, ENGINE_KEY_VARIABLE)
+    if not key and not is_loopback(host):
+        raise ConfigError(
+            f"--host {host}: anybody could call the engines of {deployment.name}; give {ENGINE_KEY_VARIABLE}_FILE, as to "
+            "the step loop's server"
+        )
+    return key
+
+
+def _ready_machine(
+    console: Console, deployment: DeploymentSpec, host: str, ports: Mapping[str, int], tritonserver: Path | None
+) -> Machine:
+    """This machine, if it can serve the deployment; says what it serves worse for.
 
     Raises:
         ConfigError: all that is missing. Of a deployment on GPUs the build that follows checks the files.
@@ -130,7 +186,12 @@ def _ready_machine(deployment: DeploymentSpec, host: str, ports: Mapping[str, in
     needs = Needs.of(deployment, host, ports)
     machine = probe(tritonserver, needs)
     files = () if isinstance(deployment, GpuDeployment) else check_files(deployment)
-    require_ready((*check(machine, needs), *files))
+    findings = (*check(machine, needs), *files)
+    require_ready(findings)
+    for each in findings:
+        if each.level is Level.WARNING:
+            line = f"[yellow]{escape(each.what)}[/] {escape(each.found)}; {escape(each.remedy)}"
+            console.print(line, highlight=False, soft_wrap=True)
     return machine
 
 
@@ -148,57 +209,129 @@ class _StopRequest:
         self.event.set()
 
 
-def _run(console: Console, server: TritonServer, deployment: DeploymentSpec) -> int:
-    """Serve until asked to stop; the server's exit status.
+def _run(console: Console, server: TritonServer, deployment: DeploymentSpec, front: FrontendProcess | None) -> int:
+    """Serve until asked to stop; the server's exit status. ``front``: None where there is no step loop to stand before.
 
     A signal ends every phase: while the models load as well as later.
     """
     stop = _StopRequest()
+    keeper = StubKeeper(server, lambda line: console.print(line, highlight=False, soft_wrap=True))
     try:
         server.start()
         with console.status(f"starting {deployment.name} ..."):
+            deployed = None if front is None else _deployed(deployment)  # while the models load
             server.wait_ready(deployment.server.load_timeout_s, give_up=stop.event)
-            answer = None if stop.event.is_set() else warm_up(server.http_url)
-        if answer is not None:
-            _say_served(console, server, deployment, answer)
+            keeper.start()
+            if front is not None and deployed is not None:
+                front.start(deployed, server.grpc_url, drain_s=server.options.exit_timeout_s, log_file=server.log_file)
+            answer = None if stop.event.is_set() else _warm_up(console, server, deployment, stop)
+            if front is not None and not stop.event.is_set():
+                front.wait_ready(_FRONT_READY_S)
+        if not stop.event.is_set():
+            _say_served(console, server, deployment, answer, front)
         while not stop.event.wait(_WAKE_S):
             if not server.running:
                 raise ServerError(f"the server died with status {server.wait()}", useful_lines(server.log_text()))
+            if keeper.lost.is_set():
+                raise ServerError(f"{keeper.why}: the server ends, to be started anew")
+            if front is not None:
+                front.check()
         if deployment.loop_config().pace:
             console.print(str(sum(server.lateness().values(), Lateness())), highlight=False, soft_wrap=True)
         console.print("stopping: requests in flight may finish")
-        return _drain(server, stop)
+        return _drain(server, keeper, stop, front)
     finally:
+        keeper.stop()
         server.stop(0.0)
 
 
-def _drain(server: TritonServer, stop: _StopRequest) -> int:
-    """Ask the server to end and wait; a second signal stops the waiting."""
-    server.terminate()
-    while not stop.impatient and server.running:
-        server.wait(_WAKE_S)
-    return server.stop(0.0) or 0
+def _deployed(deployment: DeploymentSpec) -> Deployed:
+    """What the front end has to know.
+
+    Raises:
+        CheckpointError: the chat template cannot be rendered.
+    """
+    config = deployment.loop_config()
+    return Deployed.of(deployment.name, config, opens_reasoning=opens_reasoning(config.tokenizer_dir, config.think_open))
 
 
-def _say_served(console: Console, server: TritonServer, deployment: DeploymentSpec, answer: WarmupAnswer) -> None:
+def _warm_up(console: Console, server: TritonServer, deployment: DeploymentSpec, stop: _StopRequest) -> WarmupAnswer | None:
+    """Ask all that this server has; None where it has no step loop, or is to stop.
+
+    Raises:
+        RemoteError: the target lives elsewhere, and is not there.
+        WarmupError: something did not answer as it should.
+    """
+    warm_engines(server.http_url, deployment.models_here, key=server.options.engine_key, loop_key=server.loop_key)
+    if not deployment.runs_loop:
+        return None
+    missing = wait_for_roles(deployment.remotes, deployment.server.load_timeout_s, stop.event)
+    for role, why in missing.items():
+        console.print(f"[yellow]without {role}:[/] {escape(why)}", highlight=False, soft_wrap=True)
+    return None if stop.event.is_set() else warm_loop(server.http_url, without=missing)
+
+
+def _drain(server: TritonServer, keeper: StubKeeper, stop: _StopRequest, front: FrontendProcess | None) -> int:
+    """Let the step loop answer what it has, and only then tell Triton to end: it refuses the loop's calls from then on.
+
+    A second signal stops the waiting. Returns the exit status: 0 where nothing was left unanswered.
+    """
+    if front is not None:
+        front.terminate()
+    keeper.drain()
+    deadline = time.monotonic() + server.options.exit_timeout_s
+    while not (stop.impatient or keeper.drained) and server.running and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+    drained = keeper.drained
+    keeper.stop()
+    if front is not None:
+        front.stop(0.0 if stop.impatient else _AFTER_DRAIN_S)
+    status = server.stop(0.0 if stop.impatient else _AFTER_DRAIN_S)
+    return 0 if drained else status or 0
+
+
+def _say_served(
+    console: Console,
+    server: TritonServer,
+    deployment: DeploymentSpec,
+    answer: WarmupAnswer | None,
+    front: FrontendProcess | None = None,
+) -> None:
     """Where the server listens, and a line to try that can be copied: in no box, and wrapped by nobody."""
-    console.print(_panel(server, deployment, answer))
-    console.print("ask it something:", highlight=False)
-    console.print(curl_line(server.http_url), markup=False, highlight=False, soft_wrap=True)
+    console.print(_panel(server, deployment, answer, front))
+    if answer is None:
+        return
+    lines = [curl_line(server.http_url)]
+    if front is not None:
+        asked = (front.url, deployment.name, QUESTION)
+        keyed = front.settings.keys_file is not None
+        lines = [examples.curl_line(*asked, keyed=keyed), examples.python_line(*asked, keyed=keyed), *lines]
+    console.print("ask it something, by OpenAI's API or by Triton's:", highlight=False)
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     if label := deployment.loop_config().pace:
         console.print(f"[yellow]{label}[/]", highlight=False, soft_wrap=True)
 
 
-def _panel(server: TritonServer, deployment: DeploymentSpec, answer: WarmupAnswer) -> Panel:
+def _panel(server: TritonServer, deployment: DeploymentSpec, answer: WarmupAnswer | None, front: FrontendProcess | None) -> Panel:
     table = Table.grid(padding=(0, 2))
+    if front is not None:
+        table.add_row("OpenAI API", f"{front.url}{' (by key)' if front.settings.keys_file else ''}")
     table.add_row("HTTP", f"http://{server.http_url}")
     table.add_row("gRPC", server.grpc_url)
     table.add_row("metrics", f"http://{server.metrics_url}/metrics")
     table.add_row("log", str(server.log_file))
-    usage = answer.usage
-    calls = ", ".join(f"{usage.get(f'num_{role}_calls', 0)} {role}" for role in Role)
-    table.add_row("warm-up", f"{usage.get('completion_tokens', 0)} tokens, calls: {calls}")
-    return Panel(table, title=f"lookahead serves {deployment.name}", subtitle="Ctrl-C stops", expand=False)
+    title = f"lookahead serves {deployment.name}"
+    if answer is not None:
+        usage = answer.usage
+        calls = ", ".join(f"{usage.get(f'num_{role}_calls', 0)} {role}" for role in Role)
+        table.add_row("warm-up", f"{usage.get('completion_tokens', 0)} tokens, calls: {calls}")
+    else:
+        title = f"{' and '.join(deployment.roles_here)} of {deployment.name}"
+        table.add_row("open to", "whoever has the engine key" if server.options.engine_key else "everybody on this machine")
+    for role, urls in deployment.remotes.items() if deployment.runs_loop else ():
+        table.add_row(role, ", ".join(urls))
+    return Panel(table, title=title, subtitle="Ctrl-C stops", expand=False)
 
 
 def _say_built(console: Console, report: BuildReport) -> None:

@@ -9,8 +9,10 @@ its message is sent, the sending side closed, and the server ends the call after
 from __future__ import annotations
 
 import math
+import re
 import struct
 import threading
+import uuid
 import weakref
 from collections import deque
 from collections.abc import Mapping
@@ -30,6 +32,7 @@ CHANNEL_OPTIONS = (
     # gRPC's own limit is two minutes, during which every request would fail though the server is back.
     ("grpc.max_reconnect_backoff_ms", 5000),
 )
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class Call(Protocol):
@@ -66,6 +69,24 @@ def checked_timeout(timeout_s: float) -> float:
         rule = f"seconds above 0 and up to {MAX_TIMEOUT_S:g}"
         raise InvalidRequest(f"timeout_s={timeout_s!r}: {rule}", field="timeout_s")
     return timeout_s
+
+
+def checked_id(request_id: str | None) -> str:
+    """The id of a request; a new one where None is given.
+
+    Raises:
+        InvalidRequest: it is not 1 to 128 visible ASCII characters.
+    """
+    if request_id is not None and not _REQUEST_ID.fullmatch(request_id):
+        rule = "1 to 128 visible ASCII characters"
+        raise InvalidRequest(f"request_id={request_id[:80]!r}: {rule}", field="request_id")
+    return request_id or uuid.uuid4().hex
+
+
+def channel_options(server_name: str | None) -> tuple[tuple[str, int | str], ...]:
+    """Options of a connection. ``server_name``: that the certificate names, if it is not the host asked."""
+    named = () if server_name is None else (("grpc.ssl_target_name_override", server_name),)
+    return (*CHANNEL_OPTIONS, *named)
 
 
 def infer_request(model: str, request_id: str, tensors: tuple[Tensor, ...]) -> Any:

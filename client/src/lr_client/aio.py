@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-import uuid
 from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Any, Self
@@ -95,35 +94,48 @@ class AsyncClient:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         credentials: grpc.ChannelCredentials | None = None,
         metadata: _wire.Metadata | None = None,
+        server_name: str | None = None,
     ) -> None:
         self.url = _wire.checked_url(url)
         self.model = model
         self.timeout_s = _wire.checked_timeout(timeout_s)
         self._credentials = credentials
+        self._server_name = server_name
         self._metadata = _wire.metadata_pairs(metadata)
         self._streams = _wire.OpenStreams()
         self._channel: Any = None
         self._stub: Any = None
 
     async def ask(
-        self, question: Question, options: Options | None = None, *, timeout_s: float | None = None
+        self,
+        question: Question,
+        options: Options | None = None,
+        *,
+        timeout_s: float | None = None,
+        request_id: str | None = None,
     ) -> Result:
         """The whole answer to a question, or to the last turn of a list of messages.
 
         Args:
             timeout_s: seconds until the request is given up and cancelled; None is the client's own.
+            request_id: what the server's log calls the request; None makes one.
 
         Raises:
             ClientError: see :mod:`lr_client.errors`.
         """
         collector = Collector()
-        async with self.stream(question, options, timeout_s=timeout_s) as events:
+        async with self.stream(question, options, timeout_s=timeout_s, request_id=request_id) as events:
             async for event in events:
                 collector.add(event)
         return collector.result()
 
     def stream(
-        self, question: Question, options: Options | None = None, *, timeout_s: float | None = None
+        self,
+        question: Question,
+        options: Options | None = None,
+        *,
+        timeout_s: float | None = None,
+        request_id: str | None = None,
     ) -> AsyncStream:
         """The answer as it is committed; the request is sent once the event loop gets its turn.
 
@@ -131,7 +143,7 @@ class AsyncClient:
             InvalidRequest: a value cannot be sent. What the server refuses is raised by the iteration.
         """
         limit_s = self.timeout_s if timeout_s is None else _wire.checked_timeout(timeout_s)
-        request_id = uuid.uuid4().hex
+        request_id = _wire.checked_id(request_id)
         request = _wire.infer_request(self.model, request_id, encode(question, options or Options()))
         call = self._connected().ModelStreamInfer((request,), timeout=limit_s, metadata=self._metadata)
         exchange = _wire.Exchange(call, request_id=request_id, url=self.url, timeout_s=limit_s)
@@ -159,7 +171,7 @@ class AsyncClient:
         # grpc.aio binds a channel to the loop that runs when it is made.
         self._streams.check_open()
         if self._stub is None:
-            options = _wire.CHANNEL_OPTIONS
+            options = _wire.channel_options(self._server_name)
             self._channel = (
                 grpc.aio.insecure_channel(self.url, options)
                 if self._credentials is None

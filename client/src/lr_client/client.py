@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self
@@ -79,6 +78,7 @@ class Client:
         timeout_s: seconds that a request may take from start to end, where the call gives none.
         credentials: for TLS, such as ``grpc.ssl_channel_credentials()``; None is plain text.
         metadata: headers of every request, such as a token for a gateway.
+        server_name: that the server's certificate names, where it is not the host in ``url``.
 
     Raises:
         InvalidRequest: ``url`` or ``timeout_s`` cannot be used. Connecting happens with the first request.
@@ -92,13 +92,14 @@ class Client:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         credentials: grpc.ChannelCredentials | None = None,
         metadata: _wire.Metadata | None = None,
+        server_name: str | None = None,
     ) -> None:
         self.url = _wire.checked_url(url)
         self.model = model
         self.timeout_s = _wire.checked_timeout(timeout_s)
         self._metadata = _wire.metadata_pairs(metadata)
         self._streams = _wire.OpenStreams()
-        options = _wire.CHANNEL_OPTIONS
+        options = _wire.channel_options(server_name)
         self._channel = (
             grpc.insecure_channel(url, options)
             if credentials is None
@@ -107,24 +108,35 @@ class Client:
         self._stub = _wire.stub(self._channel)
 
     def ask(
-        self, question: Question, options: Options | None = None, *, timeout_s: float | None = None
+        self,
+        question: Question,
+        options: Options | None = None,
+        *,
+        timeout_s: float | None = None,
+        request_id: str | None = None,
     ) -> Result:
         """The whole answer to a question, or to the last turn of a list of messages.
 
         Args:
             timeout_s: seconds until the request is given up and cancelled; None is the client's own.
+            request_id: what the server's log calls the request; None makes one.
 
         Raises:
             ClientError: see :mod:`lr_client.errors`.
         """
         collector = Collector()
-        with self.stream(question, options, timeout_s=timeout_s) as events:
+        with self.stream(question, options, timeout_s=timeout_s, request_id=request_id) as events:
             for event in events:
                 collector.add(event)
         return collector.result()
 
     def stream(
-        self, question: Question, options: Options | None = None, *, timeout_s: float | None = None
+        self,
+        question: Question,
+        options: Options | None = None,
+        *,
+        timeout_s: float | None = None,
+        request_id: str | None = None,
     ) -> Stream:
         """The answer as it is committed; the request is sent at once.
 
@@ -133,7 +145,7 @@ class Client:
         """
         self._streams.check_open()
         limit_s = self.timeout_s if timeout_s is None else _wire.checked_timeout(timeout_s)
-        request_id = uuid.uuid4().hex
+        request_id = _wire.checked_id(request_id)
         request = _wire.infer_request(self.model, request_id, encode(question, options or Options()))
         call = self._stub.ModelStreamInfer(iter((request,)), timeout=limit_s, metadata=self._metadata)
         exchange = _wire.Exchange(call, request_id=request_id, url=self.url, timeout_s=limit_s)

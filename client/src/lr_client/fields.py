@@ -23,7 +23,8 @@ class Options:
         bool | None,
         Field(
             "BOOL",
-            "`text_input` is the prompt itself, rendered by no template",
+            "`text_input` is the prompt itself, rendered by no template; control tokens in it are text, "
+            "unless the deployment has `raw_prompts`",
         ),
     ] = None
     max_tokens: Annotated[

@@ -313,6 +313,8 @@ _TYPES: dict[str, type[ClientError]] = {
     "LR_CANCELLED": Cancelled,
     "LR_TARGET_UNAVAILABLE": TargetUnavailable,
 }
+_AWAY = re.compile(r"has no available versions|is not (?:ready|healthy|available)|server is stopping")
+"""Triton's words for a model that it knows and that does not answer now."""
 _ADVICE = {
     "LR_ENGINE_REJECTED": "the same request will fail again: shorten the question or max_tokens",
     "LR_ENGINE_UNAVAILABLE": "retry later, or ask another server",
@@ -326,6 +328,8 @@ def error_from_text(text: str) -> ClientError:
     """The error behind a server's message: ``LR_CODE: text``, maybe with Triton's own words around it."""
     coded = _CODED.search(text)
     if coded is None:
+        if _AWAY.search(text):
+            return ServerUnreachable(_first(text), advice="it ends or starts: send again after a pause")
         advice = "check the model's name, and that the server loaded it" if "unknown model" in text else None
         return ServerError(_first(text) or "the server failed without saying why", advice=advice)
     code, message = coded[1], _first(coded[2])

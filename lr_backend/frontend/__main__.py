@@ -1,0 +1,108 @@
+"""The process: told what to do by a line of JSON on its standard input, and ended by the end of that.
+
+``lookahead serve`` starts it (:mod:`lr_backend.frontend.process`). It says ``ready`` on its standard output once it listens.
+The input stays open for as long as its starter lives: when that dies, however it dies, answers in flight may finish, and then
+this process ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from math import ceil
+
+import grpc
+import structlog
+import uvicorn
+from lr_client import AsyncClient
+
+from lr_backend.errors import LookaheadError
+from lr_backend.frontend.app import Frontend
+from lr_backend.frontend.limits import Keys
+from lr_backend.frontend.process import READY
+from lr_backend.frontend.settings import Launch
+from lr_backend.frontend.tls import certified_name
+
+KEEP_ALIVE_S = 75
+"""For a connection without a request: longer than a gateway keeps one, so that it is the gateway that closes it."""
+STDIN, STDOUT = 0, 1
+
+
+class _Server(uvicorn.Server):
+    """Says when it listens."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if not self.should_exit:
+            os.write(STDOUT, READY)
+
+
+def _client(launch: Launch) -> AsyncClient:
+    """Over TLS where Triton has a certificate; that is then trusted as it is, whatever name it has."""
+    timeout_s = launch.deployed.request_s
+    if launch.certificate is None:
+        return AsyncClient(launch.grpc_url, timeout_s=timeout_s)
+    name = certified_name(launch.grpc_url, launch.certificate)
+    credentials = grpc.ssl_channel_credentials(launch.certificate.read_bytes())
+    return AsyncClient(launch.grpc_url, timeout_s=timeout_s, credentials=credentials, server_name=name)
+
+
+async def serve(launch: Launch) -> None:
+    """Answer until asked to end, or until nobody holds the other end of the input."""
+    async with _client(launch) as client:
+        frontend = Frontend(launch.settings, launch.deployed, client, Keys.read(launch.settings.keys_file))
+        config = uvicorn.Config(
+            frontend.app(),
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=ceil(launch.drain_s),
+        )
+        server = _Server(config)
+
+        def ended() -> None:
+            if not os.read(STDIN, 4096):
+                asyncio.get_running_loop().remove_reader(STDIN)
+                server.should_exit = True
+
+        asyncio.get_running_loop().add_reader(STDIN, ended)
+        await server.serve([socket.socket(fileno=launch.socket_fd)])
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    if find_spec("uvloop") is None:
+        return None
+    import uvloop
+
+    return uvloop.new_event_loop
+
+
+def main() -> int:
+    logging.basicConfig(level=logging.WARNING)
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso"),
+            structlog.processors.JSONRenderer(),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(serve(Launch.model_validate_json(sys.stdin.buffer.readline())))
+    except LookaheadError as error:
+        sys.stderr.write(f"{error.message}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

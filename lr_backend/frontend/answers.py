@@ -1,0 +1,160 @@
+"""What is answered: events of the server become documents of OpenAI's API. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from lr_client import Event, FinishEvent, StepEvent, TextEvent
+
+from lr_backend.frontend.asked import Asked
+from lr_backend.frontend.reasoning import Splitter
+
+Document = dict[str, Any]
+
+FINISH_REASONS = {"stop": "stop", "length": "length", "deadline": "length"}
+"""OpenAI's word for the server's. An answer that was cut by time was cut; ``lookahead.finish_reason`` says by what."""
+_OF_TOKENS = ("prompt_tokens", "completion_tokens", "reasoning_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What every document of one answer says. ``created``: seconds since 1970."""
+
+    request_id: str
+    created: int
+    model: str
+    chat: bool
+    version: str
+
+    def document(self, *, chunk: bool) -> Document:
+        """Without choices and usage."""
+        kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.chat else "text_completion"
+        return {
+            "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{self.request_id}",
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": f"lookahead-{self.version}",
+        }
+
+
+@dataclass(slots=True)
+class Choice:
+    """One choice as it comes. ``splitter``: None where the text is sent as it is."""
+
+    index: int
+    splitter: Splitter | None
+    finish: FinishEvent | None = None
+    _has_begun: bool = False
+    _steps: list[Document] = field(default_factory=list)
+    _reasoning: list[str] = field(default_factory=list)
+    _content: list[str] = field(default_factory=list)
+
+    def chunks(self, event: Event) -> list[Document]:
+        """The choice in each chunk that an event of a stream makes."""
+        match event:
+            case TextEvent(text):
+                return self._text_chunks(self._split(text))
+            case StepEvent(record):
+                return [self._chunk({}, lookahead={"step": asdict(record)})]
+            case FinishEvent(reason):
+                self.finish = event
+                last = self._chunk({}, finish_reason=_finish_reason(reason), lookahead=_told(event))
+                return [*self._text_chunks(self._flushed()), last]
+
+    def add(self, event: Event) -> None:
+        """Take an event of an answer that is not streamed."""
+        match event:
+            case TextEvent(text):
+                self._keep(self._split(text))
+            case StepEvent(record):
+                self._steps.append(asdict(record))
+            case FinishEvent():
+                self._keep(self._flushed())
+                self.finish = event
+
+    def whole(self) -> Document:
+        """The choice, once its finish has come."""
+        assert self.finish is not None
+        told = _told(self.finish) | ({"steps": self._steps} if self._steps else {})
+        last = {"finish_reason": _finish_reason(self.finish.finish_reason), "logprobs": None, "lookahead": told}
+        content, reasoning = "".join(self._content), "".join(self._reasoning)
+        if self.splitter is None:
+            return {"index": self.index, "text": content, **last}
+        message = {"role": "assistant", "content": content, "reasoning_content": reasoning or None, "refusal": None}
+        return {"index": self.index, "message": message, **last}
+
+    def _split(self, text: str) -> tuple[str, str]:
+        return ("", text) if self.splitter is None else self.splitter.feed(text)
+
+    def _flushed(self) -> tuple[str, str]:
+        return ("", "") if self.splitter is None else self.splitter.flush()
+
+    def _keep(self, parts: tuple[str, str]) -> None:
+        self._reasoning.append(parts[0])
+        self._content.append(parts[1])
+
+    def _text_chunks(self, parts: tuple[str, str]) -> list[Document]:
+        names = ("reasoning_content", "content")
+        return [self._chunk({name: text}) for name, text in zip(names, parts, strict=True) if text]
+
+    def _chunk(self, delta: Document, finish_reason: str | None = None, lookahead: Document | None = None) -> Document:
+        if self.splitter is None:
+            said: Document = {"text": delta.get("content", "")}
+        else:
+            said = {"delta": delta if self._has_begun else {"role": "assistant", "content": "", **delta}}
+            self._has_begun = True
+        more = {} if lookahead is None else {"lookahead": lookahead}
+        return {"index": self.index, **said, "finish_reason": finish_reason, "logprobs": None, **more}
+
+
+def usage_document(asked: Asked, choices: Sequence[Choice]) -> Document:
+    """Tokens of a request, and the counts of speculation, over all its choices. The tokens of a prompt count once."""
+    usages = [choice.finish.usage for choice in choices if choice.finish is not None]
+    of_prompts = {job.prompt: usage.prompt_tokens for job, usage in zip(asked.jobs, usages, strict=True)}
+    prompt_tokens = sum(of_prompts.values())
+    completion_tokens = sum(usage.completion_tokens for usage in usages)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "completion_tokens_details": {"reasoning_tokens": sum(usage.reasoning_tokens for usage in usages)},
+        "lookahead": _counts(asdict(usage) for usage in usages),
+    }
+
+
+def counted(usage: Document) -> Document:
+    """What of it the log says."""
+    return {name: usage[name] for name in ("prompt_tokens", "completion_tokens")}
+
+
+def _counts(usages: Iterable[Mapping[str, Any]]) -> Document:
+    """Everything that counts, added up; rates and times are the choices' own."""
+    total: Document = {}
+    for usage in usages:
+        for name, value in usage.items():
+            if isinstance(value, Mapping):
+                total[name] = dict(Counter(total.get(name, {})) + Counter(value))
+            elif name.startswith("num_"):
+                total[name] = total.get(name, 0) + value
+    return total
+
+
+def _told(finish: FinishEvent) -> Document:
+    """What the server says of one answer beside its text."""
+    usage = {name: value for name, value in asdict(finish.usage).items() if name not in _OF_TOKENS}
+    trace = {} if finish.trace is None else {"trace": json.loads(finish.trace)}
+    return {"finish_reason": finish.finish_reason, **usage, **trace}
+
+
+def _finish_reason(reason: str) -> str:
+    return FINISH_REASONS.get(reason, reason)
+
+
+def to_json(document: Document) -> bytes:
+    """JSON on one line, as it is sent."""
+    return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8")

@@ -1,0 +1,150 @@
+"""The routes. What a request passes stands here in its order: id, key, rate, place, body, fields, calls, answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, suppress
+
+from fastapi import FastAPI
+from lr_client import AsyncClient, ClientError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+import lr_backend
+from lr_backend.frontend.answering import Answers, unless_gone
+from lr_backend.frontend.answers import Choice, Document, Head, counted, to_json, usage_document
+from lr_backend.frontend.asked import Asked
+from lr_backend.frontend.body import parse_json, read_body
+from lr_backend.frontend.call import Call
+from lr_backend.frontend.errors import SOON_S, ApiError, ClientGone, from_client, internal
+from lr_backend.frontend.limits import Gate, Keys, Rate
+from lr_backend.frontend.reasoning import Splitter
+from lr_backend.frontend.settings import Deployed, Settings
+from lr_backend.frontend.stream import EventStream
+
+GRACE_S = 10.0
+"""Beyond what a request may take, for its end to be told: the server itself ends it before."""
+_ROUTING = {404: "not_found", 405: "method_not_allowed"}
+
+Handler = Callable[[Call], Awaitable[Response]]
+
+
+class Frontend:
+    """Answers requests; one object for all of them. ``client`` belongs to the event loop that runs."""
+
+    def __init__(self, settings: Settings, deployed: Deployed, client: AsyncClient, keys: Keys) -> None:
+        self._settings, self._deployed, self._client, self._keys = settings, deployed, client, keys
+        self._rate = Rate(settings.max_requests_a_minute, time.monotonic)
+        self._gate = Gate(settings.max_in_flight or deployed.max_in_flight)
+        self._created = int(time.time())
+
+    def app(self) -> FastAPI:
+        """The ASGI application."""
+        app = FastAPI(openapi_url=None, redirect_slashes=False, exception_handlers={HTTPException: _no_route})
+        routes: tuple[tuple[str, str, Handler], ...] = (
+            ("GET", "/health", self._live),
+            ("GET", "/ready", self._ready),
+            ("GET", "/v1/models", self._models),
+            ("GET", "/v1/models/{name}", self._models),
+            ("POST", "/v1/chat/completions", self._chat),
+            ("POST", "/v1/completions", self._completion),
+        )
+        for method, path, handler in routes:
+            app.add_api_route(path, _guarded(handler), methods=[method], response_model=None)
+        return app
+
+    async def _live(self, call: Call) -> Response:
+        return call.response(to_json({"status": "live"}))
+
+    async def _ready(self, call: Call) -> Response:
+        if not await self._client.is_ready():
+            raise ApiError("unavailable", "Triton or one of its models is not ready", retry_after_s=SOON_S)
+        return call.response(to_json({"status": "ready"}))
+
+    async def _models(self, call: Call) -> Response:
+        self._admit(call)
+        model = {"id": self._deployed.name, "object": "model", "created": self._created, "owned_by": "lookahead"}
+        if (name := call.request.path_params.get("name")) is None:
+            return call.response(to_json({"object": "list", "data": [model]}))
+        if name != self._deployed.name:
+            raise ApiError("model_not_found", f"this server has {self._deployed.name}")
+        return call.response(to_json(model))
+
+    async def _chat(self, call: Call) -> Response:
+        return await self._answer(call, Asked.chat_of)
+
+    async def _completion(self, call: Call) -> Response:
+        return await self._answer(call, Asked.completion_of)
+
+    def _admit(self, call: Call) -> None:
+        call.key = self._keys.number_of(call.request.headers.get("authorization", ""))
+
+    async def _answer(self, call: Call, read: Callable[[Document, Deployed], Asked]) -> Response:
+        self._admit(call)
+        self._rate.count(call.key)
+        async with AsyncExitStack() as held:
+            held.enter_context(self._gate.places(1))  # before the body: bodies on their way in take memory too
+            body = await read_body(call.request, self._settings.max_body_bytes, self._settings.max_body_s)
+            asked = read(parse_json(body), self._deployed)
+            held.enter_context(self._gate.places(len(asked.jobs) - 1))
+            timeout_s = self._deployed.request_s + GRACE_S
+            try:
+                answers = await held.enter_async_context(Answers(self._client, asked.jobs, call.request_id, timeout_s))
+                if not asked.stream:
+                    return await unless_gone(call.request.receive, self._whole(call, asked, answers))
+                first = await unless_gone(call.request.receive, answers.next())
+            except ClientError as error:
+                raise from_client(error, asked.param_of) from error
+            choices, head = self._choices(asked), self._head(call, asked)
+            limit_s = timeout_s + GRACE_S
+            return EventStream(call, asked, head, choices, answers, first=first, held=held.pop_all(), limit_s=limit_s)
+
+    async def _whole(self, call: Call, asked: Asked, answers: Answers) -> Response:
+        choices = self._choices(asked)
+        while (heard := await answers.next()) is not None:
+            choices[heard[0]].add(heard[1])
+        usage = usage_document(asked, choices)
+        document = self._head(call, asked).document(chunk=False)
+        call.log(200, **counted(usage))
+        return call.response(to_json({**document, "choices": [one.whole() for one in choices], "usage": usage}))
+
+    def _head(self, call: Call, asked: Asked) -> Head:
+        return Head(call.request_id, int(time.time()), self._deployed.name, asked.chat, lr_backend.__version__)
+
+    def _choices(self, asked: Asked) -> list[Choice]:
+        about = self._deployed
+        return [
+            Choice(number, Splitter(about.think_open, about.think_close, inside=about.opens_reasoning) if asked.chat else None)
+            for number in range(len(asked.jobs))
+        ]
+
+
+def _guarded(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+    """A route that says every failure in one form, and an unforeseen one without its insides."""
+
+    async def respond(request: Request) -> Response:
+        call = Call(request)
+        try:
+            call.take_id()
+            return await handler(call)
+        except ApiError as error:
+            return call.failed(error)
+        except ClientGone:
+            return call.failed(ApiError("client_gone", "the client went away"))
+        except Exception as error:
+            call.crashed(error)
+            return call.failed(internal())
+
+    return respond
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    call = Call(request)
+    with suppress(ApiError):  # there is one answer already
+        call.take_id()
+    told = ApiError(_ROUTING.get(error.status_code, "internal"), str(error.detail))
+    told.headers |= {name.lower(): value for name, value in (error.headers or {}).items()}
+    return call.failed(told)

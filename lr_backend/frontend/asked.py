@@ -1,0 +1,269 @@
+"""What a request asks, checked: a document of OpenAI's API becomes questions and options for Triton. Pure.
+
+Fields that both know are checked by :class:`~lr_backend.request.LookaheadRequest`, which says them; this module knows OpenAI's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from lr_client import Message, Options, Question
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
+
+from lr_backend.errors import InvalidRequest
+from lr_backend.fields import REQUEST_FIELDS
+from lr_backend.frontend.errors import ApiError, place
+from lr_backend.frontend.settings import Deployed
+from lr_backend.request import MAX_SEED, LookaheadRequest, draw_seed
+
+MAX_CHOICES = 8
+"""Answers to one request: ``n`` for each of its prompts."""
+MAX_STOPS = 4
+"""As OpenAI's; Triton's port takes more."""
+
+SAME = ("max_tokens", "temperature", "top_p", "seed", "stop", "stream")
+"""Fields that OpenAI's API has under the same names, and that stand outside the object ``lookahead``."""
+PROMPT = ("text_input", "messages", "raw")
+"""What a route says of the prompt."""
+LOOKAHEAD = tuple(field.name for field in REQUEST_FIELDS if field.name not in (*SAME, *PROMPT))
+"""Fields of the object ``lookahead``."""
+
+Unsupported = Mapping[str, tuple[Any, ...]]
+"""Fields that OpenAI's API has and this server has not, with the values that ask for nothing; null is always one."""
+_BOTH: Unsupported = {"frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},)}
+NOT_IN_CHAT: Unsupported = {
+    **_BOTH,
+    "audio": (),
+    "function_call": ("none",),
+    "functions": ([],),
+    "logprobs": (False,),
+    "metadata": ({},),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (True, False),  # there are no calls
+    "prediction": (),
+    "prompt_cache_key": (),
+    "prompt_cache_options": (),
+    "prompt_cache_retention": (),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "safety_identifier": (),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+NOT_IN_COMPLETIONS: Unsupported = {**_BOTH, "best_of": (1,), "echo": (False,), "logprobs": (), "suffix": ("",)}
+
+_LIMITS = {
+    "max_tokens": "max_tokens",
+    "max_depth": "max_depth",
+    "width": "max_width",
+    "num_draft_tokens": "max_draft_len",
+    "deadline_s": "request_s",
+}
+"""Fields that Triton's port cuts at a limit of the deployment; here what does not fit is refused."""
+
+
+class _Checked(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+_Text = Annotated[str, Field(min_length=1)]
+_Null = Annotated[None, BeforeValidator(lambda value: None if value == [] else value)]
+"""A field of an answer that is always empty there, so that an answer may be sent back as it came."""
+
+
+class _Part(_Checked):
+    type: Literal["text"]
+    text: _Text
+
+
+_Content = Annotated[
+    Annotated[_Text, Tag("_text")] | Annotated[Annotated[list[_Part], Field(min_length=1)], Tag("_parts")],
+    Discriminator(lambda value: "_parts" if isinstance(value, list) else "_text"),
+]
+
+
+class _Turn(_Checked):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: _Content
+    reasoning_content: str | None = None
+    name: _Null = None
+    refusal: _Null = None
+    annotations: _Null = None
+    audio: _Null = None
+    function_call: _Null = None
+    tool_calls: _Null = None
+
+    def message(self, deployed: Deployed) -> Message:
+        """As the target's chat template takes it. The reasoning of a former answer stands where the model wrote it."""
+        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        if self.reasoning_content:
+            text = f"{deployed.think_open or ''}{self.reasoning_content}{deployed.think_close or ''}{text}"
+        return Message(role="system" if self.role == "developer" else self.role, content=text)
+
+
+class _StreamOptions(_Checked):
+    include_usage: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+class _Body(_Checked):
+    model: Annotated[str, Field(min_length=1, max_length=256)]
+    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
+    user: str = Field(default="", max_length=256)
+    stream_options: _StreamOptions = _StreamOptions()
+    lookahead: dict[str, Any] = Field(default_factory=dict)
+
+
+class _ChatBody(_Body):
+    messages: list[_Turn] = Field(min_length=1)
+    max_completion_tokens: Any = None
+
+
+class _CompletionBody(_Body):
+    prompt: Annotated[
+        Annotated[_Text, Tag("_one")] | Annotated[Annotated[list[_Text], Field(min_length=1)], Tag("_many")],
+        Discriminator(lambda value: "_many" if isinstance(value, list) else "_one"),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One answer to get. ``prompt``: the number of the prompt that it answers."""
+
+    question: Question
+    options: Options
+    prompt: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request.
+
+    Attributes:
+        jobs: a choice each, in order.
+        chat: answered as a chat, with the reasoning apart; else as plain text.
+        tokens_field: what the client called ``max_tokens``.
+    """
+
+    jobs: tuple[Job, ...]
+    chat: bool
+    stream: bool
+    include_usage: bool
+    tokens_field: str = "max_tokens"
+
+    def param_of(self, field: str) -> str:
+        """A field of the server's by the name that it has in this request."""
+        prompt = "messages" if self.chat else "prompt"
+        return {"text_input": prompt, "raw": prompt, "max_tokens": self.tokens_field}.get(field, _outside(field))
+
+    @classmethod
+    def chat_of(cls, document: Mapping[str, Any], deployed: Deployed) -> Self:
+        """Read the body of ``/v1/chat/completions``.
+
+        Raises:
+            ApiError: names the first field at fault.
+        """
+        body, shared = _read(_ChatBody, document, NOT_IN_CHAT, deployed)
+        field = "max_tokens"
+        if body.max_completion_tokens is not None:
+            if shared.setdefault("max_tokens", body.max_completion_tokens) != body.max_completion_tokens:
+                raise ApiError("invalid_value", "max_tokens and max_completion_tokens are one field and differ", "max_tokens")
+            field = "max_completion_tokens"
+        options = _options(body, shared, deployed, field)
+        question = [turn.message(deployed) for turn in body.messages]
+        jobs = tuple(Job(question, one) for one in _seeded(options, body.n))
+        return cls(jobs, True, bool(options.stream), body.stream_options.include_usage, field)
+
+    @classmethod
+    def completion_of(cls, document: Mapping[str, Any], deployed: Deployed) -> Self:
+        """The same of ``/v1/completions``."""
+        body, shared = _read(_CompletionBody, document, NOT_IN_COMPLETIONS, deployed)
+        prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        if len(prompts) * body.n > MAX_CHOICES:
+            raise ApiError("invalid_value", f"{len(prompts)} prompts of {body.n} answers: at most {MAX_CHOICES}", "prompt")
+        options = replace(_options(body, shared, deployed), raw=True)
+        jobs = tuple(Job(text, one, number) for number, text in enumerate(prompts) for one in _seeded(options, body.n))
+        return cls(jobs, False, bool(options.stream), body.stream_options.include_usage)
+
+
+BodyT = TypeVar("BodyT", bound=_Body)
+
+
+def _read(
+    kind: type[BodyT], document: Mapping[str, Any], unsupported: Unsupported, deployed: Deployed
+) -> tuple[BodyT, dict[str, Any]]:
+    """(fields of OpenAI's alone, fields that the server has too and that are checked with ``lookahead``)."""
+    given = {name: value for name, value in document.items() if value is not None}
+    for name, harmless in unsupported.items():
+        if name in given and not _is_one_of(given.pop(name), harmless):
+            raise ApiError("unsupported_field", f"{name}: not supported by this server; leave it out", name)
+    shared = {name: given.pop(name) for name in SAME if name in given}
+    try:
+        body = kind.model_validate(given)
+    except ValidationError as error:
+        raise _refused(error) from None
+    if body.model != deployed.name:
+        raise ApiError("model_not_found", f"model: this server has {deployed.name}", "model")
+    return body, shared
+
+
+def _is_one_of(value: object, harmless: tuple[Any, ...]) -> bool:
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in harmless)  # False == 0
+
+
+def _options(body: _Body, shared: Mapping[str, Any], deployed: Deployed, tokens_field: str = "max_tokens") -> Options:
+    """The options that were given, by the server's own rules, and none beyond a limit of the deployment."""
+    inside = {name: value for name, value in body.lookahead.items() if value is not None}
+    for name in inside:
+        if name not in LOOKAHEAD:
+            known = f"has {', '.join(LOOKAHEAD)}" if name not in (*SAME, *PROMPT) else "has what the fields beside it do not say"
+            raise ApiError("unknown_field", f"lookahead.{name[:80]}: no such field; lookahead {known}", f"lookahead.{name}")
+    sent = {"stream": False, **shared, **inside}
+    if isinstance(sent.get("stop"), str):
+        sent["stop"] = [sent["stop"]]
+    if isinstance(stops := sent.get("stop"), list) and len(stops) > MAX_STOPS:
+        raise ApiError("invalid_value", f"stop: at most {MAX_STOPS} strings", "stop")
+    names = {name: _outside(name) for name in LOOKAHEAD} | {"max_tokens": tokens_field}
+    try:
+        asked = LookaheadRequest.model_validate_json(json.dumps({"text_input": "?", **sent}))
+    except ValidationError as error:
+        raise _refused(error, names) from None
+    except InvalidRequest as error:
+        raise ApiError("invalid_value", f"{error.field}: {error.rule}", names.get(error.field, error.field)) from None
+    for name, limit in _LIMITS.items():
+        if name in sent and getattr(asked, name) > (most := getattr(deployed, limit)):
+            raise ApiError("over_limit", f"{names[name]}: this server takes {most:g} at most", names[name])
+    return Options(**asked.model_dump(mode="json", include=set(sent)))
+
+
+def _seeded(options: Options, num_choices: int) -> Iterator[Options]:
+    """The options of each choice: the first has the request's seed, the next the one after it."""
+    first = draw_seed() if options.seed is None else options.seed
+    for number in range(num_choices):
+        yield replace(options, seed=(first + number) % (MAX_SEED + 1))
+
+
+def _outside(field: str) -> str:
+    """A field of the server's by its place in a document of OpenAI's."""
+    return f"lookahead.{field}" if field in LOOKAHEAD else field
+
+
+_CODES = {"extra_forbidden": "unknown_field", "missing": "missing_field", "none_required": "unsupported_field"}
+_WORDS = {"unknown_field": "no such field", "unsupported_field": "not supported by this server; leave it out"}
+
+
+def _refused(error: ValidationError, names: Mapping[str, str] | None = None) -> ApiError:
+    """The first fault that pydantic found; without the value, which may be a prompt."""
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    where, code = place(first["loc"]), _CODES.get(first["type"], "invalid_value")
+    param = (names or {}).get(where, where)
+    return ApiError(code, f"{param[:80]}: {_WORDS.get(code, first['msg'])}", param)

@@ -1,0 +1,88 @@
+"""The body of a request: read no further than it may be long, and JSON that means one thing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+
+from lr_backend.frontend.errors import ApiError, ClientGone
+
+
+async def read_body(request: Request, max_bytes: int, max_s: float) -> bytes:
+    """The whole body; what a header says of its length is believed only where it is too much.
+
+    Raises:
+        ApiError: it is no JSON by its type, too long, or too slow.
+        ClientGone: the client went away.
+    """
+    _require_json(request)
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > max_bytes:
+        raise _too_large(max_bytes)
+    parts, num_bytes = [], 0
+    try:
+        async with asyncio.timeout(max_s):
+            async for part in request.stream():
+                num_bytes += len(part)
+                if num_bytes > max_bytes:
+                    raise _too_large(max_bytes)
+                parts.append(part)
+    except TimeoutError:
+        raise ApiError("body_timeout", f"the body did not arrive within {max_s:g} s") from None
+    except ClientDisconnect:
+        raise ClientGone from None
+    return b"".join(parts)
+
+
+def _require_json(request: Request) -> None:
+    kind, _, parameters = request.headers.get("content-type", "").partition(";")
+    charset = parameters.strip().lower().removeprefix("charset=").strip('"')
+    if kind.strip().lower() != "application/json" or charset not in ("", "utf-8"):
+        raise ApiError("unsupported_media_type", "send JSON in UTF-8, with the header Content-Type: application/json")
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise ApiError("unsupported_media_type", "send the body as it is, without a Content-Encoding")
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    error = ApiError("body_too_large", f"the body may have {max_bytes} bytes")
+    error.headers["connection"] = "close"  # the rest of it is not waited for
+    return error
+
+
+def parse_json(raw: bytes) -> dict[str, Any]:
+    """The object that a body holds.
+
+    Raises:
+        ApiError: it is no JSON object, says a name twice, or holds a number or a text that is none.
+    """
+    try:
+        document = json.loads(raw.decode("utf-8"), object_pairs_hook=_once, parse_constant=_number, parse_float=_number)
+        if b"\\u" in raw:  # the one way to half a surrogate pair
+            json.dumps(document, ensure_ascii=False).encode("utf-8")
+    except UnicodeError as error:
+        raise ApiError("invalid_json", "the body holds text that UTF-8 cannot encode") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits is a plain ValueError
+        why = f": {error.msg} at character {error.pos}" if isinstance(error, json.JSONDecodeError) else ""
+        raise ApiError("invalid_json", f"the body is not JSON{why}") from error
+    if not isinstance(document, dict):
+        raise ApiError("invalid_json", "the body is not a JSON object")
+    return document
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    document = dict(pairs)
+    if len(document) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in document if names.count(name) > 1)
+        raise ApiError("invalid_json", f"{twice[:80]!r} is said twice", twice)
+    return document
+
+
+def _number(word: str) -> float:
+    if not math.isfinite(value := float(word)):
+        raise ApiError("invalid_json", f"{word[:80]} is a number that nothing can hold")
+    return value

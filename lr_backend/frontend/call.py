@@ -1,0 +1,71 @@
+"""One HTTP request while it is answered: its id, its line in the log, and the one form in which it fails."""
+
+from __future__ import annotations
+
+import re
+import time
+import traceback
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lr_backend.frontend.errors import ApiError
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,64}")
+log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class Call:
+    """No line of its log holds a word of a prompt or of an answer."""
+
+    request: Request
+    request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    started_s: float = field(default_factory=time.monotonic)
+    key: int = 0
+
+    def take_id(self) -> None:
+        """The id that the client gave, if it gave one.
+
+        Raises:
+            ApiError: it is long, or holds something that no log should.
+        """
+        given = self.request.headers.get("x-request-id")
+        if given is not None and not _REQUEST_ID.fullmatch(given):
+            raise ApiError("invalid_request_id", "x-request-id: 1 to 64 letters, digits or any of . _ : / + = -", "x-request-id")
+        self.request_id = given or self.request_id
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of every answer."""
+        return {"x-request-id": self.request_id}
+
+    def response(self, body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+        return Response(body, status, self.headers | (headers or {}), "application/json")
+
+    def failed(self, error: ApiError) -> Response:
+        self.log(error.status, code=error.code)
+        return self.response(error.body(self.request_id), error.status, error.headers)
+
+    def log(self, status: int, **said: Any) -> None:
+        """The one line of this request."""
+        route = self.request.scope.get("route")
+        log.info(
+            "http_request",
+            request_id=self.request_id,
+            method=self.request.method,
+            path=getattr(route, "path", ""),  # not what was asked for, which may be anything
+            status=status,
+            key=self.key,
+            seconds=round(time.monotonic() - self.started_s, 4),
+            **said,
+        )
+
+    def crashed(self, error: Exception) -> None:
+        """A bug of ours: where it is, without its message, which may quote what was sent."""
+        frames = traceback.format_tb(error.__traceback__)
+        log.error("request_crashed", request_id=self.request_id, kind=type(error).__name__, frames=frames[-8:])

@@ -1,0 +1,121 @@
+"""What the front end is told: the operator's settings, and what it must know of the deployment behind it."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from lr_backend.config import LoopConfig
+from lr_backend.errors import ConfigError, first_error
+from lr_backend.serve.restrictions import is_loopback
+
+
+class Settings(BaseModel):
+    """Where the front end listens, whom it answers, and how much it takes. The file says them by the same names."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    host: str = Field(default="127.0.0.1", min_length=1)
+    port: int = Field(default=0, ge=0, le=65535)
+    """0 takes a free one."""
+    keys_file: Path | None = None
+    """API keys, one a line. None: whoever can reach the port is answered."""
+    open_to_network: bool = False
+    """Beyond this machine too there need be no keys: a gateway asks for its own."""
+    max_body_bytes: int = Field(default=1 << 20, ge=1 << 10, le=1 << 30)
+    max_body_s: float = Field(default=30.0, gt=0.0, le=3600.0)
+    """For a whole body to arrive."""
+    max_requests_a_minute: int | None = Field(default=None, ge=1)
+    """Of one key, or of everybody where there are no keys. None: any number."""
+    max_in_flight: int | None = Field(default=None, ge=1)
+    """Answers at a time. None: as many as the deployment admits."""
+
+    @model_validator(mode="after")
+    def _is_closed(self) -> Self:
+        if self.keys_file is None and not self.open_to_network and not is_loopback(self.host):
+            raise ValueError(
+                f"{self.host} can be reached from elsewhere: give a file of API keys (keys_file), or say open_to_network = true"
+            )
+        return self
+
+    @classmethod
+    def load(cls, path: Path | None, **by_option: object) -> Self:
+        """Read a TOML file, if there is one, for all that no option says.
+
+        Raises:
+            ConfigError: the file cannot be read, has an unknown key, or a value breaks a rule.
+        """
+        try:
+            said = tomllib.loads(path.read_text(encoding="utf-8")) if path is not None else {}
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise ConfigError(f"{path}: {error}") from error
+        if twice := sorted(said.keys() & by_option.keys()):
+            raise ConfigError(f"{path}: {twice[0]} is said by an option, not here")
+        try:
+            return cls.model_validate(said | by_option)
+        except ValidationError as error:
+            raise ConfigError(f"front end: {first_error(error)}") from error
+
+
+class Deployed(BaseModel):
+    """The deployment that answers. Limits are tokens, steps and requests, as in ``[lookahead.limits]``.
+
+    Attributes:
+        request_s: seconds that a request may take at most.
+        think_open, think_close: texts around the reasoning; without a second one nothing is taken for reasoning.
+        opens_reasoning: the chat template writes the first of them, so that answers begin inside.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    max_tokens: int
+    max_depth: int
+    max_width: int
+    max_draft_len: int
+    max_in_flight: int
+    request_s: float
+    think_open: str | None = None
+    think_close: str | None = None
+    opens_reasoning: bool = False
+
+    @classmethod
+    def of(cls, name: str, config: LoopConfig, *, opens_reasoning: bool) -> Self:
+        limits = config.limits
+        return cls(
+            name=name,
+            max_tokens=limits.max_tokens,
+            max_depth=limits.max_depth,
+            max_width=limits.max_width,
+            max_draft_len=limits.max_draft_len,
+            max_in_flight=limits.max_in_flight_requests,
+            request_s=config.timeouts.request_s,
+            think_open=config.think_open,
+            think_close=config.think_close,
+            opens_reasoning=opens_reasoning,
+        )
+
+
+class Launch(BaseModel):
+    """All that the process is told when it starts, as one line of JSON.
+
+    Attributes:
+        grpc_url: ``host:port`` of Triton.
+        certificate: of Triton's gRPC port; None: it has none.
+        socket_fd: bound already; the process inherits it.
+        drain_s: for answers in flight once it is asked to end.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    settings: Settings
+    deployed: Deployed
+    grpc_url: str
+    certificate: Path | None = None
+    socket_fd: int
+    drain_s: float

@@ -1,0 +1,210 @@
+"""The reasoning split at the deployment's markers, and the documents of OpenAI's API."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lr_client import FinishEvent, StepEvent, StepRecord, TextEvent, Usage
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from lr_backend.errors import CheckpointError
+from lr_backend.frontend.answers import Choice, Head, to_json, usage_document
+from lr_backend.frontend.asked import Asked
+from lr_backend.frontend.reasoning import Splitter, split
+from lr_backend.frontend.template import opens_reasoning
+from tests.support.frontend import DEPLOYED
+
+OPEN, CLOSE = "<think>", "</think>"
+
+
+def splitter(*, inside: bool = False, think_open: str | None = OPEN, think_close: str | None = CLOSE) -> Splitter:
+    return Splitter(think_open, think_close, inside=inside)
+
+
+@pytest.mark.parametrize(
+    ("text", "inside", "reasoning", "content"),
+    [
+        ("<think>a</think>b", False, "a", "b"),
+        ("\n<think>a</think>\n\nb", False, "a", "\n\nb"),
+        ("<think>a</think>b</think>c", False, "a", "b</think>c"),
+        ("<think>a</thi", False, "a</thi", ""),
+        ("<think>", False, "", ""),
+        ("a</think>b", True, "a", "b"),
+        ("<think>a</think>b", True, "a", "b"),
+        ("cut", True, "cut", ""),
+        ("  ", True, "  ", ""),
+        ("plain", False, "", "plain"),
+        ("<b>bold</b>", False, "", "<b>bold</b>"),
+        ("<thi", False, "", "<thi"),
+        ("  ", False, "", "  "),
+        ("a</think>b", False, "", "a</think>b"),
+        ("", False, "", ""),
+    ],
+)
+def test_where_the_reasoning_ends(text: str, inside: bool, reasoning: str, content: str) -> None:
+    assert split(text, splitter(inside=inside)) == (reasoning, content)
+
+
+def test_without_markers_everything_is_content() -> None:
+    assert split("<think>a</think>b", splitter(think_close=None)) == ("", "<think>a</think>b")
+    assert split("a</end>b", splitter(think_open=None, think_close="</end>", inside=True)) == ("a", "b")
+
+
+PIECES = st.lists(st.sampled_from(["<think>", "</think>", "<", "</", "think", ">", " ", "\n\n", "a", "answer", "<<", "</thi"]))
+
+
+@given(PIECES, st.booleans(), st.data())
+def test_pieces_add_up_to_the_whole_however_it_is_cut(pieces: list[str], inside: bool, data: st.DataObject) -> None:
+    text = "".join(pieces)
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
+    one, found = splitter(inside=inside), ["", ""]
+    for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+        for index, part in enumerate(one.feed(text[start:end])):
+            assert not (part and index == 0 and found[1]), "no reasoning follows content"
+            found[index] += part
+    for index, part in enumerate(one.flush()):
+        found[index] += part
+
+    assert tuple(found) == split(text, splitter(inside=inside))
+    rest = text.lstrip().removeprefix(OPEN) if text.lstrip().startswith(OPEN) else text
+    assert "".join(found) in (rest, rest.replace(CLOSE, "", 1))
+
+
+@given(PIECES)
+def test_little_is_held_back(pieces: list[str]) -> None:
+    """Once the answer has begun, less than a marker; so nothing waits for longer than the next few tokens."""
+    one = splitter(inside=True)
+    one.feed("x")
+    for piece in pieces:
+        one.feed(piece)
+    assert len("".join(one.flush())) < len(CLOSE)
+
+
+# ------------------------------------------------------------------------------------------------------------------- documents
+
+USAGE = Usage(
+    prompt_tokens=5,
+    completion_tokens=9,
+    reasoning_tokens=4,
+    num_steps=3,
+    num_steps_accepted_by={"judge": 1, "exact": 1},
+    step_acceptance_rate=0.5,
+    seed=7,
+    mode="lr",
+    degraded=("draft",),
+)
+EVENTS = [
+    StepEvent(StepRecord(index=0, origin="draft", text="<think>one. ")),
+    TextEvent("<think>one. "),
+    TextEvent("two</th"),
+    TextEvent("ink>\n\n42"),
+    FinishEvent("deadline", USAGE, '{"spans": []}'),
+]
+
+
+def asked(**fields: Any) -> Asked:
+    return Asked.chat_of({"model": "demo", "messages": [{"role": "user", "content": "q"}], **fields}, DEPLOYED)
+
+
+def head(*, chat: bool = True) -> Head:
+    return Head("id", 1, "demo", chat, "0.2.0")
+
+
+def test_a_whole_chat() -> None:
+    choice = Choice(0, splitter())
+    for event in EVENTS:
+        choice.add(event)
+    usage = usage_document(asked(), [choice])
+    document = head().document(chunk=False) | {"choices": [choice.whole()], "usage": usage}
+
+    answer = ChatCompletion.model_validate_json(to_json(document), strict=True)
+    (found,) = answer.choices
+    assert (answer.id, answer.object, answer.system_fingerprint) == ("chatcmpl-id", "chat.completion", "lookahead-0.2.0")
+    assert (found.message.content, found.message.model_extra) == ("\n\n42", {"reasoning_content": "one. two"})
+    assert found.finish_reason == "length", "it was cut"
+    assert found.model_extra is not None
+    told = found.model_extra["lookahead"]
+    assert (told["finish_reason"], told["seed"], told["mode"], told["degraded"]) == ("deadline", 7, "lr", ["draft"])
+    assert (told["trace"], [step["text"] for step in told["steps"]]) == ({"spans": []}, ["<think>one. "])
+    assert answer.usage is not None and answer.usage.completion_tokens_details is not None
+    assert (answer.usage.total_tokens, answer.usage.completion_tokens_details.reasoning_tokens) == (14, 4)
+    assert answer.usage.model_extra is not None
+    assert answer.usage.model_extra["lookahead"]["num_steps_accepted_by"] == {"exact": 1, "judge": 1}
+    assert not {"step_acceptance_rate", "seed", "latency_s"} & set(answer.usage.model_extra["lookahead"])
+
+
+def test_a_streamed_chat() -> None:
+    choice = Choice(1, splitter())
+    chunks = [
+        ChatCompletionChunk.model_validate_json(to_json(head().document(chunk=True) | {"choices": [one]}), strict=True)
+        for event in EVENTS
+        for one in choice.chunks(event)
+    ]
+    found = [chunk.choices[0] for chunk in chunks]
+
+    assert [one.delta.role for one in found] == ["assistant", *[None] * (len(found) - 1)]
+    assert "".join(one.delta.content or "" for one in found) == "\n\n42"
+    assert "".join((one.delta.model_extra or {}).get("reasoning_content", "") for one in found) == "one. two"
+    assert [one.finish_reason for one in found] == [*[None] * (len(found) - 1), "length"]
+    told = [one.model_extra["lookahead"] for one in found if one.model_extra]
+    assert (told[0]["step"]["origin"], told[-1]["seed"]) == ("draft", 7)
+    assert {one.index for one in found} == {1}
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_completion_is_the_text_as_it_is(streamed: bool) -> None:
+    choice = Choice(0, None)
+    documents = []
+    for event in EVENTS:
+        if streamed:
+            documents += choice.chunks(event)
+        else:
+            choice.add(event)
+    documents = documents or [choice.whole()]
+    about = head(chat=False).document(chunk=streamed)
+    last = Completion.model_validate(about | {"choices": [documents[-1]]})
+    assert (last.object, last.choices[0].finish_reason) == ("text_completion", "length")
+    assert "".join(one["text"] for one in documents) == "<think>one. two</think>\n\n42"
+
+
+@given(st.integers(1, 4), st.integers(1, 2))
+def test_usage_adds_the_choices_up_and_counts_a_prompt_once(num_choices: int, num_prompts: int) -> None:
+    document = {"model": "demo", "prompt": ["q"] * num_prompts, "n": num_choices}
+    request = Asked.completion_of(document, DEPLOYED)
+    choices = [Choice(number, None, FinishEvent("stop", USAGE)) for number in range(len(request.jobs))]
+    usage, total = usage_document(request, choices), num_choices * num_prompts
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (5 * num_prompts, 9 * total)
+    assert usage["lookahead"]["num_steps"] == 3 * total
+    assert usage["lookahead"]["num_steps_accepted_by"] == {"judge": total, "exact": total}
+
+
+# -------------------------------------------------------------------------------------------------------------------- templates
+
+
+@pytest.mark.parametrize(
+    ("ending", "opens"), [("<|assistant|>\n<think>\n", True), ("<|assistant|>\n", False), ("<think>\n\n</think>\n\n", False)]
+)
+@pytest.mark.parametrize("place", ["file", "config", "named"])
+def test_a_template_says_whether_it_opens_the_reasoning(tmp_path: Path, ending: str, opens: bool, place: str) -> None:
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}"
+    template += "{{ " + json.dumps(ending) + " }}{% endif %}"
+    if place == "file":
+        (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
+    else:
+        named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": template}]
+        said = template if place == "config" else named
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": said}), encoding="utf-8")
+    assert opens_reasoning(tmp_path, OPEN) is opens
+    assert not opens_reasoning(tmp_path, None)
+
+
+def test_a_template_that_refuses_is_told(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no') }}", encoding="utf-8")
+    with pytest.raises(CheckpointError, match="cannot be rendered"):
+        opens_reasoning(tmp_path, OPEN)

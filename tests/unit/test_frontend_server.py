@@ -1,0 +1,435 @@
+"""The front end over HTTP, before the client's fake server: answers, streams, failures, limits, and clients that go away."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import APIError, AuthenticationError, BadRequestError, InternalServerError, OpenAI
+
+from lr_backend.errors import ConfigError
+from lr_backend.frontend.errors import CODES, ApiError
+from lr_backend.frontend.limits import Gate, Keys, Rate
+from lr_backend.frontend.settings import Settings
+from tests.support.fake_lookahead import Fail, FakeServer, Reply
+from tests.support.fake_lookahead import Gate as Pause
+from tests.support.frontend import CHAT, COMPLETIONS, DEPLOYED, JSON, WAIT_S, Served, frontend
+
+USAGE = {"prompt_tokens": 2, "completion_tokens": 3, "reasoning_tokens": 1, "num_steps": 2, "seed": 7}
+FINISH = Reply(finish="stop", usage=USAGE)
+ANSWER = [Reply(text="<think>a"), Reply(text=" b</thi"), Reply(text="nk>\n\nyes"), FINISH]
+FAILURES = [
+    ("LR_INVALID_REQUEST: text_input=2000 tokens: 1 to 1024 tokens", "invalid_value", "messages"),
+    ("LR_INVALID_REQUEST: verifier='x': this server has exact", "invalid_value", "lookahead.verifier"),
+    ("LR_INVALID_REQUEST: max_tokens=9: too many", "invalid_value", "max_completion_tokens"),
+    ("LR_ENGINE_REJECTED: too long", "engine_rejected", None),
+    ("LR_OVERLOADED: 64 requests are in flight", "overloaded", None),
+    ("LR_TARGET_UNAVAILABLE: gone", "unavailable", None),
+    ("LR_ENGINE_UNAVAILABLE: gone", "unavailable", None),
+    ("LR_CANCELLED: the server is shutting down", "unavailable", None),
+    ("LR_ENGINE_TIMEOUT: late", "timeout", None),
+    ("LR_INTERNAL: secret insides", "internal", None),
+    ("LR_SOMETHING_NEW: secret insides", "internal", None),
+    ("no code at all: secret insides", "internal", None),
+]
+
+
+@pytest.fixture
+def pause() -> Pause:
+    return Pause()
+
+
+@pytest.fixture
+def server(pause: Pause) -> Iterator[Any]:
+    scripts: dict[str, list[Any]] = {
+        "q": ANSWER,
+        "held": [Reply(text="<think>a"), pause, *ANSWER[1:]],
+        "late": [pause, *ANSWER],
+        "fails midway": [Reply(text="<think>a"), Fail("LR_TARGET_UNAVAILABLE: secret"), Pause()],
+        "crashes midway": [Reply(text="<think>a"), Fail("oops: secret"), Pause()],
+        "broken": [Reply(text="a"), Reply(finish="stop", usage={"num_steps": "many"})],
+        **{message: [Fail(message), Pause()] for message, _, _ in FAILURES},
+    }
+    with FakeServer(scripts) as running:
+        yield running
+
+
+@pytest.fixture
+def served(server: Any) -> Iterator[Served]:
+    with frontend(server.url) as running:
+        yield running
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[OpenAI]:
+    with openai_client(served) as one:
+        yield one
+
+
+def openai_client(served: Served, key: str = "none") -> OpenAI:
+    return OpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key=key, max_retries=0, timeout=WAIT_S)
+
+
+def user(question: str) -> Any:
+    return [{"role": "user", "content": question}]
+
+
+# -------------------------------------------------------------------------------------------------------------------- answering
+
+
+def test_a_chat_is_answered_by_openais_client(server: Any, client: OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="demo",
+        messages=user("q"),
+        temperature=0.5,
+        max_tokens=9,
+        extra_headers={"X-Request-Id": "my-id"},
+        extra_body={"lookahead": {"mode": "lossless", "top_k": 3}},
+    )
+    message = answer.choices[0].message
+    assert (message.content, message.model_extra) == ("\n\nyes", {"reasoning_content": "<think>a b"[len("<think>") :]})
+    assert (answer.choices[0].finish_reason, answer._request_id, answer.id) == ("stop", "my-id", "chatcmpl-my-id")
+    seen = server.request()
+    assert seen.request_id == "my-id-0"
+    seed = seen.inputs.pop("seed")
+    assert seed and seen.inputs == {
+        "messages": [json.dumps([{"role": "user", "content": "q"}])],
+        "temperature": [0.5],
+        "max_tokens": [9],
+        "stream": [False],
+        "mode": ["lossless"],
+        "top_k": [3],
+    }
+
+
+def test_a_stream_brings_text_as_it_is_committed(server: Any, client: OpenAI, pause: Pause) -> None:
+    with client.chat.completions.create(model="demo", messages=user("held"), stream=True) as chunks:
+        first = next(chunks)
+        assert first.choices[0].delta.model_extra == {"reasoning_content": "a"}
+        pause.opened.set()
+        rest = list(chunks)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in rest) == "\n\nyes"
+    assert rest[-1].choices[0].finish_reason == "stop"
+    assert all(chunk.usage is None for chunk in rest)
+    assert server.request().inputs["stream"] == [True]
+
+
+def test_a_stream_tells_its_usage_where_it_is_asked_to(served: Served) -> None:
+    answer = served.chat("q", stream=True, stream_options={"include_usage": True})
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert answer.events[-1] == ("", "[DONE]")
+    *chunks, last = answer.chunks
+    assert all(chunk["usage"] is None and len(chunk["choices"]) == 1 for chunk in chunks)
+    assert (last["choices"], last["usage"]["total_tokens"]) == ([], 5)
+    assert {chunk["id"] for chunk in answer.chunks} == {f"chatcmpl-{answer.headers['x-request-id']}"}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_choices_run_side_by_side_with_seeds_of_their_own(server: Any, served: Served, pause: Pause, stream: bool) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(served.chat, "late", n=3, seed=5, stream=stream)
+        seen = [server.request(number) for number in range(3)]  # all of them are there before one is answered
+        pause.opened.set()
+        answer = asking.result(WAIT_S)
+    assert sorted(one.inputs["seed"][0] for one in seen) == [5, 6, 7]
+    assert {one.request_id.rpartition("-")[2] for one in seen} == {"0", "1", "2"}
+    choices = [one for chunk in answer.chunks for one in chunk["choices"]] if stream else answer.document["choices"]
+    assert {one["index"] for one in choices} == {0, 1, 2}
+    for index in range(3):
+        mine = [one.get("delta", one.get("message")) for one in choices if one["index"] == index]
+        assert "".join(one.get("content") or "" for one in mine) == "\n\nyes"
+    if not stream:
+        assert (answer.document["usage"]["prompt_tokens"], answer.document["usage"]["completion_tokens"]) == (2, 9)
+
+
+def test_completions_take_a_prompt_as_it_is(server: Any, client: OpenAI) -> None:
+    answer = client.completions.create(model="demo", prompt="q", stop=["x"])
+    assert answer.choices[0].text == "<think>a b</think>\n\nyes"
+    assert server.request().inputs["raw"] == [True]
+    assert "".join(one.choices[0].text for one in client.completions.create(model="demo", prompt="q", stream=True)) == (
+        "<think>a b</think>\n\nyes"
+    )
+
+
+def test_the_models_are_told(client: OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["demo"]
+    assert client.models.retrieve("demo").id == "demo"
+
+
+def test_it_is_live_and_ready_as_far_as_that_is_true(server: Any, served: Served) -> None:
+    assert served.ask("GET", "/health").status == served.ask("GET", "/ready").status == 200
+    server.ready = False
+    not_ready = served.ask("GET", "/ready")
+    assert (not_ready.status, not_ready.headers["retry-after"]) == (503, "1")
+    server.die()
+    assert (served.ask("GET", "/health").status, served.ask("GET", "/ready").status) == (200, 503)
+    gone = served.chat("q")
+    assert (gone.status, gone.error["code"]) == (503, "unavailable")
+    assert "localhost" not in gone.raw.decode()
+
+
+# --------------------------------------------------------------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("message", "code", "param"), FAILURES)
+def test_what_the_server_says_has_a_status_before_the_first_event(
+    served: Served, message: str, code: str, param: str | None, stream: bool
+) -> None:
+    answer = served.chat(message, stream=stream, max_completion_tokens=9)
+    assert (answer.status, answer.error["code"], answer.error["param"]) == (CODES[code][0], code, param)
+    assert ("retry-after" in answer.headers) is (answer.status == 503)
+    assert "secret" not in answer.raw.decode()
+
+
+@pytest.mark.parametrize(("question", "code"), [("fails midway", "unavailable"), ("crashes midway", "internal")])
+def test_a_later_failure_is_the_last_event(served: Served, client: OpenAI, question: str, code: str) -> None:
+    answer = served.chat(question, stream=True)
+    assert (answer.status, answer.chunks[0]["choices"][0]["delta"]["reasoning_content"]) == (200, "a")
+    kind, data = answer.events[-1]
+    error = json.loads(data)["error"]
+    assert (kind, error["code"], error["request_id"]) == ("error", code, answer.headers["x-request-id"])
+    assert "secret" not in data
+    with pytest.raises(APIError) as raised:
+        list(client.chat.completions.create(model="demo", messages=user(question), stream=True))
+    assert raised.value.code == code
+
+
+def test_openais_client_raises_its_own_errors(client: OpenAI) -> None:
+    with pytest.raises(BadRequestError) as refused:
+        client.chat.completions.create(model="demo", messages=user("q"), temperature=9)
+    assert (refused.value.code, refused.value.param) == ("invalid_value", "temperature")
+    with pytest.raises(InternalServerError) as full:
+        client.chat.completions.create(model="demo", messages=user("LR_OVERLOADED: 64 requests are in flight"))
+    assert (full.value.status_code, full.value.code) == (503, "overloaded")
+
+
+def test_an_unreadable_answer_is_a_fault_of_ours(served: Served) -> None:
+    answer = served.chat("broken")
+    assert (answer.status, answer.error["code"]) == (500, "internal")
+
+
+def test_the_log_tells_requests_and_no_words(served: Served, server: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    server.scripts["Zanzibar"] = [Reply(text="quokka"), FINISH]
+    served.chat("Zanzibar", {"X-Request-Id": "told"}, stream=True)
+    served.chat("Zanzibar", {"X-Request-Id": "refused"}, colour="Zanzibar", quokka="Zanzibar")
+    served.ask("GET", "/Zanzibar")
+    said = capsys.readouterr().out
+    assert "told" in said and "refused" in said and "unknown_field" in said
+    assert "Zanzibar" not in said and "quokka" not in said
+
+
+# ----------------------------------------------------------------------------------------------------------- clients that go away
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("question", ["late", "held"])
+def test_when_the_client_goes_every_call_is_cancelled(
+    server: Any, served: Served, pause: Pause, question: str, stream: bool, n: int
+) -> None:
+    connection = served.connect()
+    body = {"model": "demo", "messages": user(question), "stream": stream, "n": n}
+    connection.request("POST", CHAT, json.dumps(body), JSON)
+    seen = [server.request(number) for number in range(n)]
+    if stream and question == "held":
+        connection.getresponse().readline()
+    assert pause.reached.wait(WAIT_S)
+    assert connection.sock is not None
+    connection.sock.shutdown(socket.SHUT_RDWR)
+    connection.close()
+
+    assert all(one.was_cancelled() for one in seen)
+    assert served.chat("q").status == 200
+
+
+def test_one_choice_that_fails_ends_the_others(server: Any, served: Served) -> None:
+    """The second prompt fails while the first one waits."""
+    answer = served.post(COMPLETIONS, {"model": "demo", "prompt": ["late", "LR_OVERLOADED: 64 requests are in flight"]})
+    assert answer.status == 503
+    assert {one.inputs["text_input"][0]: one.was_cancelled() for one in server.requests}["late"]
+
+
+# ------------------------------------------------------------------------------------------------------------------------ limits
+
+SMALL = Settings(max_body_bytes=2000, max_body_s=0.2)
+
+
+@pytest.fixture
+def strict(server: Any) -> Iterator[Served]:
+    with frontend(server.url, SMALL) as running:
+        yield running
+
+
+def padded(num_bytes: int) -> bytes:
+    body = json.dumps({"model": "demo", "messages": user("q")}).encode()
+    return body + b" " * (num_bytes - len(body))
+
+
+def test_a_body_may_have_so_many_bytes_and_no_more(strict: Served, server: Any) -> None:
+    assert strict.ask("POST", CHAT, padded(2000)).status == 200
+    answer = strict.ask("POST", CHAT, padded(2001))
+    assert (answer.status, answer.error["code"]) == (413, "body_too_large")
+    assert answer.headers["connection"] == "close"
+
+
+@pytest.mark.parametrize("sent", [2001, 500_000])
+def test_a_chunked_body_is_read_no_further_than_that(strict: Served, sent: int) -> None:
+    connection = strict.connect()
+    parts = (padded(sent)[start : start + 1000] for start in range(0, sent, 1000))
+    try:
+        connection.request("POST", CHAT, parts, JSON, encode_chunked=True)
+        response = connection.getresponse()
+        assert (response.status, json.loads(response.read())["error"]["code"]) == (413, "body_too_large")
+    except (BrokenPipeError, ConnectionResetError):
+        assert sent > 2001, "only a client that goes on sending may miss the answer"
+    finally:
+        connection.close()
+    assert strict.chat("q").status == 200
+
+
+@pytest.mark.parametrize("declared", ["3000", "99999999999999999999"])
+def test_a_declared_length_is_enough_to_be_refused(strict: Served, declared: str) -> None:
+    assert first_line(strict, f"Content-Length: {declared}", b"") == 413
+
+
+@pytest.mark.parametrize("declared", ["-1", "1e3", "two", "1, 2"])
+def test_a_length_that_is_none_is_refused(strict: Served, declared: str) -> None:
+    assert first_line(strict, f"Content-Length: {declared}", b"{}") == 400
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(strict: Served) -> None:
+    assert first_line(strict, "Content-Length: 900", b'{"model"') == 408
+
+
+def first_line(served: Served, header: str, body: bytes) -> int:
+    """The status of a request written by hand."""
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{header}\r\n\r\n"
+    with served.raw_connection() as connection:
+        connection.sendall(head.encode() + body)
+        with connection.makefile("rb") as answer:
+            return int(answer.readline().split()[1])
+
+
+def test_so_many_answers_at_a_time(server: Any, pause: Pause) -> None:
+    with frontend(server.url, Settings(max_in_flight=2)) as served:
+        assert served.chat("q", n=3).error["code"] == "overloaded"
+        with ThreadPoolExecutor(1) as pool:
+            held = pool.submit(served.chat, "late", n=2)
+            assert server.request(1)
+            full = served.chat("q")
+            assert (full.status, full.error["code"], full.headers["retry-after"]) == (503, "overloaded", "1")
+            assert served.ask("GET", "/health").status == 200
+            pause.opened.set()
+            assert held.result(WAIT_S).status == 200
+        assert served.chat("q", n=2, stream=True).status == 200
+        assert served.chat("q", n=2, colour=1).status == 400
+        assert served.chat("q", n=2).status == 200, "places are given back, whatever became of the request"
+
+
+KEYS = ("a-key-of-16-chars", "another-key-of-mine")
+
+
+def test_keys_open_all_but_the_probes(server: Any) -> None:
+    with frontend(server.url, keys=KEYS) as served:
+        assert served.ask("GET", "/health").status == served.ask("GET", "/ready").status == 200
+        for given in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEYS[0]}, {"Authorization": f"Basic {KEYS[0]}"}):
+            for answer in (served.chat("q", given), served.ask("GET", "/v1/models", None, given)):
+                assert (answer.status, answer.error["code"], answer.headers["www-authenticate"]) == (
+                    401,
+                    "invalid_api_key",
+                    "Bearer",
+                )
+        assert [served.chat("q", {"Authorization": f"Bearer {key}"}).status for key in KEYS] == [200, 200]
+        with openai_client(served, KEYS[1]) as good, openai_client(served, "wrong") as bad:
+            assert [model.id for model in good.models.list()] == ["demo"]
+            with pytest.raises(AuthenticationError):
+                bad.models.list()
+
+
+def test_so_many_requests_a_minute_of_each_key(server: Any) -> None:
+    with frontend(server.url, Settings(max_requests_a_minute=2), keys=KEYS) as served:
+        mine, other = ({"Authorization": f"Bearer {key}"} for key in KEYS)
+        assert [served.chat("q", mine).status, served.chat("q", mine, colour=1).status] == [200, 400]
+        answer = served.chat("q", mine)
+        assert (answer.status, answer.error["code"]) == (429, "rate_limited")
+        assert 1 <= int(answer.headers["retry-after"]) <= 60
+        assert served.chat("q", other).status == 200
+
+
+def test_a_minute_slides() -> None:
+    now = [0.0]
+    rate = Rate(2, lambda: now[0])
+    for at in (0.0, 30.0, 60.0, 90.0):
+        now[0] = at
+        rate.count(0)
+    with pytest.raises(ApiError) as refused:
+        rate.count(0)
+    assert refused.value.headers == {"retry-after": "30"}
+    Rate(None, lambda: 0.0).count(0)
+
+
+def test_places_are_counted() -> None:
+    gate = Gate(2)
+    with gate.places(1), gate.places(1), gate.places(0), pytest.raises(ApiError), gate.places(1):
+        pass
+    assert gate.num_in_flight == 0
+
+
+def test_keys_are_read_one_a_line(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"# mine\n{KEYS[0]}\n\n  {KEYS[1]}  \n", encoding="utf-8")
+    keys = Keys.read(file)
+    assert [keys.number_of(f"Bearer {key}") for key in KEYS] == [0, 1]
+    assert Keys.read(None).number_of("") == 0
+    for bad in ("", "# none\n", "short\n", "x" * 257, "a key with blanks in it\n", "ключ-из-русских-букв\n"):
+        file.write_text(bad, encoding="utf-8")
+        with pytest.raises(ConfigError, match="key") as refused:
+            Keys.read(file)
+        assert not bad or "short" not in str(refused.value)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Keys.read(tmp_path / "missing")
+
+
+# ---------------------------------------------------------------------------------------------------------------------- settings
+
+
+def test_beyond_this_machine_it_wants_keys_or_to_be_told(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    for host in ("0.0.0.0", "::", "10.0.0.1", "example.org"):
+        with pytest.raises(ConfigError, match="keys_file"):
+            Settings.load(None, host=host)
+        assert Settings.load(None, host=host, keys_file=keys).keys_file == keys
+    file = tmp_path / "openai.toml"
+    file.write_text("open_to_network = true\nmax_requests_a_minute = 60\n", encoding="utf-8")
+    assert Settings.load(file, host="0.0.0.0", keys_file=None).max_requests_a_minute == 60
+    assert Settings.load(None, host="localhost").host == "localhost"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("max_body_byte = 1", "max_body_byte"),
+        ("max_in_flight = 0", "max_in_flight"),
+        ("port = 1", "said by an option"),
+        ("max_body_s = ", "openai.toml"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(tmp_path: Path, text: str, told: str) -> None:
+    file = tmp_path / "openai.toml"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=told):
+        Settings.load(file, host="127.0.0.1", port=0, keys_file=None)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Settings.load(tmp_path / "missing")
+
+
+def test_the_deployments_limits_are_what_it_admits() -> None:
+    assert DEPLOYED.max_in_flight == 6
+    assert http.client.responses[CODES["body_too_large"][0]]
