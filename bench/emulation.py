@@ -1,8 +1,8 @@
 """How near an emulated server on the wall's clock comes to the same engines on the virtual one.
 
-A real Triton serves ``qwen3-32b`` emulated; so many clients ask at a time, each a question of its own. The virtual clock runs the
-same loop over the same timelines and texts. Milliseconds a token of both stand side by side; what is off is Triton, Python, and
-this machine's haste.
+A real Triton serves ``qwen3-32b-apart`` emulated; so many clients ask at a time, each a question of its own. The virtual clock
+runs the same loop over the same timelines and texts. Milliseconds a token of both stand side by side; what is off is Triton,
+Python, and this machine's haste.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from lr_backend.plan.simulation import Policy, Scenario, ms_a_token, simulate
 from lr_backend.request import Mode
 from lr_backend.triton.metrics import REFRESH_S
 
+DEPLOYMENT = "qwen3-32b-apart"
 LOADS = (1, 4, 8)
 JUDGED: Mapping[str, Any] = {"verifier": "judge"}
 ROWS: Mapping[str, Policy] = {
@@ -124,9 +125,9 @@ def main(
         folder = Path(name)
         texts = folder / "short.toml"
         texts.write_text(replace(Workload.load(workload), num_steps=NUM_STEPS).as_toml(), encoding="utf-8")
-        deployment = emulated("qwen3-32b", system, str(texts), slow_motion=slow_motion)
+        deployment = emulated(DEPLOYMENT, system, str(texts), slow_motion=slow_motion)
         found = measure(deployment, folder / "repository", loads or LOADS)
-    table = Table(title=f"qwen3-32b emulated on {system}: ms a token, the wall's clock and the virtual one")
+    table = Table(title=f"{DEPLOYMENT} emulated on {system}: ms a token, the wall's clock and the virtual one")
     for name in ("in flight", "mode", "wall", "virtual", "off", "late"):
         table.add_column(name, justify="left" if name == "mode" else "right")
     for one in found:

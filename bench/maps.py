@@ -1,8 +1,8 @@
 """Where lookahead pays, over load, context and acceptance, and what to use some number of cards for.
 
-The real loop on a virtual clock: deployment ``qwen3-32b`` as it is emulated on each system, with scripted texts. Every request in
-flight starts at once behind a prompt that is computed already, so that what is measured is the reasoning. All modes, systems and
-acceptance rates have the same texts.
+The real loop on a virtual clock: deployment ``qwen3-32b-apart`` as it is emulated on each system, with scripted texts. Every
+request in flight starts at once behind a prompt that is computed already, so that what is measured is the reasoning. All modes,
+systems and acceptance rates have the same texts.
 
 Engines are ``built larger`` than the deployment ships them, for more sequences and tokens in an iteration. On the H200, at one
 acceptance rate, there is a map of the engines ``as shipped`` too, and each cell says what limits lookahead. The other systems are
@@ -39,7 +39,7 @@ from lr_backend.plan.losses import LIMITS
 from lr_backend.plan.simulation import Policy, Scenario, ms_a_token, simulate
 from lr_backend.request import Mode
 
-DEPLOYMENT = "qwen3-32b"
+DEPLOYMENT = "qwen3-32b-apart"
 SHIPPED, LARGER = "as shipped", "built larger"
 LARGER_SIZES = (256, 32_768)
 """Sequences and tokens of an iteration."""

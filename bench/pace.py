@@ -1,6 +1,6 @@
 """Every mode at production pace, and how near the planner comes to it.
 
-Problems are answered by the demo's models behind a real Triton whose engines keep the pace of ``qwen3-32b`` on some system
+Problems are answered by the demo's models behind a real Triton whose engines keep the pace of ``qwen3-32b-apart`` on some system
 (:mod:`bench.kit.pace`): as compiled engines are, then with a target that drafts by itself, as the LLM API's does, and with
 engines that draw with noise of the request, as the embedded ones do. Each answer leaves its trace.
 

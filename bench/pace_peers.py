@@ -42,6 +42,7 @@ from lr_backend.request import Mode
 from lr_backend.steps.rules import StepRules
 from lr_backend.steps.step import StepEnd
 
+DEPLOYMENT = "qwen3-32b-apart"
 NUM_STEPS = 40
 """Of a text."""
 SCORE_QUESTION_TOKENS = 80
@@ -113,7 +114,7 @@ def compare(system: str, workload: Workload, num_texts: int) -> list[Peer]:
     Raises:
         ConfigError: there is no such system.
     """
-    spec = stood_for("qwen3-32b")
+    spec = stood_for(DEPLOYMENT)
     machines = (machine_of(spec, system, drafts_itself=by_itself) for by_itself in (False, True))
     outside, inside = (Scenario.of(spec.loop_config(), workload, one, prompts_are_cached=True) for one in machines)
     found = [
@@ -148,9 +149,9 @@ def main(
 ) -> None:
     """Print a table and one line of JSON."""
     found = compare(system, replace(Workload.load(workload), num_steps=NUM_STEPS), num_texts)
-    profiles = [find(pace_of(stood_for("qwen3-32b"), role, system).profile) for role in Role]
+    profiles = [find(pace_of(stood_for(DEPLOYMENT), role, system).profile) for role in Role]
     console = console_of_any_width()
-    table = Table(title=f"qwen3-32b on {system}, workload {workload}, one request, {num_texts} texts of {NUM_STEPS} steps")
+    table = Table(title=f"{DEPLOYMENT} on {system}, workload {workload}, one request, {num_texts} texts of {NUM_STEPS} steps")
     for name in ("contender", "runtime", "ms a token", "over ar (range)"):
         table.add_column(name, justify="left" if name in ("contender", "runtime") else "right")
     alone = min(one.ms_a_token for one in found if one.name.startswith("ar"))

@@ -35,7 +35,6 @@ from bench.kit.intervals import Cluster, Estimate, ratio
 from bench.kit.measure import ModeReport, Sample, best_baseline, report
 from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
 from bench.kit.plots import Ratio, draw_ratios
-from bench.kit.remote_engine import RemoteEngine, grpc_inputs
 from bench.kit.serving import (
     ALONE,
     MAX_TOKENS,
@@ -50,12 +49,14 @@ from bench.kit.synchronous import SynchronousLookahead, Texts
 from bench.kit.turns import in_turns
 from demo.problems import Problem, check_answer, problems
 from demo.tokenizer import chat
+from lr_backend.build.base import Layout
 from lr_backend.build.spec import EmbeddedDeployment
 from lr_backend.contract import IntArray, encode_stop_words
 from lr_backend.engine import GREEDY, EngineCall, Generation, Role, Sampling
 from lr_backend.loop.assemble import Engines
 from lr_backend.steps.rules import StepRules
 from lr_backend.triton.models import end_ids, load_models
+from lr_backend.triton.remote_engine import RemoteEngine, grpc_inputs
 
 MODES = ("ar", "sd", "lr", "lr_sd", "auto")
 PROBLEM_SEED = 3030
@@ -170,7 +171,7 @@ def synchronous_peer(url: str, spec: EmbeddedDeployment, sampling: Sampling, max
     texts = Texts(rules, models.tokenizer, models.judge_prompt, models.judge_tokenizer)
 
     async def connect() -> Engines:
-        return Engines(*(RemoteEngine(url, role.value) for role in (Role.TARGET, Role.DRAFT, Role.JUDGE)))
+        return Engines(*(RemoteEngine(f"grpc://{url}", role.value) for role in (Role.TARGET, Role.DRAFT, Role.JUDGE)))
 
     async def disconnect(engines: Engines) -> None:
         for engine in (engines.target, engines.draft, engines.judge):
@@ -302,7 +303,7 @@ def main(
     console = console_of_any_width()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    spec = demo_spec()
+    spec = demo_spec(Layout.PROCESS_A_ROLE)
     defaults = {**spec.lookahead["defaults"], "max_depth": max_depth}
     spec = spec.model_copy(update={"lookahead": {**spec.lookahead, "defaults": defaults}})
     questions = list(islice(problems(PROBLEM_SEED, "test"), num_problems + THREAD_TRIAL_PROBLEMS))

@@ -31,6 +31,7 @@ from bench.kit.rows import AS_IT_IS, PROBLEM_SEED, Row, ask, compare
 from bench.kit.serving import demo_spec, serving
 from bench.kit.turns import in_turns
 from demo.problems import Problem, problems
+from lr_backend.build.base import Layout
 from lr_backend.errors import TraceError
 from lr_backend.plan.fitting import fit
 from lr_backend.plan.losses import losses
@@ -129,7 +130,7 @@ def main(
 ) -> None:
     """Print a table, and one JSON line a row."""
     console = console_of_any_width()
-    spec = demo_spec()
+    spec = demo_spec(Layout.PROCESS_A_ROLE)  # each engine is measured by itself
     rows = [row_of(depth, width) for depth, width in SHAPES]
     first, *questions = islice(problems(PROBLEM_SEED, "test"), 1 + num_recorded + num_problems)
     with ExitStack() as stack:

@@ -15,7 +15,6 @@ from statistics import fmean
 import numpy as np
 import tritonclient.grpc as grpcclient
 
-from bench.kit.remote_engine import grpc_inputs
 from demo.problems import Problem
 from demo.tokenizer import chat, load_tokenizer
 from lr_backend.build.spec import EmbeddedDeployment
@@ -26,6 +25,7 @@ from lr_backend.hardware.machine import LinearTimes
 from lr_backend.plan.simulation import Policy, Scenario, speedup
 from lr_backend.request import LookaheadRequest
 from lr_backend.serve.server import TritonServer
+from lr_backend.triton.remote_engine import grpc_inputs
 
 PARALLEL = (1, 2, 4)
 TIMING_TOKENS = 96

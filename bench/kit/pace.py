@@ -1,8 +1,8 @@
 """Answers at the pace of H200s on a machine without one: five rows, their traces, and what the planner makes of them.
 
 Triton, the step loop, the scheduler and the models' texts are real; how long an iteration lasts is what NVIDIA's kernel tables
-say of the deployment ``qwen3-32b`` on that system. A machine that falls behind shows it all in slow motion, and all times are
-divided by it.
+say of the deployment ``qwen3-32b-apart`` on that system. A machine that falls behind shows it all in slow motion, and all times
+are divided by it.
 """
 
 from __future__ import annotations
