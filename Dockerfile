@@ -51,12 +51,14 @@ FROM cpu-packages AS cpu-app
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 # The README is in the package's description alone, so an empty one stands in.
 COPY setup.py LICENSE ./
+COPY client/pyproject.toml client/README.md client/
+COPY client/src client/src
 COPY lr_backend lr_backend
 COPY model_repository model_repository
 COPY engines engines
 COPY demo demo
 RUN touch README.md \
-    && /opt/pip/bin/pip --python /opt/venv/bin/python install --no-deps --target /opt/lookahead . \
+    && /opt/pip/bin/pip --python /opt/venv/bin/python install --no-deps --target /opt/lookahead . ./client \
     && ls /opt/lookahead/lr_backend/embedded/native/_decoder*.so
 COPY build_engines.py /opt/lookahead/
 # Rendered here, so that a server on a read-only file system finds it fresh and writes nothing.
@@ -89,7 +91,7 @@ ENV PATH=/opt/venv/bin:/opt/lookahead/bin:/usr/local/sbin:/usr/local/bin:/usr/sb
     PYTHONUNBUFFERED=1
 WORKDIR /opt/lookahead
 USER 1000:1000
-EXPOSE 8000 8001 8002
+EXPOSE 8000 8001 8002 9000
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=6s --start-period=180s --retries=3 \
     CMD ["python3", "-I", "-S", "/opt/lookahead/lr_backend/serve/health.py"]
@@ -116,13 +118,18 @@ WORKDIR /src
 # What the image lacks, beside its packages and behind them on the path: where it has one of its own, that one is used.
 COPY deploy/requirements-trtllm.txt deploy/
 RUN python3 -m pip install --no-deps --target /opt/lookahead/lib --requirement deploy/requirements-trtllm.txt
+# What the LLM API needs before the image's own, in a folder that the engines of that runtime alone look into.
+COPY deploy/requirements-llmapi.txt deploy/
+RUN python3 -m pip install --no-deps --target /opt/lookahead/lib-llmapi --requirement deploy/requirements-llmapi.txt
 COPY constraints.txt pyproject.toml setup.py LICENSE ./
+COPY client/pyproject.toml client/README.md client/
+COPY client/src client/src
 COPY lr_backend lr_backend
 COPY model_repository model_repository
 COPY engines engines
 COPY demo demo
 RUN touch README.md \
-    && PIP_CONSTRAINT=/src/constraints.txt python3 -m pip install --no-deps --target /opt/lookahead .
+    && PIP_CONSTRAINT=/src/constraints.txt python3 -m pip install --no-deps --target /opt/lookahead . ./client
 COPY build_engines.py /opt/lookahead/
 # Volumes: compiled engines and rendered repositories, written by a build, read by a server; and the source checkpoints.
 RUN mkdir -p /opt/lookahead/engines/built /opt/lookahead/checkpoints && chown 1000:1000 /opt/lookahead/engines/built
@@ -151,7 +158,7 @@ RUN printf '%s\n' /opt/lookahead /opt/lookahead/lib \
     && lookahead version
 # The Triton image's own user, triton-server.
 USER 1000:1000
-EXPOSE 8000 8001 8002
+EXPOSE 8000 8001 8002 9000
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=6s --start-period=900s --retries=3 \
     CMD ["python3", "-I", "-S", "/opt/lookahead/lr_backend/serve/health.py"]

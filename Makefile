@@ -8,7 +8,7 @@ TORCH_INDEX ?=
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test contract lint fields test-gpu bench-engine bench-ablation bench-pace bench-maps bench-paper bench-pace-peers bench-emulation bench-systems bench-peers load eval-demo eval-quality check-models check-all \
+.PHONY: help venv demo test contract fault fault-long lint fields test-gpu bench-engine bench-ablation bench-pace bench-maps bench-paper bench-pace-peers bench-emulation bench-systems bench-peers load eval-demo eval-quality check-models check-all \
 	profiles image-check package-check clean
 
 help: ## list the targets
@@ -33,6 +33,12 @@ contract: venv ## what is rendered and run for Triton and TensorRT-LLM, against 
 
 test-gpu: venv ## what needs a CUDA device, the conformance suite among it
 	$(BIN)/python -m pytest -m gpu
+
+fault: venv ## processes killed, the server told to end, storms: 15 minutes, both layouts
+	$(BIN)/python -m bench faults
+
+fault-long: venv ## the same with many more tries, requests and minutes
+	$(BIN)/python -m bench faults --tries 20 --requests 20000 --seconds 180
 
 lint: venv ## ruff and mypy
 	$(BIN)/ruff check .

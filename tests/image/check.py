@@ -1,4 +1,4 @@
-"""Builds both images without a daemon and without pulling, runs the CPU one and asks it a question: ``make image-check``.
+"""Builds both images without a daemon and without pulling, runs the CPU one, asks and measures it: ``make image-check``.
 
 The base is made by debootstrap (Debian with Python); under the ``trtllm`` target a virtual environment with what NVIDIA's image
 brings of Python stands in for that image. Needs root, and Debian's or Ubuntu's packages and PyPI. Everything it makes lies under
@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,10 +26,13 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from bench.load.errors import LoadError
+from bench.load.perf_analyzer import obtain
 from lr_backend.errors import LookaheadError
-from lr_backend.serve.server import ServerOptions, free_ports
+from lr_backend.serve.server import Ports, ServerOptions, free_ports
 from lr_backend.serve.warmup import ANSWER as RIGHT_ANSWER
 from lr_backend.serve.warmup import QUESTION, post_json
 from tests.image.sandbox import Container, ImageConfig, Sandbox
@@ -65,6 +71,10 @@ ANSWER = rf"\boxed{{{RIGHT_ANSWER}}}"
 ANSWER_TIMEOUT_S = 120.0
 READY_TIMEOUT_S = 900.0
 STOP_TIMEOUT_S = 120.0
+MEASURE_TIMEOUT_S = 180.0
+EMULATED = "qwen3-32b"
+OURS = ("lookahead-server", "lookahead-client")
+LISTENS = "0A"  # the state of a socket in /proc/net/tcp
 
 console = Console() if sys.stdout.isatty() else Console(width=150)
 
@@ -77,7 +87,8 @@ class Checks:
 
     def add(self, what: str, passed: bool, detail: object = "") -> None:
         self.rows.append((what, passed, str(detail)))
-        console.print(f"{'[green]ok[/]' if passed else '[red]FAILED[/]'} {what}", highlight=False)
+        verdict = "[green]ok[/]" if passed else "[red]FAILED[/]"
+        console.print(verdict, what if passed else f"{what}: {escape(str(detail))}", highlight=False)
 
     @property
     def failed(self) -> list[str]:
@@ -231,7 +242,7 @@ def check_config(checks: Checks, target: str, config: ImageConfig) -> None:
         f"{target}: entry point", config.entrypoint[:2] == ("lookahead", "serve"), " ".join(config.entrypoint + config.command)
     )
     checks.add(
-        f"{target}: ports, stop signal", (config.ports, config.stop_signal) == ((8000, 8001, 8002), "SIGTERM"), config.ports
+        f"{target}: ports, stop signal", (config.ports, config.stop_signal) == ((8000, 8001, 8002, 9000), "SIGTERM"), config.ports
     )
     checks.add(f"{target}: health check", bool(config.health), " ".join(config.health))
 
@@ -263,7 +274,7 @@ def check_cpu_packages(checks: Checks, sandbox: Sandbox) -> None:
     )
     pins = dict(line.split("==") for line in (PROJECT / "constraints.txt").read_text(encoding="utf-8").split())
     done = sandbox.run("python3", "-c", LIST_PACKAGES)
-    installed = {name: version for name, version in json.loads(done.stdout).items() if name != "lookahead-server"}
+    installed = {name: version for name, version in json.loads(done.stdout).items() if name not in OURS}
     canonical = {_canonical(name): version for name, version in pins.items()}
     other = [
         f"{name} {version}" for name, version in installed.items() if canonical.get(_canonical(name)) != version.partition("+")[0]
@@ -279,11 +290,10 @@ def check_cpu_packages(checks: Checks, sandbox: Sandbox) -> None:
 
 def check_run(checks: Checks, sandbox: Sandbox, work: Path) -> None:
     """Serve, answer, and stop: the image's own command line on a read-only root."""
-    ports = free_ports(ServerOptions())
-    options = [f"--http-port={ports.http}", f"--grpc-port={ports.grpc}", f"--metrics-port={ports.metrics}"]
+    ports, door = free_ports(ServerOptions()), _free_port()
     url = f"127.0.0.1:{ports.http}"
     health = (*sandbox.config.health, f"http://{url}")
-    container = Container(sandbox, work / "cpu.log", *sandbox.config.command, *options)
+    container = Container(sandbox, work / "cpu.log", *sandbox.config.command, *_port_options(ports, door))
     try:
         early = sandbox.run(*health)
         checks.add("cpu: unhealthy while it loads", early.returncode == 1, early.stdout.strip())
@@ -296,6 +306,8 @@ def check_run(checks: Checks, sandbox: Sandbox, work: Path) -> None:
             return
         _ask(checks, url)
         _look_inside(checks, container)
+        _measure(checks, "cpu", work, ports.grpc, door)
+        _look_at_listeners(checks, container, {ports.http, ports.grpc, ports.metrics, door})
         _stop(checks, container, url)
         checks.add(
             "cpu: log goes to the container's output",
@@ -304,6 +316,95 @@ def check_run(checks: Checks, sandbox: Sandbox, work: Path) -> None:
         )
     finally:
         container.kill()
+
+
+def check_emulated(checks: Checks, sandbox: Sandbox, work: Path) -> None:
+    """A deployment on GPUs, emulated by the CPU image, under the same tool. The image is read-only: it is rendered into /tmp."""
+    ports, door = free_ports(ServerOptions()), _free_port()
+    options = ("--spec", EMULATED, "--pace", "h200_sxm", "--repository", "/tmp/repository", *_port_options(ports, door))
+    container = Container(sandbox, work / "emulated.log", *options)
+    try:
+        probe = (*sandbox.config.health, f"http://127.0.0.1:{ports.http}")
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while (seen := sandbox.run(*probe)).returncode and container.running and time.monotonic() < deadline:
+            time.sleep(2.0)
+        checks.add("emulated: healthy", seen.returncode == 0, seen.stdout.strip() or f"{EMULATED} at the pace of h200_sxm")
+        if seen.returncode:
+            console.print(container.log[-4000:], highlight=False, markup=False)
+        else:
+            _measure(checks, "emulated", work, ports.grpc, door)
+    finally:
+        container.kill()
+
+
+def _free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        number: int = taken.getsockname()[1]
+        return number
+
+
+def _port_options(ports: Ports, door: int) -> list[str]:
+    """``door`` is the port of OpenAI's API."""
+    numbers = {"http": ports.http, "grpc": ports.grpc, "metrics": ports.metrics, "openai": door}
+    return [f"--{name}-port={number}" for name, number in numbers.items()]
+
+
+def _look_at_listeners(checks: Checks, container: Container, wanted: set[int]) -> None:
+    """What a runtime publishes reaches a container from outside, so nothing of it may listen on loopback alone."""
+    tables = [Path(f"/proc/{container.pid}/net/{name}").read_text(encoding="ascii") for name in ("tcp", "tcp6")]
+    sockets = [line.split() for table in tables for line in table.splitlines()[1:]]
+    local = [fields[1].split(":") for fields in sockets if fields[3] == LISTENS]
+    found = {int(port, 16) for address, port in local if not address.strip("0")} & wanted
+    checks.add("cpu: every port is open to the container's network", found == wanted, f"{len(found)} of {len(wanted)}")
+
+
+def _served(door: int) -> str:
+    """The model's name by OpenAI's API, which opens once Triton is ready and warm. Raises: OSError: it never does."""
+    deadline = time.monotonic() + ANSWER_TIMEOUT_S
+    while True:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{door}/v1/models", timeout=ANSWER_TIMEOUT_S) as answer:
+                name: str = json.load(answer)["data"][0]["id"]
+                return name
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(1.0)
+
+
+def _measure(checks: Checks, what: str, work: Path, grpc: int, door: int) -> None:
+    """perf_analyzer by the lines of its own documentation: a decoupled model by gRPC, and OpenAI's API.
+
+    Added are the address, the input, and how many requests end it: a small machine is never stable.
+    """
+    folder = work / f"measured-{what}"
+    shutil.rmtree(folder, ignore_errors=True)  # an export that is there already is refused
+    folder.mkdir()
+    question = {"data": [{"text_input": [QUESTION]}]}
+    (folder / "question.json").write_text(json.dumps(question), encoding="utf-8")
+    try:
+        analyzer = obtain(PROJECT / "out" / "tools")
+        model = _served(door)
+        chat = {"model": model, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 32}
+        (folder / "chat.json").write_text(json.dumps({"data": [{"payload": [chat]}]}), encoding="utf-8")
+        streamed = ["-m", "lookahead", "-i", "grpc", "--async", "--streaming", f"--profile-export-file={folder / 'profile.json'}"]
+        streamed += ["--periodic-concurrency-range", "1:4:1", "--request-period", "1"]
+        streamed += ["--request-parameter", "max_tokens:256:int"]
+        streamed += ["-u", f"127.0.0.1:{grpc}", f"--input-data={folder / 'question.json'}"]
+        analyzer.run(streamed, timeout_s=MEASURE_TIMEOUT_S, log=folder / "streamed.txt")
+        (experiment,) = json.loads((folder / "profile.json").read_text(encoding="utf-8"))["experiments"]
+        num_responses = [len(request["response_timestamps"]) for request in experiment["requests"]]
+        checks.add(f"{what}: perf_analyzer streams", len(num_responses) == 4 and min(num_responses) > 1, f"{num_responses} parts")
+        openai = ["-m", model, f"--input-data={folder / 'chat.json'}", "--service-kind=openai", "--endpoint=v1/chat/completions"]
+        openai += ["--async", "-u", f"127.0.0.1:{door}", "--request-count=20"]
+        said = analyzer.run(openai, timeout_s=MEASURE_TIMEOUT_S, log=folder / "openai.txt")
+    except (OSError, LoadError) as error:
+        checks.add(f"{what}: perf_analyzer measures", False, error)
+        return
+    count = re.search(r"Request count: (\d+)", said)
+    last = said.strip().splitlines()[-1]
+    checks.add(f"{what}: perf_analyzer measures OpenAI's API", count is not None and int(count[1]) == 20, last)
 
 
 def _ask(checks: Checks, url: str) -> None:
@@ -336,10 +437,10 @@ def _look_inside(checks: Checks, container: Container) -> None:
         fields[4] for fields in mounts if "rw" in fields[5].split(",") and not fields[4].startswith(("/proc", "/dev/pts"))
     )
     checks.add("cpu: root is read-only", "ro" in root.split(","), f"writable: {', '.join(writable)}")
-    maps = [(folder / "maps").read_text(encoding="utf-8") for folder in container.processes()]
-    # The processes of the three engine models, and that of the step loop, which runs engines of its own.
-    num_native = sum("native/_decoder" in each for each in maps)
-    checks.add("cpu: decodes in C", num_native == 4, f"in {num_native} processes")
+    # The demo's layout is one process: of Triton's models the step loop alone, which runs the engines itself.
+    models = [folder for folder in container.processes() if b"python_backend_stub" in (folder / "cmdline").read_bytes()]
+    num_native = sum("native/_decoder" in (folder / "maps").read_text(encoding="utf-8") for folder in models)
+    checks.add("cpu: decodes in C", num_native == len(models) == 1, f"in {num_native} of {len(models)} models' processes")
     used = {place: shutil.disk_usage(f"/proc/{container.pid}/root{place}").used >> 20 for place in ("/tmp", "/dev/shm")}
     checks.add("cpu: writable space in use", used["/tmp"] < 32, f"{used} MB")
 
@@ -460,6 +561,7 @@ def main(
             check_files(checks, "cpu", sandbox)
             check_cpu_packages(checks, sandbox)
             check_run(checks, sandbox, work)
+            check_emulated(checks, sandbox, work)
         with console.status("building the trtllm target on a stand-in ..."):
             buildah.build("trtllm", f"BASE={TRTLLM_BASE}", "REVISION=check")
         check_trtllm(checks, buildah)

@@ -1,0 +1,200 @@
+"""Processes are killed, and the server is told to end, while clients ask: every request ends, and what can be mended is."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpcclient
+from lr_client import Client, ClientError, Options, Overloaded, ServerUnreachable, TargetUnavailable
+from tritonclient.utils import InferenceServerException
+
+from lr_backend.build.base import Layout
+from lr_backend.build.repository import build_repository
+from lr_backend.build.spec import DeploymentSpec
+from lr_backend.engine import EngineCall, Role, cancel_tensors
+from lr_backend.engine.address import LOOP_PARAMETER
+from lr_backend.serve.keeper import StubKeeper, stubs_of
+from lr_backend.serve.server import ServerOptions, TritonServer
+from lr_backend.serve.warmup import warm_engines, warm_loop
+from lr_backend.triton.remote_engine import grpc_inputs
+from tests.support.tiny_models import make_tiny_models, write_spec
+
+pytestmark = pytest.mark.integration
+
+READY_S = 120.0
+NUM_CLIENTS = 8
+OPTIONS = Options(mode="lr", max_tokens=64, stream=False, seed=1)
+
+
+@dataclass
+class Crowd:
+    """Clients that ask one question after another until told to stop."""
+
+    grpc_url: str
+    answered: list[tuple[str, ...]] = field(default_factory=list)
+    """What each answer had to do without."""
+    failed: list[ClientError] = field(default_factory=list)
+    _stop: threading.Event = field(default_factory=threading.Event)
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """Every client has been answered or refused when this ends: none hangs."""
+        threads = [threading.Thread(target=self._ask) for _ in range(NUM_CLIENTS)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            self._stop.set()
+            for thread in threads:
+                thread.join(READY_S)
+            assert not any(thread.is_alive() for thread in threads)
+
+    def _ask(self) -> None:
+        with Client(self.grpc_url, timeout_s=READY_S) as client:
+            while not self._stop.is_set():
+                try:
+                    self.answered.append(client.ask("What follows?", OPTIONS).usage.degraded)
+                except ClientError as error:
+                    self.failed.append(error)
+                    self._stop.wait(0.02)
+
+    def wait_for_answers(self, num: int, *, whole: bool = False) -> None:
+        """So many more; ``whole``: by all three models."""
+        first = len(self.answered)
+        bounded(lambda: sum(not whole or not degraded for degraded in self.answered[first:]) >= num)
+
+
+def bounded(reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + READY_S
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def specs(tmp_path_factory: pytest.TempPathFactory) -> dict[Layout, Path]:
+    root = tmp_path_factory.mktemp("mortal")
+    checkpoints = make_tiny_models(root / "checkpoints")
+    found: dict[Layout, Path] = {}
+    for layout in Layout:
+        path = write_spec(root / "engines" / f"{layout}.toml", checkpoints, name=layout.value.replace("_", "-"))
+        path.write_text(path.read_text().replace("[server]\n", f'[server]\nlayout = "{layout}"\n'), encoding="utf-8")
+        found[layout] = path
+    return found
+
+
+@dataclass
+class Kept:
+    server: TritonServer
+    keeper: StubKeeper
+    said: list[str]
+
+    def kill(self, model: str) -> None:
+        os.kill(stubs_of(self.server)[model], signal.SIGKILL)
+
+
+@pytest.fixture
+def kept(specs: dict[Layout, Path], tmp_path: Path) -> Iterator[Kept]:
+    repository = build_repository(DeploymentSpec.load(specs[Layout.PROCESS_A_ROLE]), tmp_path / "repository").output
+    said: list[str] = []
+    with TritonServer(repository, ServerOptions(exit_timeout_s=2)) as server:
+        server.wait_ready(READY_S)
+        keeper = StubKeeper(server, said.append)
+        keeper.start()
+        yield Kept(server, keeper, said)
+        keeper.stop()
+
+
+def test_dead_models_are_started_anew_and_every_request_ends(kept: Kept) -> None:
+    crowd = Crowd(kept.server.grpc_url)
+    with crowd.asking():
+        crowd.wait_for_answers(NUM_CLIENTS, whole=True)
+        for model in ("draft", "judge"):
+            kept.kill(model)
+            bounded(lambda model=model: f"{model} is back" in kept.said)  # type: ignore[misc]
+            crowd.wait_for_answers(2 * NUM_CLIENTS, whole=True)
+        assert not crowd.failed, "the target answers alone while draft or judge are away"
+        kept.kill("target")
+        bounded(lambda: "target is back" in kept.said)
+        crowd.wait_for_answers(2 * NUM_CLIENTS, whole=True)
+    assert crowd.failed
+    assert {type(error) for error in crowd.failed} == {TargetUnavailable}
+    assert not kept.keeper.lost.is_set()
+
+
+def test_without_its_keeper_a_dead_target_does_not_come_back(kept: Kept) -> None:
+    """The other tests see the keeper's work and not Triton's."""
+    kept.keeper.stop()
+    kept.kill("target")
+    with Client(kept.server.grpc_url, timeout_s=20.0) as client:
+        for _ in range(3):
+            with pytest.raises(ClientError):
+                client.ask("What follows?", OPTIONS)
+
+
+def test_a_dead_step_loop_is_lost_and_whoever_asks_is_told(kept: Kept) -> None:
+    crowd = Crowd(kept.server.grpc_url)
+    with crowd.asking():
+        crowd.wait_for_answers(NUM_CLIENTS)
+        kept.kill("lookahead")
+        assert kept.keeper.lost.wait(READY_S)
+        assert kept.keeper.why == "the step loop's process died"
+        kept.server.stop(0.0)
+    assert crowd.failed
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+def test_a_server_that_is_to_end_answers_what_it_has_and_refuses_what_comes(
+    specs: dict[Layout, Path], tmp_path: Path, layout: Layout
+) -> None:
+    command = [str(Path(sys.executable).with_name("lookahead")), "serve", "--spec", str(specs[layout])]
+    for option in ("--http-port", "--grpc-port", "--metrics-port"):
+        command += [option, "0"]
+    output = tmp_path / "output"
+    with output.open("w") as file, subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT) as serving:
+        bounded(lambda: "ask it something" in output.read_text() or serving.poll() is not None)
+        found = re.search(r"gRPC +(\S+)", output.read_text())
+        assert found is not None, output.read_text()
+        crowd = Crowd(found[1])
+        with crowd.asking():
+            crowd.wait_for_answers(NUM_CLIENTS)
+            serving.send_signal(signal.SIGTERM)
+            assert serving.wait(READY_S) == 0
+    kinds = {type(error) for error in crowd.failed}
+    assert Overloaded in kinds, "new requests are refused while those in flight finish"
+    # Between the last answer and the end, Triton refuses by itself.
+    lost = [
+        error
+        for error in crowd.failed
+        if not isinstance(error, Overloaded | ServerUnreachable) and "unknown model" not in str(error)
+    ]
+    assert not lost
+
+
+def test_engines_answer_their_own_step_loop_alone(specs: dict[Layout, Path], tmp_path: Path) -> None:
+    repository = build_repository(DeploymentSpec.load(specs[Layout.PROCESS_A_ROLE]), tmp_path / "repository").output
+    asked = grpc_inputs(EngineCall("x", np.arange(1, 9, dtype=np.int32), 2).tensors())
+    stopped = grpc_inputs(cancel_tensors())
+    with TritonServer(repository, ServerOptions(exit_timeout_s=2, closes_engines=True)) as server:
+        server.wait_ready(READY_S)
+        warm_engines(server.http_url, loop_key=server.loop_key)
+        assert warm_loop(server.http_url).usage["num_draft_calls"] > 0
+        with grpcclient.InferenceServerClient(server.grpc_url) as client:
+            for role in Role:
+                for tensors in (asked, stopped):
+                    for said in (None, {LOOP_PARAMETER: "a guess"}, {LOOP_PARAMETER: 7}):
+                        with pytest.raises(InferenceServerException, match="answers the step loop of its server alone"):
+                            client.infer(role.value, tensors, parameters=said)
