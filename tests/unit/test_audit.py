@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import sqrt
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -356,6 +357,7 @@ class Letters:
     """A tokenizer of characters with a chat template that opens the reasoning, and one that may refuse."""
 
     all_special_ids: tuple[int, ...] = ()
+    added_tokens_decoder: Mapping[int, str] = MappingProxyType({})
     refuses = False
 
     def apply_chat_template(self, conversation: list[dict[str, str]], **_: object) -> str:
