@@ -76,6 +76,8 @@ class EventStream(Response):
         except Exception as error:
             self._call.crashed(error)
             last = self._failed(internal())
+        # Who reads the end may ask again at once, and finds the place free.
+        await self._held.aclose()
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _parts(self) -> AsyncIterator[bytes]:

@@ -76,7 +76,7 @@ def test_the_version_is_said_by_an_option_and_a_command() -> None:
 def test_the_line_to_try_stands_alone_and_can_be_copied() -> None:
     written = io.StringIO()
     server: Any = SimpleNamespace(http_url="h:1", grpc_url="h:2", metrics_url="h:3", log_file=Path("/log"))
-    deployment: Any = SimpleNamespace(name="demo", loop_config=lambda: SimpleNamespace(pace=""))
+    deployment: Any = SimpleNamespace(name="demo", runs_loop=True, remotes={}, loop_config=lambda: SimpleNamespace(pace=""))
     serve._say_served(Console(file=written, width=60), server, deployment, WarmupAnswer("", "stop", {}))
     lines = written.getvalue().splitlines()
     assert lines[-1] == curl_line("h:1")

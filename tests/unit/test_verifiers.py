@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -251,6 +252,8 @@ def test_the_target_grades_in_one_token_or_not_at_all(engine: Grader, timeout_s:
 
 class Turns:
     """Renders a chat as text and "encodes" it as characters."""
+
+    added_tokens_decoder: Mapping[int, str] = MappingProxyType({})
 
     def __init__(self, opening: str) -> None:
         self.opening = opening
