@@ -20,12 +20,23 @@ DRAFTED_TIMES = ("drafted_started_s", "drafted_finished_s")
 TARGET_TIMES = ("target_started_s", "target_finished_s")
 
 
+@dataclass(frozen=True, slots=True)
+class StepMark:
+    """What is counted of a committed step. ``depth``: steps ahead at which the target was at work when it was decided."""
+
+    origin: Origin
+    reason: Reason
+    num_tokens: int
+    depth: int
+
+
 @dataclass(frozen=True)
 class Committed:
-    """Newly committed text, and the record of the step that brought it (None for text that was held back)."""
+    """Newly committed text, and the step that brought it: its record where it is traced. None for text that was held back."""
 
     text: str
     record: StepRecord | None
+    step: StepMark | None
 
 
 Emit = Callable[[Committed], None]
@@ -97,12 +108,13 @@ class Answer:
         elif len(self.prefix) >= self.end:
             self.finish = FinishReason.LENGTH
         record = self._record(step, origin, reason, decision) if self._traced else None
-        self._emit(Committed(text, record))
+        depth = decision.depth if decision is not None else 0
+        self._emit(Committed(text, record, StepMark(origin, reason, len(step.ids), depth)))
 
     def flush(self) -> None:
         """Send what was still held back; call once, at the end."""
         if held := self._text.flush():
-            self._emit(Committed(held, None))
+            self._emit(Committed(held, None, None))
 
     def has_opened(self, prefix: IntArray) -> bool:
         """The reasoning has begun; always true for a model that marks none."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -86,6 +86,8 @@ class Ledger:
         draft_calls: calls of the draft model for draft tokens, by id.
         verifications: tokens proposed and accepted, one pair a verification of draft tokens.
         num_engine_passes: passes of calls whose draft tokens the engine wrote itself.
+        degraded: what the answer goes on without, and since when.
+        on_call: told of every call that has come to its end; must not block.
     """
 
     clock: Clock
@@ -97,7 +99,8 @@ class Ledger:
     moves: dict[int, Decision] = field(default_factory=dict)
     draft_calls: dict[str, CallSpan] = field(default_factory=dict)
     verifications: list[tuple[int, int]] = field(default_factory=list)
-    degraded: list[str] = field(default_factory=list)
+    degraded: dict[str, float] = field(default_factory=dict)
+    on_call: Callable[[CallSpan], None] = field(default=lambda span: None)
     reasons: Counter[Reason] = field(default_factory=Counter)
     accepted_by: Counter[Reason] = field(default_factory=Counter)
     accepted_runs: list[int] = field(default_factory=list)
@@ -129,8 +132,7 @@ class Ledger:
 
     def degrade(self, what: str) -> None:
         """Note once that the answer goes on without something."""
-        if what not in self.degraded:
-            self.degraded.append(what)
+        self.degraded.setdefault(what, self.now_s())
 
     def drafts_verified(self, num_proposed: int, num_accepted: int) -> None:
         """Count one verification of draft tokens."""
@@ -255,6 +257,7 @@ class MeteredEngine:
             raise
         finally:
             span.finished_s = self._ledger.now_s()
+            self._ledger.on_call(span)
         span.num_tokens = len(generation.token_ids)
         if call.draft_ids is not None:
             span.num_accepted = num_equal(call.draft_ids.tolist(), generation.token_ids)

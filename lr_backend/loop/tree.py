@@ -117,6 +117,7 @@ class Decision:
         winner: the accepted child, or None where the target's step stands.
         compared: the drafted child whose fate is recorded (the winner, or the first sibling), if any was started.
         reason: why.
+        depth: how many steps ahead of the root the target was at work.
     """
 
     position: Node
@@ -125,6 +126,7 @@ class Decision:
     compared: Node | None
     reason: Reason
     discarded: tuple[Node, ...]
+    depth: int = 0
 
 
 @dataclass
@@ -328,13 +330,13 @@ class Tree:
 
     def _accept(self, child: Node) -> Decision:
         assert child.drafted is not None and child.verdict is not None
-        root, kept = self.root, set(child.subtree())
+        root, kept, depth = self.root, set(child.subtree()), self._depth_at_work()
         discarded = tuple(node for node in root.subtree() if node not in kept)
         self.root, child.parent = child, None
-        return Decision(root, child.drafted, child, child, child.verdict.reason, discarded)
+        return Decision(root, child.drafted, child, child, child.verdict.reason, discarded, depth)
 
     def _correct(self) -> Decision:
-        root = self.root
+        root, depth = self.root, self._depth_at_work()
         assert root.target is not None
         discarded = tuple(root.subtree())
         compared = next((child for child in root.children if child.drafted is not None), None)
@@ -344,7 +346,11 @@ class Tree:
         self.root.parent = None
         kept = set(self.root.subtree())
         discarded = tuple(node for node in discarded if node not in kept)
-        return Decision(root, root.target, None, compared, reason, discarded)
+        return Decision(root, root.target, None, compared, reason, discarded, depth)
+
+    def _depth_at_work(self) -> int:
+        """Steps between the root and the furthest prefix after which the target has written or writes."""
+        return max((node.depth for node in self.root.subtree() if node.target_started), default=0)
 
 
 def append(prefix: IntArray, step: Step) -> IntArray:

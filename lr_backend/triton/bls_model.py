@@ -27,6 +27,7 @@ from lr_backend.notice import NOTICE_VARIABLE
 from lr_backend.triton.audit_metrics import audit_metrics
 from lr_backend.triton.models import load_models
 from lr_backend.triton.notices import heed
+from lr_backend.triton.request_metrics import RequestMetrics, request_metrics
 from lr_backend.triton.service import LookaheadService
 from lr_backend.triton.speculation_metrics import DraftCounts, speculation_metrics
 from lr_backend.triton.threads import share_interpreter, use_uvloop
@@ -114,6 +115,9 @@ class TritonPythonModel:
         self._own = self._open_own()
         self._drafts = DraftCounts()
         self._audits = audit_metrics(pb.MetricFamily, lambda: self._service.audits.counts if self._service is not None else {})
+        self._requests = RequestMetrics(self._config.limits.max_in_flight_requests)
+        self._requests_sheet = request_metrics(pb.MetricFamily, self._requests)
+        self._requests.on_change = self._requests_sheet.touch
         self._speculation = speculation_metrics(pb.MetricFamily, args["model_name"], self._drafts)
 
     def _open_own(self) -> OwnEngines | None:
@@ -133,7 +137,7 @@ class TritonPythonModel:
         structlog.get_logger().info("event_loop_runs", implementation=type(self._loop).__module__)
         self._loop.set_default_executor(self._executor)
         engines = self._own.engines if self._own is not None else self._by_calls()
-        service = LookaheadService(self._config, self._models, engines, self._drafts)
+        service = LookaheadService(self._config, self._models, engines, self._drafts, self._requests)
         service.audits.on_change = self._audits.touch
         service.on_drafts = self._speculation.touch
         if path := os.environ.get(NOTICE_VARIABLE):
@@ -178,6 +182,7 @@ class TritonPythonModel:
                 self._loop.call_soon_threadsafe(self._service.close)
         self._audits.close()
         self._speculation.close()
+        self._requests_sheet.close()
         self._executor.shutdown(wait=False, cancel_futures=True)
         if self._own is not None:
             self._own.close()

@@ -14,11 +14,24 @@ HELP = {
     "busy_s": "Seconds spent in iterations",
     "paced_s": "Seconds that the iterations of a paced engine were to take",
     "late_s": "Seconds that they took beyond",
-    "num_batch_rows": "Sequences of all iterations together",
+    "num_iterations": "Iterations: rounds in which the engine computed for all sequences in flight",
+    "num_batch_rows": "Sequences of all iterations together; over iterations: the mean batch",
     "num_tokens_prefilled": "Prompt and draft tokens computed",
+    "num_tokens_decoded": "Tokens given out",
     "num_tokens_reused": "Prompt tokens taken from the KV cache",
+    "num_tokens_dropped": "Tokens written past a stop that only the stream showed",
     "num_draft_tokens": "Draft tokens verified",
     "num_accepted_tokens": "Draft tokens accepted",
+    "num_requests": "Calls that ran to their end",
+    "num_preemptions": "Sequences put back because the KV cache was full; they are computed again",
+    "num_cancelled": "Calls that were asked to stop before their end",
+    "num_failed": "Calls that ended with an error",
+    "num_integrity_failures": "Times that the books of the KV cache did not add up; it then starts empty",
+    "num_waiting": "Calls that wait for a place in the batch",
+    "num_running": "Sequences in the batch",
+    "num_blocks_used": "Blocks of the KV cache that sequences in flight hold",
+    "num_blocks_cached": "Blocks kept for prefixes that may come again; freed when room is needed",
+    "num_blocks_free": "Blocks of the KV cache that hold nothing",
 }
 
 
@@ -47,8 +60,7 @@ def engine_metrics(
             yield (metric_name(name, gauges), ()), float(getattr(now, name))
 
     def texts(names: Sequence[str]) -> dict[str, str]:
-        said = {name: HELP.get(name, name.removeprefix("num_").replace("_", " ").capitalize()) for name in names}
-        return {metric_name(name, gauges): text for name, text in said.items()}
+        return {metric_name(name, gauges): HELP[name] for name in names}
 
     sheet = MetricSheet(family, texts(counters), texts(gauges), values, {"role": role})
     sheet.refresh()

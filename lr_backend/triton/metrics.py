@@ -1,4 +1,4 @@
-"""Counters and gauges of a Triton model, brought up to date on a thread of their own.
+"""Counters, gauges and histograms of a Triton model, brought up to date on a thread of their own.
 
 A metric call crosses processes, and nobody who works may wait for one.
 """
@@ -7,12 +7,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 REFRESH_S = 0.5
 
 Key = tuple[str, tuple[tuple[str, str], ...]]
 """A metric's name and labels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """What a histogram says of itself, and the upper bounds of its buckets; the last one, infinity, is not among them."""
+
+    text: str
+    bounds: tuple[float, ...]
 
 
 class MetricSheet:
@@ -24,6 +33,8 @@ class MetricSheet:
         values: every metric as it stands; called on the sheet's own thread, never twice at a time. A metric exists from its first
             value on.
         labels: that all of them carry.
+        histograms: by name.
+        measured: what histograms have to take in since the last time; called as ``values`` is.
     """
 
     def __init__(
@@ -33,9 +44,16 @@ class MetricSheet:
         gauges: Mapping[str, str],
         values: Callable[[], Iterable[tuple[Key, float]]],
         labels: Mapping[str, str] | None = None,
+        *,
+        histograms: Mapping[str, Histogram] | None = None,
+        measured: Callable[[], Iterable[tuple[Key, float]]] = tuple,
     ) -> None:
+        self._histograms, self._measured = dict(histograms or {}), measured
         self._families = {name: family(name=name, description=text, kind=family.COUNTER) for name, text in counters.items()}
         self._families |= {name: family(name=name, description=text, kind=family.GAUGE) for name, text in gauges.items()}
+        self._families |= {
+            name: family(name=name, description=one.text, kind=family.HISTOGRAM) for name, one in self._histograms.items()
+        }
         self._counters, self._values, self._labels = frozenset(counters), values, dict(labels or {})
         self._metrics: dict[Key, Any] = {}
         self._shown: dict[Key, float] = {}
@@ -54,6 +72,11 @@ class MetricSheet:
         with self._sending:
             for key, value in self._values():
                 self._show(key, value)
+            for key, value in self._measured():
+                if key not in self._metrics:
+                    bounds = list(self._histograms[key[0]].bounds)
+                    self._metrics[key] = self._families[key[0]].Metric(labels=self._labelled(key), buckets=bounds)
+                self._metrics[key].observe(value)
 
     def close(self) -> None:
         """Send nothing more."""
@@ -62,9 +85,9 @@ class MetricSheet:
         self._thread.join()
 
     def _show(self, key: Key, value: float) -> None:
-        name, labels = key
+        name, _ = key
         if key not in self._metrics:
-            self._metrics[key] = self._families[name].Metric(labels={**self._labels, **dict(labels)})
+            self._metrics[key] = self._families[name].Metric(labels=self._labelled(key))
             self._shown[key] = 0.0
         before = self._shown[key]
         if value == before:
@@ -74,6 +97,9 @@ class MetricSheet:
         else:
             self._metrics[key].set(value)
         self._shown[key] = value
+
+    def _labelled(self, key: Key) -> dict[str, str]:
+        return {**self._labels, **dict(key[1])}
 
     def _run(self) -> None:
         while not self._stopped.is_set():

@@ -26,6 +26,7 @@ from lr_backend.loop.tracing import build_trace
 from lr_backend.policy.policy import Learned
 from lr_backend.request import LookaheadRequest
 from lr_backend.triton.prompts import Prompts
+from lr_backend.triton.request_metrics import RequestMeter, RequestMetrics, end_of
 from lr_backend.triton.speculation_metrics import DraftCounts
 from lr_backend.triton.tensors import committed_tensors, final_tensors, request_fields
 from lr_backend.verify import VerifierParts
@@ -54,10 +55,18 @@ class LookaheadService:
     Attributes:
         audits: outlive the requests whose steps they judge; :meth:`close` ends them.
         drafts: draft tokens of all answers; ``on_drafts`` is called when an answer has added to them.
+        metrics: requests, steps and calls.
         draining: the server is to end: new requests are refused, those in flight finish.
     """
 
-    def __init__(self, config: LoopConfig, models: Models, engines: Engines, drafts: DraftCounts | None = None) -> None:
+    def __init__(
+        self,
+        config: LoopConfig,
+        models: Models,
+        engines: Engines,
+        drafts: DraftCounts | None = None,
+        metrics: RequestMetrics | None = None,
+    ) -> None:
         self._config = config
         self._models = models
         self._engines = engines
@@ -67,24 +76,29 @@ class LookaheadService:
         self.audits = AuditDesk(lambda: make_auditor(config, parts, models.checker), config.audit)
         self.drafts = drafts if drafts is not None else DraftCounts()
         self.on_drafts: Callable[[], None] = lambda: None
+        self.metrics = metrics if metrics is not None else RequestMetrics(config.limits.max_in_flight_requests)
         self.num_in_flight = 0
         self.draining = False
 
     async def serve(self, request_id: str, arrays: Arrays, replies: Replies) -> None:
         """Answer one request. Never raises, except for cancellation of the server's own making; always ends the request."""
         self.num_in_flight += 1
+        meter, end = self.metrics.begin(running_clock()), "internal"
         try:
             if self.draining:
                 raise Overloaded("the server is about to end; ask another, or this one again once it is back")
             if self.num_in_flight > self._config.limits.max_in_flight_requests:
                 raise Overloaded(f"{self._config.limits.max_in_flight_requests} requests are in flight; try again later")
             request = LookaheadRequest.parse({**self._config.defaults, **request_fields(arrays)})
+            meter.mode = request.mode
             prompt_ids = await self._prompts.ids(request)
-            await self._answer(request, prompt_ids, request_id, replies)
+            end = await self._answer(request, prompt_ids, request_id, replies, meter)
         except LookaheadError as error:
+            end = end_of(error)
             log.info("request_failed", request_id=request_id, error=error.public())
             replies.fail(error)
         except asyncio.CancelledError:
+            end = "cancelled"
             replies.fail(Cancelled("the server is shutting down"))
             raise
         except Exception:  # a bug of ours must not leave the client waiting, nor tell it our insides
@@ -92,16 +106,22 @@ class LookaheadService:
             replies.fail(LookaheadError("internal error; see the server's log"))
         finally:
             self.num_in_flight -= 1
+            meter.end(end)
 
     def close(self) -> None:
         """End what no request waits for."""
         self.audits.cancel()
         self._prompts.close()
 
-    async def _answer(self, request: LookaheadRequest, prompt_ids: IntArray, request_id: str, replies: Replies) -> None:
+    async def _answer(
+        self, request: LookaheadRequest, prompt_ids: IntArray, request_id: str, replies: Replies, meter: RequestMeter
+    ) -> str:
+        """The end of the request."""
         parts: list[str] = []
 
         def emit(committed: Committed) -> None:
+            if committed.step is not None:
+                meter.step(committed.step)
             if request.stream:
                 if committed.text or committed.record is not None:
                     replies.send(committed_tensors(committed), final=False)
@@ -111,9 +131,15 @@ class LookaheadService:
         # Made by the first request: what is learned is timed by the clock of the event loop.
         self._server = self._server or Server(self._engines, self._models, self._config, Learned(running_clock()), self.audits)
         loop = assemble(request, prompt_ids, request_id, self._server, emit)
-        outcome = await self._unless_cancelled(loop, replies)
+        ledger = loop.ledger
+        ledger.on_call = meter.call
+        try:
+            outcome = await self._unless_cancelled(loop, replies)
+        finally:
+            meter.degraded({part: ledger.now_s() - since_s for part, since_s in ledger.degraded.items()})
         usage, finish_reason = outcome.usage, outcome.finish_reason
         self._count_drafts(outcome)
+        meter.answered(usage)
         about = (request, request_id, finish_reason, usage, outcome.ledger)
         trace = build_trace(*about, pace=self._config.pace) if request.trace else None
         replies.send(final_tensors("".join(parts), finish_reason, usage, trace), final=True)
@@ -127,6 +153,7 @@ class LookaheadService:
             step_acceptance_rate=usage.step_acceptance_rate,
             degraded=usage.degraded,
         )
+        return finish_reason
 
     async def _unless_cancelled(self, loop: LookaheadLoop, replies: Replies) -> Outcome:
         """Run the loop to its end, or stop it soon after the client has gone."""

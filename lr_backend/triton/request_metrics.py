@@ -1,0 +1,209 @@
+"""Requests, steps and calls as Triton metrics of the ``lookahead`` model.
+
+A label has few values, and all of them are known when the model loads: modes, ends, origins, reasons, roles. A counter that an
+alert looks at is there from the start, since the rate of one that appears with its first event misses that event.
+
+A counter costs a call across processes at each refresh at most. A histogram costs one for each measurement (30 microseconds of
+this process, on Triton 24.10), so only what needs quantiles is one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any
+
+import lr_backend
+from lr_backend.clock import Clock
+from lr_backend.engine import Role
+from lr_backend.errors import Cancelled, EngineRejected, InvalidRequest, LookaheadError, Overloaded, TargetUnavailable
+from lr_backend.loop.answer import StepMark
+from lr_backend.loop.ledger import CallSpan
+from lr_backend.request import FinishReason, Mode, Usage
+from lr_backend.triton.metrics import Histogram, Key, MetricSheet
+
+REQUESTS, IN_FLIGHT, LIMIT, BUILD = (
+    "lr_requests_total",
+    "lr_requests_in_flight",
+    "lr_requests_in_flight_limit",
+    "lr_build_info",
+)
+STEPS, PROMPT, COMPLETION, WASTED = (
+    "lr_steps_total",
+    "lr_prompt_tokens_total",
+    "lr_completion_tokens_total",
+    "lr_wasted_tokens_total",
+)
+CALLS, DEGRADED, DEGRADED_S = "lr_calls_total", "lr_degraded_requests_total", "lr_degraded_seconds_total"
+DEPTHS = "lr_steps_by_depth_total"
+REQUEST_S, FIRST_S, INTERVAL_S, CALL_S = (
+    "lr_request_duration_seconds",
+    "lr_first_step_seconds",
+    "lr_step_interval_seconds",
+    "lr_call_duration_seconds",
+)
+
+COUNTERS = {
+    REQUESTS: "Requests that have ended, by the mode they asked for and by how they ended; mode none: refused before it was read",
+    STEPS: "Committed steps, by who wrote them (draft, correction, target) and by why a drafted step was taken or not",
+    DEPTHS: "Committed steps, by how many steps ahead the target was at work when they were decided; 0: it wrote alone",
+    PROMPT: "Prompt tokens of answered requests",
+    COMPLETION: "Tokens of answers, reasoning included",
+    WASTED: "Tokens that target or draft wrote and that are in no answer",
+    CALLS: "Engine calls of requests that have come to their end, by role and result; those of audits are not among them",
+    DEGRADED: "Requests that went on without draft, judge or verifier, because it failed",
+    DEGRADED_S: "Seconds that requests have gone on without it, all requests added up",
+}
+GAUGES = {
+    IN_FLIGHT: "Requests that the step loop is answering",
+    LIMIT: "Requests that it answers at a time; the next is refused as overloaded",
+    BUILD: "Always 1; the label is the version of the server",
+}
+_SHORT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0)
+HISTOGRAMS = {
+    REQUEST_S: Histogram(
+        "Seconds from a request's arrival at the step loop to the end of its answer",
+        (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 600.0),
+    ),
+    FIRST_S: Histogram("Seconds from a request's arrival at the step loop to its first committed step", _SHORT_S),
+    INTERVAL_S: Histogram("Seconds between two committed steps of an answer", _SHORT_S),
+    CALL_S: Histogram("Seconds that one engine call took, its wait before the engine included", _SHORT_S),
+}
+
+NO_MODE = "none"
+"""Of a request that was refused before its mode was known."""
+ENDS = (
+    *(FinishReason.STOP, FinishReason.LENGTH, FinishReason.DEADLINE),
+    *("invalid_request", "engine_rejected", "overloaded", "cancelled", "target_unavailable", "internal"),
+)
+RESULTS = ("completed", "cancelled", "failed")
+PARTS = ("draft", "judge", "verifier")
+"""What an answer may go on without."""
+MAX_WAITING = 1 << 16
+"""Measurements that wait to be shown; beyond, the oldest are forgotten."""
+
+_END_OF = {
+    InvalidRequest: "invalid_request",
+    EngineRejected: "engine_rejected",
+    Overloaded: "overloaded",
+    Cancelled: "cancelled",
+    TargetUnavailable: "target_unavailable",
+}
+
+
+def end_of(error: LookaheadError) -> str:
+    """The end of a request that this error has ended."""
+    return _END_OF.get(type(error), "internal")
+
+
+@dataclass
+class RequestMetrics:
+    """What the requests of one server came to. Any thread may add and read.
+
+    Attributes:
+        max_in_flight: requests at a time.
+        on_change: called after every change; must not block.
+    """
+
+    max_in_flight: int
+    on_change: Callable[[], None] = lambda: None
+    num_in_flight: int = 0
+    _counts: defaultdict[Key, float] = field(default_factory=lambda: defaultdict(float))
+    _measured: deque[tuple[Key, float]] = field(default_factory=lambda: deque(maxlen=MAX_WAITING))
+    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        modes = (*Mode, NO_MODE)
+        zeros = [_key(REQUESTS, mode=mode, end=end) for mode in modes for end in ENDS]
+        zeros += [_key(CALLS, role=role, result=result) for role in Role for result in RESULTS]
+        zeros += [_key(name, without=part) for name in (DEGRADED, DEGRADED_S) for part in PARTS]
+        zeros += [_key(name) for name in (PROMPT, COMPLETION, WASTED)]
+        self._counts.update(dict.fromkeys(zeros, 0.0))
+
+    def begin(self, clock: Clock) -> RequestMeter:
+        """A request has arrived."""
+        self.num_in_flight += 1
+        self.on_change()
+        return RequestMeter(self, clock, clock())
+
+    def add(self, counts: dict[Key, float], measured: tuple[tuple[Key, float], ...] = ()) -> None:
+        """Count, and keep measurements until they are shown."""
+        with self._lock:
+            for key, count in counts.items():
+                self._counts[key] += count
+            self._measured.extend(measured)
+        self.on_change()
+
+    def values(self) -> Iterator[tuple[Key, float]]:
+        """Every counter and gauge as it stands."""
+        with self._lock:
+            counts = dict(self._counts)
+        yield from counts.items()
+        yield _key(IN_FLIGHT), float(self.num_in_flight)
+        yield _key(LIMIT), float(self.max_in_flight)
+        yield _key(BUILD, version=lr_backend.__version__), 1.0
+
+    def measured(self) -> Iterator[tuple[Key, float]]:
+        """What was measured since the last time; it is handed out once."""
+        with self._lock:
+            found, self._measured = self._measured, deque(maxlen=MAX_WAITING)
+        yield from found
+
+
+@dataclass
+class RequestMeter:
+    """One request, from its arrival to its one end. ``mode`` is set as soon as it is known."""
+
+    _metrics: RequestMetrics
+    _clock: Clock
+    _began_s: float
+    mode: str = NO_MODE
+    _last_step_s: float | None = None
+
+    def step(self, mark: StepMark) -> None:
+        """A step was committed."""
+        now_s = self._clock()
+        if self._last_step_s is None:
+            timed = (_key(FIRST_S, mode=self.mode), now_s - self._began_s)
+        else:
+            timed = (_key(INTERVAL_S, mode=self.mode), now_s - self._last_step_s)
+        self._last_step_s = now_s
+        steps = {_key(STEPS, origin=mark.origin, reason=mark.reason): 1.0, _key(DEPTHS, depth=str(mark.depth)): 1.0}
+        self._metrics.add(steps, (timed,))
+
+    def call(self, span: CallSpan) -> None:
+        """An engine call has come to its end."""
+        assert span.finished_s is not None
+        result = "failed" if span.failed else "cancelled" if span.cancelled else "completed"
+        timed = ((_key(CALL_S, role=span.role), span.finished_s - span.started_s),) if result == "completed" else ()
+        self._metrics.add({_key(CALLS, role=span.role, result=result): 1.0}, timed)
+
+    def degraded(self, seconds: dict[str, float]) -> None:
+        """What the answer went on without, and for how long."""
+        counts = {_key(DEGRADED, without=part): 1.0 for part in seconds}
+        self._metrics.add(counts | {_key(DEGRADED_S, without=part): lasted_s for part, lasted_s in seconds.items()})
+
+    def answered(self, usage: Usage) -> None:
+        """The answer is complete; :meth:`end` follows."""
+        tokens = {PROMPT: usage.prompt_tokens, COMPLETION: usage.completion_tokens, WASTED: usage.num_wasted_tokens}
+        taken_s = (_key(REQUEST_S, mode=self.mode), self._clock() - self._began_s)
+        self._metrics.add({_key(name): float(number) for name, number in tokens.items()}, (taken_s,))
+
+    def end(self, end: str) -> None:
+        """The request is over, however; once."""
+        assert end in ENDS, end
+        self._metrics.num_in_flight -= 1
+        self._metrics.add({_key(REQUESTS, mode=self.mode, end=end): 1.0})
+
+
+def _key(name: str, **labels: str) -> Key:
+    return name, tuple(sorted((label, str(value)) for label, value in labels.items()))
+
+
+def request_metrics(family: Any, metrics: RequestMetrics) -> MetricSheet:
+    """The metrics, all of those that are known to come shown at once."""
+    sheet = MetricSheet(family, COUNTERS, GAUGES, metrics.values, histograms=HISTOGRAMS, measured=metrics.measured)
+    sheet.refresh()
+    return sheet
