@@ -223,7 +223,8 @@ def _run(console: Console, server: TritonServer, deployment: DeploymentSpec, fro
             server.wait_ready(deployment.server.load_timeout_s, give_up=stop.event)
             keeper.start()
             if front is not None and deployed is not None:
-                front.start(deployed, server.grpc_url, drain_s=server.options.exit_timeout_s, log_file=server.log_file)
+                addresses = server.grpc_url, server.metrics_url
+                front.start(deployed, *addresses, drain_s=server.options.exit_timeout_s, log_file=server.log_file)
             answer = None if stop.event.is_set() else _warm_up(console, server, deployment, stop)
             if front is not None and not stop.event.is_set():
                 front.wait_ready(_FRONT_READY_S)
@@ -316,10 +317,12 @@ def _say_served(
 def _panel(server: TritonServer, deployment: DeploymentSpec, answer: WarmupAnswer | None, front: FrontendProcess | None) -> Panel:
     table = Table.grid(padding=(0, 2))
     if front is not None:
-        table.add_row("OpenAI API", f"{front.url}{' (by key)' if front.settings.keys_file else ''}")
+        keyed = " (by key)" if front.settings.keys_file else ""
+        table.add_row("OpenAI API", f"{front.url}{keyed}")
+        table.add_row("metrics", f"{front.url.removesuffix('/v1')}/metrics{keyed}")
     table.add_row("HTTP", f"http://{server.http_url}")
     table.add_row("gRPC", server.grpc_url)
-    table.add_row("metrics", f"http://{server.metrics_url}/metrics")
+    table.add_row("Triton's metrics" if front is not None else "metrics", f"http://{server.metrics_url}/metrics")
     table.add_row("log", str(server.log_file))
     title = f"lookahead serves {deployment.name}"
     if answer is not None:

@@ -55,7 +55,7 @@ def _client(launch: Launch) -> AsyncClient:
 async def serve(launch: Launch) -> None:
     """Answer until asked to end, or until nobody holds the other end of the input."""
     async with _client(launch) as client:
-        frontend = Frontend(launch.settings, launch.deployed, client, Keys.read(launch.settings.keys_file))
+        frontend = Frontend(launch.settings, launch.deployed, client, Keys.read(launch.settings.keys_file), launch.metrics_url)
         config = uvicorn.Config(
             frontend.app(),
             log_config=None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 
 from fastapi import FastAPI
 from lr_client import AsyncClient, ClientError
@@ -20,6 +21,7 @@ from lr_backend.frontend.body import parse_json, read_body
 from lr_backend.frontend.call import Call
 from lr_backend.frontend.errors import SOON_S, ApiError, ClientGone, from_client, internal
 from lr_backend.frontend.limits import Gate, Keys, Rate
+from lr_backend.frontend.metrics import CONTENT_TYPE, DoorMetrics
 from lr_backend.frontend.reasoning import Splitter
 from lr_backend.frontend.settings import Deployed, Settings
 from lr_backend.frontend.stream import EventStream
@@ -32,27 +34,38 @@ Handler = Callable[[Call], Awaitable[Response]]
 
 
 class Frontend:
-    """Answers requests; one object for all of them. ``client`` belongs to the event loop that runs."""
+    """Answers requests; one object for all of them.
 
-    def __init__(self, settings: Settings, deployed: Deployed, client: AsyncClient, keys: Keys) -> None:
+    Args:
+        client: belongs to the event loop that runs.
+        metrics_url: ``host:port`` of Triton's metrics; None: the page has the front end's alone.
+    """
+
+    def __init__(
+        self, settings: Settings, deployed: Deployed, client: AsyncClient, keys: Keys, metrics_url: str | None = None
+    ) -> None:
         self._settings, self._deployed, self._client, self._keys = settings, deployed, client, keys
         self._rate = Rate(settings.max_requests_a_minute, time.monotonic)
         self._gate = Gate(settings.max_in_flight or deployed.max_in_flight)
+        self._metrics = DoorMetrics(self._gate, metrics_url)
         self._created = int(time.time())
 
     def app(self) -> FastAPI:
         """The ASGI application."""
-        app = FastAPI(openapi_url=None, redirect_slashes=False, exception_handlers={HTTPException: _no_route})
+        app = FastAPI(
+            openapi_url=None, redirect_slashes=False, exception_handlers={HTTPException: partial(_no_route, self._metrics)}
+        )
         routes: tuple[tuple[str, str, Handler], ...] = (
             ("GET", "/health", self._live),
             ("GET", "/ready", self._ready),
+            ("GET", "/metrics", self._page),
             ("GET", "/v1/models", self._models),
             ("GET", "/v1/models/{name}", self._models),
             ("POST", "/v1/chat/completions", self._chat),
             ("POST", "/v1/completions", self._completion),
         )
         for method, path, handler in routes:
-            app.add_api_route(path, _guarded(handler), methods=[method], response_model=None)
+            app.add_api_route(path, _guarded(handler, self._metrics), methods=[method], response_model=None)
         return app
 
     async def _live(self, call: Call) -> Response:
@@ -62,6 +75,10 @@ class Frontend:
         if not await self._client.is_ready():
             raise ApiError("unavailable", "Triton or one of its models is not ready", retry_after_s=SOON_S)
         return call.response(to_json({"status": "ready"}))
+
+    async def _page(self, call: Call) -> Response:
+        self._admit(call)
+        return Response(await self._metrics.page(), headers=call.headers | {"content-type": CONTENT_TYPE})
 
     async def _models(self, call: Call) -> Response:
         self._admit(call)
@@ -121,11 +138,11 @@ class Frontend:
         ]
 
 
-def _guarded(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+def _guarded(handler: Handler, metrics: DoorMetrics) -> Callable[[Request], Awaitable[Response]]:
     """A route that says every failure in one form, and an unforeseen one without its insides."""
 
     async def respond(request: Request) -> Response:
-        call = Call(request)
+        call = Call(request, metrics)
         try:
             call.take_id()
             return await handler(call)
@@ -140,9 +157,9 @@ def _guarded(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
     return respond
 
 
-async def _no_route(request: Request, error: Exception) -> Response:
+async def _no_route(metrics: DoorMetrics, request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    call = Call(request)
+    call = Call(request, metrics)
     with suppress(ApiError):  # there is one answer already
         call.take_id()
     told = ApiError(_ROUTING.get(error.status_code, "internal"), str(error.detail))

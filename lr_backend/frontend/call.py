@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lr_backend.frontend.errors import ApiError
+from lr_backend.frontend.metrics import COMPLETED, DoorMetrics
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,64}")
 log = structlog.get_logger()
@@ -24,6 +25,7 @@ class Call:
     """No line of its log holds a word of a prompt or of an answer."""
 
     request: Request
+    metrics: DoorMetrics
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     started_s: float = field(default_factory=time.monotonic)
     key: int = 0
@@ -52,16 +54,19 @@ class Call:
         return self.response(error.body(self.request_id), error.status, error.headers)
 
     def log(self, status: int, **said: Any) -> None:
-        """The one line of this request."""
-        route = self.request.scope.get("route")
+        """The one line of this request, and its place in the metrics."""
+        # Not the path that was asked for, which may be anything.
+        route = getattr(self.request.scope.get("route"), "path", "")
+        seconds = time.monotonic() - self.started_s
+        self.metrics.ended(route, status, said.get("code", COMPLETED), seconds)
         log.info(
             "http_request",
             request_id=self.request_id,
             method=self.request.method,
-            path=getattr(route, "path", ""),  # not what was asked for, which may be anything
+            path=route,
             status=status,
             key=self.key,
-            seconds=round(time.monotonic() - self.started_s, 4),
+            seconds=round(seconds, 4),
             **said,
         )
 

@@ -95,7 +95,7 @@ class Gate:
     """At most so many answers at a time; the next is refused and not kept waiting."""
 
     def __init__(self, max_in_flight: int) -> None:
-        self._max = max_in_flight
+        self.limit = max_in_flight
         self.num_in_flight = 0
 
     @contextmanager
@@ -105,8 +105,8 @@ class Gate:
         Raises:
             ApiError: they are taken.
         """
-        if self.num_in_flight + wanted > self._max:
-            full = f"{self._max} answers are in flight, or the choices asked for would be more; try again later"
+        if self.num_in_flight + wanted > self.limit:
+            full = f"{self.limit} answers are in flight, or the choices asked for would be more; try again later"
             raise ApiError("overloaded", full, retry_after_s=SOON_S)
         self.num_in_flight += wanted
         try:

@@ -19,7 +19,7 @@ from lr_backend.serve.restrictions import without_key
 READY = b"ready\n"
 MARGIN_S = 5.0
 """For the process to end once its drain is over; then it is killed."""
-_PACKAGES = {"fastapi": "fastapi", "uvicorn": "uvicorn", "lr_client": "./client"}
+_PACKAGES = {"fastapi": "fastapi", "uvicorn": "uvicorn", "prometheus_client": "prometheus-client", "lr_client": "./client"}
 """What it serves with, and what pip calls it."""
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Addresses that are all of a machine's, by one that reaches it."""
@@ -59,11 +59,11 @@ class FrontendProcess:
         host = _ANY.get(self.settings.host, self.settings.host)
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/v1"
 
-    def start(self, deployed: Deployed, grpc_url: str, *, drain_s: float, log_file: Path | None = None) -> None:
+    def start(self, deployed: Deployed, grpc_url: str, metrics_url: str, *, drain_s: float, log_file: Path | None = None) -> None:
         """Start the process; returns before it answers.
 
         Args:
-            grpc_url: ``host:port`` of Triton.
+            grpc_url, metrics_url: ``host:port`` of Triton.
             drain_s: for answers in flight once it is asked to end.
             log_file: its lines are added to it; None: they go where this process's own errors go.
         """
@@ -72,6 +72,7 @@ class FrontendProcess:
             settings=self.settings,
             deployed=deployed,
             grpc_url=grpc_url,
+            metrics_url=metrics_url,
             certificate=self._certificate,
             socket_fd=fd,
             drain_s=drain_s,

@@ -106,6 +106,7 @@ class Launch(BaseModel):
 
     Attributes:
         grpc_url: ``host:port`` of Triton.
+        metrics_url: ``host:port`` of Triton's metrics.
         certificate: of Triton's gRPC port; None: it has none.
         socket_fd: bound already; the process inherits it.
         drain_s: for answers in flight once it is asked to end.
@@ -116,6 +117,7 @@ class Launch(BaseModel):
     settings: Settings
     deployed: Deployed
     grpc_url: str
+    metrics_url: str
     certificate: Path | None = None
     socket_fd: int
     drain_s: float

@@ -99,7 +99,11 @@ class Served:
 
 @contextmanager
 def frontend(
-    grpc_url: str, settings: Settings | None = None, deployed: Deployed = DEPLOYED, keys: Sequence[str] = ()
+    grpc_url: str,
+    settings: Settings | None = None,
+    deployed: Deployed = DEPLOYED,
+    keys: Sequence[str] = (),
+    metrics_url: str | None = None,
 ) -> Iterator[Served]:
     """Serve until the block is left."""
     ready, found = threading.Event(), list[Served]()
@@ -108,7 +112,7 @@ def frontend(
 
     async def run() -> None:
         async with AsyncClient(grpc_url) as client:
-            made = Frontend(settings or Settings(), deployed, client, Keys(keys))
+            made = Frontend(settings or Settings(), deployed, client, Keys(keys), metrics_url)
             config = uvicorn.Config(made.app(), log_config=None, lifespan="off", timeout_graceful_shutdown=1)
             servers.append(uvicorn.Server(config))
             found.append(Served(listening.getsockname()[1], made))
