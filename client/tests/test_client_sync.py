@@ -75,6 +75,15 @@ def test_the_server_sees_question_options_model_id_and_metadata(server: FakeServ
     assert seen.metadata["authorization"] == "Bearer x"
 
 
+def test_headers_of_one_request_go_beside_the_clients_own(server: FakeServer) -> None:
+    with Client(server.url, metadata={"Authorization": "Bearer x"}) as client:
+        client.ask("plain", metadata={"Traceparent": "00-1-2-01"})
+        client.ask("plain")
+    first, second = (seen.metadata for seen in server.requests)
+    assert (first["traceparent"], first["authorization"]) == ("00-1-2-01", "Bearer x")
+    assert "traceparent" not in second
+
+
 @pytest.mark.parametrize(
     ("question", "kind"),
     [

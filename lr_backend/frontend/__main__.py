@@ -27,6 +27,7 @@ from lr_backend.frontend.limits import Keys
 from lr_backend.frontend.process import READY
 from lr_backend.frontend.settings import Launch
 from lr_backend.frontend.tls import certified_name
+from lr_backend.telemetry import open_telemetry
 
 KEEP_ALIVE_S = 75
 """For a connection without a request: longer than a gateway keeps one, so that it is the gateway that closes it."""
@@ -54,8 +55,9 @@ def _client(launch: Launch) -> AsyncClient:
 
 async def serve(launch: Launch) -> None:
     """Answer until asked to end, or until nobody holds the other end of the input."""
+    keys, telemetry = Keys.read(launch.settings.keys_file), open_telemetry("lookahead-frontend", os.environ)
     async with _client(launch) as client:
-        frontend = Frontend(launch.settings, launch.deployed, client, Keys.read(launch.settings.keys_file), launch.metrics_url)
+        frontend = Frontend(launch.settings, launch.deployed, client, keys, launch.metrics_url, telemetry)
         config = uvicorn.Config(
             frontend.app(),
             log_config=None,
@@ -73,7 +75,11 @@ async def serve(launch: Launch) -> None:
                 server.should_exit = True
 
         asyncio.get_running_loop().add_reader(STDIN, ended)
-        await server.serve([socket.socket(fileno=launch.socket_fd)])
+        try:
+            await server.serve([socket.socket(fileno=launch.socket_fd)])
+        finally:
+            if telemetry is not None:
+                await asyncio.to_thread(telemetry.close)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

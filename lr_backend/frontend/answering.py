@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -25,18 +25,27 @@ class Answers:
     Args:
         request_id: of the request; a call has it with the number of its choice.
         timeout_s: for each call.
+        context: that the calls belong to, as headers.
     """
 
-    def __init__(self, client: AsyncClient, jobs: Sequence[Job], request_id: str, timeout_s: float) -> None:
+    def __init__(
+        self, client: AsyncClient, jobs: Sequence[Job], request_id: str, timeout_s: float, context: Mapping[str, str]
+    ) -> None:
         self._client, self._jobs = client, jobs
-        self._request_id, self._timeout_s = request_id, timeout_s
+        self._request_id, self._timeout_s, self._context = request_id, timeout_s, context
         self._events: asyncio.Queue[tuple[int, Event | ClientError | None]] = asyncio.Queue(WAITING_EVENTS)
         self._tasks: list[asyncio.Task[None]] = []
         self._num_open = len(jobs)
 
     async def __aenter__(self) -> Self:
         streams = [
-            self._client.stream(job.question, job.options, timeout_s=self._timeout_s, request_id=f"{self._request_id}-{number}")
+            self._client.stream(
+                job.question,
+                job.options,
+                timeout_s=self._timeout_s,
+                request_id=f"{self._request_id}-{number}",
+                metadata=self._context,
+            )
             for number, job in enumerate(self._jobs)
         ]
         self._tasks = [asyncio.create_task(self._listen(number, stream)) for number, stream in enumerate(streams)]

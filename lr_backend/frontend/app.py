@@ -25,6 +25,7 @@ from lr_backend.frontend.metrics import CONTENT_TYPE, DoorMetrics
 from lr_backend.frontend.reasoning import Splitter
 from lr_backend.frontend.settings import Deployed, Settings
 from lr_backend.frontend.stream import EventStream
+from lr_backend.telemetry import Telemetry
 
 GRACE_S = 10.0
 """Beyond what a request may take, for its end to be told: the server itself ends it before."""
@@ -39,15 +40,22 @@ class Frontend:
     Args:
         client: belongs to the event loop that runs.
         metrics_url: ``host:port`` of Triton's metrics; None: the page has the front end's alone.
+        telemetry: makes spans; None: there are none.
     """
 
     def __init__(
-        self, settings: Settings, deployed: Deployed, client: AsyncClient, keys: Keys, metrics_url: str | None = None
+        self,
+        settings: Settings,
+        deployed: Deployed,
+        client: AsyncClient,
+        keys: Keys,
+        metrics_url: str | None = None,
+        telemetry: Telemetry | None = None,
     ) -> None:
         self._settings, self._deployed, self._client, self._keys = settings, deployed, client, keys
         self._rate = Rate(settings.max_requests_a_minute, time.monotonic)
         self._gate = Gate(settings.max_in_flight or deployed.max_in_flight)
-        self._metrics = DoorMetrics(self._gate, metrics_url)
+        self._metrics, self._telemetry = DoorMetrics(self._gate, metrics_url), telemetry
         self._created = int(time.time())
 
     def app(self) -> FastAPI:
@@ -99,6 +107,7 @@ class Frontend:
         call.key = self._keys.number_of(call.request.headers.get("authorization", ""))
 
     async def _answer(self, call: Call, read: Callable[[Document, Deployed], Asked]) -> Response:
+        call.trace(self._telemetry)
         self._admit(call)
         self._rate.count(call.key)
         async with AsyncExitStack() as held:
@@ -108,7 +117,9 @@ class Frontend:
             held.enter_context(self._gate.places(len(asked.jobs) - 1))
             timeout_s = self._deployed.request_s + GRACE_S
             try:
-                answers = await held.enter_async_context(Answers(self._client, asked.jobs, call.request_id, timeout_s))
+                answers = await held.enter_async_context(
+                    Answers(self._client, asked.jobs, call.request_id, timeout_s, call.context)
+                )
                 if not asked.stream:
                     return await unless_gone(call.request.receive, self._whole(call, asked, answers))
                 first = await unless_gone(call.request.receive, answers.next())

@@ -7,16 +7,21 @@ import time
 import traceback
 import uuid
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lr_backend.frontend.errors import ApiError
+from lr_backend.frontend.errors import CODES, ApiError
 from lr_backend.frontend.metrics import COMPLETED, DoorMetrics
+from lr_backend.telemetry import Carrier, Telemetry, carried
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,64}")
+SERVERS_FAULT = frozenset(code for code, (status, _) in CODES.items() if status >= 500)
 log = structlog.get_logger()
 
 
@@ -29,6 +34,29 @@ class Call:
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     started_s: float = field(default_factory=time.monotonic)
     key: int = 0
+    context: Carrier = field(default_factory=dict)
+    """The caller's, or that of the span that :meth:`trace` has begun."""
+    _span: Span | None = None
+
+    def trace(self, telemetry: Telemetry | None) -> None:
+        """Go on in the caller's context; in a span of its own, where there are spans. It ends with the line of the log."""
+        self.context = carried(self.request.headers)
+        if telemetry is not None:
+            from opentelemetry.trace import SpanKind
+
+            about = {
+                "http.request.method": self.request.method,
+                "http.route": self._route,
+                "lookahead.request_id": self.request_id,
+            }
+            name = f"{self.request.method} {self._route}"
+            self._span = telemetry.begin(name, SpanKind.SERVER, self.context, about)
+            self.context = telemetry.carrier(self._span)
+
+    @property
+    def _route(self) -> str:
+        """Not the path that was asked for, which may be anything."""
+        return getattr(self.request.scope.get("route"), "path", "")
 
     def take_id(self) -> None:
         """The id that the client gave, if it gave one.
@@ -55,20 +83,31 @@ class Call:
 
     def log(self, status: int, **said: Any) -> None:
         """The one line of this request, and its place in the metrics."""
-        # Not the path that was asked for, which may be anything.
-        route = getattr(self.request.scope.get("route"), "path", "")
-        seconds = time.monotonic() - self.started_s
-        self.metrics.ended(route, status, said.get("code", COMPLETED), seconds)
+        code, seconds = said.get("code", COMPLETED), time.monotonic() - self.started_s
+        self.metrics.ended(self._route, status, code, seconds)
+        if self._span is not None:
+            self._end_span(self._span, status, code)
         log.info(
             "http_request",
             request_id=self.request_id,
             method=self.request.method,
-            path=route,
+            path=self._route,
             status=status,
             key=self.key,
             seconds=round(seconds, 4),
             **said,
         )
+
+    @staticmethod
+    def _end_span(span: Span, status: int, code: str) -> None:
+        from opentelemetry.trace import StatusCode
+
+        span.set_attribute("http.response.status_code", status)
+        if code != COMPLETED:
+            span.set_attribute("error.type", code)
+        if code in SERVERS_FAULT:
+            span.set_status(StatusCode.ERROR, code)
+        span.end()
 
     def crashed(self, error: Exception) -> None:
         """A bug of ours: where it is, without its message, which may quote what was sent."""

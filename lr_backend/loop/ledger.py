@@ -241,6 +241,12 @@ class MeteredEngine:
 
     async def generate(self, call: EngineCall) -> Generation:
         span = self._begin(call)
+        try:
+            return await self._metered(call, span)
+        finally:
+            self._ledger.on_call(span)
+
+    async def _metered(self, call: EngineCall, span: CallSpan) -> Generation:
         if self._ledger.traced or call.num_draft_tokens:
             call = replace(call, return_perf_metrics=True)
         try:
@@ -257,7 +263,6 @@ class MeteredEngine:
             raise
         finally:
             span.finished_s = self._ledger.now_s()
-            self._ledger.on_call(span)
         span.num_tokens = len(generation.token_ids)
         if call.draft_ids is not None:
             span.num_accepted = num_equal(call.draft_ids.tolist(), generation.token_ids)

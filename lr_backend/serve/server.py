@@ -37,6 +37,7 @@ from lr_backend.serve import guard
 from lr_backend.serve.backend_dir import PACKAGE, find_tritonserver, prepare_backend_dir, server_environment
 from lr_backend.serve.launch import ONE_RANK, PLAIN, LaunchPlan
 from lr_backend.serve.restrictions import admin_key, restriction_arguments, without_key
+from lr_backend.telemetry import FORWARDED
 
 POLL_S = 0.1
 """Between two readiness probes; a server that dies ends the wait at once."""
@@ -277,6 +278,7 @@ class TritonServer:
             f"--http-port={self.ports.http}",
             f"--grpc-address={options.host}",
             f"--grpc-port={self.ports.grpc}",
+            f"--grpc-header-forward-pattern={FORWARDED}",
             f"--metrics-address={options.host}",
             f"--metrics-port={self.ports.metrics}",
             f"--backend-config=python,thread-pool-size={options.thread_pool_size}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import sys
@@ -24,6 +25,7 @@ from lr_backend.errors import EngineError, LookaheadError
 from lr_backend.fields import LOOKAHEAD_INPUTS
 from lr_backend.loop.assemble import Engines
 from lr_backend.notice import NOTICE_VARIABLE
+from lr_backend.telemetry import carried, open_telemetry
 from lr_backend.triton.audit_metrics import audit_metrics
 from lr_backend.triton.models import load_models
 from lr_backend.triton.notices import heed
@@ -113,6 +115,7 @@ class TritonPythonModel:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._called: dict[Role, TritonEngine] = {}
         self._own = self._open_own()
+        self._telemetry = open_telemetry("lookahead-loop", os.environ)
         self._drafts = DraftCounts()
         self._audits = audit_metrics(pb.MetricFamily, lambda: self._service.audits.counts if self._service is not None else {})
         self._requests = RequestMetrics(self._config.limits.max_in_flight_requests)
@@ -137,7 +140,7 @@ class TritonPythonModel:
         structlog.get_logger().info("event_loop_runs", implementation=type(self._loop).__module__)
         self._loop.set_default_executor(self._executor)
         engines = self._own.engines if self._own is not None else self._by_calls()
-        service = LookaheadService(self._config, self._models, engines, self._drafts, self._requests)
+        service = LookaheadService(self._config, self._models, engines, self._drafts, self._requests, self._telemetry)
         service.audits.on_change = self._audits.touch
         service.on_drafts = self._speculation.touch
         if path := os.environ.get(NOTICE_VARIABLE):
@@ -174,7 +177,8 @@ class TritonPythonModel:
                 arrays[spec.name] = tensor.as_numpy()
         # In-flight ids must be unique for cancels to hit their call, and clients may send the same one twice.
         request_id = f"{request.request_id() or 'r'}-{uuid.uuid4().hex[:12]}"
-        await service.serve(request_id, arrays, replies)
+        context = carried(json.loads(request.parameters() or "{}")) if self._telemetry is not None else None
+        await service.serve(request_id, arrays, replies, context)
 
     def finalize(self) -> None:
         if self._service is not None and self._loop is not None:
@@ -186,3 +190,5 @@ class TritonPythonModel:
         self._executor.shutdown(wait=False, cancel_futures=True)
         if self._own is not None:
             self._own.close()
+        if self._telemetry is not None:
+            self._telemetry.close()

@@ -22,6 +22,7 @@ from lr_backend.contract import IntArray
 from lr_backend.engine import Engine, EngineCall, Generation
 from lr_backend.engine.address import ENGINE_HEADER, ENGINE_KEY_VARIABLE, GRPC_PREFIX, Address, key_from
 from lr_backend.errors import EngineUnavailable
+from lr_backend.telemetry import current
 from lr_backend.triton.triton_engine import Arrays, CallGate, TritonEngine, engine_error
 
 Answer = TypeVar("Answer")
@@ -91,7 +92,7 @@ class RemoteEngine:
     ) -> dict[str, npt.NDArray[Any]]:
         outputs = [grpcclient.InferRequestedOutput(name) for name in wanted]
         answer = self._client.infer(
-            model_name, grpc_inputs(inputs), outputs=outputs, request_id=request_id, headers=self._headers
+            model_name, grpc_inputs(inputs), outputs=outputs, request_id=request_id, headers={**self._headers, **current()}
         )
         try:
             response = await self._pulse.while_it_beats(answer)

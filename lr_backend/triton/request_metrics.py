@@ -10,7 +10,7 @@ this process, on Triton 24.10), so only what needs quantiles is one.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
@@ -20,8 +20,8 @@ from lr_backend.clock import Clock
 from lr_backend.engine import Role
 from lr_backend.errors import Cancelled, EngineRejected, InvalidRequest, LookaheadError, Overloaded, TargetUnavailable
 from lr_backend.loop.answer import StepMark
-from lr_backend.loop.ledger import CallSpan
-from lr_backend.request import FinishReason, Mode, Usage
+from lr_backend.loop.ledger import CallSpan, Ledger
+from lr_backend.request import FinishReason, LookaheadRequest, Mode, Usage
 from lr_backend.triton.metrics import Histogram, Key, MetricSheet
 
 REQUESTS, IN_FLIGHT, LIMIT, BUILD = (
@@ -154,13 +154,20 @@ class RequestMetrics:
 
 @dataclass
 class RequestMeter:
-    """One request, from its arrival to its one end. ``mode`` is set as soon as it is known."""
+    """One request, from its arrival to its one end."""
 
     _metrics: RequestMetrics
     _clock: Clock
     _began_s: float
     mode: str = NO_MODE
     _last_step_s: float | None = None
+
+    def read(self, request: LookaheadRequest) -> None:
+        """The request is known."""
+        self.mode = request.mode
+
+    def began(self, ledger: Ledger) -> None:
+        """The loop begins."""
 
     def step(self, mark: StepMark) -> None:
         """A step was committed."""
@@ -180,7 +187,7 @@ class RequestMeter:
         timed = ((_key(CALL_S, role=span.role), span.finished_s - span.started_s),) if result == "completed" else ()
         self._metrics.add({_key(CALLS, role=span.role, result=result): 1.0}, timed)
 
-    def degraded(self, seconds: dict[str, float]) -> None:
+    def degraded(self, seconds: Mapping[str, float]) -> None:
         """What the answer went on without, and for how long."""
         counts = {_key(DEGRADED, without=part): 1.0 for part in seconds}
         self._metrics.add(counts | {_key(DEGRADED_S, without=part): lasted_s for part, lasted_s in seconds.items()})

@@ -7,7 +7,7 @@ answer through.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy.typing as npt
@@ -19,14 +19,17 @@ from lr_backend.clock import running_clock
 from lr_backend.config import LoopConfig
 from lr_backend.contract import IntArray
 from lr_backend.errors import Cancelled, LookaheadError, Overloaded
-from lr_backend.loop.answer import Committed, Outcome
+from lr_backend.loop.answer import Committed, Outcome, StepMark
 from lr_backend.loop.assemble import Engines, Models, Server, assemble
+from lr_backend.loop.ledger import CallSpan, Ledger
 from lr_backend.loop.loop import LookaheadLoop
 from lr_backend.loop.tracing import build_trace
 from lr_backend.policy.policy import Learned
-from lr_backend.request import LookaheadRequest
+from lr_backend.request import LookaheadRequest, Usage
+from lr_backend.telemetry import Carrier, Telemetry
 from lr_backend.triton.prompts import Prompts
-from lr_backend.triton.request_metrics import RequestMeter, RequestMetrics, end_of
+from lr_backend.triton.request_metrics import RequestMetrics, end_of
+from lr_backend.triton.request_spans import RequestSpan
 from lr_backend.triton.speculation_metrics import DraftCounts
 from lr_backend.triton.tensors import committed_tensors, final_tensors, request_fields
 from lr_backend.verify import VerifierParts
@@ -49,6 +52,24 @@ class Replies(Protocol):
     def is_cancelled(self) -> bool: ...
 
 
+class Watcher(Protocol):
+    """Learns what becomes of one request, as it happens; must not block."""
+
+    def read(self, request: LookaheadRequest) -> None: ...
+
+    def began(self, ledger: Ledger) -> None: ...
+
+    def step(self, mark: StepMark) -> None: ...
+
+    def call(self, span: CallSpan) -> None: ...
+
+    def degraded(self, seconds: Mapping[str, float]) -> None: ...
+
+    def answered(self, usage: Usage) -> None: ...
+
+    def end(self, end: str) -> None: ...
+
+
 class LookaheadService:
     """Serves requests; one instance for all of them.
 
@@ -56,6 +77,7 @@ class LookaheadService:
         audits: outlive the requests whose steps they judge; :meth:`close` ends them.
         drafts: draft tokens of all answers; ``on_drafts`` is called when an answer has added to them.
         metrics: requests, steps and calls.
+        telemetry: makes spans of them; None: there are none.
         draining: the server is to end: new requests are refused, those in flight finish.
     """
 
@@ -66,6 +88,7 @@ class LookaheadService:
         engines: Engines,
         drafts: DraftCounts | None = None,
         metrics: RequestMetrics | None = None,
+        telemetry: Telemetry | None = None,
     ) -> None:
         self._config = config
         self._models = models
@@ -77,22 +100,31 @@ class LookaheadService:
         self.drafts = drafts if drafts is not None else DraftCounts()
         self.on_drafts: Callable[[], None] = lambda: None
         self.metrics = metrics if metrics is not None else RequestMetrics(config.limits.max_in_flight_requests)
+        self.telemetry = telemetry
         self.num_in_flight = 0
         self.draining = False
 
-    async def serve(self, request_id: str, arrays: Arrays, replies: Replies) -> None:
-        """Answer one request. Never raises, except for cancellation of the server's own making; always ends the request."""
+    async def serve(self, request_id: str, arrays: Arrays, replies: Replies, context: Carrier | None = None) -> None:
+        """Answer one request. Never raises, except for cancellation of the server's own making; always ends the request.
+
+        Args:
+            context: the caller's, for spans.
+        """
         self.num_in_flight += 1
-        meter, end = self.metrics.begin(running_clock()), "internal"
+        watchers: list[Watcher] = [self.metrics.begin(running_clock())]
+        if self.telemetry is not None:
+            watchers.append(RequestSpan(self.telemetry, context or {}, request_id))
+        end = "internal"
         try:
             if self.draining:
                 raise Overloaded("the server is about to end; ask another, or this one again once it is back")
             if self.num_in_flight > self._config.limits.max_in_flight_requests:
                 raise Overloaded(f"{self._config.limits.max_in_flight_requests} requests are in flight; try again later")
             request = LookaheadRequest.parse({**self._config.defaults, **request_fields(arrays)})
-            meter.mode = request.mode
+            for each in watchers:
+                each.read(request)
             prompt_ids = await self._prompts.ids(request)
-            end = await self._answer(request, prompt_ids, request_id, replies, meter)
+            end = await self._answer(request, prompt_ids, request_id, replies, watchers)
         except LookaheadError as error:
             end = end_of(error)
             log.info("request_failed", request_id=request_id, error=error.public())
@@ -106,7 +138,8 @@ class LookaheadService:
             replies.fail(LookaheadError("internal error; see the server's log"))
         finally:
             self.num_in_flight -= 1
-            meter.end(end)
+            for each in watchers:
+                each.end(end)
 
     def close(self) -> None:
         """End what no request waits for."""
@@ -114,14 +147,15 @@ class LookaheadService:
         self._prompts.close()
 
     async def _answer(
-        self, request: LookaheadRequest, prompt_ids: IntArray, request_id: str, replies: Replies, meter: RequestMeter
+        self, request: LookaheadRequest, prompt_ids: IntArray, request_id: str, replies: Replies, watchers: Sequence[Watcher]
     ) -> str:
         """The end of the request."""
         parts: list[str] = []
 
         def emit(committed: Committed) -> None:
             if committed.step is not None:
-                meter.step(committed.step)
+                for each in watchers:
+                    each.step(committed.step)
             if request.stream:
                 if committed.text or committed.record is not None:
                     replies.send(committed_tensors(committed), final=False)
@@ -132,14 +166,23 @@ class LookaheadService:
         self._server = self._server or Server(self._engines, self._models, self._config, Learned(running_clock()), self.audits)
         loop = assemble(request, prompt_ids, request_id, self._server, emit)
         ledger = loop.ledger
-        ledger.on_call = meter.call
+        for each in watchers:
+            each.began(ledger)
+
+        def called(span: CallSpan) -> None:
+            for each in watchers:
+                each.call(span)
+
+        ledger.on_call = called
         try:
             outcome = await self._unless_cancelled(loop, replies)
         finally:
-            meter.degraded({part: ledger.now_s() - since_s for part, since_s in ledger.degraded.items()})
+            for each in watchers:
+                each.degraded({part: ledger.now_s() - since_s for part, since_s in ledger.degraded.items()})
         usage, finish_reason = outcome.usage, outcome.finish_reason
         self._count_drafts(outcome)
-        meter.answered(usage)
+        for each in watchers:
+            each.answered(usage)
         about = (request, request_id, finish_reason, usage, outcome.ledger)
         trace = build_trace(*about, pace=self._config.pace) if request.trace else None
         replies.send(final_tensors("".join(parts), finish_reason, usage, trace), final=True)

@@ -18,6 +18,7 @@ from lr_client import AsyncClient
 from lr_backend.frontend.app import Frontend
 from lr_backend.frontend.limits import Keys
 from lr_backend.frontend.settings import Deployed, Settings
+from lr_backend.telemetry import Telemetry
 
 WAIT_S = 20.0
 """Bound of every wait; reached only by a bug."""
@@ -104,6 +105,7 @@ def frontend(
     deployed: Deployed = DEPLOYED,
     keys: Sequence[str] = (),
     metrics_url: str | None = None,
+    telemetry: Telemetry | None = None,
 ) -> Iterator[Served]:
     """Serve until the block is left."""
     ready, found = threading.Event(), list[Served]()
@@ -112,7 +114,7 @@ def frontend(
 
     async def run() -> None:
         async with AsyncClient(grpc_url) as client:
-            made = Frontend(settings or Settings(), deployed, client, Keys(keys), metrics_url)
+            made = Frontend(settings or Settings(), deployed, client, Keys(keys), metrics_url, telemetry)
             config = uvicorn.Config(made.app(), log_config=None, lifespan="off", timeout_graceful_shutdown=1)
             servers.append(uvicorn.Server(config))
             found.append(Served(listening.getsockname()[1], made))

@@ -113,18 +113,22 @@ class AsyncClient:
         *,
         timeout_s: float | None = None,
         request_id: str | None = None,
+        metadata: _wire.Metadata | None = None,
     ) -> Result:
         """The whole answer to a question, or to the last turn of a list of messages.
 
         Args:
             timeout_s: seconds until the request is given up and cancelled; None is the client's own.
             request_id: what the server's log calls the request; None makes one.
+            metadata: headers of this request beside the client's own, such as ``traceparent``.
 
         Raises:
             ClientError: see :mod:`lr_client.errors`.
         """
         collector = Collector()
-        async with self.stream(question, options, timeout_s=timeout_s, request_id=request_id) as events:
+        async with self.stream(
+            question, options, timeout_s=timeout_s, request_id=request_id, metadata=metadata
+        ) as events:
             async for event in events:
                 collector.add(event)
         return collector.result()
@@ -136,6 +140,7 @@ class AsyncClient:
         *,
         timeout_s: float | None = None,
         request_id: str | None = None,
+        metadata: _wire.Metadata | None = None,
     ) -> AsyncStream:
         """The answer as it is committed; the request is sent once the event loop gets its turn.
 
@@ -144,8 +149,9 @@ class AsyncClient:
         """
         limit_s = self.timeout_s if timeout_s is None else _wire.checked_timeout(timeout_s)
         request_id = _wire.checked_id(request_id)
+        headers = (*self._metadata, *_wire.metadata_pairs(metadata))
         request = _wire.infer_request(self.model, request_id, encode(question, options or Options()))
-        call = self._connected().ModelStreamInfer((request,), timeout=limit_s, metadata=self._metadata)
+        call = self._connected().ModelStreamInfer((request,), timeout=limit_s, metadata=headers)
         exchange = _wire.Exchange(call, request_id=request_id, url=self.url, timeout_s=limit_s)
         stream = AsyncStream(call, exchange)
         self._streams.add(stream)

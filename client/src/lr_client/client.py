@@ -114,18 +114,22 @@ class Client:
         *,
         timeout_s: float | None = None,
         request_id: str | None = None,
+        metadata: _wire.Metadata | None = None,
     ) -> Result:
         """The whole answer to a question, or to the last turn of a list of messages.
 
         Args:
             timeout_s: seconds until the request is given up and cancelled; None is the client's own.
             request_id: what the server's log calls the request; None makes one.
+            metadata: headers of this request beside the client's own, such as ``traceparent``.
 
         Raises:
             ClientError: see :mod:`lr_client.errors`.
         """
         collector = Collector()
-        with self.stream(question, options, timeout_s=timeout_s, request_id=request_id) as events:
+        with self.stream(
+            question, options, timeout_s=timeout_s, request_id=request_id, metadata=metadata
+        ) as events:
             for event in events:
                 collector.add(event)
         return collector.result()
@@ -137,6 +141,7 @@ class Client:
         *,
         timeout_s: float | None = None,
         request_id: str | None = None,
+        metadata: _wire.Metadata | None = None,
     ) -> Stream:
         """The answer as it is committed; the request is sent at once.
 
@@ -146,8 +151,9 @@ class Client:
         self._streams.check_open()
         limit_s = self.timeout_s if timeout_s is None else _wire.checked_timeout(timeout_s)
         request_id = _wire.checked_id(request_id)
+        headers = (*self._metadata, *_wire.metadata_pairs(metadata))
         request = _wire.infer_request(self.model, request_id, encode(question, options or Options()))
-        call = self._stub.ModelStreamInfer(iter((request,)), timeout=limit_s, metadata=self._metadata)
+        call = self._stub.ModelStreamInfer(iter((request,)), timeout=limit_s, metadata=headers)
         exchange = _wire.Exchange(call, request_id=request_id, url=self.url, timeout_s=limit_s)
         stream = Stream(call, exchange)
         self._streams.add(stream)
