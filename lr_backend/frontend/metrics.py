@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+from itertools import product
 
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
+from lr_backend.frontend.errors import CODES
 from lr_backend.frontend.limits import Gate
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -18,6 +20,9 @@ TIMEOUT_S = 2.0
 """For Triton's page; a scrape has ten seconds by default."""
 BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 600.0)
 COMPLETED, NO_ROUTE = "ok", "none"
+ANSWERING = ("/v1/chat/completions", "/v1/completions")
+SHOWN_FROM_THE_START = {COMPLETED: 200} | {code: CODES[code][0] for code in ("overloaded", "unavailable", "timeout", "internal")}
+"""What alerts look at: the rate of a counter that appears with its first event misses that event."""
 log = structlog.get_logger()
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # one series more for each, and nobody asks when a counter was made
@@ -36,6 +41,8 @@ class DoorMetrics:
             ("route", "status", "code"),
             registry=self._registry,
         )
+        for route, (code, status) in product(ANSWERING, SHOWN_FROM_THE_START.items()):
+            self._requests.labels(route, str(status), code)
         self._seconds = Histogram(
             "lr_http_request_duration_seconds",
             "Seconds from a request's head to the last byte of its answer, refusals left out",

@@ -21,8 +21,9 @@ from lr_backend.engine import Role
 from lr_backend.errors import Cancelled, EngineRejected, InvalidRequest, LookaheadError, Overloaded, TargetUnavailable
 from lr_backend.loop.answer import StepMark
 from lr_backend.loop.ledger import CallSpan, Ledger
-from lr_backend.request import FinishReason, LookaheadRequest, Mode, Usage
+from lr_backend.request import FinishReason, LookaheadRequest, Mode, Origin, Usage
 from lr_backend.triton.metrics import Histogram, Key, MetricSheet
+from lr_backend.verify import Reason
 
 REQUESTS, IN_FLIGHT, LIMIT, BUILD = (
     "lr_requests_total",
@@ -79,6 +80,8 @@ ENDS = (
     *("invalid_request", "engine_rejected", "overloaded", "cancelled", "target_unavailable", "internal"),
 )
 RESULTS = ("completed", "cancelled", "failed")
+ACCEPTING = (Reason.EXACT, Reason.SAME_TEXT, Reason.NONE)
+"""Reasons that no correction has."""
 PARTS = ("draft", "judge", "verifier")
 """What an answer may go on without."""
 MAX_WAITING = 1 << 16
@@ -118,7 +121,9 @@ class RequestMetrics:
         modes = (*Mode, NO_MODE)
         zeros = [_key(REQUESTS, mode=mode, end=end) for mode in modes for end in ENDS]
         zeros += [_key(CALLS, role=role, result=result) for role in Role for result in RESULTS]
-        zeros += [_key(name, without=part) for name in (DEGRADED, DEGRADED_S) for part in PARTS]
+        zeros += [_key(name, part=part) for name in (DEGRADED, DEGRADED_S) for part in PARTS]
+        zeros += [_key(STEPS, origin=Origin.CORRECTION, reason=reason) for reason in Reason if reason not in ACCEPTING]
+        zeros += [_key(STEPS, origin=Origin.DRAFT, reason=reason) for reason in ACCEPTING if reason is not Reason.NONE]
         zeros += [_key(name) for name in (PROMPT, COMPLETION, WASTED)]
         self._counts.update(dict.fromkeys(zeros, 0.0))
 
@@ -189,8 +194,8 @@ class RequestMeter:
 
     def degraded(self, seconds: Mapping[str, float]) -> None:
         """What the answer went on without, and for how long."""
-        counts = {_key(DEGRADED, without=part): 1.0 for part in seconds}
-        self._metrics.add(counts | {_key(DEGRADED_S, without=part): lasted_s for part, lasted_s in seconds.items()})
+        counts = {_key(DEGRADED, part=part): 1.0 for part in seconds}
+        self._metrics.add(counts | {_key(DEGRADED_S, part=part): lasted_s for part, lasted_s in seconds.items()})
 
     def answered(self, usage: Usage) -> None:
         """The answer is complete; :meth:`end` follows."""

@@ -63,7 +63,7 @@ def ended(found: dict[tuple[str, tuple[tuple[str, str], ...]], float]) -> dict[t
     return {
         tuple(dict(labels)[label] for label in ("route", "status", "code")): value
         for (name, labels), value in found.items()
-        if name == "lr_http_requests_total"
+        if name == "lr_http_requests_total" and value
     }
 
 

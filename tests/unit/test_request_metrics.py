@@ -126,8 +126,8 @@ def test_a_draft_that_fails_degrades_a_request_and_is_counted() -> None:
     page, _, (replies,) = served([{"mode": "lr", "max_tokens": 200}], world)
 
     assert Usage.model_validate_json(replies.sent[-1]["usage"]).degraded == ("draft",)
-    assert total(page, named.DEGRADED, without="draft") == 1 == total(page, named.DEGRADED)
-    assert total(page, named.DEGRADED_S, without="draft") > 0
+    assert total(page, named.DEGRADED, part="draft") == 1 == total(page, named.DEGRADED)
+    assert total(page, named.DEGRADED_S, part="draft") > 0
     assert total(page, named.CALLS, role=Role.DRAFT, result="failed") >= 1
 
 
@@ -148,7 +148,7 @@ def test_a_refusal_has_its_end_and_no_latency(fields: dict[str, Any], about: dic
 def test_what_alerts_look_at_is_there_before_it_happens() -> None:
     page, _, _ = served([])
     found = {name for name, _ in page.values}
-    assert found == {*COUNTERS, *GAUGES} - {named.STEPS, named.DEPTHS}
+    assert found == {*COUNTERS, *GAUGES} - {named.DEPTHS}
     assert total(page, named.REQUESTS) == total(page, named.CALLS) == total(page, named.DEGRADED) == 0
     assert {dict(labels)["end"] for name, labels in page.values if name == named.REQUESTS} == set(ENDS)
 
