@@ -17,8 +17,8 @@ COUNTERS = {
 }
 GAUGES = {
     RATE: "Share of accepted steps that were wrong, by audits: corrected for the auditor's errors, older ones for less",
-    RATE_LOW: "Lower bound of its 95 % interval",
-    RATE_HIGH: "Upper bound of its 95 % interval",
+    RATE_LOW: "Lower end of the 95 % interval of lr_false_accept_rate",
+    RATE_HIGH: "Upper end of the 95 % interval of lr_false_accept_rate",
 }
 
 

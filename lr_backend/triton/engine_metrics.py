@@ -13,7 +13,7 @@ GAUGES = ("num_waiting", "num_running", "num_blocks_used", "num_blocks_cached", 
 HELP = {
     "busy_s": "Seconds spent in iterations",
     "paced_s": "Seconds that the iterations of a paced engine were to take",
-    "late_s": "Seconds that they took beyond",
+    "late_s": "Seconds that the iterations of a paced engine took beyond that",
     "num_iterations": "Iterations: rounds in which the engine computed for all sequences in flight",
     "num_batch_rows": "Sequences of all iterations together; over iterations: the mean batch",
     "num_tokens_prefilled": "Prompt and draft tokens computed",

@@ -21,9 +21,9 @@ ACCEPTED_TOKENS = f"{PREFIX}accepted_tokens_total"
 ACCEPTED_PER_POSITION = f"{PREFIX}accepted_tokens_per_pos_total"
 COUNTERS = {
     DRAFTS: "Drafts (rows of draft tokens) that the target verified",
-    DRAFT_TOKENS: "Tokens in them",
-    ACCEPTED_TOKENS: "Tokens of them that the target accepted",
-    ACCEPTED_PER_POSITION: "Tokens accepted by their position in the draft, from 0",
+    DRAFT_TOKENS: "Draft tokens that the target verified",
+    ACCEPTED_TOKENS: "Draft tokens that the target accepted",
+    ACCEPTED_PER_POSITION: "Accepted draft tokens by their position in the draft, from 0; an engine that drafts by itself does not say",
 }
 
 

@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import re
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from openai import APIStatusError, AsyncOpenAI, BadRequestError, OpenAI
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
 
 from lr_backend.serve.warmup import ANSWER, QUESTION
+from tests.support.observed import (
+    PROJECT,
+    Collector,
+    alert_expressions,
+    answering,
+    collector,
+    dashboard_expressions,
+    has_prometheus,
+    named,
+    prometheus,
+)
 
 pytestmark = pytest.mark.integration
 
@@ -31,6 +48,21 @@ RIGHT = f"\\boxed{{{ANSWER}}}"
 class Served:
     url: str
     process: subprocess.Popen[bytes]
+    log: Path
+
+    @property
+    def address(self) -> str:
+        return urlsplit(self.url).netloc
+
+    def page(self) -> dict[str, Metric]:
+        """What Prometheus is told, by family."""
+        with urllib.request.urlopen(f"http://{self.address}/metrics", timeout=BOUND_S) as answer:
+            text = answer.read().decode()
+        names = re.findall(r"^# TYPE (\S+) ", text, re.MULTILINE)
+        assert len(names) == len(set(names)), "a family stands there twice"
+        # Counters by the name that they are asked for, which the parser cuts; Triton's own are not all called _total.
+        whole = {name.removesuffix("_total"): name for name in names}
+        return {whole[family.name]: family for family in text_string_to_metric_families(text)}
 
     @property
     def client(self) -> OpenAI:
@@ -38,12 +70,13 @@ class Served:
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[Served]:
+def serving(folder: Path, **environment: str) -> Iterator[Served]:
     printed = folder / "printed"
     ports = [word for name in ("http", "grpc", "metrics", "openai") for word in (f"--{name}-port", "0")]
     command = [str(Path(sys.executable).with_name("lookahead")), "serve", "--repository", str(folder / "demo"), "--spec", "demo"]
     with printed.open("wb") as output:
-        process = subprocess.Popen([*command, *ports], stdout=output, stderr=subprocess.STDOUT)
+        around = {**os.environ, **environment}
+        process = subprocess.Popen([*command, *ports], stdout=output, stderr=subprocess.STDOUT, env=around)
     try:
         deadline = time.monotonic() + BOUND_S
         while "ask it something" not in (said := printed.read_text(encoding="utf-8")):
@@ -51,15 +84,22 @@ def serving(folder: Path) -> Iterator[Served]:
             time.sleep(0.1)
         found = re.search(r"http://\S+/v1\b", said)
         assert found is not None, said
-        yield Served(found[0], process)
+        yield Served(found[0], process, folder / "demo.log")
     finally:
         process.terminate()
         assert process.wait(BOUND_S) == 0
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serving(tmp_path_factory.mktemp("served")) as running:
+def spans() -> Iterator[Collector]:
+    with collector() as taking:
+        yield taking
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, spans: Collector) -> Iterator[Served]:
+    around = {"OTEL_EXPORTER_OTLP_ENDPOINT": spans.url, "OTEL_BSP_SCHEDULE_DELAY": "200"}
+    with serving(tmp_path_factory.mktemp("served"), **around) as running:
         yield running
 
 
@@ -97,6 +137,108 @@ def test_what_is_wrong_is_refused_by_name(served: Served) -> None:
     with served.client as client, pytest.raises(BadRequestError) as refused:
         client.chat.completions.create(**ASKED, extra_body={"lookahead": {"depht": 3}})
     assert refused.value.code == "unknown_field" and "depht" in str(refused.value)
+
+
+OF_EVERY_KIND = (
+    {"mode": "auto"},
+    {"mode": "sd", "proposer": "draft_model"},
+    {"mode": "lr", "verifier": "judge", "audit_rate": 1.0, "risk_budget": 0.9},
+    {"mode": "lr_sd"},
+)
+"""Requests that together make every metric exist."""
+LAST = (
+    *("lr_false_accept_rate_high", "lr_call_duration_seconds", "lr_step_interval_seconds"),
+    *("lr_engine_waiting", "vllm:spec_decode_num_accepted_tokens_per_pos_total"),
+)
+"""Each is there as soon as the thread that tells it, and its like, has had its turn."""
+
+
+def ask_for_everything(served: Served) -> None:
+    with served.client as client:
+        for seed, fields in enumerate(OF_EVERY_KIND):
+            client.chat.completions.create(**ASKED | {"temperature": 0.6, "seed": seed}, extra_body={"lookahead": fields})
+
+
+@pytest.fixture(scope="module")
+def page(served: Served) -> dict[str, Metric]:
+    """The metrics, once each of them exists; they are refreshed twice a second."""
+    ask_for_everything(served)
+    deadline = time.monotonic() + BOUND_S
+    while not all(served.page().get(name) for name in LAST):
+        assert time.monotonic() < deadline
+        ask_for_everything(served)  # what is audited is drawn, so once may not do
+    found = served.page()
+    return found
+
+
+def test_the_page_is_what_the_documentation_says(page: dict[str, Metric]) -> None:
+    text = (PROJECT / "docs" / "operations.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([\w:]+)` \| (\w+) \| (.*?) \| (.*?) \|$", text, re.MULTILINE)
+    told = {name: (kind, labels, meaning) for name, kind, labels, meaning in rows}
+
+    def labels_of(family: Metric) -> str:
+        names = {label for sample in family.samples for label in sample.labels} - {"le"}
+        return ", ".join(f"`{name}`" for name in sorted(names))
+
+    ours = {name: family for name, family in page.items() if not name.startswith("nv_")}
+    assert {name: family.samples for name, family in ours.items() if not family.samples} == {}
+    found = {name: (family.type, labels_of(family), family.documentation) for name, family in ours.items()}
+    assert found == {name: row for name, row in told.items() if not name.startswith("nv_")}
+    theirs = {name for name in told if name.startswith("nv_")}
+    assert theirs and theirs <= set(page)
+
+
+def test_metrics_that_dashboard_and_alerts_ask_for_are_on_the_page(page: dict[str, Metric]) -> None:
+    for name, expression in {**dashboard_expressions(), **alert_expressions()}.items():
+        assert named(expression) <= set(page), name
+
+
+@pytest.mark.skipif(not has_prometheus(), reason="no prometheus is installed (Debian's package prometheus)")
+def test_every_expression_has_an_answer(served: Served, page: dict[str, Metric], tmp_path: Path) -> None:
+    with prometheus(served.address, tmp_path) as asked:
+        ask_for_everything(served)
+        asked.wait_for("sum(rate(lr_requests_total[1m])) and sum(rate(lr_audits_total[1m]))")
+        for name, expression in {**dashboard_expressions(), **alert_expressions()}.items():
+            assert asked.ask(answering(expression)), name
+        rules = asked.rules()
+    assert {rule["name"] for rule in rules} == set(alert_expressions())
+    assert {rule["health"] for rule in rules} == {"ok"}
+
+
+def test_one_trace_goes_from_the_caller_to_the_engines(served: Served, spans: Collector) -> None:
+    trace_id, caller = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+    headers = {"traceparent": f"00-{trace_id}-{caller}-01"}
+    with served.client as client:
+        client.chat.completions.create(**ASKED, extra_headers=headers, extra_body={"lookahead": {"mode": "lr"}})
+
+    door = "POST /v1/chat/completions"
+    found = spans.trace(trace_id, door, "lookahead", "target", "draft")
+    ids = {span.name: span.span_id for span in found}
+    parents = {span.name: {one.parent_span_id for one in found if one.name == span.name} for span in found}
+    assert parents[door] == {bytes.fromhex(caller)}
+    assert parents["lookahead"] == {ids[door]}
+    assert parents["target"] == parents["draft"] == {ids["lookahead"]}
+    assert not [span for span in found if "Tom" in str(span)]
+
+
+def test_a_line_of_the_log_is_an_event_without_a_word_of_the_conversation(served: Served) -> None:
+    canary = "Zanzibar quokka"
+    with served.client as client:
+        client.chat.completions.create(
+            model="demo",
+            messages=[{"role": "user", "content": canary}],
+            max_tokens=20,
+            extra_headers={"X-Request-Id": "canary-1"},
+        )
+        with pytest.raises(BadRequestError):
+            client.chat.completions.create(model="demo", messages=[{"role": "user", "content": canary}], stop=[canary] * 9)
+
+    text = served.log.read_text(encoding="utf-8")
+    lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    assert canary not in text
+    assert all({"event", "level", "timestamp"} <= set(line) for line in lines)
+    mine = {line["event"] for line in lines if str(line.get("request_id", "")).startswith("canary-1")}
+    assert mine == {"http_request", "request_finished"}
 
 
 def test_a_server_that_is_to_end_finishes_its_streams(tmp_path: Path) -> None:
