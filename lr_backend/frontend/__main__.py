@@ -8,7 +8,6 @@ this process ends.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import socket
 import sys
@@ -17,7 +16,6 @@ from importlib.util import find_spec
 from math import ceil
 
 import grpc
-import structlog
 import uvicorn
 from lr_client import AsyncClient
 
@@ -27,6 +25,7 @@ from lr_backend.frontend.limits import Keys
 from lr_backend.frontend.process import READY
 from lr_backend.frontend.settings import Launch
 from lr_backend.frontend.tls import certified_name
+from lr_backend.logs import configure
 from lr_backend.telemetry import open_telemetry
 
 KEEP_ALIVE_S = 75
@@ -91,16 +90,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def main() -> int:
-    logging.basicConfig(level=logging.WARNING)
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso"),
-            structlog.processors.JSONRenderer(),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-    )
+    configure(knows_texts=True)
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(serve(Launch.model_validate_json(sys.stdin.buffer.readline())))

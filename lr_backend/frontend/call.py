@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-import traceback
 import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -110,6 +109,5 @@ class Call:
         span.end()
 
     def crashed(self, error: Exception) -> None:
-        """A bug of ours: where it is, without its message, which may quote what was sent."""
-        frames = traceback.format_tb(error.__traceback__)
-        log.error("request_crashed", request_id=self.request_id, kind=type(error).__name__, frames=frames[-8:])
+        """A bug of ours."""
+        log.error("request_crashed", request_id=self.request_id, exc_info=error)

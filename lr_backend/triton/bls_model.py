@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
-import sys
 import uuid
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +21,7 @@ from lr_backend.engine import Engine, Role
 from lr_backend.engine.address import LOOP_KEY_VARIABLE, LOOP_PARAMETER
 from lr_backend.errors import EngineError, LookaheadError
 from lr_backend.fields import LOOKAHEAD_INPUTS
+from lr_backend.logs import configure
 from lr_backend.loop.assemble import Engines
 from lr_backend.notice import NOTICE_VARIABLE
 from lr_backend.telemetry import carried, open_telemetry
@@ -97,16 +96,7 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         share_interpreter()
         use_uvloop()
-        structlog.configure(
-            processors=[
-                structlog.processors.add_log_level,
-                structlog.processors.TimeStamper(fmt="iso"),
-                structlog.processors.format_exc_info,
-                structlog.processors.JSONRenderer(),
-            ],
-            wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-            logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        )
+        configure(knows_texts=True)
         directory = Path(args["model_repository"]) / args["model_version"]
         self._config = LoopConfig.load(directory / "lookahead.json")
         self._models = load_models(self._config)

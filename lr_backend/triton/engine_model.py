@@ -15,6 +15,7 @@ from lr_backend.embedded.engine import EmbeddedEngine
 from lr_backend.emulated.engine import PacedEngine
 from lr_backend.emulated.open import open_engine
 from lr_backend.errors import LookaheadError
+from lr_backend.logs import configure_libraries
 from lr_backend.triton.client_watch import ClientWatch
 from lr_backend.triton.contract_model import ContractModel, batch_size_default, model_parameters, require_one_response
 from lr_backend.triton.engine_metrics import engine_metrics
@@ -47,6 +48,7 @@ class TritonPythonModel(ContractModel):
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the checkpoint and start the engine. A failure here keeps the model from becoming ready."""
+        configure_libraries(knows_texts=False)
         share_interpreter()
         model_config = json.loads(args["model_config"])
         try:

@@ -20,6 +20,7 @@ from lr_backend.llmapi.engine import LlmApiEngine
 from lr_backend.llmapi.environment import apply, engine_environment, own_packages
 from lr_backend.llmapi.stats import DRAFT_COUNTERS, GAUGES, LlmApiStats
 from lr_backend.llmapi.upstream import load_upstream, make_llm
+from lr_backend.logs import configure_libraries
 from lr_backend.triton.contract_model import ContractModel, batch_size_default, model_parameters, require_one_response
 from lr_backend.triton.engine_metrics import counters_of, engine_metrics
 
@@ -41,6 +42,7 @@ class TritonPythonModel(ContractModel):
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the checkpoint and start the engine. A failure here keeps the model from becoming ready."""
+        configure_libraries(knows_texts=False)
         model_config = json.loads(args["model_config"])
         try:
             require_one_response(model_config)

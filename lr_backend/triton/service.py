@@ -18,7 +18,7 @@ from lr_backend.audit.desk import AuditDesk
 from lr_backend.clock import running_clock
 from lr_backend.config import LoopConfig
 from lr_backend.contract import IntArray
-from lr_backend.errors import Cancelled, LookaheadError, Overloaded
+from lr_backend.errors import Cancelled, InvalidRequest, LookaheadError, Overloaded
 from lr_backend.loop.answer import Committed, Outcome, StepMark
 from lr_backend.loop.assemble import Engines, Models, Server, assemble
 from lr_backend.loop.ledger import CallSpan, Ledger
@@ -127,7 +127,7 @@ class LookaheadService:
             end = await self._answer(request, prompt_ids, request_id, replies, watchers)
         except LookaheadError as error:
             end = end_of(error)
-            log.info("request_failed", request_id=request_id, error=error.public())
+            log.info("request_failed", request_id=request_id, **_told(error))
             replies.fail(error)
         except asyncio.CancelledError:
             end = "cancelled"
@@ -220,3 +220,11 @@ class LookaheadService:
             self.drafts.drafted_by_engine(num_passes, outcome.ledger.num_proposed, outcome.ledger.num_accepted)
         if outcome.ledger.verifications or num_passes:
             self.on_drafts()
+
+
+def _told(error: LookaheadError) -> dict[str, str]:
+    """What the log says of a failure: of a field that breaks a rule neither its value nor what a template says of it, which may
+    be words of a prompt."""
+    if isinstance(error, InvalidRequest):
+        return {"code": error.code, "field": error.field.partition(".")[0], "rule": error.rule.partition(": ")[0]}
+    return {"code": error.code, "error": error.message}

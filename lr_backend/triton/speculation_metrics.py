@@ -23,7 +23,9 @@ COUNTERS = {
     DRAFTS: "Drafts (rows of draft tokens) that the target verified",
     DRAFT_TOKENS: "Draft tokens that the target verified",
     ACCEPTED_TOKENS: "Draft tokens that the target accepted",
-    ACCEPTED_PER_POSITION: "Accepted draft tokens by their position in the draft, from 0; an engine that drafts by itself does not say",
+    ACCEPTED_PER_POSITION: (
+        "Accepted draft tokens by their position in the draft, from 0; an engine that drafts by itself does not say"
+    ),
 }
 
 

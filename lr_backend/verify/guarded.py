@@ -26,7 +26,7 @@ class GuardedVerifier:
         except Exception as error:  # a deployment's own code may raise anything
             if limit.expired():
                 return Verdict(False, Reason.TIMEOUT, verifier=self.name)
-            _logger.warning("the verifier %s failed: %s: %s", self.name, type(error).__name__, error)
+            _logger.warning("the verifier %s failed", self.name, exc_info=error)
             return Verdict(False, Reason.VERIFIER_ERROR, verifier=self.name)
         if not isinstance(verdict, Verdict):
             return Verdict(False, Reason.GARBAGE, verifier=self.name)
