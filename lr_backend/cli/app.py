@@ -13,6 +13,7 @@ import lr_backend
 from lr_backend.cli import checkout
 from lr_backend.cli.build import build
 from lr_backend.cli.doctor import doctor
+from lr_backend.cli.emulate import emulate
 from lr_backend.cli.errors import fail
 from lr_backend.cli.help import Command, Group
 from lr_backend.cli.init import init
@@ -67,7 +68,7 @@ def _main(
     pass
 
 
-_COMMANDS: tuple[Callable[..., None], ...] = (init, build, plan, workload, serve, doctor, health, trace, version)
+_COMMANDS: tuple[Callable[..., None], ...] = (init, build, plan, emulate, workload, serve, doctor, health, trace, version)
 for _command in _COMMANDS:
     app.command(cls=Command)(_command)
 checkout.add_to(app)

@@ -1,0 +1,60 @@
+"""``lookahead emulate``: a workload on a system that is not here, as a page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lr_backend.build.pace import stood_for
+from lr_backend.cli.errors import fail, refuse
+from lr_backend.emulated.workload import Workload
+from lr_backend.errors import LookaheadError
+from lr_backend.plan.sweep import SWEPT, as_json, as_markdown
+from lr_backend.plan.sweep import sweep as run_sweep
+from lr_backend.request import Mode
+
+LOADS = (1, 4)
+
+
+def emulate(
+    spec: Annotated[str, typer.Option(metavar="SPEC", help="The deployment on GPUs, by name or file.")] = "qwen3-32b",
+    system: Annotated[str, typer.Option(metavar="SYSTEM", help="Whose kernel tables: h100_sxm, h200_sxm, ...")] = "h200_sxm",
+    workload: Annotated[
+        str, typer.Option(help="How texts behave: one of `lookahead workload`, by name, or a file (.toml).")
+    ] = "qwen3-gsm8k",
+    sweep: Annotated[bool, typer.Option("--sweep", help="Every mode, placement and load, on a virtual clock.")] = False,
+    load: Annotated[list[int] | None, typer.Option(min=1, help="Requests in flight; by default 1 and 4.")] = None,
+    mode: Annotated[list[Mode] | None, typer.Option(help="By default ar, sd, lr and lr_sd.")] = None,
+    answers: Annotated[int, typer.Option(min=1, help="Of a row at least; p99 wants 100.")] = 1,
+    price: Annotated[float | None, typer.Option(min=0.0, help="Of one card for an hour; adds the cost of an answer.")] = None,
+    limits: Annotated[bool, typer.Option("--limits", help="Also what limits each row; takes several times as long.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the page (.md) here, and JSON beside it.")
+    ] = None,
+) -> None:
+    """Size a deployment for a workload: latency, throughput, GPU-seconds and cost of an answer, predicted."""
+    if not sweep:
+        refuse(f"say --sweep; `lookahead serve --spec {spec} --pace {system}` answers requests at that pace")
+    if output is not None and output.suffix != ".md":
+        refuse(f"--output {output}: the page's name ends in .md")
+    if unknown := [one for one in mode or () if one not in SWEPT]:
+        refuse(f"--mode {unknown[0]} is not swept; known: {', '.join(SWEPT)}")
+    try:
+        texts = Workload.load(workload)
+        found = run_sweep(
+            stood_for(spec), system, texts, load or LOADS, mode or SWEPT, num_answers=answers, price=price, limits=limits
+        )
+    except LookaheadError as error:
+        fail(error)
+    page = as_markdown(found)
+    typer.echo(page, nl=False)
+    if output is None:
+        return
+    try:
+        output.write_text(f"# {spec} on {system}, {workload}\n\n{page}\nPredicted on a virtual clock.\n", encoding="utf-8")
+        output.with_suffix(".json").write_text(json.dumps(as_json(found), indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        fail(LookaheadError(f"cannot write {output}: {error.strerror}"))

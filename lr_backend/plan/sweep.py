@@ -1,0 +1,174 @@
+"""One workload at several loads, by mode and placement: latency, throughput, GPU-seconds and cost of an answer, and what limits.
+
+The real step loop runs on a virtual clock. Every placement has all of the deployment's cards, and its memory comes from
+:func:`~lr_backend.build.pace.machine_of`. Load is closed: so many requests are in flight until all are answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import ceil
+from statistics import fmean
+from typing import Any
+
+from lr_backend.build.gpu_spec import GpuDeployment
+from lr_backend.build.pace import machine_of
+from lr_backend.build.placements import Where, placed
+from lr_backend.emulated.workload import Workload
+from lr_backend.errors import ConfigError
+from lr_backend.hardware.machine import Machine
+from lr_backend.plan.equal_gpus import DRAFT_TOKENS, MAX_DEPTH
+from lr_backend.plan.losses import FREE, LIMITS
+from lr_backend.plan.simulation import Policy, Scenario, simulate
+from lr_backend.request import Mode
+
+SWEPT = (Mode.AR, Mode.SD, Mode.LR, Mode.LR_SD)
+TARGET_LIMITS = "target's iterations"
+LEAST_GAIN = 0.05
+"""What brings less, taken away, is not what limits."""
+_LOOP = "the loop's own time"
+_LIMITS: Mapping[str, Callable[[Machine], Machine]] = {
+    **{name: LIMITS[name] for name in ("token budget", "batch size", "KV memory", "draft", "judge", "hops")},
+    _LOOP: FREE[_LOOP],
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SweepRow:
+    """One mode in one placement at one load.
+
+    Attributes:
+        p50_s, p99_s: of an answer, by nearest rank; of fewer than 100 answers the second is the slowest.
+        cost: of an answer, in the currency of the price; None: no price was given.
+        limited_by: what gains most when it is taken away; None: nobody asked.
+    """
+
+    placement: str
+    mode: Mode
+    load: int
+    num_answers: int
+    p50_s: float
+    p99_s: float
+    answers_per_s: float
+    tokens_per_s: float
+    gpu_s_per_answer: float
+    cost: float | None
+    limited_by: str | None
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """All rows, and which placements do not fit, and why."""
+
+    rows: Sequence[SweepRow]
+    left_out: Mapping[str, str]
+
+
+def sweep(
+    spec: GpuDeployment,
+    system: str,
+    workload: Workload,
+    loads: Sequence[int],
+    modes: Sequence[Mode] = SWEPT,
+    *,
+    num_answers: int = 1,
+    price: float | None = None,
+    limits: bool = False,
+) -> Sweep:
+    """Every mode in every placement at every load.
+
+    Args:
+        num_answers: of a row at least.
+        price: of one card for an hour.
+        limits: also find what limits each row; takes several times as long.
+
+    Raises:
+        ConfigError: no placement fits.
+    """
+    cards = spec.hardware.num_gpus
+    rows: list[SweepRow] = []
+    left_out: dict[str, str] = {}
+    for name, tp_size, where in _placements(cards):
+        try:
+            machine = machine_of(placed(spec, system, tp_size, where, cards), system)
+        except ConfigError as error:
+            left_out[name] = error.message
+            continue
+        scenario = Scenario.of(spec.loop_config(), workload, machine)
+        for mode in modes:
+            if (mode is Mode.AR) is not (where is Where.NOWHERE):
+                continue
+            rows += (_row(scenario, name, mode, load, cards, num_answers, price, limits) for load in loads)
+    if not rows:
+        raise ConfigError("; ".join(dict.fromkeys(left_out.values())) or "no mode to sweep")
+    return Sweep(rows, left_out)
+
+
+def rank(values: Sequence[float], share: float) -> float:
+    """The quantile by nearest rank: one of the values."""
+    return sorted(values)[max(0, ceil(share * len(values)) - 1)]
+
+
+def as_json(found: Sweep) -> dict[str, Any]:
+    return {"rows": [asdict(row) for row in found.rows], "left_out": dict(found.left_out)}
+
+
+def as_markdown(found: Sweep) -> str:
+    """One table; columns that nobody asked for are left out."""
+    head = ["placement", "mode", "load", "p50 s", "p99 s", "answers/s", "tokens/s", "GPU s an answer"]
+    priced = any(row.cost is not None for row in found.rows)
+    limited = any(row.limited_by is not None for row in found.rows)
+    head += ["cost an answer"] * priced + ["limited by"] * limited
+    lines = [head, ["---"] * 2 + ["---:"] * (len(head) - 2 - limited) + ["---"] * limited]
+    for row in found.rows:
+        cells = [row.placement, row.mode.value, f"{row.load}", f"{row.p50_s:.1f}", f"{row.p99_s:.1f}"]
+        cells += [f"{row.answers_per_s:.3f}", f"{row.tokens_per_s:.0f}", f"{row.gpu_s_per_answer:.1f}"]
+        cells += [f"{row.cost:.4f}"] * priced + [f"{row.limited_by}"] * limited
+        lines.append(cells)
+    table = "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+    return table + "".join(f"\nLeft out: {name}: {why}\n" for name, why in found.left_out.items())
+
+
+def _placements(num_cards: int) -> Iterator[tuple[str, int, Where]]:
+    """(name, parallelism of the target, where draft and judge are)"""
+    yield f"TP {num_cards}, target alone", num_cards, Where.NOWHERE
+    yield f"TP {num_cards}, beside the target", num_cards, Where.TARGETS_CARDS
+    if num_cards > 1:
+        yield f"TP {num_cards // 2}, apart", num_cards // 2, Where.OWN_CARDS
+
+
+def _row(
+    scenario: Scenario, name: str, mode: Mode, load: int, cards: int, num_answers: int, price: float | None, limits: bool
+) -> SweepRow:
+    depth = MAX_DEPTH if mode.speculates_steps else 0
+    policy = Policy(mode, depth, num_requests=load, fields=DRAFT_TOKENS if mode.speculates_tokens else {})
+    num_sets = ceil(num_answers / load)
+    usages = simulate(scenario, policy, num_sets=num_sets).usages
+    taken = [usage.latency_s for usage in usages]
+    mean_s = fmean(taken)
+    gpu_s = cards * mean_s / load
+    return SweepRow(
+        placement=name,
+        mode=mode,
+        load=load,
+        num_answers=len(usages),
+        p50_s=rank(taken, 0.5),
+        p99_s=rank(taken, 0.99),
+        answers_per_s=load / mean_s,
+        tokens_per_s=load * fmean(usage.completion_tokens for usage in usages) / mean_s,
+        gpu_s_per_answer=gpu_s,
+        cost=None if price is None else price * gpu_s / 3600.0,
+        limited_by=_limit(scenario, policy, num_sets, mean_s) if limits else None,
+    )
+
+
+def _limit(scenario: Scenario, policy: Policy, num_sets: int, mean_s: float) -> str:
+    """What shortens answers most when it is taken away; the target's iterations where nothing else does."""
+    gains: dict[str, float] = {}
+    for name, free in _LIMITS.items():
+        machine = free(scenario.machine)
+        if machine != scenario.machine:
+            gains[name] = 1.0 - simulate(replace(scenario, machine=machine), policy, num_sets=num_sets).latency_s / mean_s
+    best = max(gains, key=lambda name: gains[name], default=TARGET_LIMITS)
+    return best if gains.get(best, 0.0) >= LEAST_GAIN else TARGET_LIMITS

@@ -1,0 +1,59 @@
+"""The sweep: what its rows say of each other, and how a page is written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from lr_backend.build.pace import stood_for
+from lr_backend.cli.app import app
+from lr_backend.emulated.workload import Workload
+from lr_backend.plan.sweep import TARGET_LIMITS, rank, sweep
+from lr_backend.request import Mode
+
+SHORT = Workload(0.6, token_agreement=0.75, word_agreement=0.5, prompt_tokens=200, num_steps=4)
+
+
+def test_load_costs_latency_and_saves_gpu_seconds() -> None:
+    found = sweep(stood_for("qwen3-32b"), "h200_sxm", SHORT, (1, 8), (Mode.AR,), num_answers=8, price=3.6, limits=True)
+    alone, crowded = found.rows
+    assert (alone.num_answers, crowded.num_answers) == (8, 8)
+    assert crowded.p50_s > alone.p50_s and alone.p99_s >= alone.p50_s
+    assert crowded.gpu_s_per_answer < alone.gpu_s_per_answer
+    assert alone.gpu_s_per_answer * alone.answers_per_s == pytest.approx(4.0)
+    assert alone.cost == pytest.approx(alone.gpu_s_per_answer / 1000.0)
+    assert alone.limited_by == TARGET_LIMITS
+
+
+def test_speculation_is_swept_in_both_placements() -> None:
+    found = sweep(stood_for("qwen3-32b"), "h200_sxm", SHORT, (1,), (Mode.AR, Mode.LR))
+    assert [(row.placement, row.mode) for row in found.rows] == [
+        ("TP 4, target alone", Mode.AR),
+        ("TP 4, beside the target", Mode.LR),
+        ("TP 2, apart", Mode.LR),
+    ]
+    assert len({row.p50_s for row in found.rows}) == 3
+
+
+def test_a_quantile_is_one_of_the_values() -> None:
+    assert rank([3.0, 1.0, 2.0], 0.5) == 2.0
+    assert rank([float(number) for number in range(1, 201)], 0.99) == 198.0
+    assert rank([5.0], 0.99) == 5.0
+
+
+def test_the_command_writes_a_page_and_json_beside_it(tmp_path: Path) -> None:
+    texts, page = tmp_path / "short.toml", tmp_path / "page.md"
+    texts.write_text(SHORT.as_toml(), encoding="utf-8")
+    asked = ["emulate", "--sweep", "--workload", str(texts), "--load", "1", "--mode", "ar", "--price", "2", "-o", str(page)]
+    result = CliRunner().invoke(app, asked)
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(page.with_suffix(".json").read_text())["rows"]
+    assert f"| {row['cost']:.4f} |" in page.read_text() and "limited by" not in page.read_text()
+
+
+@pytest.mark.parametrize("wrong", [[], ["--sweep", "--mode", "auto"], ["--sweep", "-o", "page.txt"]])
+def test_what_it_cannot_do_it_refuses(wrong: list[str]) -> None:
+    assert CliRunner().invoke(app, ["emulate", *wrong]).exit_code == 2
