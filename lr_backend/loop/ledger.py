@@ -147,6 +147,13 @@ class Ledger:
                 assert span.finished_s is not None
                 yield span.num_proposed, span.num_accepted, span.finished_s - span.started_s
 
+    def timed_draft_calls(self) -> Iterator[tuple[int, float]]:
+        """Tokens and seconds of every call of the draft that has come to its end."""
+        for span in self.spans:
+            if span.role is Role.DRAFT and span.num_tokens and not (span.cancelled or span.failed):
+                assert span.finished_s is not None
+                yield span.num_tokens, span.finished_s - span.started_s
+
     def draft_tokens_verified(self, call_id: str, num_proposed: int, num_accepted: int) -> None:
         """Of those that a call of the draft model has written, some were verified."""
         if (span := self.draft_calls.get(call_id)) is not None:

@@ -97,7 +97,8 @@ class LookaheadLoop:
             raise TargetUnavailable(f"the target engine failed: {error.message}") from error
         answer.flush()
         if self.target.draft_tokens is not None:
-            self.shared.learn_draft_length(self.request.proposer, self.ledger.timed_verifications())
+            ledger = self.ledger
+            self.shared.learn_draft_length(self.request.proposer, ledger.timed_verifications(), ledger.timed_draft_calls())
         assert answer.finish is not None
         about = {**self.audit.usage(), "seed": self.request.seed}
         usage = self.ledger.usage(self.request.mode).model_copy(update=about)

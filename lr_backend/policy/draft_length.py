@@ -30,27 +30,28 @@ class DraftLength:
 
     def __init__(self) -> None:
         self._accepted, self._ended = Average(memory=256), Average(memory=256)
-        self._seconds = Crowding()
+        self._verifying, self._drafting = Crowding(), Crowding()
+        """Seconds of a call, by the draft tokens that it verifies or writes: what the call itself takes, and so much for each."""
 
     def verified(self, num_proposed: int, num_accepted: int, seconds: float) -> None:
         """One verification took ``seconds`` > 0."""
         self._accepted.add(num_accepted)
         self._ended.add(float(num_accepted < num_proposed))
-        self._seconds.add(num_proposed, seconds)
+        self._verifying.add(num_proposed, seconds)
 
-    def best(self, most: int, drafted_token_s: float) -> int:
-        """The number of draft tokens, 1 to ``most``; ``most`` while little is known.
+    def drafted(self, num_tokens: int, seconds: float) -> None:
+        """One call of the draft took ``seconds`` > 0; never told where draft tokens are looked up."""
+        self._drafting.add(num_tokens, seconds)
 
-        Args:
-            drafted_token_s: seconds that the draft takes for one; 0 where they are looked up.
-        """
+    def best(self, most: int) -> int:
+        """The number of draft tokens, 1 to ``most``; ``most`` while little is known."""
         if self._accepted.count < LEAST_SEEN:
             return most
         accepted, ended = self._accepted.value or 0.0, self._ended.value or 0.0
         chance = accepted / (accepted + ended) if accepted else 0.0
 
         def tokens_a_second(num: int) -> float:
-            verifying, drafting = self._seconds.at(num), num * drafted_token_s
+            verifying, drafting = self._verifying.at(num), self._drafting.at(num)
             waiting = (1.0 - chance**num) * drafting
             return expected_tokens(chance, num) / (max(verifying, drafting) + waiting)
 

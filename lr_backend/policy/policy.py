@@ -43,15 +43,21 @@ class Learned:
             self._trials[key] = Trial(ways)
         return self._trials[key]
 
-    def learn_draft_length(self, proposer: str, verifications: Iterable[tuple[int, int, float]]) -> None:
-        """From one answer: draft tokens proposed and accepted, and seconds, of every verification."""
+    def learn_draft_length(
+        self, proposer: str, verifications: Iterable[tuple[int, int, float]], draft_calls: Iterable[tuple[int, float]]
+    ) -> None:
+        """From one answer: draft tokens proposed and accepted, and seconds, of every verification; tokens and seconds of every
+        call of the draft."""
+        learned = self.draft_length[proposer]
         for num_proposed, num_accepted, seconds in verifications:
-            self.draft_length[proposer].verified(num_proposed, num_accepted, seconds)
+            learned.verified(num_proposed, num_accepted, seconds)
+        if proposer == ProposerName.DRAFT_MODEL:
+            for num_tokens, seconds in draft_calls:
+                learned.drafted(num_tokens, seconds)
 
     def num_draft_tokens(self, proposer: str, most: int) -> int:
         """To verify at once."""
-        drafted_token_s = self.prices.drafted_token_s.value if proposer == ProposerName.DRAFT_MODEL else None
-        return self.draft_length[proposer].best(most, drafted_token_s or 0.0) if most else 0
+        return self.draft_length[proposer].best(most) if most else 0
 
     @property
     def price_of_row(self) -> float:

@@ -9,8 +9,17 @@ from hypothesis import strategies as st
 from lr_backend.policy.draft_length import LEAST_SEEN, DraftLength, expected_tokens
 
 
-def learned(accepted: float, *, base_s: float = 20.0, token_s: float = 0.9, number: int = 64) -> DraftLength:
-    """After verifications of 1 to 10 draft tokens, each accepted with that chance; times follow a line."""
+def learned(
+    accepted: float,
+    *,
+    base_s: float = 20.0,
+    token_s: float = 0.9,
+    call_s: float = 0.0,
+    drafted_token_s: float = 0.0,
+    number: int = 64,
+) -> DraftLength:
+    """After verifications of 1 to 10 draft tokens, each accepted with that chance, and as many calls of the draft; times follow
+    lines."""
     found, owed = DraftLength(), 0.0
     for index in range(number):
         proposed = 1 + index % 10
@@ -18,6 +27,8 @@ def learned(accepted: float, *, base_s: float = 20.0, token_s: float = 0.9, numb
         taken = min(proposed, round(owed))
         owed -= taken
         found.verified(proposed, taken, base_s + token_s * proposed)
+        if drafted_token_s:
+            found.drafted(proposed, call_s + drafted_token_s * proposed)
     return found
 
 
@@ -27,13 +38,13 @@ def test_a_verification_brings_one_to_all_and_one_more(acceptance: float, number
 
 
 def test_little_seen_takes_the_most() -> None:
-    assert DraftLength().best(8, 2.5) == 8
-    assert learned(0.0, number=LEAST_SEEN - 1).best(8, 2.5) == 8
+    assert DraftLength().best(8) == 8
+    assert learned(0.0, number=LEAST_SEEN - 1).best(8) == 8
 
 
 @pytest.mark.parametrize("drafted_token_s", [0.0, 2.5])
 def test_more_are_verified_where_more_are_accepted(drafted_token_s: float) -> None:
-    lengths = [learned(chance).best(10, drafted_token_s) for chance in (0.0, 0.5, 0.8, 0.97)]
+    lengths = [learned(chance, drafted_token_s=drafted_token_s).best(10) for chance in (0.0, 0.5, 0.8, 0.97)]
 
     assert lengths == sorted(lengths)
     assert lengths[0] == 1
@@ -41,15 +52,23 @@ def test_more_are_verified_where_more_are_accepted(drafted_token_s: float) -> No
 
 
 def test_a_slow_draft_is_asked_for_fewer() -> None:
-    found = learned(0.75)
+    lengths = [learned(0.75, drafted_token_s=token_s).best(10) for token_s in (10.0, 2.5, 0.0)]
 
-    assert found.best(10, 10.0) < found.best(10, 2.5) <= found.best(10, 0.0)
+    assert lengths[0] < lengths[1] <= lengths[2]
 
 
-@given(st.lists(st.tuples(st.integers(1, 10), st.floats(0.0, 1.0), st.floats(1e-3, 10.0)), max_size=60), st.floats(0.0, 1.0))
-def test_it_is_always_one_of_those_that_are_allowed(seen: list[tuple[int, float, float]], drafted_token_s: float) -> None:
+def test_calls_that_take_long_whatever_they_write_are_few() -> None:
+    """A crowded draft, or one behind a long prefix: a token takes the same seconds in both, and a call does not."""
+    by_token, by_call = learned(0.75, drafted_token_s=50.0), learned(0.75, call_s=250.0, drafted_token_s=1.0)
+
+    assert by_token.best(10) < by_call.best(10)
+
+
+@given(st.lists(st.tuples(st.integers(1, 10), st.floats(0.0, 1.0), *[st.floats(1e-3, 10.0)] * 2), max_size=60))
+def test_it_is_always_one_of_those_that_are_allowed(seen: list[tuple[int, float, float, float]]) -> None:
     found = DraftLength()
-    for proposed, share, seconds in seen:
+    for proposed, share, seconds, drafting_s in seen:
         found.verified(proposed, int(share * proposed), seconds)
+        found.drafted(proposed, drafting_s)
 
-    assert 1 <= found.best(7, drafted_token_s) <= 7
+    assert 1 <= found.best(7) <= 7
