@@ -1,7 +1,8 @@
 """One workload at several loads, by mode and placement: latency, throughput, GPU-seconds and cost of an answer, and what limits.
 
 The real step loop runs on a virtual clock. Every placement has all of the deployment's cards, and its memory comes from
-:func:`~lr_backend.build.pace.machine_of`. Load is closed: so many requests are in flight until all are answered.
+:func:`~lr_backend.build.pace.machine_of`. Requests begin together, and throughput is their number over their mean time: what a
+closed load comes to that sends the next request as soon as one is answered.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from lr_backend.emulated.workload import Workload
 from lr_backend.errors import ConfigError
 from lr_backend.hardware.machine import Machine
 from lr_backend.plan.equal_gpus import DRAFT_TOKENS, MAX_DEPTH
-from lr_backend.plan.losses import FREE, LIMITS
+from lr_backend.plan.losses import LIMITS
 from lr_backend.plan.simulation import Policy, Scenario, simulate
 from lr_backend.request import Mode
 
@@ -27,11 +28,10 @@ SWEPT = (Mode.AR, Mode.SD, Mode.LR, Mode.LR_SD)
 TARGET_LIMITS = "target's iterations"
 LEAST_GAIN = 0.05
 """What brings less, taken away, is not what limits."""
-_LOOP = "the loop's own time"
 _LIMITS: Mapping[str, Callable[[Machine], Machine]] = {
-    **{name: LIMITS[name] for name in ("token budget", "batch size", "KV memory", "draft", "judge", "hops")},
-    _LOOP: FREE[_LOOP],
+    name: LIMITS[name] for name in ("token budget", "batch size", "KV memory", "draft", "judge", "hops")
 }
+"""The step loop is not among them: on a paced machine it takes no time."""
 
 
 @dataclass(frozen=True, slots=True)
