@@ -124,7 +124,8 @@ def as_markdown(found: Sweep) -> str:
     for row in found.rows:
         cells = [row.placement, row.mode.value, f"{row.load}", f"{row.p50_s:.1f}", f"{row.p99_s:.1f}"]
         cells += [f"{row.answers_per_s:.3f}", f"{row.tokens_per_s:.0f}", f"{row.gpu_s_per_answer:.1f}"]
-        cells += [f"{row.cost:.4f}"] * priced + [f"{row.limited_by}"] * limited
+        cells += [] if row.cost is None else [f"{row.cost:.4f}"]
+        cells += [] if row.limited_by is None else [row.limited_by]
         lines.append(cells)
     table = "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
     return table + "".join(f"\nLeft out: {name}: {why}\n" for name, why in found.left_out.items())

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 from lr_backend.build.pace import stood_for
 from lr_backend.cli.app import app
 from lr_backend.emulated.workload import Workload
-from lr_backend.plan.sweep import TARGET_LIMITS, rank, sweep
+from lr_backend.plan.losses import LIMITS
+from lr_backend.plan.sweep import TARGET_LIMITS, as_markdown, rank, sweep
 from lr_backend.request import Mode
 
 SHORT = Workload(0.6, token_agreement=0.75, word_agreement=0.5, prompt_tokens=200, num_steps=4)
@@ -52,6 +53,14 @@ def test_the_command_writes_a_page_and_json_beside_it(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     (row,) = json.loads(page.with_suffix(".json").read_text())["rows"]
     assert f"| {row['cost']:.4f} |" in page.read_text() and "limited by" not in page.read_text()
+
+
+def test_a_page_without_a_price_has_no_costs_and_says_limits_where_asked() -> None:
+    found = sweep(stood_for("qwen3-32b"), "h200_sxm", SHORT, (1,), (Mode.LR,), limits=True)
+    lines = as_markdown(found).splitlines()
+    assert "cost" not in lines[0] and lines[0].endswith("| limited by |")
+    assert {line.count("|") for line in lines} == {10}
+    assert all(row.limited_by in (TARGET_LIMITS, *LIMITS) for row in found.rows)
 
 
 @pytest.mark.parametrize("wrong", [[], ["--sweep", "--mode", "auto"], ["--sweep", "-o", "page.txt"]])
