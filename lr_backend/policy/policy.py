@@ -38,9 +38,11 @@ class Learned:
 
     def trial(self, proposer: str, verifier: str, ways: tuple[Way, ...]) -> Trial:
         """That of the present load: requests in flight, by powers of two."""
-        key = (self.prices.num_requests.bit_length(), proposer, verifier, ways)
+        load, others = self.prices.num_requests.bit_length(), (proposer, verifier, ways)
+        key = (load, *others)
         if key not in self._trials:
-            self._trials[key] = Trial(ways)
+            known = {key[0]: trial for key, trial in self._trials.items() if key[1:] == others and trial.num_spans}
+            self._trials[key] = Trial(ways, known[min(known, key=lambda one: abs(one - load))] if known else None)
         return self._trials[key]
 
     def learn_draft_length(

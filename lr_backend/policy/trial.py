@@ -11,18 +11,23 @@ from dataclasses import dataclass
 
 from lr_backend.policy.average import Average
 
-SPAN_STEPS = 8
-"""Steps of each request in one span of a way: a window fills within a few."""
+SPAN_STEPS, FEWEST_STEPS, ENOUGH_STEPS = 8, 3, 64
+"""Steps of each request in one span of a way: a window fills within a few. Fewer where all requests together have enough, down to
+so many each."""
+BAD_STEPS, BAD_SHARE = 2, 1.5
+"""A span ends after so many steps of each request where it takes longer than the best way is expected to, by so much."""
 LEAST_STEPS = 8
 """Of each kind of target step before its price is believed."""
 MEMORY = 24
 """Spans after which a way's older ones have faded to about a third."""
 PRIOR_SPANS = 2.0
 """A prediction counts as much as so many spans at first, and no more once a way's memory is full."""
-FIRST_TRY_WITHIN, SPANS_A_FIRST_TRY = 2.0, 8
-"""Every eighth span tries a way that was never taken, unless it is expected to take more than twice as long as the best."""
+FIRST_TRY_WITHIN, SPANS_A_FIRST_TRY = 2.0, 2
+"""Every second span tries a way that was never taken, unless it is expected to take more than twice as long as the best."""
 EXPLORED_SHARE = 0.01
 """Trying other ways than the best may cost this share of the time at most."""
+COST_MEMORY = 256
+"""Spans after which what trying has cost has faded to about a third."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,24 +45,42 @@ Predict = Callable[[Way], float]
 class Trial:
     """The way that requests take at one load.
 
+    Args:
+        like: the trial of a load near this one: its predictions are as wrong, until more is known.
+
     Attributes:
         way: to take now.
     """
 
-    def __init__(self, ways: Sequence[Way]) -> None:
+    def __init__(self, ways: Sequence[Way], like: Trial | None = None) -> None:
         self._ways = tuple(ways)
+        self._usual = {way: like.off(way) if like is not None else None for way in self._ways}
         self._found = {way: Average(memory=MEMORY) for way in ways}
         """Seconds a token over those that were predicted, by spans."""
         self._spent_s = self._lost_s = 0.0
         self._num_spans = self._num_steps = self._num_tokens = 0
         self._seconds = 0.0
-        self.way = self._ways[0]
+        self._is_try = False
+        """The way that is taken was not the best when it was chosen."""
+        self.way: Way = like.way if like is not None else self._ways[0]
+
+    @property
+    def num_spans(self) -> int:
+        """Spans that have come to their end."""
+        return self._num_spans
+
+    def off(self, way: Way) -> float | None:
+        """What the way took over what was predicted; None: it was never taken, here or at a load near this one."""
+        found, usual = self._found[way], self._usual[way]
+        if found.value is None:
+            return usual
+        prior = PRIOR_SPANS * (1.0 - found.count / MEMORY)
+        return (found.count * found.value + prior * (1.0 if usual is None else usual)) / (found.count + prior)
 
     def expected(self, way: Way, predict: Predict) -> float:
         """Seconds a token: the prediction, as wrong as it has lately been."""
-        found = self._found[way]
-        off, prior = found.value if found.value is not None else 1.0, PRIOR_SPANS * (1.0 - found.count / MEMORY)
-        return predict(way) * (found.count * off + prior) / (found.count + prior)
+        off = self.off(way)
+        return predict(way) * (1.0 if off is None else off)
 
     def committed(self, way: Way, seconds: float, num_tokens: int, num_steps: int, predict: Predict, num_requests: int) -> None:
         """One request took ``seconds`` for so many tokens, the steps of one or more commits, in that way."""
@@ -66,7 +89,9 @@ class Trial:
         self._seconds += seconds
         self._num_tokens += num_tokens
         self._num_steps += num_steps
-        if self._num_steps >= SPAN_STEPS * max(1, num_requests) and self._num_tokens:
+        num_steps, requests = self._num_steps, max(1, num_requests)
+        is_long = num_steps >= max(FEWEST_STEPS * requests, min(SPAN_STEPS * requests, ENOUGH_STEPS))
+        if self._num_tokens and (is_long or num_steps >= max(SPAN_STEPS, BAD_STEPS * requests) and self._is_bad(predict)):
             self._end_span(predict)
 
     def choose(self, predict: Predict) -> None:
@@ -75,14 +100,19 @@ class Trial:
         best = min(expected, key=expected.__getitem__)
         if self.way == best:
             others = [way for way in self._ways if way != best]
-            new = [way for way in others if not self._found[way].count and expected[way] < FIRST_TRY_WITHIN * expected[best]]
+            new = [way for way in others if self.off(way) is None and expected[way] < FIRST_TRY_WITHIN * expected[best]]
             fresh = new if self._num_spans % SPANS_A_FIRST_TRY == 0 else []
             # A span of a way that is slower by some share costs that share of a span.
             cheap = [way for way in others if self._affords(expected[way] / expected[best] - 1.0)]
             if tried := fresh or cheap:
-                self.way = min(tried, key=lambda way: self._found[way].count)
+                self.way, self._is_try = min(tried, key=lambda way: self._found[way].count), True
                 return
-        self.way = best
+        self.way, self._is_try = best, False
+
+    def _is_bad(self, predict: Predict) -> bool:
+        """This span takes much longer than the best other way is expected to."""
+        others = [self.expected(way, predict) for way in self._ways if way != self.way]
+        return bool(others) and self._seconds > BAD_SHARE * min(others) * self._num_tokens
 
     def _affords(self, share: float) -> bool:
         """A span that costs that share of the last one."""
@@ -92,9 +122,10 @@ class Trial:
         expected = {way: self.expected(way, predict) for way in self._ways}
         best, taken = min(expected.values()), self._seconds / self._num_tokens
         self._found[self.way].add(taken / predict(self.way))
-        self._spent_s += self._seconds
+        fade = 1.0 - 1.0 / COST_MEMORY
+        self._spent_s, self._lost_s = fade * self._spent_s + self._seconds, fade * self._lost_s
         self._num_spans += 1
-        if expected[self.way] > best:  # another way was tried
+        if self._is_try:  # what a way loses that has been the best until now is no price of trying
             self._lost_s += max(0.0, self._seconds - best * self._num_tokens)
         if taken >= best:  # a way that was faster than any is expected to be gets one more span
             self.choose(predict)
