@@ -23,6 +23,8 @@ from lr_backend.request import LookaheadRequest, ProposerName
 
 USUAL_GAIN_OF_DRAFTS = 1.3
 """Of the target's steps, before draft tokens were tried."""
+USUAL_CHANCE = 0.6
+"""That work ahead is of use, before anything was measured."""
 STEPS_ALONE = 4
 """In one go: half a span of a trial, so that the way is not followed for long after it has changed."""
 
@@ -42,7 +44,9 @@ class Learned:
         key = (load, *others)
         if key not in self._trials:
             known = {key[0]: trial for key, trial in self._trials.items() if key[1:] == others and trial.num_spans}
-            self._trials[key] = Trial(ways, known[min(known, key=lambda one: abs(one - load))] if known else None)
+            like = known[min(known, key=lambda one: abs(one - load))] if known else None
+            # Nothing is known: the most speculation first, or the least where a row is likely to cost more than it brings.
+            self._trials[key] = Trial(ways if self.least_chance < USUAL_CHANCE else ways[::-1], like)
         return self._trials[key]
 
     def learn_draft_length(
@@ -101,8 +105,8 @@ class RequestPolicy(Protocol):
         """Steps that the target writes alone in one go, where the depth is 0; None: all the rest."""
         ...
 
-    def committed(self, num_tokens: int, num_steps: int = 1) -> None:
-        """Steps were committed."""
+    def committed(self, num_tokens: int, num_steps: int = 1, *, ahead: bool = False) -> None:
+        """Steps were committed; ``ahead``: a drafted one was compared."""
         ...
 
 
@@ -135,7 +139,7 @@ class Fixed:
     def alone_steps(self) -> int | None:
         return None
 
-    def committed(self, num_tokens: int, num_steps: int = 1) -> None:
+    def committed(self, num_tokens: int, num_steps: int = 1, *, ahead: bool = False) -> None:
         pass
 
 
@@ -172,12 +176,13 @@ class Measured:
 
     @property
     def verifies_drafts(self) -> bool:
+        first = self._trial.way.drafts
         if self.can_draft and not self.must_draft:
             # Both kinds of steps must have a price before they are compared.
-            for drafts in (True, False):
+            for drafts in (first, not first):
                 if self.shared.prices.target[drafts].token_s.count < LEAST_STEPS:
                     return drafts
-        return self._trial.way.drafts
+        return first
 
     @property
     def min_chance(self) -> float:
@@ -190,10 +195,12 @@ class Measured:
     def alone_steps(self) -> int | None:
         return STEPS_ALONE
 
-    def committed(self, num_tokens: int, num_steps: int = 1) -> None:
+    def committed(self, num_tokens: int, num_steps: int = 1, *, ahead: bool = False) -> None:
         trial, now_s = self._trial, self.shared.prices.clock()
         num_requests = self.shared.prices.num_requests
-        trial.committed(self._way, now_s - self._since_s, num_tokens, num_steps, self._predicted, num_requests)
+        # What was drafted before looking ahead has stopped was paid for then.
+        if self._way.ahead or not ahead:
+            trial.committed(self._way, now_s - self._since_s, num_tokens, num_steps, self._predicted, num_requests)
         self._since_s, self._way = now_s, trial.way
 
     @property

@@ -44,8 +44,8 @@ class Crowding:
 
     def slowdown(self, companions: float, more: float) -> float:
         """Time of a token with ``companions + more`` others in flight over that with ``companions``, at least 1."""
-        alone, slope = self._fit()
-        return max(1.0, (alone + slope * (companions + more)) / (alone + slope * companions)) if self._n else 1.0
+        alone, slope = self._fit() if self._n else (1.0, self._prior)
+        return max(1.0, (alone + slope * (companions + more)) / (alone + slope * companions))
 
     def _fit(self) -> tuple[float, float]:
         """(seconds alone, seconds a companion): ridge regression towards the prior's slope."""

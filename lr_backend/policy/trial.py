@@ -55,8 +55,8 @@ class Trial:
     def __init__(self, ways: Sequence[Way], like: Trial | None = None) -> None:
         self._ways = tuple(ways)
         self._usual = {way: like.off(way) if like is not None else None for way in self._ways}
-        self._found = {way: Average(memory=MEMORY) for way in ways}
-        """Seconds a token over those that were predicted, by spans."""
+        self._taken, self._off = ({way: Average(memory=MEMORY) for way in ways} for _ in range(2))
+        """Seconds a token, and the same over those that were predicted, by spans."""
         self._spent_s = self._lost_s = 0.0
         self._num_spans = self._num_steps = self._num_tokens = 0
         self._seconds = 0.0
@@ -71,16 +71,20 @@ class Trial:
 
     def off(self, way: Way) -> float | None:
         """What the way took over what was predicted; None: it was never taken, here or at a load near this one."""
-        found, usual = self._found[way], self._usual[way]
-        if found.value is None:
-            return usual
-        prior = PRIOR_SPANS * (1.0 - found.count / MEMORY)
-        return (found.count * found.value + prior * (1.0 if usual is None else usual)) / (found.count + prior)
+        off, usual = self._off[way], self._usual[way]
+        return usual if off.value is None else self._blend(off, 1.0 if usual is None else usual)
 
     def expected(self, way: Way, predict: Predict) -> float:
-        """Seconds a token: the prediction, as wrong as it has lately been."""
-        off = self.off(way)
-        return predict(way) * (1.0 if off is None else off)
+        """Seconds a token: what they have lately been at this load, and before that the prediction, as wrong as near this load."""
+        usual = self._usual[way]
+        return self._blend(self._taken[way], predict(way) * (1.0 if usual is None else usual))
+
+    @staticmethod
+    def _blend(found: Average, prior: float) -> float:
+        if found.value is None:
+            return prior
+        weight = PRIOR_SPANS * (1.0 - found.count / MEMORY)
+        return (found.count * found.value + weight * prior) / (found.count + weight)
 
     def committed(self, way: Way, seconds: float, num_tokens: int, num_steps: int, predict: Predict, num_requests: int) -> None:
         """One request took ``seconds`` for so many tokens, the steps of one or more commits, in that way."""
@@ -105,7 +109,7 @@ class Trial:
             # A span of a way that is slower by some share costs that share of a span.
             cheap = [way for way in others if self._affords(expected[way] / expected[best] - 1.0)]
             if tried := fresh or cheap:
-                self.way, self._is_try = min(tried, key=lambda way: self._found[way].count), True
+                self.way, self._is_try = min(tried, key=lambda way: self._taken[way].count), True
                 return
         self.way, self._is_try = best, False
 
@@ -121,7 +125,8 @@ class Trial:
     def _end_span(self, predict: Predict) -> None:
         expected = {way: self.expected(way, predict) for way in self._ways}
         best, taken = min(expected.values()), self._seconds / self._num_tokens
-        self._found[self.way].add(taken / predict(self.way))
+        self._taken[self.way].add(taken)
+        self._off[self.way].add(taken / predict(self.way))
         fade = 1.0 - 1.0 / COST_MEMORY
         self._spent_s, self._lost_s = fade * self._spent_s + self._seconds, fade * self._lost_s
         self._num_spans += 1
