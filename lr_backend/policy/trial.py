@@ -75,7 +75,7 @@ class Trial:
         return usual if off.value is None else self._blend(off, 1.0 if usual is None else usual)
 
     def expected(self, way: Way, predict: Predict) -> float:
-        """Seconds a token: what they have lately been at this load, and before that the prediction, as wrong as near this load."""
+        """Seconds a token: as they have lately been at this load; before that as predicted, and as wrong as near this load."""
         usual = self._usual[way]
         return self._blend(self._taken[way], predict(way) * (1.0 if usual is None else usual))
 
@@ -95,7 +95,7 @@ class Trial:
         self._num_steps += num_steps
         num_steps, requests = self._num_steps, max(1, num_requests)
         is_long = num_steps >= max(FEWEST_STEPS * requests, min(SPAN_STEPS * requests, ENOUGH_STEPS))
-        if self._num_tokens and (is_long or num_steps >= max(SPAN_STEPS, BAD_STEPS * requests) and self._is_bad(predict)):
+        if self._num_tokens and (is_long or (num_steps >= max(SPAN_STEPS, BAD_STEPS * requests) and self._is_bad(predict))):
             self._end_span(predict)
 
     def choose(self, predict: Predict) -> None:
