@@ -72,6 +72,8 @@ FIXED = tuple(name for name in POLICIES if name != "auto")
 CHOOSES = "auto"
 LEARNS_FROM, FIRST = 50, 20
 """Requests that the server has answered before it is measured, where a mode learns; of so many first ones it is told too."""
+NUM_HARDEST, NUM_SETS = 3, 12
+"""Cells where ``auto`` falls shortest of the best fixed row: what it learns there is followed over so many sets of requests."""
 LIMITED = "lr"
 """Of which it is asked what limits it."""
 
@@ -151,6 +153,14 @@ def explore(cell: Cell) -> Found:
     return Found(cell, found, limit, ms_a_token(usages[:FIRST]))
 
 
+def learn(one: Found) -> dict[str, Any]:
+    """What ``auto`` makes of a cell while it learns: milliseconds a token of each set of requests, from an empty server on."""
+    cell, best = one.cell, min(FIXED, key=lambda name: one.ms_a_token[name])
+    usages = simulate(scenario(cell), replace(POLICIES[CHOOSES], num_requests=cell.load), num_sets=NUM_SETS).usages
+    sets = [ms_a_token(usages[start : start + cell.load]) for start in range(0, len(usages), cell.load)]
+    return {**asdict(cell), "best": best, "best_ms_a_token": one.ms_a_token[best], "auto_ms_a_token": sets}
+
+
 def _ms_a_token(asked: Scenario, policy: Policy, skipped: int = 0) -> float:
     """Of sets of requests behind the first ones."""
     num_sets = -(-MIN_ANSWERS // policy.num_requests)
@@ -225,6 +235,18 @@ def map_table(found: Sequence[Found], system: str, sizes: str, alpha: float) -> 
     return table
 
 
+def learning_table(learned: Sequence[Mapping[str, Any]]) -> Table:
+    """The hardest cells of ``auto``: its share of the best fixed row in each set of requests."""
+    table = Table(title="auto where it falls shortest: share of the best fixed row, set by set")
+    for name in ("system", "in flight", "context", "acceptance", "best", *(str(index + 1) for index in range(NUM_SETS))):
+        table.add_column(name, justify="right")
+    for one in learned:
+        shares = [f"{one['best_ms_a_token'] / taken:.2f}" for taken in one["auto_ms_a_token"]]
+        cell = (f"{one['system']} {one['sizes']}", str(one["load"]), f"{one['context']:,}", f"{one['alpha']:g}")
+        table.add_row(*cell, one["best"], *shares)
+    return table
+
+
 def summary(found: Sequence[Found], equal: Mapping[tuple[int, int], Sequence[Used]]) -> dict[str, Any]:
     """The last line. Equal GPUs are told for one request: the best row of a mode over the best of its rival."""
     mapped = [one for one in found if one.ms_a_token]
@@ -276,9 +298,12 @@ def main(
                 status.update(f"cell {index + 1} of {len(asked)}")
                 found.append(one.result())
         equal = dict(zip(pairs, (one.result() for one in using), strict=True))
+        hardest = sorted((one for one in found if one.ms_a_token), key=lambda one: one.auto_share_of_best)[:NUM_HARDEST]
+        learned = list(pool.map(learn, hardest))
     for system, sizes in dict.fromkeys((cell.system, cell.sizes) for cell in sorted(asked, key=lambda cell: cell.system)):
         for alpha in sorted({one.alpha for one in asked if (one.system, one.sizes) == (system, sizes)}):
             console.print(map_table(found, system, sizes, alpha))
+    console.print(learning_table(learned))
     for rows in equal.values():
         told_for = f"context {EQUAL_CONTEXT:,}, acceptance {EQUAL_ALPHA:g}"
         console.print(uses_table(rows, f"{rows[0].num_cards} x H200, {rows[0].num_requests} in flight, {told_for}"))
@@ -291,6 +316,7 @@ def main(
             {**asdict(one.cell), "ms_a_token": one.ms_a_token, "first_ms": one.first_ms, "limit": one.limit} for one in found
         ],
         "equal_gpus": [asdict(row) for rows in equal.values() for row in rows],
+        "auto_while_it_learns": learned,
         "summary": told,
     }
     write_json(output, document)

@@ -49,7 +49,7 @@ TABLES = (
         "maps",
         "bench.maps",
         "where lookahead pays, over load, context and acceptance; what equal GPUs are best used for",
-        20,
+        30,
         "benchmarks/emulation.md",
         "maps.json",
         _options("--system h200_sxm --load 1 --context 1000 --alpha 0.6"),
