@@ -8,20 +8,25 @@ from typing import Any
 
 import numpy as np
 
-from lr_backend.config import LoopConfig
+from lr_backend.config import Limits, LoopConfig
 from lr_backend.contract import IntArray
 from lr_backend.errors import InvalidRequest
 from lr_backend.request import LookaheadRequest
 from lr_backend.steps.plain import PlainText, mark_for
 
-MAX_CHARS_A_TOKEN = 64
-"""Of a prompt as a whole. Long runs of blanks have tokens this long; text has four or five characters a token."""
+MAX_BYTES_A_TOKEN = 64
+"""Of a prompt as a whole. Long runs of blanks have tokens this long; text has four or five bytes a token."""
 QUICK_CHARS = 4096
 """So much is encoded at once; a thread would take longer to wake up."""
 SLICE_CHARS = 1 << 14
 EDGE_TOKENS = 8
 """A slice's ends may be cut inside a token: so many fewer it may have as part of the whole."""
 NUM_THREADS = 2
+
+
+def max_text_bytes(limits: Limits) -> int:
+    """Of any string input: with more no prompt is short enough."""
+    return limits.max_prompt_tokens * MAX_BYTES_A_TOKEN
 
 
 class Prompts:
@@ -46,9 +51,6 @@ class Prompts:
             InvalidRequest: it is empty or too long, or the target's template refuses the conversation.
         """
         num_chars = sum(len(turn["content"]) for turn in request.conversation)
-        limit = self._config.limits.max_prompt_tokens
-        if num_chars > limit * MAX_CHARS_A_TOKEN:
-            raise InvalidRequest(_field(request), f"{num_chars} characters", f"1 to {limit} tokens")
         if num_chars <= QUICK_CHARS:
             return self._make(request)
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._make, request)

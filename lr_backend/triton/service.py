@@ -27,7 +27,7 @@ from lr_backend.loop.tracing import build_trace
 from lr_backend.policy.policy import Learned
 from lr_backend.request import LookaheadRequest, Usage
 from lr_backend.telemetry import Carrier, Telemetry
-from lr_backend.triton.prompts import Prompts
+from lr_backend.triton.prompts import Prompts, max_text_bytes
 from lr_backend.triton.request_metrics import RequestMetrics, end_of
 from lr_backend.triton.request_spans import RequestSpan
 from lr_backend.triton.speculation_metrics import DraftCounts
@@ -120,7 +120,9 @@ class LookaheadService:
                 raise Overloaded("the server is about to end; ask another, or this one again once it is back")
             if self.num_in_flight > self._config.limits.max_in_flight_requests:
                 raise Overloaded(f"{self._config.limits.max_in_flight_requests} requests are in flight; try again later")
-            request = LookaheadRequest.parse({**self._config.defaults, **request_fields(arrays)})
+            request = LookaheadRequest.parse(
+                {**self._config.defaults, **request_fields(arrays, max_text_bytes(self._config.limits))}
+            )
             for each in watchers:
                 each.read(request)
             prompt_ids = await self._prompts.ids(request)

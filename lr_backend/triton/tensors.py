@@ -19,20 +19,25 @@ from lr_backend.trace.schema import Trace
 Arrays = Mapping[str, npt.NDArray[Any]]
 
 
-def request_fields(arrays: Arrays) -> dict[str, Any]:
+def request_fields(arrays: Arrays, max_bytes: int) -> dict[str, Any]:
     """Fields for :meth:`~lr_backend.request.LookaheadRequest.parse` from the inputs that a client sent.
 
+    Args:
+        max_bytes: of each input's strings together. More is not read as text at all, which would hold up every other request.
+
     Raises:
-        InvalidRequest: an input has the wrong number of elements, is no UTF-8, or is no JSON where JSON is due.
+        InvalidRequest: an input has the wrong number of elements, is too long, is no UTF-8, or is no JSON where JSON is due.
     """
-    return {spec.name: _value(spec, arrays[spec.name]) for spec in LOOKAHEAD_INPUTS if spec.name in arrays}
+    return {spec.name: _value(spec, arrays[spec.name], max_bytes) for spec in LOOKAHEAD_INPUTS if spec.name in arrays}
 
 
-def _value(spec: TensorSpec, array: npt.NDArray[Any]) -> Any:
+def _value(spec: TensorSpec, array: npt.NDArray[Any], max_bytes: int) -> Any:
     values = array.ravel().tolist()
     if spec.dims == (1,) and len(values) != 1:
         raise InvalidRequest(spec.name, f"shape {list(array.shape)}", "one element")
     if spec.dtype == "STRING":
+        if (num_bytes := sum(len(value) for value in values if isinstance(value, bytes))) > max_bytes:
+            raise InvalidRequest(spec.name, f"{num_bytes} bytes", f"at most {max_bytes} bytes")
         values = [_text(spec.name, value) for value in values]
     if spec.name == "messages":
         return _json(spec.name, values[0])

@@ -17,7 +17,7 @@ from lr_backend.config import Limits, LoopConfig
 from lr_backend.errors import InvalidRequest
 from lr_backend.request import LookaheadRequest
 from lr_backend.steps.plain import PlainText, mark_for
-from lr_backend.triton.prompts import MAX_CHARS_A_TOKEN, QUICK_CHARS, SLICE_CHARS, Prompts
+from lr_backend.triton.prompts import QUICK_CHARS, SLICE_CHARS, Prompts
 from lr_backend.verify.judge_prompt import JudgePrompt
 
 TARGET = Path(__file__).parents[2] / "demo" / "checkpoints" / "target"
@@ -127,13 +127,6 @@ class Counting:
 def long_prompts(tokenizer: Any, limit: int) -> Prompts:
     config = LoopConfig(tokenizer_dir=TARGET, judge_tokenizer_dir=TARGET, limits=Limits(max_prompt_tokens=limit))
     return Prompts(tokenizer, config)
-
-
-def test_what_cannot_fit_is_refused_unread() -> None:
-    tokenizer = Counting()
-    with pytest.raises(InvalidRequest, match=r"text_input='640001 characters': 1 to 10000 tokens"):
-        prompt_of(long_prompts(tokenizer, 10_000), text_input="a" * (10_000 * MAX_CHARS_A_TOKEN + 1), raw=True)
-    assert tokenizer.num_chars == 0
 
 
 def test_of_what_is_too_long_no_more_is_read_than_shows_it() -> None:

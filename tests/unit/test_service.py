@@ -13,13 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lr_backend.config import AuditSettings
+from lr_backend.config import AuditSettings, Limits
 from lr_backend.errors import EngineRejected, EngineUnavailable, InvalidRequest, LookaheadError
 from lr_backend.fields import LOOKAHEAD_INPUTS, LOOKAHEAD_OUTPUTS
 from lr_backend.loop.assemble import Engines
 from lr_backend.request import Mode, Usage, VerifierName
 from lr_backend.testing import run_virtual
 from lr_backend.trace.schema import Purpose, Trace
+from lr_backend.triton.prompts import max_text_bytes
 from lr_backend.triton.service import LookaheadService
 from lr_backend.triton.tensors import request_fields
 from tests.support.examples import answers
@@ -235,7 +236,15 @@ def test_audits_outlive_their_request_and_end_with_the_server() -> None:
 
 def test_text_that_is_no_utf8_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="UTF-8"):
-        request_fields({"text_input": np.array([b"\xff\xfe"], dtype=np.object_)})
+        request_fields({"text_input": np.array([b"\xff\xfe"], dtype=np.object_)}, 100)
+
+
+@pytest.mark.parametrize("name", ["text_input", "messages", "mode", "stop"])
+def test_what_cannot_fit_is_refused_unread(name: str) -> None:
+    """It is no UTF-8 and no JSON, and nobody has noticed."""
+    most = max_text_bytes(Limits(max_prompt_tokens=10))
+    with pytest.raises(InvalidRequest, match=f"^{name}='641 bytes': at most 640 bytes$"):
+        request_fields({name: np.array([b"\xff" * (most + 1)], dtype=np.object_)}, most)
 
 
 def test_both_or_no_prompt_is_refused() -> None:
