@@ -5,11 +5,33 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from contextlib import suppress
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from lr_backend.frontend.errors import ApiError, ClientGone
+
+LINGER_S = 5.0
+"""So long the rest of a body that was refused is thrown away."""
+
+
+class Lingering(Response):
+    """The answer to a body that is still on its way: said at once, while the rest is thrown away.
+
+    A connection that is closed with bytes unread is reset, and a client that goes on sending never sees the answer.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                while (await receive()).get("more_body", False):
+                    pass
+        await send({"type": "http.response.body", "body": b""})
 
 
 async def read_body(request: Request, max_bytes: int, max_s: float) -> bytes:

@@ -12,6 +12,7 @@ import structlog
 from starlette.requests import Request
 from starlette.responses import Response
 
+from lr_backend.frontend.body import Lingering
 from lr_backend.frontend.errors import CODES, ApiError
 from lr_backend.frontend.metrics import COMPLETED, DoorMetrics
 from lr_backend.telemetry import Carrier, Telemetry, carried
@@ -73,12 +74,13 @@ class Call:
         """Of every answer."""
         return {"x-request-id": self.request_id}
 
-    def response(self, body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-        return Response(body, status, self.headers | (headers or {}), "application/json")
+    def response(self, body: bytes, status: int = 200) -> Response:
+        return Response(body, status, self.headers, "application/json")
 
     def failed(self, error: ApiError) -> Response:
         self.log(error.status, code=error.code)
-        return self.response(error.body(self.request_id), error.status, error.headers)
+        kind = Lingering if error.code == "body_too_large" else Response
+        return kind(error.body(self.request_id), error.status, self.headers | error.headers, "application/json")
 
     def log(self, status: int, **said: Any) -> None:
         """The one line of this request, and its place in the metrics."""
