@@ -321,6 +321,7 @@ def test_triton_s_unknown_model_says_to_check_its_name() -> None:
         "Request for unknown model: 'lookahead' has no available versions",
         "Stub process 'lookahead_0_0' is not healthy.",
         "in ensemble 'x', model is not ready",
+        "Server is stopping, scheduler for model has stopped accepting new inference requests",
     ],
 )
 def test_triton_s_words_for_a_model_that_is_away_say_to_come_back(text: str) -> None:

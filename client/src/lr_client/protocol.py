@@ -313,7 +313,9 @@ _TYPES: dict[str, type[ClientError]] = {
     "LR_CANCELLED": Cancelled,
     "LR_TARGET_UNAVAILABLE": TargetUnavailable,
 }
-_AWAY = re.compile(r"has no available versions|is not (?:ready|healthy|available)|server is stopping")
+_AWAY = re.compile(
+    r"has no available versions|is not (?:ready|healthy|available)|server is stopping", re.IGNORECASE
+)
 """Triton's words for a model that it knows and that does not answer now."""
 _ADVICE = {
     "LR_ENGINE_REJECTED": "the same request will fail again: shorten the question or max_tokens",
