@@ -28,7 +28,7 @@ def test_what_the_client_sends_parses() -> None:
     tensors = pytest.importorskip("lr_backend.triton.tensors")
     sent = encode([{"role": "user", "content": "q"}], Options(mode="lr", max_depth=2, stop="x", trace=True))
     asked = request.LookaheadRequest.parse(
-        tensors.request_fields({tensor.name: tensor.values for tensor in sent})
+        tensors.request_fields({tensor.name: tensor.values for tensor in sent}, max_bytes=1000)
     )
     assert (asked.conversation, asked.mode, asked.max_depth) == ([{"role": "user", "content": "q"}], "lr", 2)
     assert (asked.stop, asked.trace) == (("x",), True)
