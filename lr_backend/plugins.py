@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -75,8 +76,9 @@ def parts_of(group: str, named: Mapping[str, PlugIn], root: Path | None = None) 
     return found
 
 
+@cache
 def offered(group: str) -> frozenset[str]:
-    """Names of the parts that installed packages offer."""
+    """Names of the parts that installed packages offer. Every request asks; to look takes milliseconds and reads many files."""
     return frozenset(point.name for point in entry_points(group=group))
 
 

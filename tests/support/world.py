@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
@@ -59,6 +60,7 @@ JUDGE_TOKENIZER = WordTokenizer(
 PROMPT = (FIRST_LETTER, FIRST_LETTER + 1, NEWLINE)
 RULES = StepRules.from_tokenizer(TOKENIZER, [END], markers=["<tool>"])
 MODELS = Models(RULES, TOKENIZER, JudgePrompt.from_tokenizer(JUDGE_TOKENIZER), JUDGE_TOKENIZER)
+BREAKS = {token: num for token, piece in RULES.pieces.items() if (num := piece.count("\n\n"))}
 CONFIG = LoopConfig(
     tokenizer_dir="unused",
     judge_tokenizer_dir="unused",
@@ -72,8 +74,15 @@ Alike = Callable[[str, str], bool]
 
 
 def chance(*parts: object) -> float:
-    """A number in [0, 1) that depends on the parts alone."""
-    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=7).digest(), "big") / 2**56
+    """A number in [0, 1) that depends on the parts alone, of which there are two or more."""
+    told = ", ".join(map(_shown, parts))
+    return int.from_bytes(blake2b(f"({told})".encode(), digest_size=7).digest(), "big") / 2**56
+
+
+@lru_cache(maxsize=64, typed=True)
+def _shown(part: object) -> str:
+    """Contexts are long, and a token has several chances."""
+    return repr(part)
 
 
 def storyteller(
@@ -95,7 +104,7 @@ def storyteller(
             return THINK
         if CLOSE in written:
             return END if chance("end", salt, context) < 0.3 else word(draw)
-        breaks = sum(RULES.pieces.get(token, "").count("\n\n") for token in written)
+        breaks = sum(num * written.count(token) for token, num in BREAKS.items())
         if chance("break", salt, context, noise) < break_rate:
             if breaks >= num_steps:
                 return CLOSE
