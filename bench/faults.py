@@ -9,55 +9,36 @@ any request.
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import random
-import signal
-import socket
-import subprocess
-import sys
+import shutil
 import tempfile
-import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import psutil
 import typer
-from lr_client import AsyncClient, ClientError, Options, Overloaded, RequestTimeout, ServerError, ServerUnreachable
+from lr_client import AsyncClient, Options, Overloaded, ServerUnreachable
 from rich.table import Table
 
+from bench.kit.crowd import NUM_CLIENTS, Crowd, Ended, ask, crowd
 from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
-from bench.kit.serving import demo_spec
+from bench.kit.stand import START_S, Stand, proxied, standing
 from lr_backend.build.base import Layout
-from lr_backend.serve.warmup import QUESTION
 
-START_S = 180.0
-HUNG_S = 60.0
-"""A request without an end for so long has hung."""
-NUM_CLIENTS = 8
-PAUSE_S = 0.5
-"""Before a client that was refused or failed asks again."""
 REFUSED = (Overloaded.__name__, ServerUnreachable.__name__)
 """Of which a proxy asks the next server: nothing was started."""
 MODES = ("ar", "sd", "lr", "lr_sd", "auto")
-SHM = Path("/dev/shm")
-
-
-@dataclass(frozen=True)
-class Ended:
-    """One request. ``kind``: ``served``, a typed error's name, ``untyped`` or ``hung``."""
-
-    start_s: float
-    end_s: float
-    kind: str
-    degraded: bool = False
-    text: str = ""
+NUM_PROCESSES = 3
+"""Of many clients."""
+LARGE_MEGABYTES = 50
+SPARED = ("draft", "judge")
+"""Without which the server stays ready: the target answers alone."""
 
 
 @dataclass(frozen=True)
@@ -86,134 +67,7 @@ class Row:
         return cls(layout, fault, tries, len(ended), served, sum(kinds.values()), untyped, hung, recovery_s, longest_s, told)
 
 
-@dataclass
-class Stand:
-    """A deployment served by ``lookahead serve``, which a supervisor starts anew when it ends by itself."""
-
-    layout: Layout
-    folder: Path
-    grpc_port: int = 0
-    process: subprocess.Popen[bytes] | None = None
-    statuses: list[int] = field(default_factory=list)
-    _stopping: bool = False
-    _supervisor: threading.Thread | None = None
-
-    @property
-    def url(self) -> str:
-        return f"127.0.0.1:{self.grpc_port}"
-
-    @property
-    def output(self) -> Path:
-        return self.folder / f"{self.layout}.out"
-
-    def start(self) -> None:
-        self.grpc_port = free_port()
-        self._supervisor = threading.Thread(target=self._supervise, daemon=True)
-        self._supervisor.start()
-        self.wait_served()
-
-    def wait_served(self) -> None:
-        deadline = time.monotonic() + START_S
-        while not self.output.exists() or "ask it something" not in self.output.read_text(encoding="utf-8"):
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"not served within {START_S:g} s: {self.output.read_text(encoding='utf-8')}")
-            time.sleep(0.2)
-
-    def stop(self) -> None:
-        self._stopping = True
-        if self.process is not None:
-            self.process.send_signal(signal.SIGTERM)
-        if self._supervisor is not None:
-            self._supervisor.join(START_S)
-
-    def terminate(self) -> None:
-        """Tell it to end, as an orchestrator does before it starts the next."""
-        assert self.process is not None
-        self.process.send_signal(signal.SIGTERM)
-
-    def victim(self, name: str) -> psutil.Process:
-        """The process of a model, or the server's."""
-        assert self.process is not None
-        for each in psutil.Process(self.process.pid).children(recursive=True):
-            with suppress(psutil.Error):
-                words = each.cmdline()
-                program = Path(words[0]).name if words else ""
-                if program == name or (program.endswith("_stub") and Path(words[1]).parents[1].name == name):
-                    return each
-        raise RuntimeError(f"{name} is not running")
-
-    def family(self) -> list[psutil.Process]:
-        assert self.process is not None
-        parent = psutil.Process(self.process.pid)
-        return [parent, *parent.children(recursive=True)]
-
-    def _supervise(self) -> None:
-        command = [str(Path(sys.executable).with_name("lookahead")), "serve", "--spec", str(self._spec())]
-        command += ["--http-port", "0", "--metrics-port", "0", "--openai-port", "0", "--grpc-port", str(self.grpc_port)]
-        while not self._stopping:
-            with self.output.open("wb") as output:
-                self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-                self.statuses.append(self.process.wait())
-
-    def _spec(self) -> Path:
-        """The demo's spec in this layout, in a folder of its own."""
-        spec = demo_spec()
-        text = spec.path.read_text(encoding="utf-8").replace(f'layout = "{spec.server.layout}"', f'layout = "{self.layout}"')
-        for role in ("target", "draft", "judge"):
-            text = text.replace(f'"demo/checkpoints/{role}"', json.dumps(str(spec.root / "demo" / "checkpoints" / role)))
-        path = self.folder / "engines" / f"{self.layout}.toml"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text.replace('name = "demo"', f'name = "demo.{self.layout}"'), encoding="utf-8")
-        return path
-
-
-def free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return int(held.getsockname()[1])
-
-
 # Clients -----------------------------------------------------------------------------------------------------------
-
-
-async def ask(client: AsyncClient, options: Options, question: str = QUESTION) -> Ended:
-    """One request, however it ends."""
-    start_s, kind, text, degraded = time.monotonic(), "served", "", False
-    try:
-        result = await client.ask(question, options, timeout_s=HUNG_S)
-        text, degraded = result.text, bool(result.usage.degraded)
-    except RequestTimeout:
-        kind = "hung"
-    except ServerError as error:
-        kind = type(error).__name__ if error.code else "untyped"
-    except ClientError as error:
-        kind = type(error).__name__
-    except asyncio.CancelledError:
-        kind = "cancelled by the client"
-    return Ended(start_s, time.monotonic(), kind, degraded, text)
-
-
-@asynccontextmanager
-async def crowd(url: str, ended: list[Ended], num_clients: int = NUM_CLIENTS, **fields: object) -> AsyncIterator[None]:
-    """Clients that ask one question after another; when the block ends, their last ones are awaited."""
-    stop = asyncio.Event()
-    numbers = iter(range(10**9))
-
-    async def one(client: AsyncClient) -> None:
-        while not stop.is_set():
-            options = Options(**{"mode": "lr", "stream": False, "max_tokens": 96, "seed": next(numbers), **fields})  # type: ignore[arg-type]
-            ended.append(await ask(client, options))
-            if ended[-1].kind != "served":
-                await asyncio.sleep(PAUSE_S)
-
-    async with AsyncExitStack() as held:
-        clients = [await held.enter_async_context(AsyncClient(url)) for _ in range(min(num_clients, NUM_CLIENTS))]
-        tasks = [asyncio.create_task(one(clients[index % NUM_CLIENTS])) for index in range(num_clients)]
-        try:
-            yield
-        finally:
-            stop.set()
-            await asyncio.gather(*tasks)
 
 
 async def until(reached: Callable[[], bool], timeout_s: float = START_S) -> bool:
@@ -232,11 +86,15 @@ async def killed(stand: Stand, name: str, tries: int) -> Row:
     """kill -9 of one process under load."""
     ended: list[Ended] = []
     recoveries: list[float] = []
+    waited_s, unready_s = 0.0, 0.0
     async with crowd(stand.url, ended):
         for _ in range(tries):
             await until(lambda: any(one.kind == "served" and not one.degraded for one in ended))
             victim, killed_s = stand.victim(name), time.monotonic()
             victim.kill()
+            if name not in SPARED:
+                await asyncio.to_thread(stand.wait_unready)
+                unready_s = max(unready_s, time.monotonic() - killed_s)
 
             def whole(since_s: float = killed_s) -> list[Ended]:
                 late = [one for one in ended if one.start_s > since_s + 0.2 and one.kind == "served" and not one.degraded]
@@ -244,8 +102,12 @@ async def killed(stand: Stand, name: str, tries: int) -> Row:
 
             if await until(lambda: bool(whole())):  # awaited within this turn
                 recoveries.append(min(one.end_s for one in whole()) - killed_s)
+            in_flight = [one.end_s - killed_s for one in ended if one.start_s < killed_s < one.end_s]
+            waited_s = max(waited_s, *in_flight, 0.0)
             await asyncio.sleep(1.0)
-    told = "" if len(recoveries) == tries else f"{tries - len(recoveries)} times not back within {START_S:g} s"
+    told = f"in flight ended within {waited_s:.1f} s"
+    told += "" if name in SPARED else f", not ready within {unready_s:.1f} s"
+    told += "" if len(recoveries) == tries else f", {tries - len(recoveries)} times not back within {START_S:g} s"
     return Row.of(stand.layout, f"kill -9 {name}", tries, ended, max(recoveries, default=None), told)
 
 
@@ -288,42 +150,45 @@ async def cancelled(stand: Stand, num: int) -> Row:
     return Row.of(stand.layout, "half cancelled", 1, found, None, f"{changed} answers changed")
 
 
-async def overloaded(stand: Stand, num_clients: int, seconds: float) -> Row:
+async def overloaded(stand: Stand, url: str, num_clients: int, seconds: float) -> Row:
     """Many more clients than are admitted."""
-    ended: list[Ended] = []
-    async with crowd(stand.url, ended, num_clients):
-        await asyncio.sleep(seconds)
-    refused = [one.end_s - one.start_s for one in ended if one.kind == Overloaded.__name__]
-    told = f"refused in {1e3 * float(np.median(refused)):.0f} ms (median)" if refused else "nobody refused"
-    return Row.of(stand.layout, f"{num_clients} clients", 1, ended, None, told)
+    crowds = (Crowd(url, num_clients // NUM_PROCESSES, seconds).ended() for _ in range(NUM_PROCESSES))
+    ended = [one for found in await asyncio.gather(*crowds) for one in found]
+    refused = [one.end_s - one.start_s for one in ended if one.kind in (Overloaded.__name__, "overloaded")]
+    told = f"refused in {_ms(refused, 0.5)} (median), {_ms(refused, 0.99)} (p99)" if refused else "nobody refused"
+    return Row.of(stand.layout, f"{num_clients} clients{_door(url)}", 1, ended, None, told)
 
 
-async def large_prompts(stand: Stand, megabytes: int, seconds: float) -> Row:
+async def large_prompts(stand: Stand, url: str, megabytes: int, seconds: float) -> Row:
     """Prompts of many megabytes beside good requests, whose times are compared with those without."""
+    good, large = Crowd(url, 2, seconds), Crowd(url, 2, seconds, megabytes)
+    before = await good.ended()
+    during, refused = await asyncio.gather(good.ended(), large.ended())
+    taken = [float(np.quantile([one.end_s - one.start_s for one in each], 0.99)) for each in (before, during)]
+    told = f"p99 of good ones {taken[0]:.2f} s without, {taken[1]:.2f} s beside {len(refused)}"
+    return Row.of(stand.layout, f"prompts of {megabytes} MB{_door(url)}", 1, [*before, *during, *refused], None, told)
 
-    async def good() -> list[Ended]:
-        found: list[Ended] = []
-        async with crowd(stand.url, found, 2):
-            await asyncio.sleep(seconds)
-        return found
 
-    before = await good()
-    stop = asyncio.Event()
+def _door(url: str) -> str:
+    return ", OpenAI API" if url.startswith("http") else ", gRPC"
 
-    async def bad() -> list[Ended]:
-        found = []
-        async with AsyncClient(stand.url) as client:
-            while not stop.is_set():
-                found.append(await ask(client, Options(stream=False), "a" * (megabytes << 20)))
-        return found
 
-    storm = [asyncio.create_task(bad()) for _ in range(2)]
-    during = await good()
-    stop.set()
-    large = [one for each in storm for one in await each]
-    taken = [np.quantile([one.end_s - one.start_s for one in each], 0.99) for each in (before, during)]
-    told = f"p99 of good ones {taken[0]:.2f} s without, {taken[1]:.2f} s beside {len(large)}"
-    return Row.of(stand.layout, f"prompts of {megabytes} MB", 1, [*before, *during, *large], None, told)
+def _ms(seconds: list[float], quantile: float) -> str:
+    return f"{1e3 * float(np.quantile(seconds, quantile)):.0f} ms"
+
+
+async def restarted(stands: Sequence[Stand], folder: Path, tries: int) -> Row:
+    """Servers behind a proxy are told to end one after the other, and started anew, while clients ask the proxy."""
+    ended: list[Ended] = []
+    with proxied(folder, stands) as url:
+        async with crowd(url, ended):
+            for stand in [*stands] * tries:
+                num_before = len(stand.statuses)
+                stand.terminate()
+                await until(lambda stand=stand, num=num_before: len(stand.statuses) > num)  # type: ignore[misc]
+                await asyncio.to_thread(stand.wait_served)
+    failed = sum(one.kind != "served" for one in ended)
+    return Row.of("two servers", "rolling restart behind nginx", tries, ended, None, f"{failed} failed")
 
 
 async def mixed(stand: Stand, num: int) -> tuple[Row, float]:
@@ -353,31 +218,6 @@ async def mixed(stand: Stand, num: int) -> tuple[Row, float]:
     return Row.of(stand.layout, "requests of every kind", 1, ended, None, f"{max(slopes):.0f} bytes a request stay"), max(slopes)
 
 
-@contextmanager
-def standing(layout: Layout, folder: Path) -> Iterator[tuple[Stand, list[str]]]:
-    """A stand, and after it what it has left behind: processes, and names in shared memory."""
-    left: list[str] = []
-    before = set(os.listdir(SHM))
-    stand = Stand(layout, folder)
-    stand.start()
-    family = stand.family()
-    try:
-        yield stand, left
-    finally:
-        family += stand.family() if stand.process is not None and stand.process.poll() is None else []
-        stand.stop()
-        _, alive = psutil.wait_procs(family, timeout=10.0)
-        left += [f"process {process.pid}" for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-        left += orphaned(set(os.listdir(SHM)) - before)
-
-
-def orphaned(names: Collection[str]) -> list[str]:
-    """Names in shared memory of servers that run no more; they begin with the server's id."""
-    words = [word for process in psutil.process_iter(["cmdline"]) for word in process.info["cmdline"] or ()]
-    running = {word.removeprefix("--id=") for word in words if word.startswith("--id=")}
-    return [name for name in names if name.startswith("lookahead_") and name.rpartition("_")[0] not in running]
-
-
 async def all_of(
     stand: Stand, tries: int, num_requests: int, seconds: float, say: Callable[[Row], None]
 ) -> tuple[list[Row], float]:
@@ -394,8 +234,9 @@ async def all_of(
     rows.append(row)
     say(row)
     await note(cancelled(stand, 200))
-    await note(overloaded(stand, 300, seconds))
-    await note(large_prompts(stand, 20, seconds))
+    for url in (stand.openai_url, stand.url):
+        await note(overloaded(stand, url, 300, seconds))
+        await note(large_prompts(stand, url, LARGE_MEGABYTES, seconds))
     for name in victims:
         await note(killed(stand, name, tries))
     await note(drained(stand, tries))
@@ -428,6 +269,16 @@ def main(
         rows += found
         slopes.append(slope)
         left += remains
+    if shutil.which("nginx"):
+        with ExitStack() as held:
+            folders = [Path(held.enter_context(tempfile.TemporaryDirectory(prefix="lookahead-faults-"))) for _ in range(2)]
+            pairs = [held.enter_context(standing(Layout.ONE_PROCESS, folder)) for folder in folders]
+            row = asyncio.run(restarted([stand for stand, _ in pairs], folders[0], tries))
+        rows.append(row)
+        say(row)
+        left += [name for _, remains in pairs for name in remains]
+    else:
+        console.print("[yellow]no nginx here: the rolling restart is left out[/]")
     for row in rows:
         recovery = "" if row.recovery_s is None else f"{row.recovery_s:.1f}"
         counts = (row.tries, row.requests, row.served, row.typed_errors, row.untyped_errors, row.hangs)

@@ -1,0 +1,194 @@
+"""A deployment of the demo's models that is served, dies, and is started anew."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from bench.kit.serving import demo_spec
+from lr_backend.build.base import Layout
+
+START_S = 180.0
+READY_S = 5.0
+SHM = Path("/dev/shm")
+NGINX = """
+daemon off;
+pid {folder}/nginx.pid;
+events {{}}
+http {{
+  access_log off;
+  client_body_temp_path {folder}/body;
+  proxy_temp_path {folder}/proxy;
+  upstream lookahead {{ {servers} }}
+  server {{
+    listen 127.0.0.1:{port};
+    location / {{
+      proxy_pass http://lookahead;
+      proxy_next_upstream error timeout http_503 non_idempotent;
+      proxy_buffering off;
+      proxy_read_timeout 600s;
+    }}
+  }}
+}}
+"""
+
+
+@dataclass
+class Stand:
+    """A deployment served by ``lookahead serve``, which a supervisor starts anew when it ends by itself, on the same ports."""
+
+    layout: Layout
+    folder: Path
+    grpc_port: int = 0
+    openai_port: int = 0
+    process: subprocess.Popen[bytes] | None = None
+    statuses: list[int] = field(default_factory=list)
+    _stopping: bool = False
+    _supervisor: threading.Thread | None = None
+
+    @property
+    def url(self) -> str:
+        return f"127.0.0.1:{self.grpc_port}"
+
+    @property
+    def openai_url(self) -> str:
+        return f"http://127.0.0.1:{self.openai_port}/v1"
+
+    @property
+    def output(self) -> Path:
+        return self.folder / f"{self.layout}.out"
+
+    def start(self) -> None:
+        self.grpc_port, self.openai_port = free_port(), free_port()
+        self._supervisor = threading.Thread(target=self._supervise, daemon=True)
+        self._supervisor.start()
+        self.wait_served()
+
+    def wait_unready(self) -> None:
+        """Until a balancer would be told to ask elsewhere."""
+        deadline = time.monotonic() + START_S
+        while self._is_ready():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"still ready after {START_S:g} s")
+            time.sleep(0.01)
+
+    def _is_ready(self) -> bool:
+        connection = http.client.HTTPConnection("127.0.0.1", self.openai_port, timeout=READY_S)
+        with closing(connection), suppress(OSError, http.client.HTTPException):
+            connection.request("GET", "/ready")
+            return connection.getresponse().status == 200
+        return False
+
+    def wait_served(self) -> None:
+        deadline = time.monotonic() + START_S
+        while not self.output.exists() or "ask it something" not in self.output.read_text(encoding="utf-8"):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"not served within {START_S:g} s: {self.output.read_text(encoding='utf-8')}")
+            time.sleep(0.2)
+
+    def stop(self) -> None:
+        self._stopping = True
+        if self.process is not None:
+            self.process.send_signal(signal.SIGTERM)
+        if self._supervisor is not None:
+            self._supervisor.join(START_S)
+
+    def terminate(self) -> None:
+        """Tell it to end, as an orchestrator does before it starts the next."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+
+    def victim(self, name: str) -> psutil.Process:
+        """The process of a model, or the server's."""
+        assert self.process is not None
+        for each in psutil.Process(self.process.pid).children(recursive=True):
+            with suppress(psutil.Error):
+                words = each.cmdline()
+                program = Path(words[0]).name if words else ""
+                if program == name or (program.endswith("_stub") and Path(words[1]).parents[1].name == name):
+                    return each
+        raise RuntimeError(f"{name} is not running")
+
+    def family(self) -> list[psutil.Process]:
+        assert self.process is not None
+        parent = psutil.Process(self.process.pid)
+        return [parent, *parent.children(recursive=True)]
+
+    def _supervise(self) -> None:
+        command = [str(Path(sys.executable).with_name("lookahead")), "serve", "--spec", str(self._spec())]
+        command += ["--http-port", "0", "--metrics-port", "0"]
+        command += ["--openai-port", str(self.openai_port), "--grpc-port", str(self.grpc_port)]
+        while not self._stopping:
+            with self.output.open("wb") as output:
+                self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+                self.statuses.append(self.process.wait())
+
+    def _spec(self) -> Path:
+        """The demo's spec in this layout, in a folder of its own."""
+        spec = demo_spec()
+        text = spec.path.read_text(encoding="utf-8").replace(f'layout = "{spec.server.layout}"', f'layout = "{self.layout}"')
+        for role in ("target", "draft", "judge"):
+            text = text.replace(f'"demo/checkpoints/{role}"', json.dumps(str(spec.root / "demo" / "checkpoints" / role)))
+        path = self.folder / "engines" / f"{self.layout}.toml"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text.replace('name = "demo"', f'name = "demo.{self.layout}"'), encoding="utf-8")
+        return path
+
+
+def free_port() -> int:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        return int(held.getsockname()[1])
+
+
+@contextmanager
+def standing(layout: Layout, folder: Path) -> Iterator[tuple[Stand, list[str]]]:
+    """A stand, and after it what it has left behind: processes, and names in shared memory."""
+    left: list[str] = []
+    before = set(os.listdir(SHM))
+    stand = Stand(layout, folder)
+    stand.start()
+    family = stand.family()
+    try:
+        yield stand, left
+    finally:
+        family += stand.family() if stand.process is not None and stand.process.poll() is None else []
+        stand.stop()
+        _, alive = psutil.wait_procs(family, timeout=10.0)
+        left += [f"process {process.pid}" for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+        left += orphaned(set(os.listdir(SHM)) - before)
+
+
+@contextmanager
+def proxied(folder: Path, stands: Sequence[Stand]) -> Iterator[str]:
+    """The URL of an nginx before the OpenAI APIs of several servers. What one refuses or does not take, it asks of the next."""
+    port = free_port()
+    servers = "".join(f"server 127.0.0.1:{stand.openai_port} max_fails=0; " for stand in stands)
+    config = folder / "nginx.conf"
+    config.write_text(NGINX.format(folder=folder, port=port, servers=servers), encoding="utf-8")
+    process = subprocess.Popen(["nginx", "-p", str(folder), "-c", str(config), "-e", str(folder / "nginx.err")])
+    try:
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        process.terminate()
+        process.wait(START_S)
+
+
+def orphaned(names: Collection[str]) -> list[str]:
+    """Names in shared memory of servers that run no more; they begin with the server's id."""
+    words = [word for process in psutil.process_iter(["cmdline"]) for word in process.info["cmdline"] or ()]
+    running = {word.removeprefix("--id=") for word in words if word.startswith("--id=")}
+    return [name for name in names if name.startswith("lookahead_") and name.rpartition("_")[0] not in running]
