@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 
 from lr_client import AsyncClient, ClientError, Options, RequestTimeout, ServerError
-from openai import APIConnectionError, APIStatusError, APITimeoutError, AsyncOpenAI
+from openai import APIConnectionError, APIStatusError, APITimeoutError, AsyncOpenAI, omit
 
 from lr_backend.serve.warmup import QUESTION
 
@@ -26,12 +26,17 @@ PAUSE_S = 0.5
 
 @dataclass(frozen=True)
 class Ended:
-    """One request. ``kind``: ``served``, a typed error's name or code, ``untyped`` or ``hung``."""
+    """One request.
+
+    Attributes:
+        kind: ``served``, a typed error's name or code, ``untyped`` or ``hung``.
+        whole: draft and judge took part in the answer, and nothing was missing. Known at Triton's port alone.
+    """
 
     start_s: float
     end_s: float
     kind: str
-    degraded: bool = False
+    whole: bool = False
     text: str = ""
 
 
@@ -69,10 +74,11 @@ Asking = Callable[[Options, str], Awaitable[Ended]]
 
 async def ask(client: AsyncClient, options: Options, question: str = QUESTION) -> Ended:
     """One request at Triton's gRPC port, however it ends."""
-    start_s, kind, text, degraded = time.monotonic(), "served", "", False
+    start_s, kind, text, whole = time.monotonic(), "served", "", False
     try:
         result = await client.ask(question, options, timeout_s=HUNG_S)
-        text, degraded = result.text, bool(result.usage.degraded)
+        text, usage = result.text, result.usage
+        whole = bool(usage.num_draft_calls and usage.num_judge_calls and not usage.degraded)
     except RequestTimeout:
         kind = "hung"
     except ServerError as error:
@@ -81,7 +87,7 @@ async def ask(client: AsyncClient, options: Options, question: str = QUESTION) -
         kind = type(error).__name__
     except asyncio.CancelledError:
         kind = "cancelled by the client"
-    return Ended(start_s, time.monotonic(), kind, degraded, text)
+    return Ended(start_s, time.monotonic(), kind, whole, text)
 
 
 async def ask_openai(client: AsyncOpenAI, model: str, options: Options, question: str = QUESTION) -> Ended:
@@ -93,6 +99,7 @@ async def ask_openai(client: AsyncOpenAI, model: str, options: Options, question
             messages=[{"role": "user", "content": question}],
             max_completion_tokens=options.max_tokens,
             seed=options.seed,
+            temperature=omit if options.temperature is None else options.temperature,
             extra_body={"lookahead": {"mode": str(options.mode)}},
         )
         text = answer.choices[0].message.content or ""
@@ -102,6 +109,8 @@ async def ask_openai(client: AsyncOpenAI, model: str, options: Options, question
         kind = error.code or "untyped"
     except APIConnectionError:
         kind = "no connection"
+    except asyncio.CancelledError:
+        kind = "cancelled by the client"
     return Ended(start_s, time.monotonic(), kind, text=text)
 
 

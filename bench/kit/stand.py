@@ -5,10 +5,12 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -18,6 +20,7 @@ from pathlib import Path
 
 import psutil
 
+from bench.kit.held import name_of
 from bench.kit.serving import demo_spec
 from lr_backend.build.base import Layout
 
@@ -85,12 +88,22 @@ class Stand:
                 raise RuntimeError(f"still ready after {START_S:g} s")
             time.sleep(0.01)
 
+    def blocks_held(self) -> int:
+        """Blocks of the engines' KV caches that sequences in flight hold; counts are up to a second old."""
+        page = (self._get("/metrics") or b"").decode()
+        return sum(int(float(found)) for found in re.findall(r"^lr_engine_blocks_used\{.*?\} (\S+)$", page, re.MULTILINE))
+
     def _is_ready(self) -> bool:
+        return self._get("/ready") is not None
+
+    def _get(self, path: str) -> bytes | None:
+        """The body of a good answer of the front end."""
         connection = http.client.HTTPConnection("127.0.0.1", self.openai_port, timeout=READY_S)
         with closing(connection), suppress(OSError, http.client.HTTPException):
-            connection.request("GET", "/ready")
-            return connection.getresponse().status == 200
-        return False
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            return answer.read() if answer.status == 200 else None
+        return None
 
     def wait_served(self) -> None:
         deadline = time.monotonic() + START_S
@@ -111,21 +124,21 @@ class Stand:
         assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
 
-    def victim(self, name: str) -> psutil.Process:
-        """The process of a model, or the server's."""
-        assert self.process is not None
-        for each in psutil.Process(self.process.pid).children(recursive=True):
+    def victim(self, name: str) -> psutil.Process | None:
+        """The process of a model, of the front end, or Triton's own, if it runs."""
+        for each in self.family()[1:]:
             with suppress(psutil.Error):
-                words = each.cmdline()
-                program = Path(words[0]).name if words else ""
-                if program == name or (program.endswith("_stub") and Path(words[1]).parents[1].name == name):
+                if name_of(each) == name:
                     return each
-        raise RuntimeError(f"{name} is not running")
+        return None
 
     def family(self) -> list[psutil.Process]:
-        assert self.process is not None
-        parent = psutil.Process(self.process.pid)
-        return [parent, *parent.children(recursive=True)]
+        """The serving process and all below it; none between an end and the next start."""
+        with suppress(psutil.NoSuchProcess):
+            if self.process is not None:
+                parent = psutil.Process(self.process.pid)
+                return [parent, *parent.children(recursive=True)]
+        return []
 
     def _supervise(self) -> None:
         command = [str(Path(sys.executable).with_name("lookahead")), "serve", "--spec", str(self._spec())]
@@ -156,20 +169,21 @@ def free_port() -> int:
 
 @contextmanager
 def standing(layout: Layout, folder: Path) -> Iterator[tuple[Stand, list[str]]]:
-    """A stand, and after it what it has left behind: processes, and names in shared memory."""
+    """A stand, and after it what it has left behind: processes, folders, and names in shared memory."""
     left: list[str] = []
-    before = set(os.listdir(SHM))
+    before, folders = set(os.listdir(SHM)), set(work_folders())
     stand = Stand(layout, folder)
     stand.start()
     family = stand.family()
     try:
         yield stand, left
     finally:
-        family += stand.family() if stand.process is not None and stand.process.poll() is None else []
+        family += stand.family()
         stand.stop()
         _, alive = psutil.wait_procs(family, timeout=10.0)
         left += [f"process {process.pid}" for process in alive if process.status() != psutil.STATUS_ZOMBIE]
         left += orphaned(set(os.listdir(SHM)) - before)
+        left += sorted(set(work_folders()) - folders)
 
 
 @contextmanager
@@ -185,6 +199,13 @@ def proxied(folder: Path, stands: Sequence[Stand]) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait(START_S)
+
+
+def work_folders() -> list[str]:
+    """Of servers that run no more; a running one is told its folder."""
+    words = [word for process in psutil.process_iter(["cmdline"]) for word in process.info["cmdline"] or ()]
+    found = Path(tempfile.gettempdir()).glob("lookahead-triton-*")
+    return [path.name for path in found if not any(path.name in word for word in words)]
 
 
 def orphaned(names: Collection[str]) -> list[str]:
