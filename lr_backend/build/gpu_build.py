@@ -21,7 +21,6 @@ from lr_backend.build.engine_check import check_engine
 from lr_backend.build.gpu_spec import GpuDeployment, TrtllmEngineSpec
 from lr_backend.build.manifest import Platform, probe_platform, read_engine_manifest, require_servable
 from lr_backend.build.memory import GIB, GpuMemory, estimate, padded_vocab, require_fit, require_tensors, verification_bytes
-from lr_backend.build.nvidia import TENSORRT_LLM
 from lr_backend.build.render import engine_files, intact, lookahead_files, read_manifest, require_replaceable, write_repository
 from lr_backend.build.report import BuildReport
 from lr_backend.build.runner import run_steps
@@ -30,6 +29,7 @@ from lr_backend.build.trtllm_commands import NGC_TOOLS, EngineDirs, Step, Toolch
 from lr_backend.contract import LOGITS_DTYPE
 from lr_backend.engine import Role
 from lr_backend.errors import CheckpointError, ConfigError
+from lr_backend.nvidia import TENSORRT_LLM
 
 _PACKAGES = ("transformers", "numpy", "tensorrt-llm", "tensorrt")
 

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lr_backend.build.nvidia import Gpu, installed, probe_gpus
 from lr_backend.errors import ConfigError
+from lr_backend.nvidia import Gpu, installed, probe_gpus
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Where one engine runs: what a launcher needs to know of a deployment, and nothing else. A leaf module."""
+"""Where one engine runs: what a launcher needs to know of a deployment, and nothing else."""
 
 from __future__ import annotations
 

@@ -25,7 +25,6 @@ from lr_backend.build.new_spec import (
     read_models,
     ways_to_place,
 )
-from lr_backend.build.nvidia import probe_gpus
 from lr_backend.build.pace import CARD_CAPABILITY, CARD_MEMORY_GIB
 from lr_backend.build.placements import with_budgets
 from lr_backend.build.repository import build_repository
@@ -33,6 +32,7 @@ from lr_backend.build.spec import DeploymentSpec, GpuDeployment
 from lr_backend.cli.errors import fail, refuse
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError, LookaheadError
+from lr_backend.nvidia import probe_gpus
 from lr_backend.serve.startup_check import why_no_decoder
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")

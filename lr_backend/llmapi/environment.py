@@ -16,8 +16,8 @@ import os
 from collections.abc import Mapping, MutableMapping, MutableSequence, Sequence
 from pathlib import Path
 
-from lr_backend.build.mpi import UNBOUND, without_job
 from lr_backend.errors import ConfigError
+from lr_backend.mpi import UNBOUND, without_job
 
 PACKAGES = Path(__file__).resolve().parents[2] / "lib-llmapi"
 """What TensorRT-LLM needs in another version than its image has it (``deploy/requirements-llmapi.txt``); in our image alone."""

@@ -8,10 +8,10 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from lr_backend.build.nvidia import IMAGE, TENSORRT_LLM
 from lr_backend.errors import ConfigError
 from lr_backend.llmapi.config import LlmApiConfig
 from lr_backend.llmapi.speculation import WITHOUT_OVERLAP, speculative_config
+from lr_backend.nvidia import IMAGE, TENSORRT_LLM
 
 INSTALL = f"run inside {IMAGE}, which holds it, or install tensorrt-llm=={TENSORRT_LLM} from NVIDIA's package index"
 

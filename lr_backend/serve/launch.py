@@ -13,7 +13,7 @@ Compiled engines talk MPI, and one server may hold them in two ways:
 ``mpirun -n 1`` stands before the server in both, as in upstream's script. MPI could start as a singleton, but then each spawn
 starts a daemon of its own, and upstream tests the other way. Its default would bind a job of one or two processes, all threads,
 to one core each (``mpirun(1)``), with the step loop on the same one: ``--bind-to none``. Ranks that are spawned do not inherit
-that, and are told by their own variables (:data:`lr_backend.build.mpi.UNBOUND`).
+that, and are told by their own variables (:data:`lr_backend.mpi.UNBOUND`).
 
 Upstream knows a second way for several engines: ``--disable-spawn-processes`` starts all ranks at once, a tritonserver each, and
 ``participant_ids`` says whose they are. It is what engines over several machines need, and the draft logits that one engine hands
@@ -29,8 +29,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from lr_backend.build.mpi import UNBOUND, without_job
 from lr_backend.build.placement import Placement
+from lr_backend.mpi import UNBOUND, without_job
 
 COMPILED, LLM_API = "tensorrtllm", "llmapi"
 MPIRUN = ("mpirun", "--allow-run-as-root", "--bind-to", "none")

@@ -19,13 +19,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from lr_backend.build.mpi import UNBOUND, without_job
-from lr_backend.build.nvidia import IMAGE, TENSORRT_LLM, TRITON_RELEASE, Gpu, installed, probe_gpus
 from lr_backend.build.placement import Placement
 from lr_backend.build.repository import build_repository
 from lr_backend.build.spec import DeploymentSpec, EmbeddedDeployment
 from lr_backend.embedded.native.library import NAME as DECODER
 from lr_backend.errors import CheckpointError, ConfigError, LookaheadError
+from lr_backend.mpi import UNBOUND, without_job
+from lr_backend.nvidia import IMAGE, TENSORRT_LLM, TRITON_RELEASE, Gpu, installed, probe_gpus
 from lr_backend.resources import is_checkout, resource_root
 from lr_backend.serve.backend_dir import find_stub, find_tritonserver
 from lr_backend.serve.launch import COMPILED, LLM_API, ONE_RANK, LaunchMode, launch_plan

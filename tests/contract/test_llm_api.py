@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from lr_backend.build.nvidia import TENSORRT_LLM
 from lr_backend.llmapi.config import LlmApiConfig
 from lr_backend.llmapi.speculation import CLASSES, speculative_config
+from lr_backend.nvidia import TENSORRT_LLM
 
 TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_name("llm_api.toml").read_text(encoding="utf-8"))
 RENAMED: dict[str, str] = TABLE.pop("renamed")

@@ -10,12 +10,12 @@ from tritonclient.grpc import model_config_pb2
 
 from lr_backend import contract
 from lr_backend.build.gpu_build import build_gpu_deployment
-from lr_backend.build.nvidia import TENSORRT_LLM
 from lr_backend.build.report import BuildReport
 from lr_backend.build.spec import PACKAGE_ROOT, DeploymentSpec, GpuDeployment, TrtllmEngineSpec
 from lr_backend.build.trtllm_commands import CONVERTERS, EngineDirs, Toolchain, engine_steps
 from lr_backend.config import LoopConfig
 from lr_backend.engine import Role
+from lr_backend.nvidia import TENSORRT_LLM
 from tests.contract.upstream import (
     LOGITS_FLAGS,
     TABLE,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lr_backend.build.manifest import Platform
-from lr_backend.build.nvidia import TENSORRT_LLM, Gpu
 from lr_backend.build.trtllm_commands import CONVERTERS, QUANTIZER, Toolchain
+from lr_backend.nvidia import TENSORRT_LLM, Gpu
 from tests.support.tiny_models import Shape, make_checkpoint
 
 _SCRIPT = """#!{python}

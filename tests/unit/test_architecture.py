@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -27,10 +28,10 @@ LEAVES = {
     "plugins",
     "resources",
     "hardware",
+    "mpi",
+    "nvidia",
 }
 """What every room may know."""
-LEAF_MODULES = {"lr_backend.build.mpi", "lr_backend.build.nvidia", "lr_backend.build.placement"}
-"""Values that every part may know of."""
 
 ALLOWED: dict[str, set[str]] = {
     "clock": set(),
@@ -44,6 +45,8 @@ ALLOWED: dict[str, set[str]] = {
     "telemetry": set(),
     "logs": set(),
     "resources": set(),
+    "mpi": set(),
+    "nvidia": set(),
     "plugins": {"errors", "resources"},
     "config": {"engine", "errors", "plugins", "request", "steps"},
     "hardware": {"engine", "errors"},
@@ -93,7 +96,7 @@ def test_imports_point_one_way(path: Path) -> None:
     part = part_of(path)
     if part == "__init__":
         return
-    others = {name.split(".")[1] for name in imported(path) - LEAF_MODULES if name.startswith("lr_backend.")} - {part}
+    others = {name.split(".")[1] for name in imported(path) if name.startswith("lr_backend.")} - {part}
 
     assert others <= ALLOWED[part], f"{path.relative_to(ROOT)} may not import {sorted(others - ALLOWED[part])}"
 
@@ -105,6 +108,28 @@ def test_the_allowed_imports_have_no_circle() -> None:
         assert free, f"a circle among {sorted(remaining)}"
         for part in free:
             del remaining[part]
+
+
+PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+
+
+def table(heading: str) -> list[list[set[str]]]:
+    """The names in each cell of one of the page's tables."""
+    lines = PAGE.partition(f"\n{heading}\n|---|---|\n")[2].partition("\n\n")[0].splitlines()
+    assert lines, f"no table {heading}"
+    return [[set(re.findall(r"`(\w+)", cell)) for cell in line.split("|")[1:3]] for line in lines]
+
+
+def test_the_page_says_what_every_room_and_module_knows() -> None:
+    said = [name for what in ("room", "module") for names, _ in table(f"| {what} | what it knows |") for name in names]
+
+    assert sorted(said) == sorted({part_of(path) for path in python_files("lr_backend")} - {"__init__"})
+
+
+def test_the_page_says_who_may_import_whom() -> None:
+    said = {room: may for rooms, may in table("| room | may import |") for room in rooms}
+
+    assert said == {room: may - LEAVES for room, may in ALLOWED.items() if room not in {*LEAVES, "testing"}}
 
 
 def test_torch_lives_in_the_embedded_engine_and_where_tokens_are_drawn() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from lr_backend.build.manifest import Platform, mismatches, probe_platform, read_engine_manifest
-from lr_backend.build.nvidia import Gpu, parse_gpus
 from lr_backend.errors import ConfigError
+from lr_backend.nvidia import Gpu, parse_gpus
 from tests.support.fake_trtllm import hopper
 
 

@@ -9,13 +9,13 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from lr_backend.build.gpu_spec import GpuDeployment
-from lr_backend.build.nvidia import Gpu
 from lr_backend.build.repository import build_repository
 from lr_backend.build.spec import DeploymentSpec, EmbeddedDeployment
 from lr_backend.cli import init as command
 from lr_backend.cli.app import app
 from lr_backend.config import LoopConfig
 from lr_backend.engine import Role
+from lr_backend.nvidia import Gpu
 from tests.support import tiny_models
 from tests.support.own_checkpoints import FAMILIES, make_pair
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lr_backend.build.mpi import UNBOUND
-from lr_backend.build.nvidia import Gpu
 from lr_backend.build.placement import Placement
 from lr_backend.engine import Role
+from lr_backend.mpi import UNBOUND
+from lr_backend.nvidia import Gpu
 from lr_backend.serve import spawn_probe, startup_check
 from lr_backend.serve.mounts import COMPILED_INTO, folders_of, probe_without_exec, without_exec
 from lr_backend.serve.mps import CONTROL, PIPES_VARIABLE, Mps, probe_mps

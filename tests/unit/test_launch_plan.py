@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from lr_backend.build.mpi import UNBOUND
 from lr_backend.build.placement import Placement
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError
+from lr_backend.mpi import UNBOUND
 from lr_backend.serve.launch import ORCHESTRATOR_ENVIRONMENT, PLAIN, LaunchMode, launch_plan
 from lr_backend.serve.restrictions import KEY_VARIABLE, admin_key, without_key
 from lr_backend.serve.server import ServerOptions, TritonServer

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from lr_backend.build.mpi import UNBOUND
 from lr_backend.engine import Sampling
 from lr_backend.errors import ConfigError, EngineRejected
 from lr_backend.llmapi.config import LlmApiConfig, checkpoint_quantization
@@ -21,6 +20,7 @@ from lr_backend.llmapi.coupled_noise import CoupledNoise
 from lr_backend.llmapi.environment import apply, engine_environment, own_packages, visible_devices
 from lr_backend.llmapi.sampling import MAX_LOG_PROBS, check_request, engine_stop_ids, sampling_arguments
 from lr_backend.llmapi.upstream import llm_arguments, load_upstream, make_llm
+from lr_backend.mpi import UNBOUND
 from tests.support.embedded_engines import request
 from tests.support.fake_llmapi import FakeSamplingParams, fake_upstream, scripted
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from lr_backend.build.nvidia import Gpu, parse_gpus
 from lr_backend.build.placement import Placement
 from lr_backend.build.spec import DeploymentSpec
 from lr_backend.cli.app import app
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError
+from lr_backend.nvidia import Gpu, parse_gpus
 from lr_backend.serve import startup_check
 from lr_backend.serve.mps import Mps
 from lr_backend.serve.startup_check import Finding, Level, Machine, Needs, Use, check, check_files, missing, probe, require_ready

@@ -1,4 +1,4 @@
-"""What Open MPI reads in the environment of a process that starts others. A leaf module.
+"""What Open MPI reads in the environment of a process that starts others.
 
 Seen with Open MPI 4.1.4 (Debian's) and 5.0.11: processes that MPI_Comm_spawn starts are bound to one core each, whatever
 ``--bind-to none`` says of their parent. It does not matter whether ``mpirun`` started that one or nobody did.
