@@ -1,0 +1,79 @@
+"""Folders of calibration texts, as upstream's ``quantize.py`` would read them."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from lr_backend.build.calibration import hash_texts, require_texts
+from lr_backend.errors import ConfigError
+
+
+def write(folder: Path, files: dict[str, bytes]) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return folder
+
+
+def parquet(*columns: str) -> bytes:
+    """What frames a Parquet file, and names in its footer."""
+    footer = b"\x15\x04" + b"".join(b"\x18" + bytes([len(name)]) + name.encode() + b"\x00" for name in columns)
+    return b"PAR1rows" + footer + len(footer).to_bytes(4, "little") + b"PAR1"
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"train.jsonl": b'{"text": "a"}\n{"text": "b"}\n', "test.jsonl": b'{"other": 1}\n'},
+        {"train.jsonl.gz": gzip.compress(b'\n{"text": "a"}\n')},
+        {"data/train-00000-of-00002.parquet": parquet("id", "text")},
+        {"words.txt": b"some words\n"},
+        {"rows.csv": b"id,text\n1,a\n"},
+        {"rows.json": b'[\n  {"text": "a"},\n  {"text": "b"}\n]\n'},
+        {"rows.json": b'{"text": "a"}\n{"text": "b"}\n'},
+    ],
+)
+def test_what_upstream_reads_passes(tmp_path: Path, files: dict[str, bytes]) -> None:
+    require_texts(write(tmp_path / "texts", files | {"README.md": b"# Texts", ".cache/x.jsonl": b"{}"}))
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({}, "holds no file of"),
+        ({"README.md": b"# Texts", ".cache/train.jsonl": b'{"text": "a"}'}, "holds no file of"),
+        ({"test.jsonl": b'{"text": "a"}', "validation/0.jsonl": b'{"text": "a"}'}, "split train"),
+        ({"train.jsonl": b""}, "has no column text: it is empty"),
+        ({"train.jsonl": b'{"prompt": "a", "answer": "b"}'}, "has no column text: prompt, answer"),
+        ({"train.jsonl": b"not JSON"}, "cannot be read"),
+        ({"train.jsonl.gz": b"not zipped"}, "cannot be read"),
+        ({"train.jsonl": b"\xff\xfe"}, "cannot be read"),
+        ({"train.csv": b"id,words\n1,a\n"}, "has no column text: id, words"),
+        ({"train.parquet": parquet("id", "context")}, "has no column text"),
+        ({"train.parquet": parquet("text")[:-6]}, "cannot be read: no Parquet file, or cut short"),
+        ({"train.parquet": b"PAR1"}, "cannot be read"),
+    ],
+)
+def test_what_calibration_would_fail_on_is_refused(tmp_path: Path, files: dict[str, bytes], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        require_texts(write(tmp_path / "texts", files))
+
+
+def test_the_known_texts_have_another_column_and_a_version(tmp_path: Path) -> None:
+    folder = write(
+        tmp_path / "cnn_dailymail", {"3.0.0/train-0.parquet": parquet("article", "highlights"), "1.0.0/train.jsonl": b""}
+    )
+    require_texts(folder)
+    (folder / "3.0.0" / "train-0.parquet").write_bytes(parquet("text"))
+    with pytest.raises(ConfigError, match="has no column article"):
+        require_texts(folder)
+
+
+def test_hashes_leave_a_downloaders_notes_out(tmp_path: Path) -> None:
+    folder = write(tmp_path / "texts", {"train.jsonl": b"x", ".cache/note": b"y"})
+    assert list(hash_texts(folder)) == ["calibration/train.jsonl"] and hash_texts(None) == {}
