@@ -154,6 +154,11 @@ def _positive(config: Mapping[str, Any], key: str, directory: Path) -> int:
     return value
 
 
+def has_weights(directory: Path) -> bool:
+    """Whether there is a file of weights that the LLM API loads."""
+    return any(any(directory.glob(f"*{ending}")) for ending in (".safetensors", ".bin", ".pth"))
+
+
 def weight_files(directory: Path) -> list[Path]:
     """The safetensors files, those of the index where there is one."""
     index = directory / "model.safetensors.index.json"

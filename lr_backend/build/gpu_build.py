@@ -15,16 +15,27 @@ from rich.console import Console
 
 import lr_backend
 from lr_backend.build.admission import Admission, admissions, require_admission, shortfalls
-from lr_backend.build.checkpoints import CheckpointInfo, check_checkpoint, check_same_vocabulary
-from lr_backend.build.digests import digests, installed_versions, sha256_file, sha256_text
+from lr_backend.build.calibration import hash_texts, require_texts, without_texts
+from lr_backend.build.checkpoints import CheckpointInfo, check_checkpoint, check_same_vocabulary, has_weights
+from lr_backend.build.digests import digests, installed_versions, sha256_text
 from lr_backend.build.engine_check import check_engine
 from lr_backend.build.gpu_spec import GpuDeployment, TrtllmEngineSpec
 from lr_backend.build.manifest import Platform, probe_platform, read_engine_manifest, require_servable
-from lr_backend.build.memory import GIB, GpuMemory, estimate, padded_vocab, require_fit, require_tensors, verification_bytes
+from lr_backend.build.memory import (
+    GIB,
+    GpuMemory,
+    estimate,
+    gib,
+    kv_bytes_per_token,
+    padded_vocab,
+    require_fit,
+    require_tensors,
+    verification_bytes,
+)
 from lr_backend.build.render import engine_files, intact, lookahead_files, read_manifest, require_replaceable, write_repository
 from lr_backend.build.report import BuildReport
 from lr_backend.build.runner import run_steps
-from lr_backend.build.shapes import Source, find_source
+from lr_backend.build.shapes import Source, find_sources
 from lr_backend.build.trtllm_commands import NGC_TOOLS, EngineDirs, Step, Toolchain, engine_steps
 from lr_backend.contract import LOGITS_DTYPE
 from lr_backend.engine import Role
@@ -77,7 +88,7 @@ class GpuPlan:
             memory=self.memory,
             admission=self.admission,
             origins={role: source.origin for role, source in self.sources.items()},
-            notes=_notes(self.spec, self.sources),
+            notes=_notes(self.spec, self.sources, self.memory),
             warnings=shortfalls(self.spec, self.admission),
             waiting=self.waiting,
         )
@@ -148,7 +159,8 @@ def plan_gpu_build(
     if not need_checkpoints and read_manifest(output).get("dry_run") is False:
         raise ConfigError(f"{output} holds a repository with engines; a dry run renders into another --output")
     roles = spec.roles_here if role is None else (role,)
-    sources = {each: _source(spec, each) for each in Role}
+    sources = find_sources(spec)
+    _require_positions(spec, sources)
     memory = estimate(spec, sources)
     require_fit(spec, memory)
     require_tensors(spec, sources)
@@ -166,6 +178,8 @@ def plan_gpu_build(
         check_same_vocabulary(infos[Role.TARGET], infos[Role.DRAFT])
     elif role is None and spec.runs_loop:
         waiting.append("that target and draft share a vocabulary, for both tokenizers")
+    if Role.TARGET in roles:
+        waiting += _drafter_waits(spec, infos.get(Role.TARGET), need_checkpoints)
     calibration: dict[Role, Path] = {}
     steps: dict[Role, tuple[Step, ...]] = {}
     files: dict[str, str] = {}
@@ -186,22 +200,19 @@ def plan_gpu_build(
             waiting.append(
                 "lookahead/1/lookahead.json: names a tokenizer that is not there; its stop lists are made at start from it"
             )
-    for folder in dict.fromkeys(folder for folder in calibration.values() if not folder.is_dir()):
-        waiting.append(f"{' and '.join(one for one in calibration if calibration[one] == folder)}: {_without_texts(folder)}")
+    for folder in dict.fromkeys(calibration.values()):
+        if folder.is_dir():
+            require_texts(folder)
+        else:
+            waiting.append(f"{' and '.join(one for one in calibration if calibration[one] == folder)}: {without_texts(folder)}")
     return GpuPlan(spec, output, roles, sources, infos, calibration, memory, admission, steps, files, tuple(waiting))
 
 
-def _source(spec: GpuDeployment, role: Role) -> Source:
-    engine = spec.engine(role)
-    try:
-        source = find_source(spec.checkpoint_dir(role), engine.hub)
-    except CheckpointError as error:
-        raise CheckpointError(f"{role}: {error.message}") from error
-    if engine.max_seq_len > source.shape.max_positions:
-        raise ConfigError(
-            f"{role}.max_seq_len={engine.max_seq_len} is beyond the checkpoint's {source.shape.max_positions} positions"
-        )
-    return source
+def _require_positions(spec: GpuDeployment, sources: Mapping[Role, Source]) -> None:
+    for role, source in sources.items():
+        wanted, most = spec.engine(role).max_seq_len, source.shape.max_positions
+        if wanted > most:
+            raise ConfigError(f"{role}.max_seq_len={wanted} is beyond the checkpoint's {most} positions")
 
 
 def _checked(role: Role, directory: Path, *, weights_needed: bool) -> CheckpointInfo:
@@ -211,7 +222,30 @@ def _checked(role: Role, directory: Path, *, weights_needed: bool) -> Checkpoint
         raise CheckpointError(f"{role}: {error.message}") from error
 
 
-def _notes(spec: GpuDeployment, sources: Mapping[Role, Source]) -> tuple[str, ...]:
+def _drafter_waits(spec: GpuDeployment, target: CheckpointInfo | None, need_checkpoints: bool) -> list[str]:
+    """Check the checkpoint of its own that the target's engine drafts with, if any; or say that it is waited for.
+
+    Raises:
+        CheckpointError: it is needed and not there, or of no use to this target.
+    """
+    folder, ours = spec.speculative_dir, spec.speculation
+    if folder is None or ours is None or ours.checkpoint is None:
+        return []
+    there = (folder / "config.json").is_file() and has_weights(folder)
+    if not (there or need_checkpoints):
+        return [f"target.speculative: the {ours.kind} checkpoint at {folder}"]
+    if not there:
+        raise CheckpointError(f"target.speculative: {folder} does not hold config.json and weights of {ours.kind}")
+    if ours.kind == "draft_target":
+        info = check_checkpoint(folder)
+        if target is not None:
+            check_same_vocabulary(target, info)
+    return []
+
+
+def _notes(spec: GpuDeployment, sources: Mapping[Role, Source], memory: tuple[GpuMemory, ...]) -> tuple[str, ...]:
+    if spec.speculation is not None and Role.TARGET in spec.roles_here:
+        return (_drafts_itself(spec, sources[Role.TARGET], memory),)
     size = verification_bytes(spec.target, sources[Role.TARGET])
     if not size or spec.loop_config().draft_logits != "one_hot":
         return ()
@@ -220,13 +254,17 @@ def _notes(spec: GpuDeployment, sources: Mapping[Role, Source]) -> tuple[str, ..
     return (f"a sampled verification of {drafts} draft tokens brings {size / GIB * 1024:.1f} MiB of logits along: {values}",)
 
 
-def _without_texts(folder: Path) -> str:
-    """What is missing, and how it comes there."""
-    told = f"calibration texts: there is no folder {folder}, and the build has no network"
-    if "cnn_dailymail" in str(folder):
-        hub = 'hf download abisee/cnn_dailymail --repo-type dataset --include "3.0.0/*" README.md'
-        return f"{told}: {hub} --local-dir {folder}"
-    return f"{told}: put texts there, such as a file train.jsonl with a field text"
+def _drafts_itself(spec: GpuDeployment, target: Source, memory: tuple[GpuMemory, ...]) -> str:
+    """What the target's engine drafts with by itself, and what of the sums is that."""
+    drafter = target.drafter
+    if drafter is None:
+        return "the target's engine drafts from n-grams of the request's own text: no model, and nothing of a GPU's memory"
+    weights = next(engine.speculation for gpu in memory for engine in gpu.engines if engine.role is Role.TARGET)
+    a_token = kv_bytes_per_token(spec.target, drafter)
+    return (
+        f"the target's engine drafts by itself ({drafter.origin}): {gib(weights)} of weights on each of its cards, and"
+        f" {a_token / 1024:.0f} KiB of KV a token, are in its sums"
+    )
 
 
 def _compile(plan: GpuPlan, resume: bool, console: Console, platform: Callable[[], Platform]) -> None:
@@ -234,14 +272,14 @@ def _compile(plan: GpuPlan, resume: bool, console: Console, platform: Callable[[
         return
     for role, folder in plan.calibration.items():
         if not folder.is_dir():
-            raise ConfigError(f"{role}: {_without_texts(folder)}")
+            raise ConfigError(f"{role}: {without_texts(folder)}")
     here = platform()
     _require_platform(plan.spec, here)
     for role, steps in plan.steps.items():
         dirs, engine = plan.dirs(role), plan.spec.engine(role)
         assert isinstance(engine, TrtllmEngineSpec)
         inputs = _hash_inputs(plan.infos[role], dirs)
-        ingredients = _ingredients(inputs, here, engine.gpu_device_ids) | _hash_texts(plan.calibration.get(role))
+        ingredients = _ingredients(inputs, here, engine.gpu_device_ids) | hash_texts(plan.calibration.get(role))
         dirs.manifest.unlink(missing_ok=True)
         records = run_steps(steps, dirs, ingredients, console, resume=resume)
         check_engine(role, engine, dirs.engine)
@@ -295,16 +333,6 @@ def _hash_inputs(info: CheckpointInfo, dirs: EngineDirs) -> dict[str, dict[str, 
     found = digests(info.files, {"files": known if isinstance(known, dict) else {}})
     _write_json(path, found)
     return found
-
-
-def _hash_texts(folder: Path | None) -> dict[str, str]:
-    """Hashes of the calibration texts, by their place in the folder; none where nothing is quantised."""
-    if folder is None:
-        return {}
-    found = {path.relative_to(folder): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    # Hidden ones are a downloader's notes.
-    kept = {name: path for name, path in found.items() if not any(part.startswith(".") for part in name.parts)}
-    return {f"calibration/{name}": sha256_file(path) for name, path in kept.items()}
 
 
 def _require_current(plan: GpuPlan, role: Role) -> None:

@@ -209,12 +209,14 @@ class SpeculativeSpec(Section):
         max_draft_len: so many for each pass of the target.
         checkpoint: Hugging Face folder of draft model or head, as the engine's own; ``draft_target`` takes the deployment's draft
             where it is not said.
+        hub: where that comes from; while the folder is not there, a draft model's sizes are taken from the models known by it.
         max_matching_ngram_size: tokens that must have stood there before.
     """
 
     kind: Literal["ngram", "draft_target", "eagle3"]
     max_draft_len: int = Field(ge=1, le=64)
     checkpoint: Path | None = None
+    hub: str = ""
     max_matching_ngram_size: int = Field(default=4, ge=1)
 
     @model_validator(mode="after")
@@ -319,14 +321,15 @@ class GpuDeployment(DeploymentSpec):
 
     @property
     def engine_drafts(self) -> bool:
-        return self._speculation is not None
+        return self.speculation is not None
 
     @property
     def engine_always_drafts(self) -> bool:
-        return self._speculation is not None
+        return self.speculation is not None
 
     @property
-    def _speculation(self) -> SpeculativeSpec | None:
+    def speculation(self) -> SpeculativeSpec | None:
+        """What the target's engine drafts with by itself."""
         return self.target.speculative if isinstance(self.target, LlmapiEngineSpec) else None
 
     def engine_parameters(self, role: Role, model_dir: Path) -> dict[str, str]:
@@ -337,7 +340,7 @@ class GpuDeployment(DeploymentSpec):
     @property
     def speculative_dir(self) -> Path | None:
         """Absolute folder of the checkpoint that the target's engine drafts with; None: it needs none."""
-        ours = self._speculation
+        ours = self.speculation
         if ours is None or ours.kind == "ngram":
             return None
         return self.checkpoint_dir(Role.DRAFT) if ours.checkpoint is None else self.locate(ours.checkpoint)

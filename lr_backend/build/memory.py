@@ -5,11 +5,16 @@ Of one engine on one of its GPUs, in bytes:
 - *weights*: matrices split over ``tp_size`` ranks, the input table and the norms whole on each. FP8 halves the matrices of
   attention and MLP; tables stay in ``dtype``.
 - *KV*: tokens x layers x 2 x KV heads of the rank x head size x bytes of ``kv_cache_dtype``.
-- *speculation*: TensorRT-LLM's decoder holds draft and target probabilities for every slot, [max_batch_size, max_draft_len + 1,
-  padded vocabulary] each (``DecoderState::reshapeSpeculativeDecodingBuffers``), in the type of the logits.
+- *speculation* of a compiled engine: TensorRT-LLM's decoder holds draft and target probabilities for every slot, [max_batch_size,
+  max_draft_len + 1, padded vocabulary] each (``DecoderState::reshapeSpeculativeDecodingBuffers``), in the type of the logits.
+  Of an engine of the LLM API: the weights of the draft model or the EAGLE-3 head that it drafts with, split like its own. That
+  model's keys and values are *KV*, for as many tokens (``KvCacheCreator._get_kv_size_per_token``). N-grams take neither.
 - *draft logits*: one such tensor more, where the one-hot rows of a verification arrive; pinned host memory holds it again.
+  The LLM API takes none.
 - *logits*: what the engine puts out for every row of an iteration, and the samplers' workspace.
 - *workspace*: activations of ``max_num_tokens`` tokens, and a fixed allowance for the CUDA context, cuBLAS, NCCL and TensorRT.
+
+Of each GPU besides: Triton's own CUDA context, the server of CUDA MPS where engines share a card, and the spec's reserve.
 """
 
 from __future__ import annotations
@@ -32,6 +37,10 @@ MAX_TENSOR_ELEMENTS = 1 << 31
 """TensorRT takes no tensor of as many (its page of ``ITensor``); an engine's widest is the MLP's two halves, computed as one."""
 FIXED_BYTES = GIB
 """Of each engine on each of its GPUs: CUDA context, libraries, NCCL's buffers, TensorRT's own."""
+SERVER_CONTEXT_BYTES = GIB // 2
+"""Of Triton's own process on every GPU that it sees, with or without a model there: below 500 MB (server issue 8368)."""
+MPS_SERVER_BYTES = GIB // 16
+"""Of the server of CUDA MPS on every GPU: ``nvidia-smi`` is seen to show 25 to 30 MiB for it."""
 SAMPLER_COPIES, SAMPLER_BYTES = 3, 4
 """Rows of the vocabulary that the samplers keep for each slot, and bytes of a value: token ids, sorted, and scratch."""
 
@@ -56,24 +65,28 @@ class EngineMemory:
 
 @dataclass(frozen=True, slots=True)
 class GpuMemory:
-    """All that one GPU must hold. ``capacity`` and ``reserve`` in bytes."""
+    """All that one GPU must hold, in bytes. ``server`` is Triton's own context, ``mps`` the server of CUDA MPS."""
 
     gpu: int
     capacity: int
     reserve: int
     engines: tuple[EngineMemory, ...]
+    server: int = 0
+    mps: int = 0
 
     @property
     def total(self) -> int:
-        return self.reserve + sum(engine.total for engine in self.engines)
+        return self.reserve + self.server + self.mps + sum(engine.total for engine in self.engines)
 
     @property
     def fits(self) -> bool:
         return self.total <= self.capacity
 
     def sum_in_words(self) -> str:
-        parts = " + ".join(f"{engine.role} {gib(engine.total)}" for engine in self.engines)
-        return f"GPU {self.gpu}: {parts} + reserve {gib(self.reserve)} = {gib(self.total)} of {gib(self.capacity)}"
+        named = [(engine.role.value, engine.total) for engine in self.engines]
+        named += [("Triton", self.server), ("CUDA MPS", self.mps), ("reserve", self.reserve)]
+        parts = " + ".join(f"{name} {gib(size)}" for name, size in named if size)
+        return f"GPU {self.gpu}: {parts} = {gib(self.total)} of {gib(self.capacity)}"
 
 
 def gib(size: int) -> str:
@@ -89,11 +102,14 @@ def estimate(spec: GpuDeployment, sources: Mapping[Role, Source]) -> tuple[GpuMe
     """What each GPU must hold, for the roles in ``sources``."""
     hardware = spec.hardware
     capacity, reserve = int(hardware.gpu_memory_gib * GIB), int(hardware.reserve_gib * GIB)
+    numbers = range(hardware.num_gpus)
+    mps = MPS_SERVER_BYTES if any(len(spec.roles_on(number)) > 1 for number in numbers) else 0
+    available = capacity - reserve - SERVER_CONTEXT_BYTES - mps
     gpus = []
-    for number in range(hardware.num_gpus):
+    for number in numbers:
         roles = [role for role in spec.roles_on(number) if role in sources]
-        engines = tuple(engine_memory(role, spec.engine(role), sources[role], capacity - reserve) for role in roles)
-        gpus.append(GpuMemory(number, capacity, reserve, engines))
+        engines = tuple(engine_memory(role, spec.engine(role), sources[role], available) for role in roles)
+        gpus.append(GpuMemory(number, capacity, reserve, engines, SERVER_CONTEXT_BYTES, mps))
     return tuple(gpus)
 
 
@@ -102,17 +118,18 @@ def engine_memory(role: Role, engine: TrtllmEngineSpec | LlmapiEngineSpec, sourc
     tp, drafts = engine.tp_size, engine.num_drafts
     row = padded_vocab(source.shape.vocab_size, tp) * LOGITS_BYTES
     slots = engine.max_batch_size * (drafts + 1)
+    verifies = slots * row if isinstance(engine, TrtllmEngineSpec) and drafts else 0
     without_kv = EngineMemory(
         role=role,
         weights=_weights(engine, source),
         kv_cache=0,
         kv_tokens=0,
-        speculation=2 * slots * row if drafts else 0,
-        draft_logits=slots * row if drafts else 0,
+        speculation=2 * verifies if source.drafter is None else _weights(engine, source.drafter),
+        draft_logits=verifies,
         logits=slots * row + SAMPLER_COPIES * engine.max_batch_size * row // LOGITS_BYTES * SAMPLER_BYTES,
         workspace=FIXED_BYTES + _activations(engine, source),
     )
-    per_token = _kv_bytes_per_token(engine, source)
+    per_token = kv_bytes_per_token(engine, source)
     tokens = engine.max_tokens_in_paged_kv_cache
     if tokens is None:
         assert engine.kv_cache_free_gpu_mem_fraction is not None
@@ -123,7 +140,9 @@ def engine_memory(role: Role, engine: TrtllmEngineSpec | LlmapiEngineSpec, sourc
 
 
 def verification_bytes(engine: TrtllmEngineSpec | LlmapiEngineSpec, source: Source) -> int:
-    """One-hot logits of the longest sampled verification; 0 where no draft tokens are taken."""
+    """One-hot logits of the longest sampled verification; 0 where no draft tokens are sent."""
+    if not isinstance(engine, TrtllmEngineSpec):
+        return 0
     return engine.num_drafts * padded_vocab(source.shape.vocab_size, engine.tp_size) * LOGITS_BYTES
 
 
@@ -172,11 +191,13 @@ def _weights(engine: TrtllmEngineSpec | LlmapiEngineSpec, source: Source) -> int
     return -(-split // engine.tp_size) + (counts.embedding + counts.replicated) * plain
 
 
-def _kv_bytes_per_token(engine: TrtllmEngineSpec | LlmapiEngineSpec, source: Source) -> int:
+def kv_bytes_per_token(engine: TrtllmEngineSpec | LlmapiEngineSpec, source: Source) -> int:
+    """Keys and values of one token on one card, with those of the model that the engine drafts with."""
     shape = source.shape
     heads = max(1, -(-shape.num_kv_heads // engine.tp_size))  # fewer heads than ranks are copied
     size = DTYPE_BYTES[engine.dtype if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype]
-    return shape.num_layers * 2 * heads * shape.head_dim * size
+    drafters = 0 if source.drafter is None else kv_bytes_per_token(engine, source.drafter)
+    return shape.num_layers * 2 * heads * shape.head_dim * size + drafters
 
 
 def _activations(engine: TrtllmEngineSpec | LlmapiEngineSpec, source: Source) -> int:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from lr_backend.build.gpu_spec import GpuDeployment, LlmapiEngineSpec, TrtllmEngineSpec
 from lr_backend.build.memory import EngineMemory, estimate
-from lr_backend.build.shapes import Source, find_source
+from lr_backend.build.shapes import find_sources
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError
 from lr_backend.hardware.machine import Machine
@@ -108,7 +108,7 @@ def kv_tokens(spec: GpuDeployment, system: str, *, drafts_itself: bool = False) 
             memory[engine.role] = engine
     if elsewhere := [role for role in Role if role not in found]:
         raise ConfigError(f"{spec.name}: {elsewhere[0]} runs on another machine, and what it runs on is not known here")
-    if drafts_itself:
+    if drafts_itself and spec.speculative_dir is None:  # else it is counted already
         found[Role.TARGET] = _beside_a_draft(memory[Role.TARGET], memory[Role.DRAFT], spec)
     for role, tokens in found.items():
         if tokens < spec.engine(role).max_seq_len:
@@ -137,11 +137,6 @@ def on_system(spec: GpuDeployment, system: str) -> GpuDeployment:
     there = spec.model_copy(update={"hardware": hardware})
     there._path = spec.path
     return there
-
-
-def find_sources(spec: GpuDeployment) -> dict[Role, Source]:
-    """The shapes of a deployment's models."""
-    return {role: find_source(spec.checkpoint_dir(role), spec.engine(role).hub) for role in Role}
 
 
 def _rules(engine: TrtllmEngineSpec | LlmapiEngineSpec) -> UpstreamRules:

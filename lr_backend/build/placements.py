@@ -7,7 +7,8 @@ from typing import Any
 
 from lr_backend.build.gpu_spec import GpuDeployment
 from lr_backend.build.memory import estimate
-from lr_backend.build.pace import find_sources, on_system
+from lr_backend.build.pace import on_system
+from lr_backend.build.shapes import find_sources
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError
 

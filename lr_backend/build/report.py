@@ -55,8 +55,9 @@ def memory_table(gpus: tuple[GpuMemory, ...]) -> Table:
     for gpu in gpus:
         for engine in gpu.engines:
             table.add_row(f"GPU {gpu.gpu} {engine.role}", *_cells(engine))
-        blank = ("",) * 6
-        table.add_row(f"GPU {gpu.gpu} sum", *blank, f"reserve {gib(gpu.reserve)}", f"{gib(gpu.total)} of {gib(gpu.capacity)}")
+        named = (("Triton", gpu.server), ("CUDA MPS", gpu.mps), ("reserve", gpu.reserve))
+        others = [f"{name} {gib(size)}" if size else "" for name, size in named]
+        table.add_row(f"GPU {gpu.gpu} sum", *("",) * 4, *others, f"{gib(gpu.total)} of {gib(gpu.capacity)}")
         table.add_section()
     return table
 

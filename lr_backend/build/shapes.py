@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from lr_backend.build.checkpoints import ARCHITECTURES, read_header, weight_files
+from lr_backend.build.gpu_spec import GpuDeployment
+from lr_backend.engine import Role
 from lr_backend.errors import CheckpointError
 
 KNOWN_MODELS = Path(__file__).with_name("known_models.toml")
@@ -65,12 +67,14 @@ class Source:
     Attributes:
         origin: in words, for the table.
         exact: the weights were counted in the checkpoint's files.
+        drafter: of the draft model or the head that an engine of the LLM API drafts with by itself.
     """
 
     shape: ModelShape
     weights: WeightCounts
     origin: str
     exact: bool
+    drafter: Source | None = None
 
 
 def count_weights(shape: ModelShape) -> WeightCounts:
@@ -156,3 +160,65 @@ def find_source(checkpoint: Path, hub: str) -> Source:
     if any(checkpoint.glob("*.safetensors")):
         return Source(shape, count_stored_weights(checkpoint), f"files of {checkpoint}", exact=True)
     return Source(shape, count_weights(shape), f"config.json of {checkpoint}", exact=False)
+
+
+def find_head(checkpoint: Path, target: ModelShape) -> Source:
+    """An EAGLE-3 head of a target: what its files hold; while they are not there, one layer of the target's sizes.
+
+    Raises:
+        CheckpointError: what is there cannot be read, or was trained for another vocabulary.
+    """
+    shape = replace(target, num_layers=1)
+    path = checkpoint / "config.json"
+    if not path.is_file():
+        return Source(shape, _assumed_head(target), "a layer of the target's sizes, as the head is not there", exact=False)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        vocab_size = int(config.get("vocab_size", target.vocab_size))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if vocab_size != target.vocab_size:
+        raise CheckpointError(
+            f"{checkpoint}: the head has a vocabulary of {vocab_size}, the target one of {target.vocab_size}: it was trained for"
+            " another target"
+        )
+    if any(checkpoint.glob("*.safetensors")):
+        return Source(shape, count_stored_weights(checkpoint), f"files of {checkpoint}", exact=True)
+    return Source(shape, _assumed_head(target), f"a layer of the target's sizes, as {checkpoint} has no safetensors", exact=False)
+
+
+def _assumed_head(target: ModelShape) -> WeightCounts:
+    """Three of the target's hidden states become one; one layer reads it beside the token's own row. The input table is the
+    target's. The output matrix counts whole, though most heads know only the usual tokens."""
+    hidden = target.hidden_size
+    layer = hidden * (2 * target.qkv_width + target.num_heads * target.head_dim + 3 * target.intermediate_size)
+    return WeightCounts(layer + 3 * hidden * hidden, 0, target.vocab_size * hidden, 4 * hidden)
+
+
+def find_sources(spec: GpuDeployment) -> dict[Role, Source]:
+    """The shapes of a deployment's models, the target's with that of what its engine drafts with.
+
+    Raises:
+        CheckpointError: one is not known, or cannot be read; names the role.
+    """
+    found: dict[Role, Source] = {}
+    for role in Role:
+        engine = spec.engine(role)
+        try:
+            found[role] = find_source(spec.checkpoint_dir(role), engine.hub)
+        except CheckpointError as error:
+            raise CheckpointError(f"{role}: {error.message}") from error
+    try:
+        found[Role.TARGET] = replace(found[Role.TARGET], drafter=_find_drafter(spec, found))
+    except CheckpointError as error:
+        raise CheckpointError(f"target.speculative: {error.message}") from error
+    return found
+
+
+def _find_drafter(spec: GpuDeployment, found: Mapping[Role, Source]) -> Source | None:
+    folder, ours = spec.speculative_dir, spec.speculation
+    if folder is None or ours is None:
+        return None
+    if ours.kind == "eagle3":
+        return find_head(folder, found[Role.TARGET].shape)
+    return found[Role.DRAFT] if ours.checkpoint is None else find_source(folder, ours.hub)

@@ -10,8 +10,9 @@ from rich.table import Table
 from lr_backend.build.admission import USUAL_PREFIX, Admission, admissions
 from lr_backend.build.gpu_spec import GpuDeployment
 from lr_backend.build.memory import GpuMemory, estimate, gib, require_fit
-from lr_backend.build.pace import find_sources, kv_tokens, machine_of, on_system
+from lr_backend.build.pace import kv_tokens, machine_of, on_system
 from lr_backend.build.placements import Where, placed, where
+from lr_backend.build.shapes import find_sources
 from lr_backend.emulated.workload import Workload
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError

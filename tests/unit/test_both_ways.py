@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from lr_backend.build.memory import estimate, require_fit
-from lr_backend.build.pace import find_sources
 from lr_backend.build.placements import Where, placed, where
+from lr_backend.build.shapes import find_sources
 from lr_backend.build.spec import DeploymentSpec, GpuDeployment
 from lr_backend.cli.build import USES_TEXTS
 from lr_backend.engine import Role

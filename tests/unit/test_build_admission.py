@@ -24,8 +24,8 @@ from lr_backend.build.admission import (
     shortfalls,
 )
 from lr_backend.build.memory import GIB, EngineMemory, GpuMemory, estimate
-from lr_backend.build.pace import find_sources
 from lr_backend.build.report import admission_table
+from lr_backend.build.shapes import find_sources
 from lr_backend.build.spec import PACKAGE_ROOT, DeploymentSpec, GpuDeployment, TrtllmEngineSpec
 from lr_backend.config import Limits
 from lr_backend.embedded.kv_cache import KvCache

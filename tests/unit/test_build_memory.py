@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from lr_backend.build.memory import FIXED_BYTES, GIB, engine_memory, estimate, padded_vocab, require_fit
+from lr_backend.build.memory import (
+    FIXED_BYTES,
+    GIB,
+    MPS_SERVER_BYTES,
+    SERVER_CONTEXT_BYTES,
+    engine_memory,
+    estimate,
+    padded_vocab,
+    require_fit,
+)
 from lr_backend.build.shapes import Source, count_stored_weights, count_weights, find_source, known_models, shape_from_config
 from lr_backend.build.spec import PACKAGE_ROOT, DeploymentSpec, GpuDeployment, TrtllmEngineSpec
 from lr_backend.engine import Role
@@ -121,7 +130,18 @@ def test_what_does_not_fit_is_refused_with_the_sum() -> None:
         ConfigError, match=r"does not fit\. GPU 0: target 97\.\d+ GiB \+ draft 19\.\d+ GiB .* of 79\.10 GiB"
     ) as caught:
         require_fit(small, gpus)
-    assert "reserve 2.00 GiB = 135." in caught.value.message
+    assert "Triton 0.50 GiB + CUDA MPS 0.06 GiB + reserve 2.00 GiB = 136." in caught.value.message
+
+
+def test_the_servers_own_memory_is_on_every_card_and_that_of_mps_where_cards_are_shared() -> None:
+    beside, apart = (estimate(spec, sources(spec)) for spec in map(deployment, ("qwen3-32b", "qwen3-32b-apart")))
+    assert {gpu.server for gpu in (*beside, *apart)} == {SERVER_CONTEXT_BYTES}
+    assert {gpu.mps for gpu in beside} == {MPS_SERVER_BYTES} and {gpu.mps for gpu in apart} == {0}
+    for gpu in (*beside, *apart):
+        assert gpu.total == sum(engine.total for engine in gpu.engines) + gpu.server + gpu.mps + gpu.reserve
+    spec = deployment("qwen3-32b-apart")
+    free = apart[0].capacity - apart[0].reserve - SERVER_CONTEXT_BYTES
+    assert apart[0].engines[0] == engine_memory(Role.TARGET, spec.target, known("Qwen/Qwen3-32B"), free)
 
 
 def test_a_fraction_that_leaves_no_room_for_one_sequence_is_refused() -> None:

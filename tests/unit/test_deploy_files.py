@@ -17,10 +17,11 @@ from compose_spec import PyCompose
 from dockerfile_parse import DockerfileParser
 
 import lr_backend
-from lr_backend.build.memory import estimate
-from lr_backend.build.pace import find_sources
+from lr_backend.build.memory import GIB, estimate
+from lr_backend.build.shapes import find_sources
 from lr_backend.build.spec import DeploymentSpec, GpuDeployment
 from lr_backend.cli import app as cli
+from lr_backend.engine import Role
 from lr_backend.errors import ConfigError
 from lr_backend.frontend.settings import Settings
 from lr_backend.serve import health
@@ -426,3 +427,17 @@ def test_the_page_runs_containers_as_the_compose_file_does() -> None:
         assert gpu["ulimits"][limit] == value and f"--ulimit {limit}={value}" in by_hand
     assert all(f":{volume['target']}:ro" in by_hand for volume in gpu["volumes"])
     assert all(option in by_hand for option in ("--init", "--read-only", "--cap-drop ALL", "--security-opt no-new-privileges"))
+
+
+@pytest.mark.parametrize("path", sorted((PROJECT / "engines").glob("*.toml")), ids=lambda path: path.stem)
+def test_the_sizing_table_says_what_the_plan_does(path: Path) -> None:
+    spec = DeploymentSpec.load(path)
+    if not isinstance(spec, GpuDeployment):
+        return
+    cards = estimate(spec, find_sources(spec))
+    fullest = max(cards, key=lambda card: card.total)
+    target = next(engine for engine in cards[0].engines if engine.role is Role.TARGET)
+    lines = (PROJECT / "docs" / "production.md").read_text(encoding="utf-8").splitlines()
+    row = next(line.split("|") for line in lines if line.startswith("| `") and f"`{spec.name}`" in line and line.count("|") == 7)
+    assert row[4].strip() == f"{fullest.total / GIB:.1f}, {fullest.capacity / GIB:.1f}"
+    assert row[5].strip() == f"{spec.target.max_num_tokens:,}" and row[6].strip() == f"{target.kv_tokens / 1000:.0f} k"

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+from lr_backend.build.gpu_build import plan_gpu_build
+from lr_backend.build.memory import EngineMemory, estimate, kv_bytes_per_token, verification_bytes
+from lr_backend.build.shapes import find_sources
 from lr_backend.build.spec import DeploymentSpec, GpuDeployment
+from lr_backend.build.trtllm_commands import NGC_TOOLS
 from lr_backend.engine import Role
-from lr_backend.errors import ConfigError
+from lr_backend.errors import CheckpointError, ConfigError
 from lr_backend.llmapi.config import LlmApiConfig
 from lr_backend.request import Mode
 from tests.support.fake_trtllm import write_gpu_spec
+from tests.support.tiny_models import Shape, make_checkpoint
 
 DRAFTS = "max_draft_len = 8\n\n[draft]"
 LIMITS = "[lookahead.limits]\n"
@@ -107,3 +114,83 @@ def test_a_compiled_engine_has_no_such_section(spec_path: Path) -> None:
     with pytest.raises(ConfigError, match="speculative"):
         load(spec_path, 'kind = "ngram"', ('runtime = "llmapi"', 'runtime = "tensorrtllm"'))
     assert DeploymentSpec.load("demo").loop_config().engine_always_drafts is False
+
+
+@pytest.fixture
+def models_there(spec_path: Path) -> Path:
+    for seed, role in enumerate(Role):
+        make_checkpoint(spec_path.parents[1] / "ck" / role, seed, Shape(heads=4, kv_heads=2))
+    return spec_path
+
+
+def target_memory(spec: GpuDeployment) -> EngineMemory:
+    return next(engine for engine in estimate(spec, find_sources(spec))[0].engines if engine.role is Role.TARGET)
+
+
+def plan_lines(spec: GpuDeployment, tmp_path: Path, *, need_checkpoints: bool = False) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(what is noted, what is waited for) of a plan."""
+    report = plan_gpu_build(spec, tmp_path / "out", None, NGC_TOOLS, need_checkpoints=need_checkpoints).report(written=False)
+    return report.notes, report.waiting
+
+
+def test_what_the_engine_drafts_with_is_in_its_sums(models_there: Path) -> None:
+    text = models_there.read_text()
+    memory = {}
+    for kind, section in (("ngram", 'kind = "ngram"'), ("draft_target", 'kind = "draft_target"'), ("eagle3", EAGLE)):
+        models_there.write_text(text)
+        spec = load(models_there, section)
+        memory[kind] = target_memory(spec)
+        assert memory[kind].draft_logits == 0 == verification_bytes(spec.target, find_sources(spec)[Role.TARGET])
+    assert memory["ngram"].speculation == 0, "n-grams are looked up in the request's own text"
+    assert memory["ngram"].kv_tokens == memory["draft_target"].kv_tokens == memory["eagle3"].kv_tokens
+    models_there.write_text(text)
+    spec = load(models_there, 'kind = "draft_target"')
+    draft = find_sources(spec)[Role.DRAFT]
+    split = spec.draft.model_copy(update={"tp_size": 2, "gpu_device_ids": (0, 1)})
+    assert memory["draft_target"].kv_cache - memory["ngram"].kv_cache == 4096 * kv_bytes_per_token(split, draft)
+    counts = draft.weights
+    assert memory["draft_target"].speculation == counts.linear + counts.head + 2 * (counts.embedding + counts.replicated)
+    shape = find_sources(spec)[Role.TARGET].shape
+    assert memory["eagle3"].kv_cache - memory["ngram"].kv_cache == memory["ngram"].kv_cache // shape.num_layers, "one layer more"
+    assert memory["eagle3"].speculation > 0
+
+
+def test_the_plan_names_what_drafts_and_waits_for_a_head_that_is_not_there(models_there: Path, tmp_path: Path) -> None:
+    text = models_there.read_text()
+    spec = load(models_there, EAGLE)
+    (note,), waiting = plan_lines(spec, tmp_path)
+    assert note.startswith("the target's engine drafts by itself (a layer of the target's sizes, as the head is not there): ")
+    folder = spec.root / "checkpoints" / "head"
+    assert waiting == (f"target.speculative: the eagle3 checkpoint at {folder}",)
+    with pytest.raises(CheckpointError, match=r"target\.speculative: .*head does not hold config\.json and weights of eagle3"):
+        plan_lines(spec, tmp_path, need_checkpoints=True)
+
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text('{"vocab_size": 7}')
+    with pytest.raises(CheckpointError, match=r"vocabulary of 7, the target one of \d+: it was trained for another target"):
+        plan_lines(spec, tmp_path)
+    (folder / "config.json").write_text("[")
+    with pytest.raises(CheckpointError, match=r"target\.speculative: .*cannot be read"):
+        plan_lines(spec, tmp_path)
+    (folder / "config.json").write_text("{}")
+    save_file({"fc.weight": np.zeros((16, 32), np.float16)}, folder / "model.safetensors")
+    (note,), waiting = plan_lines(spec, tmp_path, need_checkpoints=True)
+    assert f"(files of {folder})" in note and waiting == ()
+    assert target_memory(spec).speculation == 512 * 2 // 2, "split over two cards, two bytes each"
+
+    models_there.write_text(text)
+    (note,), waiting = plan_lines(load(models_there, 'kind = "ngram"'), tmp_path)
+    assert "no model, and nothing of a GPU's memory" in note and waiting == ()
+
+
+def test_a_draft_model_of_its_own_must_read_the_targets_tokens(models_there: Path, tmp_path: Path) -> None:
+    text = models_there.read_text()
+    own = 'kind = "draft_target"\ncheckpoint = "ck/own"\nhub = "Qwen/Qwen3-0.6B"'
+    spec = load(models_there, own)
+    (note,), waiting = plan_lines(spec, tmp_path)
+    assert "known shape of Qwen/Qwen3-0.6B" in note and waiting == (
+        f"target.speculative: the draft_target checkpoint at {spec.root / 'ck' / 'own'}",
+    )
+    models_there.write_text(text)
+    with pytest.raises(CheckpointError, match=r"target\.speculative: .*no config\.json, and no hub name is not a known model"):
+        plan_lines(load(models_there, 'kind = "draft_target"\ncheckpoint = "ck/own"'), tmp_path)
