@@ -8,8 +8,8 @@
 # Triton's Python stubs too, which read no PYTHONPATH. Nothing outside /tmp and /dev/shm is written while serving.
 # HEALTHCHECK needs the Docker image format (buildah and podman: --format docker).
 
-# Both may be given by digest. The tag of the first fixes TensorRT-LLM at 1.2.1, the last release that serves compiled engines.
-ARG BASE=nvcr.io/nvidia/tritonserver:26.07-trtllm-python-py3
+# Both may be given as arguments. The first is by digest, since what a tag names can change. Its tag fixes TensorRT-LLM at 1.2.1, the last release that serves compiled engines.
+ARG BASE=nvcr.io/nvidia/tritonserver:26.07-trtllm-python-py3@sha256:b097871d05da2e63178d1b91fd1199bc395f653ade4f05ab227c463ea7437007
 ARG PYTHON_IMAGE=docker.io/library/python:3.11-slim-bookworm
 
 
@@ -149,6 +149,8 @@ LABEL org.opencontainers.image.title="lookahead-trtllm" \
 COPY --from=trtllm-app /opt/lookahead /opt/lookahead
 ENV PATH=${PATH}:/opt/lookahead/bin \
     HOME=/tmp \
+    CUDA_MPS_PIPE_DIRECTORY=/tmp/mps \
+    CUDA_MPS_LOG_DIRECTORY=/tmp/mps \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1
 WORKDIR /opt/lookahead
@@ -162,5 +164,7 @@ EXPOSE 8000 8001 8002 9000
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=6s --start-period=900s --retries=3 \
     CMD ["python3", "-I", "-S", "/opt/lookahead/lr_backend/serve/health.py"]
-ENTRYPOINT ["lookahead", "serve", "--host", "0.0.0.0", "--log-file", "/dev/stderr"]
+# Engines that share a card run at once by CUDA MPS, else in turns. Its daemon serves one user of one container, so it needs nothing
+# of the host: the container toolkit brings the program. Where there is none, the server says what that costs, and goes on.
+ENTRYPOINT ["lookahead", "serve", "--host", "0.0.0.0", "--log-file", "/dev/stderr", "--start-mps"]
 CMD ["--spec", "qwen3-32b"]

@@ -7,7 +7,8 @@ import signal
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -43,12 +44,14 @@ from lr_backend.frontend.process import FrontendProcess
 from lr_backend.frontend.settings import Deployed, Settings
 from lr_backend.frontend.template import opens_reasoning
 from lr_backend.hardware.lateness import Lateness
+from lr_backend.serve import mps
 from lr_backend.serve.keeper import StubKeeper
 from lr_backend.serve.launch import launch_plan
+from lr_backend.serve.mps import Mps
 from lr_backend.serve.remotes import wait_for_roles
 from lr_backend.serve.restrictions import admin_key, is_loopback, tls_arguments
 from lr_backend.serve.server import ServerError, ServerOptions, TritonServer, useful_lines
-from lr_backend.serve.startup_check import Level, Machine, Needs, check, check_files, probe, require_ready
+from lr_backend.serve.startup_check import Level, Machine, Needs, check, check_files, probe, require_ready, shared_cards
 from lr_backend.serve.warmup import QUESTION, WarmupAnswer, curl_line, warm_engines, warm_loop
 
 _LOOK_S = 0.05
@@ -90,6 +93,13 @@ def serve(
     workload: Annotated[
         str | None, typer.Option(help="With --pace and a deployment on GPUs: how its texts behave, by name or file (.toml).")
     ] = None,
+    start_mps: Annotated[
+        bool,
+        typer.Option(
+            "--start-mps",
+            help="Where engines share a card and CUDA MPS does not run: start its daemon, and end it with the server.",
+        ),
+    ] = False,
     paced_as: Annotated[
         str | None,
         typer.Option(metavar="SPEC", help="With --pace: the deployment whose engines they stand for; by default the spec's own."),
@@ -114,26 +124,34 @@ def serve(
         if role:
             deployment = deployment.only(role)
         settings = Settings.load(openai_settings, host=openai_host, port=openai_port, keys_file=openai_keys)
-        machine = _ready_machine(console, deployment, host, by_option(http_port, grpc_port, metrics_port), tritonserver)
-        report = build_repository(deployment, repository, only_if_stale=True, command="lookahead serve")
-        _say_built(console, report)
-        options = ServerOptions(
-            host=host,
-            http_port=http_port,
-            grpc_port=grpc_port,
-            metrics_port=metrics_port,
-            thread_pool_size=deployment.server.thread_pool_size,
-            exit_timeout_s=deployment.server.exit_timeout_s,
-            tritonserver=tritonserver,
-            log_file=log_file or report.output.with_name(f"{report.output.name}.log"),
-            plan=launch_plan(deployment.placements, num_gpus=len(machine.visible_gpus) or None),
-            admin_key=admin_key(os.environ),
-            engine_key="" if deployment.runs_loop else _engine_key(deployment, host),
-            closes_engines=deployment.runs_loop,
-            arguments=tls_arguments(tls_cert, tls_key),
-        )
-        with FrontendProcess(settings, tls_cert) if deployment.runs_loop else nullcontext() as front:
-            status = _run(console, TritonServer(report.output, options), deployment, front)
+        with ExitStack() as ended:
+            machine = _ready_machine(
+                console,
+                deployment,
+                host,
+                by_option(http_port, grpc_port, metrics_port),
+                tritonserver,
+                ended if start_mps else None,
+            )
+            report = build_repository(deployment, repository, only_if_stale=True, command="lookahead serve")
+            _say_built(console, report)
+            options = ServerOptions(
+                host=host,
+                http_port=http_port,
+                grpc_port=grpc_port,
+                metrics_port=metrics_port,
+                thread_pool_size=deployment.server.thread_pool_size,
+                exit_timeout_s=deployment.server.exit_timeout_s,
+                tritonserver=tritonserver,
+                log_file=log_file or report.output.with_name(f"{report.output.name}.log"),
+                plan=launch_plan(deployment.placements, num_gpus=len(machine.visible_gpus) or None),
+                admin_key=admin_key(os.environ),
+                engine_key="" if deployment.runs_loop else _engine_key(deployment, host),
+                closes_engines=deployment.runs_loop,
+                arguments=tls_arguments(tls_cert, tls_key),
+            )
+            with FrontendProcess(settings, tls_cert) if deployment.runs_loop else nullcontext() as front:
+                status = _run(console, TritonServer(report.output, options), deployment, front)
     except LookaheadError as error:
         fail(error)
     raise typer.Exit(status)
@@ -176,15 +194,28 @@ def _engine_key(deployment: DeploymentSpec, host: str) -> str:
 
 
 def _ready_machine(
-    console: Console, deployment: DeploymentSpec, host: str, ports: Mapping[str, int], tritonserver: Path | None
+    console: Console,
+    deployment: DeploymentSpec,
+    host: str,
+    ports: Mapping[str, int],
+    tritonserver: Path | None,
+    ended: ExitStack | None = None,
 ) -> Machine:
     """This machine, if it can serve the deployment; says what it serves worse for.
+
+    Args:
+        ended: is told what ends with the server, if CUDA MPS may be started; None: it may not.
 
     Raises:
         ConfigError: all that is missing. Of a deployment on GPUs the build that follows checks the files.
     """
     needs = Needs.of(deployment, host, ports)
     machine = probe(tritonserver, needs)
+    if ended is not None and machine.mps is Mps.STOPPED and machine.visible_gpus and shared_cards(needs.placements):
+        machine = replace(machine, mps=mps.start(os.environ))
+        ended.callback(mps.stop, os.environ)
+        if machine.mps is Mps.RUNNING:
+            console.print("CUDA MPS started", highlight=False)
     files = () if isinstance(deployment, GpuDeployment) else check_files(deployment)
     findings = (*check(machine, needs), *files)
     require_ready(findings)

@@ -1,7 +1,7 @@
 """CUDA MPS, which lets the processes of several engines compute on one card at the same time: whether it runs here.
 
-The server starts none. The daemon belongs to a machine or a container, serves one user at a time and outlives a server; whoever
-starts it by the way changes what all other processes on the card do.
+The daemon belongs to a machine or a container, serves one user at a time and outlives a server; whoever starts it by the way
+changes what all other processes on the card do. So the server starts one only where it is told to, as in a container of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pathlib import Path
 
 CONTROL = "nvidia-cuda-mps-control"
 PIPES_VARIABLE, PIPES = "CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"
-_ASK, _LIMIT_S = "get_server_list\n", 10.0
+LOG_VARIABLE = "CUDA_MPS_LOG_DIRECTORY"
+_ASK, _QUIT, _LIMIT_S = "get_server_list\n", "quit\n", 10.0
 
 
 class Mps(StrEnum):
@@ -31,10 +32,40 @@ def probe_mps(environment: Mapping[str, str]) -> Mps:
     if program is None:
         shared = Path(environment.get(PIPES_VARIABLE) or PIPES) / "control"
         return Mps.RUNNING if shared.exists() else Mps.ABSENT
+    return Mps.RUNNING if _run([program], _ASK, environment) else Mps.STOPPED
+
+
+def start(environment: Mapping[str, str]) -> Mps:
+    """Start the daemon, for processes with this environment; what is there then."""
+    program = shutil.which(CONTROL, path=environment.get("PATH"))
+    if program is None:
+        return Mps.ABSENT
+    for name in (PIPES_VARIABLE, LOG_VARIABLE):
+        if environment.get(name):
+            Path(environment[name]).mkdir(parents=True, exist_ok=True)
+    _run([program, "-d"], "", environment)
+    return probe_mps(environment)
+
+
+def stop(environment: Mapping[str, str]) -> None:
+    """End a daemon that was started here."""
+    program = shutil.which(CONTROL, path=environment.get("PATH"))
+    if program is not None:
+        _run([program], _QUIT, environment)
+
+
+def _run(command: list[str], text: str, environment: Mapping[str, str]) -> bool:
+    """Whether it ended well. No pipe for its output: a daemon would keep that open."""
     try:
         asked = subprocess.run(
-            [program], input=_ASK, env=environment, capture_output=True, text=True, timeout=_LIMIT_S, check=False
+            command,
+            input=text.encode(),
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=_LIMIT_S,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
-        return Mps.STOPPED
-    return Mps.RUNNING if asked.returncode == 0 else Mps.STOPPED
+        return False
+    return asked.returncode == 0

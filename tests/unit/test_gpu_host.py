@@ -14,9 +14,9 @@ from lr_backend.build.placement import Placement
 from lr_backend.engine import Role
 from lr_backend.mpi import UNBOUND
 from lr_backend.nvidia import Gpu
-from lr_backend.serve import spawn_probe, startup_check
+from lr_backend.serve import mps, spawn_probe, startup_check
 from lr_backend.serve.mounts import COMPILED_INTO, folders_of, probe_without_exec, without_exec
-from lr_backend.serve.mps import CONTROL, PIPES_VARIABLE, Mps, probe_mps
+from lr_backend.serve.mps import CONTROL, LOG_VARIABLE, PIPES_VARIABLE, Mps, probe_mps
 from lr_backend.serve.spawn_probe import Spawned, probe_spawn, read_answer
 from lr_backend.serve.startup_check import Finding, Level, Machine, Needs, check, check_spawns, shared_cards, spawn_finding
 
@@ -107,6 +107,25 @@ def test_without_its_program_a_pipe_that_is_shared_says_that_one_runs(tmp_path: 
     (tmp_path / "pipes").mkdir()
     (tmp_path / "pipes" / "control").touch()
     assert probe_mps(environment) is Mps.RUNNING
+
+
+DAEMON = """
+if [ "$1" = -d ]; then [ -d "$CUDA_MPS_LOG_DIRECTORY" ] && touch "$CUDA_MPS_PIPE_DIRECTORY/control"; exit; fi
+case "$(cat)" in quit) rm "$CUDA_MPS_PIPE_DIRECTORY/control";; *) [ -e "$CUDA_MPS_PIPE_DIRECTORY/control" ];; esac
+"""
+
+
+def test_a_daemon_is_started_in_its_folders_and_ended(tmp_path: Path) -> None:
+    environment = fake_control(tmp_path, DAEMON) | {LOG_VARIABLE: str(tmp_path / "log")}
+    assert probe_mps(environment) is Mps.STOPPED
+    assert mps.start(environment) is Mps.RUNNING is probe_mps(environment)
+    mps.stop(environment)
+    assert probe_mps(environment) is Mps.STOPPED
+    (tmp_path / CONTROL).write_text("#!/bin/sh\nexit 1\n")
+    assert mps.start(environment) is Mps.STOPPED, "it would not start"
+    (tmp_path / CONTROL).unlink()
+    assert mps.start(environment) is Mps.ABSENT
+    mps.stop(environment)
 
 
 def test_shared_cards_are_told_what_they_cost_without_it() -> None:

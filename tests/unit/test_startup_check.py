@@ -174,6 +174,33 @@ def test_serve_says_what_it_serves_worse_for(four_gpus: None, monkeypatch: pytes
     assert "CUDA MPS (GPU 0) not running: engines on one card take turns" in result.output
 
 
+@pytest.mark.parametrize(
+    ("found", "cards", "calls"),
+    [
+        (Mps.STOPPED, (0,), ["start", "run", "stop"]),
+        (Mps.STOPPED, (), ["run"]),
+        (Mps.RUNNING, (0,), ["run"]),
+        (Mps.ABSENT, (0,), ["run"]),
+    ],
+)
+def test_serve_starts_mps_where_it_is_told_to_and_cards_are_shared(
+    four_gpus: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, found: Mps, cards: tuple[int, ...], calls: list[str]
+) -> None:
+    seen: list[str] = []
+    if cards:
+        shared = tuple(replace(each, gpu_device_ids=cards, tp_size=1) for each in COMPILED)
+        monkeypatch.setattr(DeploymentSpec, "placements", property(lambda self: shared))
+    monkeypatch.setattr("lr_backend.cli.serve.probe", lambda binary, needs: replace(GOOD, mps=found))
+    monkeypatch.setattr("lr_backend.serve.mps.start", lambda environment: seen.append("start") or Mps.RUNNING)
+    monkeypatch.setattr("lr_backend.serve.mps.stop", lambda environment: seen.append("stop"))
+    monkeypatch.setattr("lr_backend.cli.serve._run", lambda *given: seen.append("run") or 0)
+    result = CliRunner().invoke(app, ["serve", "--start-mps", "--repository", str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    assert seen == calls
+    assert ("CUDA MPS started" in result.output) == ("start" in calls)
+    assert ("take turns" in result.output) == (found is Mps.ABSENT)
+
+
 def test_serve_starts_the_server_by_the_plan(four_gpus: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(
         "lr_backend.cli.serve.probe", lambda binary, needs: replace(GOOD, gpus=(*GOOD.gpus, replace(H200, index=4)))
