@@ -63,6 +63,21 @@ def branches_of(limits: Limits) -> int:
     return limits.max_depth + 1
 
 
+def iteration_sizes(num_branches: int, num_drafts: int, longest: int) -> tuple[int, ...]:
+    """Values of ``max_num_tokens`` worth a trial, small ones first: each lets a branch more join at once behind
+    :data:`USUAL_PREFIX` tokens, and all admit a call behind ``longest``."""
+    usual = min(USUAL_PREFIX, longest)
+    sizes = {max(longest + num_drafts, num * (usual + num_drafts)) for num in range(1, num_branches + 1)}
+    return tuple(sorted(sizes))
+
+
+def branches_that_join(found: Iterable[Admission]) -> int:
+    """Branches of one request that join at once behind :data:`USUAL_PREFIX` tokens, where fewest do: at target or draft."""
+    rows = list(found)
+    usual = {role: min(USUAL_PREFIX, max(one.prefix for one in rows if one.role is role)) for role in {one.role for one in rows}}
+    return min((min(one.calls, one.branches) for one in rows if one.prefix == usual[one.role]), default=0)
+
+
 def admissions(spec: GpuDeployment, memory: Iterable[GpuMemory]) -> tuple[Admission, ...]:
     """Target and draft behind each of :data:`PREFIXES` and behind the longest that the limits allow; compiled engines only."""
     limits = spec.loop_config().limits

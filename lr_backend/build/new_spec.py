@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from lr_backend.build.admission import iteration_sizes
 from lr_backend.build.checkpoints import CheckpointInfo, check_checkpoint, check_same_vocabulary, read_header, weight_files
 from lr_backend.build.shapes import ModelShape, shape_from_config
 from lr_backend.engine import Role
@@ -37,11 +38,13 @@ VERDICT_TOKENS = 8 * STEP_TOKENS
 """Two steps and the prompt around them."""
 LEAST_SEQ_LEN = 64
 ITERATION_TOKENS = 8192
-"""Of an iteration on a GPU, where the longest sequence is no longer."""
+"""Of an iteration where no admission depends on it, unless sequences are longer: the judge's, and those of the LLM API."""
+MAX_DEPTH = 8
 
 _COMMENTED = re.compile(r"^(?P<setting>[a-z_]+ = .*?) +# (?P<comment>.*)$", re.MULTILINE)
 
 GpuRuntime = Literal["tensorrtllm", "llmapi"]
+GPU_DRAFTS: Mapping[GpuRuntime, int] = {"tensorrtllm": 8, "llmapi": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +262,19 @@ def ways_to_place(target: Model, num_gpus: int) -> list[Placed]:
     return [own, beside]
 
 
+def iteration_choices(models: Models, runtime: GpuRuntime, max_seq_len: int | None = None) -> tuple[int, ...]:
+    """Values of ``max_num_tokens`` for target and draft, small ones first; compiled engines admit calls by it."""
+    length = _gpu_lengths(models, max_seq_len)[Role.TARGET]
+    if runtime == "llmapi":
+        return (max(ITERATION_TOKENS, length),)
+    drafts = GPU_DRAFTS[runtime]
+    return iteration_sizes(MAX_DEPTH + 1, drafts, length - drafts)
+
+
+def _gpu_lengths(models: Models, max_seq_len: int | None) -> dict[Role, int]:
+    return _lengths(models, max_seq_len or 16384, asked_for=max_seq_len is not None)
+
+
 def gpu_spec(
     models: Models,
     naming: Naming,
@@ -268,25 +284,29 @@ def gpu_spec(
     *,
     max_seq_len: int | None = None,
     kv_tokens: Mapping[Role, int] | None = None,
+    iteration_tokens: int | None = None,
 ) -> str:
     """The text of a spec for engines on GPUs.
 
     Args:
+        iteration_tokens: ``max_num_tokens`` of target and draft, one of :func:`iteration_choices`; None: the first.
         kv_tokens: budgets of the roles that share a card; None: one sequence each, to see what is left.
 
     Raises:
         ConfigError: ``max_seq_len`` is beyond the models' positions.
     """
-    drafts = 8 if runtime == "tensorrtllm" else 0
-    lengths = _lengths(models, max_seq_len or 16384, asked_for=max_seq_len is not None)
+    drafts = GPU_DRAFTS[runtime]
+    lengths = _gpu_lengths(models, max_seq_len)
     shared = any(placed.shared(role) for role in Role)
-    given = kv_tokens or lengths
+    given, rows = kv_tokens or lengths, 16 if shared else 64
+    tokens = iteration_tokens or iteration_choices(models, runtime, max_seq_len)[0]
+    wanted = {Role.TARGET: tokens, Role.DRAFT: tokens, Role.JUDGE: max(ITERATION_TOKENS, lengths[Role.JUDGE])}
     roles = [
         {
             **_about(models[role], naming),
             "gpus": placed.gpus[role],
             "kv_tokens": given[role] if placed.shared(role) else 0,
-            "max_num_tokens": max(ITERATION_TOKENS, lengths[role]),
+            "max_num_tokens": min(wanted[role], rows * lengths[role]),  # more is never used
             "max_seq_len": lengths[role],
             "max_draft_len": drafts if role is Role.TARGET else 0,
         }
@@ -296,7 +316,7 @@ def gpu_spec(
         "runtime": runtime,
         "roles": roles,
         "hardware": cards,
-        "max_batch_size": 16 if shared else 64,
+        "max_batch_size": rows,
         "draft_logits": "one_hot",
         "draft_logits_why": "exact at any temperature; upstream's rule for token-only drafts draws again, with a bias",
         "draft_temperature": 0.0,
@@ -304,7 +324,7 @@ def gpu_spec(
         "thread_pool_size": 128 if shared else 256,
         "timeouts": {"target_s": 120.0, "draft_s": 30.0, "judge_s": 5.0, "request_s": 900.0},
     }
-    sizes = {"max_draft_len": drafts, "max_depth": 8, "num_requests": 16 if shared else 64}
+    sizes = {"max_draft_len": drafts, "max_depth": MAX_DEPTH, "num_requests": rows}
     return _render("gpu.toml.jinja", models, naming, lengths, **sizes, **values)
 
 

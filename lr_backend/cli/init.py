@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,8 @@ import psutil
 import typer
 from rich.console import Console
 
+from lr_backend.build.admission import admissions, branches_that_join, require_admission
+from lr_backend.build.memory import estimate, require_fit, require_tensors
 from lr_backend.build.new_spec import (
     Cards,
     GpuRuntime,
@@ -22,12 +25,14 @@ from lr_backend.build.new_spec import (
     Naming,
     embedded_spec,
     gpu_spec,
+    iteration_choices,
     read_models,
     ways_to_place,
 )
 from lr_backend.build.pace import CARD_CAPABILITY, CARD_MEMORY_GIB
 from lr_backend.build.placements import with_budgets
 from lr_backend.build.repository import build_repository
+from lr_backend.build.shapes import find_sources
 from lr_backend.build.spec import DeploymentSpec, GpuDeployment
 from lr_backend.cli.errors import fail, refuse
 from lr_backend.engine import Role
@@ -136,17 +141,43 @@ def _write_gpu(
     """Lay the models over the cards in the first way that fits. Raises: ConfigError: none does; with the first way's sum."""
     first: ConfigError | None = None
     kind: GpuRuntime = "tensorrtllm" if runtime is Runtime.TENSORRTLLM else "llmapi"
+    choices = iteration_choices(models, kind, max_seq_len)
     for placed in ways_to_place(models[Role.TARGET], cards.num_gpus):
+        text_of = partial(gpu_spec, models, naming, cards, kind, placed, max_seq_len=max_seq_len)
         try:
-            with _draft(path, gpu_spec(models, naming, cards, kind, placed, max_seq_len=max_seq_len)) as draft:
-                planned = with_budgets(GpuDeployment.load(draft))
-            budgets = {role: planned.engine(role).max_tokens_in_paged_kv_cache or 0 for role in Role}
-            text = gpu_spec(models, naming, cards, kind, placed, max_seq_len=max_seq_len, kv_tokens=budgets)
-            return _write(path, text)
+            return _write(path, _best_text(path, text_of, choices))
         except ConfigError as error:
             first = first or error
     assert first is not None
     raise ConfigError(f"{first.message}. Give more --gpus, a smaller --max-seq-len, or smaller checkpoints") from first
+
+
+def _best_text(path: Path, text_of: Callable[..., str], choices: tuple[int, ...]) -> str:
+    """The text with the smallest token budget by which most branches of a request join at once, and the KV budgets beside it.
+
+    Raises:
+        ConfigError: none of the choices fits the cards; with the smallest one's sum.
+    """
+    best, most = "", -1
+    for tokens in choices:
+        try:
+            with _draft(path, text_of(iteration_tokens=tokens)) as draft:
+                planned = with_budgets(GpuDeployment.load(draft))
+                sources = find_sources(planned)
+            memory = estimate(planned, sources)
+            require_fit(planned, memory)
+            require_tensors(planned, sources)
+            found = admissions(planned, memory)
+            require_admission(planned, found)
+        except ConfigError:
+            if not best:
+                raise
+            break  # a larger budget leaves less to the KV caches
+        joined = branches_that_join(found)
+        if joined > most:
+            budgets = {role: planned.engine(role).max_tokens_in_paged_kv_cache or 0 for role in Role}
+            best, most = text_of(iteration_tokens=tokens, kv_tokens=budgets), joined
+    return best
 
 
 def _write(path: Path, text: str) -> tuple[str, ...]:

@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from lr_backend.build.admission import admissions, branches_that_join, shortfalls
 from lr_backend.build.gpu_spec import GpuDeployment
+from lr_backend.build.memory import estimate
 from lr_backend.build.repository import build_repository
+from lr_backend.build.shapes import find_sources
 from lr_backend.build.spec import DeploymentSpec, EmbeddedDeployment
 from lr_backend.cli import init as command
 from lr_backend.cli.app import app
@@ -152,7 +155,30 @@ def test_an_iteration_admits_a_call_behind_the_longest_prefix(tmp_path: Path) ->
         path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 40_960}))
     spec = made(*pair, "--runtime", "tensorrtllm", "--system", "h100_sxm", "--max-seq-len", "20000")
     assert isinstance(spec, GpuDeployment)
-    assert (spec.target.max_num_tokens, spec.draft.max_num_tokens, spec.judge.max_num_tokens) == (20_000, 20_000, 8192)
+    together = 9 * (4096 + 8)
+    assert (spec.target.max_num_tokens, spec.draft.max_num_tokens, spec.judge.max_num_tokens) == (together, together, 8192)
+    found = admissions(spec, estimate(spec, find_sources(spec)))
+    assert branches_that_join(found) == 9 and shortfalls(spec, found) == ()
+
+
+def test_where_memory_is_short_fewer_branches_join_and_the_longest_prefix_still_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make_pair(tmp_path, "qwen3")
+    for folder in pair:
+        path = folder / "config.json"
+        wide = {"max_position_embeddings": 40_960, "intermediate_size": 20_000}
+        path.write_text(json.dumps(json.loads(path.read_text()) | wide))
+    joined = {}
+    for mib in (11_000, 12_500, 20_000):
+        monkeypatch.setattr(command, "probe_gpus", lambda mib=mib: (Gpu(0, "NVIDIA L4", "8.9", mib),))
+        result = run(*pair, "--runtime", "tensorrtllm", "--max-seq-len", "20000", "--name", f"card-{mib}")
+        assert result.exit_code == 0, result.output
+        spec = DeploymentSpec.load(Path("engines") / f"card-{mib}.toml")
+        assert isinstance(spec, GpuDeployment)
+        joined[mib] = branches_that_join(admissions(spec, estimate(spec, find_sources(spec))))
+        assert spec.target.max_num_tokens >= 20_000
+    assert 1 <= joined[11_000] < joined[12_500] < joined[20_000] == 9
 
 
 def test_the_cards_here_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -445,4 +445,4 @@ def test_the_sizing_table_says_what_the_plan_does(path: Path) -> None:
     # One row may stand for two deployments of the same sizes.
     assert (held, capacity) == (pytest.approx(fullest.total / GIB, abs=0.11), pytest.approx(fullest.capacity / GIB, abs=0.06))
     assert row[5].strip() == f"{spec.target.max_num_tokens:,}"
-    assert float(row[6].split()[0]) == pytest.approx(target.kv_tokens / 1000, abs=1.1) and row[6].split()[1] == "k"
+    assert float(row[6].split()[0]) == pytest.approx(target.kv_tokens / 1000, abs=1.5) and row[6].split()[1] == "k"
