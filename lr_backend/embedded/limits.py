@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from lr_backend.embedded.config import EngineConfig
 from lr_backend.engine.request import EngineRequest
+from lr_backend.engine.upstream_errors import prompt_too_long, too_many_drafts
 from lr_backend.errors import EngineRejected
 
 
@@ -52,6 +53,21 @@ def plan_run(request: EngineRequest, config: EngineConfig, vocab_size: int) -> R
             f"input_ids: {num_prompt} tokens and {max_new_tokens} of output exceed the KV cache of {capacity} tokens"
         )
     return RunPlan(drafts, max_new_tokens, goes_on)
+
+
+def refuse_as_upstream(request: EngineRequest, number: int, config: EngineConfig) -> None:
+    """Refuse in upstream's words what its executor would refuse when it fetches it.
+
+    Args:
+        number: the executor's own of the request.
+
+    Raises:
+        UpstreamFailure: too long a prompt, or too many draft tokens.
+    """
+    if len(request.input_ids) >= config.max_seq_len:
+        raise prompt_too_long(number, len(request.input_ids), config.max_seq_len - 1)
+    if len(request.draft_ids) > config.max_draft_len:
+        raise too_many_drafts(number, len(request.draft_ids), config.max_draft_len)
 
 
 def _check_engine_drafts(request: EngineRequest, config: EngineConfig) -> None:

@@ -23,13 +23,13 @@ from itertools import accumulate, count
 from math import inf
 
 from lr_backend.embedded.config import EngineConfig
-from lr_backend.embedded.limits import plan_run
+from lr_backend.embedded.limits import plan_run, refuse_as_upstream
 from lr_backend.embedded.sequence import OnDone, Sequence
 from lr_backend.embedded.stats import EngineStats
 from lr_backend.emulated.feed import Feed, TextSource
 from lr_backend.emulated.timeline import Sizes, Timeline
 from lr_backend.engine.request import EngineRequest, EngineResponse
-from lr_backend.engine.upstream_errors import prompt_too_long, queue_full, too_many_drafts
+from lr_backend.engine.upstream_errors import queue_full
 from lr_backend.errors import EngineRejected, EngineUnavailable, LookaheadError, Overloaded
 from lr_backend.hardware.lateness import Lateness
 from lr_backend.hardware.pace import EnginePace, Runtime
@@ -76,7 +76,7 @@ class PacedEngine:
         self._source, self._vocab_size = source, vocab_size
         self._clock = clock or Clock()
         self._drafts_itself = pace.runtime is Runtime.LLMAPI and pace.draft is not None
-        overheads, self._fails_as_internal = pace.overheads(), pace.rules.fails_as_internal
+        overheads, self._fails_as_internal = pace.overheads(), pace.rules.fails_as_internal or config.fails_as_internal
         self._label, self._slow_motion = pace.label, pace.slow_motion
         self._hop_s = pace.slow_motion * overheads.hop_ms / 1e3
         self._draft_s = pace.slow_motion * overheads.draft_logits_ms(1) / 1e3 if pace.one_hot else 0.0
@@ -116,7 +116,7 @@ class PacedEngine:
         if request.draft_ids and self._drafts_itself:
             raise EngineRejected("draft_input_ids: the LLM API takes none, it drafts by itself")
         if self._fails_as_internal:
-            _refuse_as_upstream(request, number, self.config)
+            refuse_as_upstream(request, number, self.config)
         plan = plan_run(request, self.config, self._vocab_size)
         sequence = Sequence(
             order=number,
@@ -353,14 +353,6 @@ class PacedEngine:
         self._lateness_seen = self._lateness
         if new.void:
             _logger.warning("%s (%s)", new, self._label)
-
-
-def _refuse_as_upstream(request: EngineRequest, number: int, config: EngineConfig) -> None:
-    """Raises: UpstreamFailure: upstream's executor would refuse it when it fetches it."""
-    if len(request.input_ids) >= config.max_seq_len:
-        raise prompt_too_long(number, len(request.input_ids), config.max_seq_len - 1)
-    if len(request.draft_ids) > config.max_draft_len:
-        raise too_many_drafts(number, len(request.draft_ids), config.max_draft_len)
 
 
 def _ns(seconds: float) -> int:

@@ -58,8 +58,9 @@ class TritonPythonModel(ContractModel):
         except LookaheadError as error:
             raise pb_utils.TritonModelException(error.public()) from error
         self._exclude_input = self._config.exclude_input_in_output
+        self._fails_as_internal = self._config.fails_as_internal
         if (pace := self._config.pace) is not None:
-            self._fails_as_internal = pace.rules.fails_as_internal
+            self._fails_as_internal |= pace.rules.fails_as_internal
             if (period_ms := pace.rules.cancellation_check_period_ms) is not None:
                 self._watch = ClientWatch(pace.slow_motion * period_ms / 1e3, self._engine.cancel)
         self._metrics = engine_metrics(pb_utils.MetricFamily, args["model_name"], self._engine.stats)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -161,6 +162,27 @@ def test_a_refusal_is_internal_in_upstreams_words_and_the_next_request_is_served
     again = ask(client, 4, mode="lr", verifier="exact")
     assert again.text == text_of_target(4)
     assert not again.usage.degraded
+
+
+def test_a_refused_request_leaves_the_eight_in_flight_untouched(
+    server: TritonServer, spec: EmulatedDeployment, client: Client, triton: grpcclient.InferenceServerClient
+) -> None:
+    """A refusal is INTERNAL; taken for a dead engine it would fail or degrade all of them."""
+    numbers, longest = range(10, 18), spec.engine(Role.TARGET).max_seq_len
+    refusals: list[str] = []
+    settle()
+    with ThreadPoolExecutor(len(numbers)) as pool:
+        asked = [pool.submit(ask, client, number, mode="lr_sd", verifier="exact") for number in numbers]
+        assert becomes(lambda: server.counter("lr_engine_running").get("target", 0.0), lambda now: now > 0.0) > 0.0
+        while not all(one.done() for one in asked):
+            for role in (Role.TARGET, Role.DRAFT):
+                with pytest.raises(InferenceServerException) as refused:
+                    triton.infer(role.value, tensors(EngineCall("", np.full(longest, 9, np.int32), 4)))
+                refusals.append(str(refused.value.status()))
+        answers = [one.result() for one in asked]
+    assert len(refusals) >= 2 and set(refusals) == {"StatusCode.INTERNAL"}
+    assert [one.text for one in answers] == [text_of_target(number) for number in numbers]
+    assert not any(one.usage.degraded for one in answers)
 
 
 def test_a_client_that_goes_away_frees_what_it_held(server: TritonServer, triton: grpcclient.InferenceServerClient) -> None:
