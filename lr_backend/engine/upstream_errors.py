@@ -16,8 +16,8 @@ _PROMPT = (
 )
 _DRAFTS = "Draft tokens length ({length}) exceeds maximum draft tokens length ({most})."
 _QUEUE = "Maximum queue size of {most} has been reached, please try again later"
-_REFUSALS = ("Prompt length (", "Draft tokens length (", "mMaxNewTokens > 0", "is not present in the request")
-_BUSY = ("Maximum queue size of", "Exceeds maximum queue size")
+REFUSALS = ("Prompt length (", "Draft tokens length (", "mMaxNewTokens > 0", "is not present in the request")
+BUSY = ("Maximum queue size of", "Exceeds maximum queue size")
 
 
 class UpstreamFailure(EngineError):
@@ -43,6 +43,6 @@ def queue_full(number: int, most: int) -> UpstreamFailure:
 
 def kind_of(text: str) -> type[EngineError] | None:
     """What an INTERNAL error's text says: the request is at fault, the queue is full; None: it may be the engine."""
-    if any(words in text for words in _REFUSALS):
+    if any(words in text for words in REFUSALS):
         return EngineRejected
-    return EngineError if any(words in text for words in _BUSY) else None
+    return EngineError if any(words in text for words in BUSY) else None

@@ -12,6 +12,20 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 TABLE: Mapping[str, Any] = tomllib.loads(Path(__file__).with_name("upstream_1_2_1.toml").read_text(encoding="utf-8"))
+BACKEND, INSTANCE_KIND = "tensorrtllm", "KIND_CPU"
+"""Placement is by ``gpu_device_ids``."""
+LOGITS_DTYPES = ("FP32", "FP16")
+"""Equal to the engine's ``--logits_dtype``."""
+DEVICE_LISTS = ("gpu_device_ids", "participant_ids")
+"""Parameters that hold numbers, several engines' apart by semicolons."""
+MAY_BE_EMPTY = ("guided_decoding_backend",)
+"""Parameters whose empty text switches something off."""
+FORBIDDEN = ("cross_kv_cache_fraction", "encoder_model_path", "worker_path")
+"""Of encoder-decoder models; set for another, loading fails. The last is refused by name."""
+PLACEHOLDER = "${"
+"""Where the template has it in a value that is not filled, the backend falls back with a warning."""
+CONFLICTS = (("gather_context_logits", "max_draft_len"), ("multiple_profiles=enable", "opt_num_tokens"))
+"""What ``trtllm-build`` forbids together."""
 LOGITS_FLAGS = {"FP32": "float32", "FP16": "float16"}
 
 
@@ -30,16 +44,16 @@ def logits_dtype(config: model_config_pb2.ModelConfig) -> str:
 def config_violations(config: model_config_pb2.ModelConfig, folder: str) -> list[str]:
     """What a model's config has otherwise than upstream's template and backend want it; empty where nothing."""
     found = []
-    if (config.name, config.backend) != (folder, TABLE["model"]["backend"]):
+    if (config.name, config.backend) != (folder, BACKEND):
         found.append(f"named {config.name!r} with backend {config.backend!r} in folder {folder!r}")
     if config.max_batch_size < 1:
         found.append("no batch dimension")
     if config.model_transaction_policy.decoupled:
         found.append("decoupled")
     kinds = {model_config_pb2.ModelInstanceGroup.Kind.Name(group.kind) for group in config.instance_group}
-    if kinds != {TABLE["model"]["instance_kind"]}:
+    if kinds != {INSTANCE_KIND}:
         found.append(f"instance kinds {kinds}")
-    if logits_dtype(config) not in TABLE["model"]["logits_dtypes"]:
+    if logits_dtype(config) not in LOGITS_DTYPES:
         found.append(f"logits of type {logits_dtype(config)}")
     found += _tensor_violations("input", {tensor.name: _input(tensor) for tensor in config.input}, _wanted_inputs(config))
     found += _tensor_violations("output", {tensor.name: _output(tensor) for tensor in config.output}, _wanted_outputs(config))
@@ -49,13 +63,15 @@ def config_violations(config: model_config_pb2.ModelConfig, folder: str) -> list
 def parameter_violations(given: Mapping[str, str]) -> list[str]:
     rules, kinds = TABLE["rules"], TABLE["parameters"]
     found = [f"parameter {key} is missing" for key in rules["required_parameters"] if key not in given]
-    found += [f"parameter {key} must stay unset" for key in rules["forbidden_parameters"] if key in given]
+    found += [f"parameter {key} must stay unset" for key in FORBIDDEN if key in given]
     for key, value in given.items():
         if key not in kinds:
             found.append(f"the backend knows no parameter {key}")
-        elif rules["placeholder"] in value:
+        elif PLACEHOLDER in value:
             found.append(f"parameter {key} has a placeholder")
-        elif not _fits(kinds[key], value):
+        elif key in DEVICE_LISTS and not re.fullmatch(r"\d+([,;]\d+)*", value):
+            found.append(f"parameter {key}={value!r} is no list of devices")
+        elif not (_fits(kinds[key], value) or (key in MAY_BE_EMPTY and not value)):
             found.append(f"parameter {key}={value!r} is not {kinds[key]}")
     return found
 
@@ -64,14 +80,14 @@ def command_violations(argv: Sequence[str]) -> list[str]:
     """What upstream's parser would refuse of a command line."""
     name, arguments = (argv[0], argv[1:]) if not argv[0].startswith("python") else (argv[1], argv[2:])
     if name == "trtllm-build":
-        flags, required, conflicts = TABLE["trtllm_build"], ["checkpoint_dir"], TABLE["trtllm_build_conflicts"]
+        flags, required, conflicts = TABLE["trtllm_build"], ["checkpoint_dir"], CONFLICTS
     else:
         tool = next(
             (TABLE[key] for key in ("convert_qwen", "convert_llama", "quantize") if name.endswith(TABLE[key]["path"])), None
         )
         if tool is None:
             return [f"{name} is none of upstream's tools"]
-        flags, required, conflicts = tool["flags"], tool["required"], []
+        flags, required, conflicts = tool["flags"], tool["required"], ()
     given = read_flags(arguments)
     found = [f"--{flag} is missing" for flag in required if flag not in given]
     for flag, value in given.items():
@@ -80,7 +96,7 @@ def command_violations(argv: Sequence[str]) -> list[str]:
         elif (value is None) != (flags[flag] == "flag") or (value is not None and not _fits(flags[flag], value)):
             found.append(f"--{flag} {value} is not {flags[flag]}")
     told = {*given, *(f"{flag}={value}" for flag, value in given.items())}
-    return found + [f"{rule['flags']} exclude one another" for rule in conflicts if set(rule["flags"]) <= told]
+    return found + [f"{rule} exclude one another" for rule in conflicts if set(rule) <= told]
 
 
 def read_flags(arguments: Sequence[str]) -> dict[str, str | None]:
@@ -139,5 +155,5 @@ def _fits(kind: str | list[str], value: str) -> bool:
         return value in kind
     if kind == "bool":
         return value in TABLE["rules"]["booleans"]
-    pattern = {"int": r"-?\d+", "float": r"\d*\.?\d+", "ids": r"\d+([,;]\d+)*", "path": r".+"}.get(kind, r"(?s).*")
+    pattern = {"int": r"-?\d+", "float": r"\d*\.?\d+"}.get(kind, r"(?s).*")
     return re.fullmatch(pattern, value) is not None

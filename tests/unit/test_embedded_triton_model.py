@@ -208,7 +208,7 @@ def test_what_is_wrong_keeps_the_model_from_loading(message: str, changes: Any, 
         module.TritonPythonModel().initialize(arguments(repository, **changes))
 
 
-def test_where_it_fails_as_upstream_does_every_error_is_internal_and_its_text_says_the_kind(module: Any, repository: Path) -> None:
+def test_where_it_fails_as_upstream_does_every_error_is_internal_in_upstreams_words(module: Any, repository: Path) -> None:
     model = module.TritonPythonModel()
     model.initialize(arguments(repository, parameters={"fails_as_internal": "true"}))
     rejected = StubRequest(tensors() | {"embedding_bias": np.zeros((1, 61), np.float32)}, "a")
