@@ -7,6 +7,7 @@
     ├── TargetUnavailable     the target engine is down; retry later or elsewhere
     ├── EngineError           one engine call failed
     │   ├── EngineRejected    the engine refused the call; the same call will fail again
+    │   ├── NotFinite         the model computed no numbers for this request; others are served
     │   ├── EngineUnavailable the engine cannot be reached or died
     │   └── EngineTimeout     no answer within the role's time limit
     ├── BuildError        a command that compiles an engine failed; its log says why
@@ -91,6 +92,15 @@ class EngineRejected(EngineError):
 
     code = "LR_ENGINE_REJECTED"
     status = "INVALID_ARG"
+
+
+class NotFinite(EngineError):
+    """The model computed NaN or infinity for this request. It fails alone: whoever shares its iterations is served."""
+
+    code = "LR_NOT_FINITE"
+
+    def __init__(self, message: str = "the model computed logits that are not finite for this request") -> None:
+        super().__init__(message)
 
 
 class EngineUnavailable(EngineError):

@@ -6,12 +6,11 @@ An iteration is: schedule -> run -> choose tokens -> advance. Requests join and 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import asdict
 from itertools import count
@@ -35,7 +34,7 @@ from lr_backend.embedded.sequence import NewTokens, OnDone, OnTokens, Sequence
 from lr_backend.embedded.stats import Counters, EngineStats
 from lr_backend.engine.request import EngineRequest, EngineResponse
 from lr_backend.engine.upstream_errors import queue_full
-from lr_backend.errors import EngineError, EngineUnavailable, LookaheadError, Overloaded
+from lr_backend.errors import EngineError, EngineUnavailable, LookaheadError, NotFinite, Overloaded
 
 IDLE_CHECK_S = 1.0
 """After this long without work the engine checks its KV block accounting, once."""
@@ -242,13 +241,15 @@ class EmbeddedEngine:
 
     def _complete(self, chunks: list[Chunk], run: Callable[[], tuple[Tensor, list[Output]]]) -> None:
         """From logits to answers."""
-        logits, outputs = run()
-        if logits.numel() and not math.isfinite(logits.sum().item()):
-            raise EngineError("the model computed logits that are not finite")
-        self._advance(chunks, choose_tokens(logits, outputs))
+        self._advance(chunks, choose_tokens(*run()))
 
     def _advance(self, chunks: list[Chunk], gained: list[NewTokens]) -> None:
-        """Take in what was computed, give out the new tokens, finish the sequences that ended."""
+        """Take in what was computed, give out the new tokens, finish the sequences that ended, fail those without numbers."""
+        broken = [new.sequence for new in gained if not new.token_ids]
+        if broken:
+            self._fail(broken, NotFinite(), whole=True)
+            gained = [new for new in gained if new.token_ids]
+            chunks = [chunk for chunk in chunks if chunk.sequence not in broken]
         for new in gained:
             if new.sequence.on_tokens is not None:
                 new.sequence.on_tokens(new)
@@ -281,8 +282,12 @@ class EmbeddedEngine:
             self._fail_all(failure)
             self._reset_cache()
             return
-        self._runner.clear([block for sequence in failed for block in self._scheduler.remove_failed(sequence)])
-        for sequence in failed:
+        self._fail(failed, failure)
+
+    def _fail(self, sequences: Iterable[Sequence], failure: LookaheadError, *, whole: bool = False) -> None:
+        """Fail some that run. ``whole``: what earlier iterations computed of them is not trusted either."""
+        for sequence in sequences:
+            self._runner.clear(self._scheduler.remove_failed(sequence, whole=whole))
             self._counters.num_failed += 1
             self._answer(sequence, failure)
 

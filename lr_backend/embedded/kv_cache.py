@@ -223,12 +223,13 @@ class KvCache:
         table.blocks.clear()
         table.keys.clear()
 
-    def discard(self, table: BlockTable) -> list[int]:
+    def discard(self, table: BlockTable, *, whole: bool = False) -> list[int]:
         """Give a sequence's blocks back after a failed iteration; returns those that became free, whose rows may hold anything.
 
-        Full blocks registered before stay: they were computed by iterations that went well.
+        Full blocks registered before stay: they were computed by iterations that went well. Not so with ``whole``: a prompt's
+        earlier chunks yield no logits that would tell. Whoever shares these blocks keeps them; nobody else gets them.
         """
-        for block in table.blocks[len(table.keys) :]:
+        for block in table.blocks[0 if whole else len(table.keys) :]:
             if block in self._contents:
                 self._forget(block)
         freed = [block for block in table.blocks if self._references[block] == 1 and block not in self._contents]

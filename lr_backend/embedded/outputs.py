@@ -14,10 +14,17 @@ from lr_backend.embedded.sequence import NewTokens
 
 
 def choose_tokens(logits: Tensor, outputs: Items[Output]) -> list[NewTokens]:
-    """New tokens of every output. ``logits`` float32 [R, V] may be changed in place."""
-    _forbid_early_ends(logits, outputs)
-    drawn = drawn_tokens(logits, [_draw(output) for output in outputs])
-    return [_new_tokens(logits, output, tokens) for output, tokens in zip(outputs, drawn, strict=True)]
+    """New tokens of every output, and none of one whose rows are not all finite.
+
+    ``logits`` float32 [R, V] may be changed in place.
+    """
+    finite = torch.isfinite(logits.sum(dim=1)).tolist()
+    broken = [one for one in outputs if not all(finite[one.first : one.first + one.chunk.num_logits])]
+    whole = [one for one in outputs if one not in broken] if broken else outputs
+    _forbid_early_ends(logits, whole)
+    drawn = drawn_tokens(logits, [_draw(output) for output in whole])
+    chosen = [_new_tokens(logits, output, tokens) for output, tokens in zip(whole, drawn, strict=True)]
+    return chosen + [NewTokens(output.chunk.sequence, [], [], 0) for output in broken]
 
 
 def _draw(output: Output) -> Draw:

@@ -70,7 +70,8 @@ class Runner(Protocol):
     def run_ahead(self, chunks: Items[Chunk], max_passes: int | None = None) -> tuple[list[NewTokens], int] | None:
         """Decode these sequences several times in one call; returns what each gained, and the number of passes.
 
-        It ends when a sequence may have ended, when one has no more room, after ``max_passes``, or at :meth:`interrupt`.
+        It ends when a sequence may have ended, when one has no more room, after ``max_passes``, or at :meth:`interrupt`. A
+        sequence whose logits are not finite ends it too, and gains no token.
         None where that cannot be done: then nothing has happened, and :meth:`run` is to be used.
         """
         ...

@@ -81,13 +81,16 @@ class Scheduler:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
-    def remove_failed(self, sequence: Sequence) -> list[int]:
-        """Take a sequence of a failed iteration out; returns the freed blocks, whose rows may hold anything."""
+    def remove_failed(self, sequence: Sequence, *, whole: bool = False) -> list[int]:
+        """Take a sequence of a failed iteration out; returns the freed blocks, whose rows may hold anything.
+
+        ``whole``: nothing of it may be found in the cache from now on.
+        """
         if sequence in self.waiting:
             self.waiting.remove(sequence)
         if sequence in self.running:
             self.running.remove(sequence)
-        return self.cache.discard(sequence.table)
+        return self.cache.discard(sequence.table, whole=whole)
 
     def _admit(self, budget: int) -> list[Chunk]:
         """Start waiting sequences in order, while the iteration has tokens, the batch has places and the pool has blocks.

@@ -115,7 +115,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
-    """What one sequence gained, at least one token.
+    """What one sequence gained: at least one token, or none where its logits are not finite.
 
     Attributes:
         log_probs: of the tokens, if the request wants them.

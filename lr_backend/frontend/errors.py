@@ -36,6 +36,7 @@ CODES: Mapping[str, tuple[int, str]] = {
     "rate_limited": (429, "rate_limit_error"),
     "client_gone": (499, _INVALID),
     "internal": (500, _SERVER),
+    "not_finite": (500, _SERVER),
     "overloaded": (503, _SERVER),
     "unavailable": (503, _SERVER),
     "timeout": (504, _SERVER),
@@ -101,6 +102,7 @@ def internal() -> ApiError:
 
 _BY_SERVERS_CODE: Mapping[str, Callable[[ClientError], ApiError]] = {
     "LR_ENGINE_REJECTED": lambda error: ApiError("engine_rejected", error.message),
+    "LR_NOT_FINITE": lambda error: ApiError("not_finite", "the target computed NaN or infinity for this request"),
     "LR_ENGINE_TIMEOUT": lambda error: ApiError("timeout", "the target did not answer in time"),
     "LR_ENGINE_UNAVAILABLE": lambda error: ApiError("unavailable", "the target is down", retry_after_s=LATER_S),
 }

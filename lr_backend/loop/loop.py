@@ -25,7 +25,7 @@ from lr_backend.audit.request import RequestAudit
 from lr_backend.config import LoopConfig
 from lr_backend.contract import IntArray
 from lr_backend.engine import Sampling
-from lr_backend.errors import EngineError, EngineRejected, TargetUnavailable
+from lr_backend.errors import EngineError, EngineRejected, NotFinite, TargetUnavailable
 from lr_backend.loop.answer import Answer, Outcome
 from lr_backend.loop.ledger import Ledger
 from lr_backend.loop.tree import Decision, Horizon, Node, Tree
@@ -81,6 +81,7 @@ class LookaheadLoop:
         Raises:
             TargetUnavailable: the target failed. Draft and judge failures only degrade the answer.
             EngineRejected: the target refused the request, for instance as too long.
+            NotFinite: the target computed no numbers for it.
         """
         limit_s = self.config.timeouts.request_s
         answer = self.answer
@@ -91,7 +92,7 @@ class LookaheadLoop:
         except TimeoutError:
             assert deadline.expired()
             answer.finish = FinishReason.DEADLINE
-        except EngineRejected:
+        except (EngineRejected, NotFinite):
             raise
         except EngineError as error:
             raise TargetUnavailable(f"the target engine failed: {error.message}") from error

@@ -18,7 +18,15 @@ from typing import Any
 import lr_backend
 from lr_backend.clock import Clock
 from lr_backend.engine import Role
-from lr_backend.errors import Cancelled, EngineRejected, InvalidRequest, LookaheadError, Overloaded, TargetUnavailable
+from lr_backend.errors import (
+    Cancelled,
+    EngineRejected,
+    InvalidRequest,
+    LookaheadError,
+    NotFinite,
+    Overloaded,
+    TargetUnavailable,
+)
 from lr_backend.loop.answer import StepMark
 from lr_backend.loop.ledger import CallSpan, Ledger
 from lr_backend.request import FinishReason, LookaheadRequest, Mode, Origin, Usage
@@ -77,7 +85,7 @@ NO_MODE = "none"
 """Of a request that was refused before its mode was known."""
 ENDS = (
     *(FinishReason.STOP, FinishReason.LENGTH, FinishReason.DEADLINE),
-    *("invalid_request", "engine_rejected", "overloaded", "cancelled", "target_unavailable", "internal"),
+    *("invalid_request", "engine_rejected", "overloaded", "cancelled", "target_unavailable", "not_finite", "internal"),
 )
 RESULTS = ("completed", "cancelled", "failed")
 ACCEPTING = (Reason.EXACT, Reason.SAME_TEXT, Reason.NONE)
@@ -93,6 +101,7 @@ _END_OF = {
     Overloaded: "overloaded",
     Cancelled: "cancelled",
     TargetUnavailable: "target_unavailable",
+    NotFinite: "not_finite",
 }
 
 

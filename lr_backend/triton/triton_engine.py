@@ -20,7 +20,7 @@ import structlog
 
 from lr_backend.engine import EngineCall, Generation, cancel_tensors
 from lr_backend.engine.upstream_errors import kind_of
-from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, Overloaded
+from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, NotFinite, Overloaded
 
 log = structlog.get_logger()
 
@@ -231,8 +231,12 @@ def engine_error(called: str, text: str, *, refused: bool, out_of_order: bool = 
         refused: the code says that the request is at fault.
         out_of_order: the code leaves room for an engine that is.
     """
-    # A full queue passes; it does not mean that the engine is out of order.
-    by_text: dict[str, type[EngineError]] = {Overloaded.code: EngineError, EngineRejected.code: EngineRejected}
+    # A full queue passes, and numbers that are none are one request's affair: neither means that the engine is out of order.
+    by_text: dict[str, type[EngineError]] = {
+        Overloaded.code: EngineError,
+        EngineRejected.code: EngineRejected,
+        NotFinite.code: NotFinite,
+    }
     kind = next((one for code, one in by_text.items() if code in text), kind_of(text))
     if kind is None:
         kind = EngineRejected if refused else EngineUnavailable if out_of_order else EngineError

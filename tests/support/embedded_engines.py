@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from lr_backend.embedded.config import EngineConfig
 from lr_backend.embedded.engine import EmbeddedEngine
@@ -43,6 +44,24 @@ def tiny_checkpoint(folder: Path, **changes: Any) -> Path:
         "gain": 2.0,
     }
     return write_random_checkpoint(folder, **shape | changes)
+
+
+def poison(folder: Path, token: int) -> None:
+    """Change a checkpoint so that whoever has read ``token`` computes nothing but NaN. All of its weights are finite.
+
+    One number of the residual stream belongs to this token alone, and overflows in the first layer.
+    """
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["model.embed_tokens.weight"][:, 0] = 0.0
+    tensors["model.embed_tokens.weight"][token, 0] = 1.0
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor[0] = 0.0
+    for name in ("gate", "up"):
+        column = tensors[f"model.layers.0.mlp.{name}_proj.weight"][:, 0]
+        column[::2], column[1::2] = 1e30, -1e30
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def engine_config(checkpoint: Path, **changes: Any) -> EngineConfig:

@@ -47,7 +47,7 @@ def make_checkpoint(directory: Path, seed: int = 0, shape: Shape = Shape()) -> P
     return directory
 
 
-def write_spec(path: Path, checkpoints: dict[str, Path], name: str = "tiny", **server: int) -> Path:
+def write_spec(path: Path, checkpoints: dict[str, Path], name: str = "tiny", **server: int | str) -> Path:
     """A deployment spec over ``checkpoints`` with small sizes."""
     engine = "num_threads = 1\nmax_tokens_in_paged_kv_cache = 8192\nmax_batch_size = 8\nmax_num_tokens = 256\n"
     engine += "max_queue_size = 64\nmax_seq_len = 2048\n"
@@ -56,7 +56,7 @@ def write_spec(path: Path, checkpoints: dict[str, Path], name: str = "tiny", **s
         drafts = 16 if role == "target" else 0
         sections.append(f'[{role}]\ncheckpoint = "{checkpoint}"\n{engine}max_draft_len = {drafts}\n')
     sections.append("[lookahead.limits]\nmax_tokens = 256\nmax_step_tokens = 16\nmax_draft_len = 16\n")
-    values = {"exit_timeout_s": 5, **server}
+    values: dict[str, int | str] = {"exit_timeout_s": 5, **server}
     sections.append("[server]\n" + "".join(f"{key} = {value}\n" for key, value in values.items()))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(sections), encoding="utf-8")

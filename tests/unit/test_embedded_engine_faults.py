@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from lr_backend.embedded.engine import EmbeddedEngine
 from lr_backend.embedded.native.model import _Layer
 from lr_backend.embedded.native.runner import NativeRunner
 from lr_backend.embedded.reference.runner import ReferenceRunner
-from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, Overloaded
+from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, NotFinite, Overloaded
 from tests.support.embedded_engines import (
     KERNELS,
     VOCAB,
@@ -26,6 +28,7 @@ from tests.support.embedded_engines import (
     cancel,
     engines,
     greedy,
+    poison,
     prompt,
     request,
     start,
@@ -166,14 +169,16 @@ def test_a_failing_iteration_fails_its_requests_and_the_engine_lives_on(
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_logits_that_are_not_finite_fail_the_request_and_poison_nothing(engine: EmbeddedEngine) -> None:
+@pytest.mark.parametrize("num_tokens", [50, 150], ids=["one iteration", "several, of which the first yield no logits"])
+def test_logits_that_are_not_finite_fail_the_request_and_poison_nothing(make_engine: MakeEngine, num_tokens: int) -> None:
+    expected, engine = greedy(make_engine(), prompt(num_tokens, 7), 12), make_engine()
     full = greedy(engine, prompt(9), 12)
     other = greedy(engine, prompt(30, 5), 12)
     weight = a_weight_of_all_rows(engine)
     kept = weight.clone()
     gate = Gate(engine)
     weight.fill_(float("nan"))
-    failing = start(engine, request(prompt(50, 7), 12))
+    failing = start(engine, request(prompt(num_tokens, 7), 12))
     gate.open()
     with pytest.raises(EngineError, match="not finite"):
         failing.result()
@@ -181,8 +186,53 @@ def test_logits_that_are_not_finite_fail_the_request_and_poison_nothing(engine: 
     weight.copy_(kept)
     gate.open()
     assert greedy(engine, prompt(9), 12) == full
-    answers = ask(engine, request(prompt(30, 5), 12), request(prompt(9), 12), request(prompt(50, 7), 12))
-    assert [answer.token_ids for answer in answers[:2]] == [other, full]
+    answers = ask(engine, request(prompt(30, 5), 12), request(prompt(9), 12), request(prompt(num_tokens, 7), 12))
+    assert [answer.token_ids for answer in answers] == [other, full, expected]
+
+
+POISON = VOCAB - 1
+"""Whoever has read this token computes nothing but NaN."""
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("num_tokens", [1, 40, 150], ids=["a decode", "a prompt", "a prompt of several iterations"])
+def test_logits_that_are_not_finite_fail_their_request_alone(make_poisoned: MakeEngine, num_tokens: int) -> None:
+    engine = make_poisoned()
+    neighbours = [request(clean(20, seed), 40, return_log_probs=True, request_id=str(seed)) for seed in range(3)]
+    alone = [ask(engine, replace(one, request_id=""))[0] for one in neighbours]
+    poisoned_prompt = (*clean(num_tokens - 1, 9), POISON)
+    gate = Gate(engine)
+    healthy = [start(engine, one) for one in neighbours]
+    failing = [start(engine, request(poisoned_prompt, 40, request_id=f"p{number}")) for number in range(2)]
+    failing.append(start(engine, request(poisoned_prompt, 40, draft_ids=(1, 2), request_id="verified")))
+    gate.open()
+    for one in failing:
+        with pytest.raises(NotFinite, match="not finite"):
+            one.result()
+    for one, before in zip(healthy, alone, strict=True):
+        assert POISON not in before.token_ids
+        assert (one.result().token_ids, one.result().log_probs) == (before.token_ids, pytest.approx(before.log_probs, rel=1e-5))
+    assert engine.stats().num_failed == 3
+    # Nothing that the failed ones left behind is found by whoever begins as they did.
+    after = ask(engine, request(poisoned_prompt[:-1] or clean(5, 9), 8))[0]
+    assert len(after.token_ids) == 8
+
+
+def clean(length: int, seed: int) -> tuple[int, ...]:
+    return tuple(token % POISON for token in prompt(length, seed))
+
+
+@pytest.fixture(scope="module")
+def poisoned(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("poisoned")
+    shutil.copytree(checkpoint, folder, dirs_exist_ok=True)
+    poison(folder, POISON)
+    return folder
+
+
+@pytest.fixture
+def make_poisoned(poisoned: Path, kernels: str) -> Iterator[MakeEngine]:
+    yield from engines(poisoned, kernels=kernels)
 
 
 def a_weight_of_all_rows(engine: EmbeddedEngine) -> torch.Tensor:

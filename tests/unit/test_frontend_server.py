@@ -35,6 +35,7 @@ FAILURES = [
     ("LR_ENGINE_UNAVAILABLE: gone", "unavailable", None),
     ("LR_CANCELLED: the server is shutting down", "unavailable", None),
     ("LR_ENGINE_TIMEOUT: late", "timeout", None),
+    ("LR_NOT_FINITE: target: secret insides", "not_finite", None),
     ("LR_INTERNAL: secret insides", "internal", None),
     ("LR_SOMETHING_NEW: secret insides", "internal", None),
     ("no code at all: secret insides", "internal", None),

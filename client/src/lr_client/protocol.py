@@ -321,6 +321,7 @@ _ADVICE = {
     "LR_ENGINE_REJECTED": "the same request will fail again: shorten the question or max_tokens",
     "LR_ENGINE_UNAVAILABLE": "retry later, or ask another server",
     "LR_ENGINE_TIMEOUT": "retry later; the engine may be overloaded",
+    "LR_NOT_FINITE": "the same request will most likely fail again: change the prompt",
     "LR_CONFIG": "the server's operator has to mend its settings",
     "LR_CHECKPOINT": "the server's operator has to mend the model's checkpoint",
 }

@@ -136,7 +136,7 @@ class NativeModel:
         locked_library().decoder_copy_prefix(self.address, ctypes.addressof(pool.struct), source, target, num_tokens)
 
     def run(self, pool: NativePool, run: ctypes.Structure) -> int:
-        """Call ``decoder_run`` of ``native/run.c``, without the interpreter's lock; returns the number of passes, or -1."""
+        """Call ``decoder_run`` of ``native/run.c``, without the interpreter's lock; returns the number of passes."""
         address = ctypes.addressof(pool.struct)
         num_passes: int = self._library.decoder_run(self.address, address, ctypes.addressof(run), self._num_threads)
         return num_passes

@@ -23,6 +23,7 @@ typedef struct {
     double *log_probs;    /* as tokens, of the model itself; or NULL */
     int64_t num_proposed; /* drafts */
     int64_t num_accepted; /* tokens that passes brought beyond one each */
+    int64_t is_broken;    /* not 0: its logits are not finite, and what was drawn from them is worth nothing */
 } Sequence;
 
 typedef struct {
@@ -114,11 +115,11 @@ static void draft_ahead(const Run *run, Rows *rows, int64_t width, int64_t *draf
 }
 
 /* Draw the tokens of one sequence from the logits of its last token and of its drafts, as long as the drafts are what is drawn.
- * Returns whether the run may have to end, or -1 for logits that are not finite. */
+ * Returns whether the run may have to end, as it has to for logits that are not finite. */
 static int draw(const Run *run, Sequence *one, const float *logits, int64_t vocab_size, const int64_t *drafts, int64_t num_drafts) {
     int64_t known = one->count;
     for (int64_t i = 0; i <= num_drafts; i++, logits += vocab_size) {
-        if (!is_finite(logits, vocab_size)) return -1;
+        if (!is_finite(logits, vocab_size)) return one->is_broken = 1;
         int64_t token = draw_token(logits, vocab_size, &one->sampling, one->start + one->count, run->candidates);
         int stands = i < num_drafts && token == drafts[i];
         one->tokens[one->count] = token;
@@ -133,8 +134,8 @@ static int draw(const Run *run, Sequence *one, const float *logits, int64_t voca
     return one->room <= one->max_drafts;
 }
 
-/* Decode until a sequence draws a token that may end it, until one has too little room, until somebody waits, or for max_passes.
- * Returns the number of passes, or -1 for logits that are not finite. */
+/* Decode until a sequence draws a token that may end it, until one has too little room or is broken, until somebody waits, or for
+ * max_passes. Returns the number of passes. */
 int64_t decoder_run(const Model *model, const Pool *pool, const Run *run, int64_t num_threads) {
     int64_t count = run->num_sequences, vocab_size = model->head.num_outputs, width = 0;
     for (int64_t s = 0; s < count; s++) width = run->sequences[s].max_drafts > width ? run->sequences[s].max_drafts : width;
@@ -156,9 +157,7 @@ int64_t decoder_run(const Model *model, const Pool *pool, const Run *run, int64_
         compute(model, pool, run, &rows, num_threads);
         const float *logits = run->logits;
         for (int64_t s = 0; s < count; s++) {
-            int may_end = draw(run, run->sequences + s, logits, vocab_size, drafts + s * width, num_drafted[s]);
-            if (may_end < 0) return -1;
-            ended |= may_end;
+            ended |= draw(run, run->sequences + s, logits, vocab_size, drafts + s * width, num_drafted[s]);
             logits += (1 + num_drafted[s]) * vocab_size;
         }
         if (ended || pass == run->max_passes || *run->interrupt) return pass;

@@ -13,7 +13,6 @@ from lr_backend.embedded.native.drafter import Drafter
 from lr_backend.embedded.native.model import NativeModel, NativePool, one_after_another
 from lr_backend.embedded.sampler import SamplingStruct
 from lr_backend.embedded.sequence import NewTokens, Sequence
-from lr_backend.errors import EngineError
 
 MAX_UNSEEN = 64
 """Tokens that a draft model catches up with in its first pass. Of more it reads all but the last beforehand."""
@@ -28,7 +27,7 @@ class _Sequence(ctypes.Structure):
         *((name, _Size) for name in ("count", "seen", "start", "room", "max_drafts", "first_block")),
         ("sampling", SamplingStruct),
         *((name, _Pointer) for name in ("ends", "log_probs")),
-        *((name, _Size) for name in ("num_proposed", "num_accepted")),
+        *((name, _Size) for name in ("num_proposed", "num_accepted", "is_broken")),
     )
 
 
@@ -72,13 +71,10 @@ class RunAhead:
         """Decode sequences of which only the last token is left to compute, at most ``max_passes`` times.
 
         It ends with the pass in which a sequence draws a token that may end it or has no more room, or in which ``interrupt``
-        is set. Returns what each sequence has gained, and the number of passes.
+        is set. Returns what each sequence has gained, and the number of passes. One whose logits are not finite gains nothing.
 
         Args:
             rooms: how many tokens each may gain, at least one: its blocks have room for them.
-
-        Raises:
-            EngineError: logits that are not finite.
         """
         model, drafter, count, vocab_size = self._model, self._drafter, len(sequences), self._model.spec.vocab_size
         max_drafts = [one.num_draft_tokens if drafter else 0 for one in sequences]
@@ -117,8 +113,6 @@ class RunAhead:
             ctypes.addressof(interrupt),
         )
         num_passes = model.run(self._pool, run)
-        if num_passes < 0:
-            raise EngineError("the model computed logits that are not finite")
         return [self._gained(*those) for those in zip(sequences, described, starts, strict=True)], num_passes
 
     def _described(
@@ -140,6 +134,7 @@ class RunAhead:
             self._scores.at(score) if request.return_log_probs else None,
             0,
             0,
+            0,
         )
 
     def _start(self, one: Sequence, max_drafts: int) -> int:
@@ -155,6 +150,8 @@ class RunAhead:
 
     def _gained(self, one: Sequence, described: _Sequence, start: int) -> NewTokens:
         """What a sequence has gained that was described from its token ``start`` on."""
+        if described.is_broken:
+            return NewTokens(one, [], [], 0)
         known = len(one.tokens) - start
         first = (described.tokens - self._integers.address) // 8
         drawn = self._integers.places[first + known : first + described.count].tolist()
