@@ -24,7 +24,7 @@ from lr_backend.fields import LOOKAHEAD_INPUTS
 from lr_backend.logs import configure
 from lr_backend.loop.assemble import Engines
 from lr_backend.notice import NOTICE_VARIABLE
-from lr_backend.telemetry import carried, open_telemetry
+from lr_backend.telemetry import open_telemetry
 from lr_backend.triton.audit_metrics import audit_metrics
 from lr_backend.triton.models import load_models
 from lr_backend.triton.notices import heed
@@ -40,6 +40,10 @@ if TYPE_CHECKING:
 
 PARAMETERS = {LOOP_PARAMETER: key} if (key := os.environ.get(LOOP_KEY_VARIABLE)) else None
 """Of every call: the engines of this server answer nobody else."""
+
+
+MAX_ID_CHARS = 80
+"""Of an id that a client gives; the rest is cut. The front end's are shorter."""
 
 
 class TritonReplies:
@@ -166,9 +170,8 @@ class TritonPythonModel:
             if tensor is not None:
                 arrays[spec.name] = tensor.as_numpy()
         # In-flight ids must be unique for cancels to hit their call, and clients may send the same one twice.
-        request_id = f"{request.request_id() or 'r'}-{uuid.uuid4().hex[:12]}"
-        context = carried(json.loads(request.parameters() or "{}")) if self._telemetry is not None else None
-        await service.serve(request_id, arrays, replies, context)
+        request_id = f"{request.request_id()[:MAX_ID_CHARS] or 'r'}-{uuid.uuid4().hex[:12]}"
+        await service.serve(request_id, arrays, replies, json.loads(request.parameters() or "{}"))
 
     def finalize(self) -> None:
         if self._service is not None and self._loop is not None:

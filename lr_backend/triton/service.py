@@ -26,12 +26,12 @@ from lr_backend.loop.loop import LookaheadLoop
 from lr_backend.loop.tracing import build_trace
 from lr_backend.policy.policy import Learned
 from lr_backend.request import LookaheadRequest, Usage
-from lr_backend.telemetry import Carrier, Telemetry
+from lr_backend.telemetry import Telemetry, carried
 from lr_backend.triton.prompts import Prompts, max_text_bytes
 from lr_backend.triton.request_metrics import RequestMetrics, end_of
 from lr_backend.triton.request_spans import RequestSpan
 from lr_backend.triton.speculation_metrics import DraftCounts
-from lr_backend.triton.tensors import committed_tensors, final_tensors, request_fields
+from lr_backend.triton.tensors import check_parameters, committed_tensors, final_tensors, request_fields
 from lr_backend.verify import VerifierParts
 
 CANCEL_POLL_S = 0.1
@@ -104,22 +104,25 @@ class LookaheadService:
         self.num_in_flight = 0
         self.draining = False
 
-    async def serve(self, request_id: str, arrays: Arrays, replies: Replies, context: Carrier | None = None) -> None:
+    async def serve(
+        self, request_id: str, arrays: Arrays, replies: Replies, parameters: Mapping[str, object] | None = None
+    ) -> None:
         """Answer one request. Never raises, except for cancellation of the server's own making; always ends the request.
 
         Args:
-            context: the caller's, for spans.
+            parameters: of Triton's request; among them the caller's context, for spans.
         """
         self.num_in_flight += 1
         watchers: list[Watcher] = [self.metrics.begin(running_clock())]
         if self.telemetry is not None:
-            watchers.append(RequestSpan(self.telemetry, context or {}, request_id))
+            watchers.append(RequestSpan(self.telemetry, carried(parameters or {}), request_id))
         end = "internal"
         try:
             if self.draining:
                 raise Overloaded("the server is about to end; ask another, or this one again once it is back")
             if self.num_in_flight > self._config.limits.max_in_flight_requests:
                 raise Overloaded(f"{self._config.limits.max_in_flight_requests} requests are in flight; try again later")
+            check_parameters(parameters or {})
             request = LookaheadRequest.parse(
                 {**self._config.defaults, **request_fields(arrays, max_text_bytes(self._config.limits))}
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,12 @@ from lr_backend.errors import InvalidRequest
 from lr_backend.fields import LOOKAHEAD_INPUTS
 from lr_backend.loop.answer import Committed
 from lr_backend.request import FinishReason, Usage
+from lr_backend.telemetry import HEADERS
 from lr_backend.trace.schema import Trace
+
+KNOWN_PARAMETERS = frozenset((*HEADERS, "triton_enable_empty_final_response"))
+"""Headers that Triton forwards, and what its gRPC clients ask of Triton itself."""
+_FIELD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
@@ -29,6 +35,19 @@ def request_fields(arrays: Arrays, max_bytes: int) -> dict[str, Any]:
         InvalidRequest: an input has the wrong number of elements, is too long, is no UTF-8, or is no JSON where JSON is due.
     """
     return {spec.name: _value(spec, arrays[spec.name], max_bytes) for spec in LOOKAHEAD_INPUTS if spec.name in arrays}
+
+
+def check_parameters(parameters: Mapping[str, object]) -> None:
+    """See that nobody took a parameter for a field: Triton's ``generate`` makes one of everything that is no input.
+
+    Raises:
+        InvalidRequest: it has one; names it.
+    """
+    for name, value in parameters.items():
+        if name not in KNOWN_PARAMETERS:
+            if not _FIELD_NAME.fullmatch(name):
+                raise InvalidRequest("parameters", name, "a name that is no field's")
+            raise InvalidRequest(name, value, "no field of this model; an input of its own says what is asked of it")
 
 
 def _value(spec: TensorSpec, array: npt.NDArray[Any], max_bytes: int) -> Any:

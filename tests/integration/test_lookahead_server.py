@@ -11,9 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
+import numpy as np
 import pytest
+import tritonclient.grpc as grpcclient
 from lr_client import Client, FinishEvent, InvalidRequest, Options, StepEvent, TextEvent
 
 from bench.kit.serving import demo_spec, serving
@@ -222,6 +225,55 @@ def test_a_bad_field_is_one_error_naming_it_and_the_server_carries_on(
     with pytest.raises(InvalidRequest, match=field):
         client.ask("x", Options(**{field: value}))
     assert client.ask(questions[0].question, Options(max_tokens=8, stream=False)).finish_reason == "length"
+
+
+@pytest.mark.parametrize("field", ["temprature", "draft_ids", "lookahead_loop_key", "sequence_id"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_field_that_nobody_knows_is_refused_by_name(server: TritonServer, field: str, nested: bool) -> None:
+    unknown = {"parameters": {field: 1}} if nested else {field: 1}
+
+    status, body = post(server, "generate", {"text_input": "x", "stream": False, **unknown})
+
+    assert (status, json.loads(body)["error"].partition("=")[0]) == (400, f"LR_INVALID_REQUEST: {field}")
+
+
+def test_an_unknown_field_has_a_bounded_name(server: TritonServer) -> None:
+    status, body = post(server, "generate", {"text_input": "x", "stream": False, "Zanzibar " * 1000: 1})
+
+    assert status == 400
+    assert json.loads(body)["error"].startswith("LR_INVALID_REQUEST: parameters='Zanzibar ")
+    assert len(body) < 400
+    assert "Zanzibar" not in server.log_text()
+
+
+def test_what_triton_and_its_clients_add_is_no_unknown_field(server: TritonServer, client: Client) -> None:
+    inputs = [grpcclient.InferInput("text_input", [1], "BYTES"), grpcclient.InferInput("max_tokens", [1], "INT32")]
+    inputs[0].set_data_from_numpy(np.array([b"x"], dtype=np.object_))
+    inputs[1].set_data_from_numpy(np.array([4], dtype=np.int32))
+    answers: Queue[tuple[Any, Any]] = Queue()
+    context = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01", "tracestate": "a=b", "x-other": "c"}
+    with grpcclient.InferenceServerClient(server.grpc_url) as triton:
+        triton.start_stream(lambda result, error: answers.put((result, error)), headers=context)
+        told = {"request_id": "q" * 5000, "priority": 1, "timeout": 60_000_000, "enable_empty_final_response": True}
+        triton.async_stream_infer("lookahead", inputs, **told)
+        while True:
+            result, error = answers.get(timeout=WAIT_S)
+            assert error is None
+            if result.as_numpy("finish_reason") is not None:
+                break
+    assert "q" * 80 in server.log_text()
+    assert "q" * 81 not in server.log_text()
+
+
+def test_what_tritons_own_door_cannot_do_is_as_documented(server: TritonServer, client: Client) -> None:
+    _, wrapped = post(server, "generate", {"text_input": "x", "stream": False, "max_tokens": 4294967301})
+    assert json.loads(json.loads(wrapped)["usage"])["completion_tokens"] <= 5
+    status, body = post(server, "generate", {"text_input": "x", "max_tokens": 40})
+    assert status == 200
+    assert "error" in json.loads(body)
+    status, body = post(server, "generate", {"text_input": "x", "stream": False, "max_tokens": "many"})
+    assert status == 500
+    assert "LR_" not in json.loads(body)["error"]
 
 
 def test_stop_strings_and_limits(client: Client, questions: list[Problem]) -> None:
