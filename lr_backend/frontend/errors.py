@@ -107,13 +107,16 @@ _BY_SERVERS_CODE: Mapping[str, Callable[[ClientError], ApiError]] = {
     "LR_ENGINE_UNAVAILABLE": lambda error: ApiError("unavailable", "the target is down", retry_after_s=LATER_S),
 }
 
+TAGS = frozenset({"_text", "_parts", "_one", "_many"})
+"""Our names for the forms that a value may have; the data checker puts them into the places that it tells."""
+
 
 def place(parts: tuple[int | str, ...]) -> str:
-    """A place in a document as one writes it: ``messages[0].content``. Parts that begin with ``_`` are ours and left out."""
+    """A place in a document as one writes it: ``messages[0].content``. Our own :data:`TAGS` are left out."""
     path = ""
     for part in parts:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif not part.startswith("_"):
+        elif part not in TAGS:
             path += f".{part}" if path else part
     return path

@@ -32,177 +32,9 @@ from lr_backend.frontend.asked import (
 from lr_backend.frontend.body import parse_json
 from lr_backend.frontend.errors import CODES, ApiError, place
 from lr_backend.request import MAX_SEED
+from tests.support.bad_input import DOOR_ROWS, LOOP_ROWS, ROWS, Document, DoorRow, chat, plain, turn
 from tests.support.fake_lookahead import FakeServer, Reply
-from tests.support.frontend import CHAT, COMPLETIONS, DEPLOYED, JSON, Served, frontend
-
-Document = dict[str, Any]
-
-
-def chat(**fields: Any) -> Document:
-    return {"model": "demo", "messages": [{"role": "user", "content": "q"}], **fields}
-
-
-def turn(**fields: Any) -> Document:
-    return chat(messages=[{"role": "user", "content": "q", **fields}])
-
-
-def plain(**fields: Any) -> Document:
-    return {"model": "demo", "prompt": "q", **fields}
-
-
-def inside(**fields: Any) -> Document:
-    return chat(lookahead=fields)
-
-
-def without(name: str, document: Document) -> Document:
-    return {key: value for key, value in document.items() if key != name}
-
-
-BAD_CHATS: list[tuple[Document, str, str | None]] = [
-    (without("model", chat()), "missing_field", "model"),
-    (chat(model=None), "missing_field", "model"),
-    (chat(model=""), "invalid_value", "model"),
-    (chat(model=7), "invalid_value", "model"),
-    (chat(model="x" * 257), "invalid_value", "model"),
-    (chat(model="gpt-5"), "model_not_found", "model"),
-    (without("messages", chat()), "missing_field", "messages"),
-    (chat(messages=[]), "invalid_value", "messages"),
-    (chat(messages="q"), "invalid_value", "messages"),
-    (chat(messages={}), "invalid_value", "messages"),
-    (chat(messages=["q"]), "invalid_value", "messages[0]"),
-    (chat(messages=[{"content": "q"}]), "missing_field", "messages[0].role"),
-    (turn(role="tool"), "invalid_value", "messages[0].role"),
-    (turn(role=None), "invalid_value", "messages[0].role"),
-    (chat(messages=[{"role": "user"}]), "missing_field", "messages[0].content"),
-    (turn(content=None), "invalid_value", "messages[0].content"),
-    (turn(content=""), "invalid_value", "messages[0].content"),
-    (turn(content=7), "invalid_value", "messages[0].content"),
-    (turn(content={}), "invalid_value", "messages[0].content"),
-    (turn(content=[]), "invalid_value", "messages[0].content"),
-    (turn(content=["q"]), "invalid_value", "messages[0].content[0]"),
-    (turn(content=[{"type": "text"}]), "missing_field", "messages[0].content[0].text"),
-    (turn(content=[{"type": "text", "text": ""}]), "invalid_value", "messages[0].content[0].text"),
-    (turn(content=[{"type": "image_url", "image_url": {"url": "x"}}]), "invalid_value", "messages[0].content[0].type"),
-    (turn(content=[{"type": "text", "text": "q", "more": 1}]), "unknown_field", "messages[0].content[0].more"),
-    (turn(name="Tom"), "unsupported_field", "messages[0].name"),
-    (turn(tool_calls=[{}]), "unsupported_field", "messages[0].tool_calls"),
-    (turn(tool_call_id="x"), "unknown_field", "messages[0].tool_call_id"),
-    (turn(colour="red"), "unknown_field", "messages[0].colour"),
-    (chat(temprature=1), "unknown_field", "temprature"),
-    (chat(top_k=1), "unknown_field", "top_k"),
-    (chat(mode="lr"), "unknown_field", "mode"),
-    (chat(prompt="q"), "unknown_field", "prompt"),
-    (chat(text_input="q"), "unknown_field", "text_input"),
-    (chat(temperature="1"), "invalid_value", "temperature"),
-    (chat(temperature=True), "invalid_value", "temperature"),
-    (chat(temperature=-0.1), "invalid_value", "temperature"),
-    (chat(temperature=5.1), "invalid_value", "temperature"),
-    (chat(top_p=0), "invalid_value", "top_p"),
-    (chat(top_p=1.1), "invalid_value", "top_p"),
-    (chat(max_tokens=0), "invalid_value", "max_tokens"),
-    (chat(max_tokens=1.5), "invalid_value", "max_tokens"),
-    (chat(max_tokens="9"), "invalid_value", "max_tokens"),
-    (chat(max_tokens=101), "over_limit", "max_tokens"),
-    (chat(max_tokens=2**40), "invalid_value", "max_tokens"),
-    (chat(max_completion_tokens=101), "over_limit", "max_completion_tokens"),
-    (chat(max_completion_tokens=-1), "invalid_value", "max_completion_tokens"),
-    (chat(max_tokens=9, max_completion_tokens=10), "invalid_value", "max_tokens"),
-    (chat(seed=-1), "invalid_value", "seed"),
-    (chat(seed=MAX_SEED + 1), "invalid_value", "seed"),
-    (chat(seed=1.5), "invalid_value", "seed"),
-    (chat(stop=7), "invalid_value", "stop"),
-    (chat(stop=""), "invalid_value", "stop"),
-    (chat(stop=["x" * 129]), "invalid_value", "stop"),
-    (chat(stop=["a", 7]), "invalid_value", "stop[1]"),
-    (chat(stop=list("abcde")), "invalid_value", "stop"),
-    (chat(stream="yes"), "invalid_value", "stream"),
-    (chat(stream=1), "invalid_value", "stream"),
-    (chat(n=0), "invalid_value", "n"),
-    (chat(n=MAX_CHOICES + 1), "invalid_value", "n"),
-    (chat(n="2"), "invalid_value", "n"),
-    (chat(n=True), "invalid_value", "n"),
-    (chat(user=7), "invalid_value", "user"),
-    (chat(user="x" * 257), "invalid_value", "user"),
-    (chat(stream_options=[]), "invalid_value", "stream_options"),
-    (chat(stream_options={"include_usage": 1}), "invalid_value", "stream_options.include_usage"),
-    (chat(stream_options={"usage": True}), "unknown_field", "stream_options.usage"),
-    (chat(stream_options={"include_obfuscation": True}), "invalid_value", "stream_options.include_obfuscation"),
-    (chat(lookahead=[]), "invalid_value", "lookahead"),
-    (inside(depth=2), "unknown_field", "lookahead.depth"),
-    (inside(temperature=1), "unknown_field", "lookahead.temperature"),
-    (inside(text_input="q"), "unknown_field", "lookahead.text_input"),
-    (inside(mode="fast"), "invalid_value", "lookahead.mode"),
-    (inside(mode=1), "invalid_value", "lookahead.mode"),
-    (inside(max_depth=17), "invalid_value", "lookahead.max_depth"),
-    (inside(max_depth=5), "over_limit", "lookahead.max_depth"),
-    (inside(width=3), "over_limit", "lookahead.width"),
-    (inside(num_draft_tokens=9), "over_limit", "lookahead.num_draft_tokens"),
-    (inside(deadline_s=61), "over_limit", "lookahead.deadline_s"),
-    (inside(verifier=""), "invalid_value", "lookahead.verifier"),
-    (inside(proposer="x" * 65), "invalid_value", "lookahead.proposer"),
-    (inside(audit_rate=1.1), "invalid_value", "lookahead.audit_rate"),
-    (inside(risk_budget="0.1"), "invalid_value", "lookahead.risk_budget"),
-    (inside(trace="yes"), "invalid_value", "lookahead.trace"),
-    (inside(deterministic=0), "invalid_value", "lookahead.deterministic"),
-    (inside(top_k=-1), "invalid_value", "lookahead.top_k"),
-    (chat(tools=[{"type": "function"}]), "unsupported_field", "tools"),
-    (chat(tool_choice="required"), "unsupported_field", "tool_choice"),
-    (chat(functions=[{"name": "f"}]), "unsupported_field", "functions"),
-    (chat(logprobs=True), "unsupported_field", "logprobs"),
-    (chat(top_logprobs=2), "unsupported_field", "top_logprobs"),
-    (chat(logit_bias={"7": 1}), "unsupported_field", "logit_bias"),
-    (chat(frequency_penalty=0.5), "unsupported_field", "frequency_penalty"),
-    (chat(frequency_penalty=False), "unsupported_field", "frequency_penalty"),
-    (chat(presence_penalty=-1), "unsupported_field", "presence_penalty"),
-    (chat(response_format={"type": "json_object"}), "unsupported_field", "response_format"),
-    (chat(reasoning_effort="high"), "unsupported_field", "reasoning_effort"),
-    (chat(modalities=["audio"]), "unsupported_field", "modalities"),
-    (chat(store=True), "unsupported_field", "store"),
-]
-BAD_COMPLETIONS: list[tuple[Document, str, str | None]] = [
-    (without("prompt", plain()), "missing_field", "prompt"),
-    (plain(prompt=""), "invalid_value", "prompt"),
-    (plain(prompt=[]), "invalid_value", "prompt"),
-    (plain(prompt=[1, 2]), "invalid_value", "prompt[0]"),
-    (plain(prompt=["q", ""]), "invalid_value", "prompt[1]"),
-    (plain(prompt={}), "invalid_value", "prompt"),
-    (plain(prompt=["q"] * 9), "invalid_value", "prompt"),
-    (plain(prompt=["q"] * 5, n=2), "invalid_value", "prompt"),
-    (plain(messages=[]), "unknown_field", "messages"),
-    (plain(max_completion_tokens=5), "unknown_field", "max_completion_tokens"),
-    (plain(echo=True), "unsupported_field", "echo"),
-    (plain(best_of=2), "unsupported_field", "best_of"),
-    (plain(suffix="end"), "unsupported_field", "suffix"),
-    (plain(logprobs=1), "unsupported_field", "logprobs"),
-    (plain(raw=True), "unknown_field", "raw"),
-    (plain(model="x"), "model_not_found", "model"),
-    (plain(max_tokens=101), "over_limit", "max_tokens"),
-]
-DEEP = b"[" * 100_000 + b"]" * 100_000
-BAD_BODIES: list[tuple[bytes, str, str | None]] = [
-    (b"", "invalid_json", None),
-    (b"{", "invalid_json", None),
-    (b"[]", "invalid_json", None),
-    (b"null", "invalid_json", None),
-    (b'"q"', "invalid_json", None),
-    (b'{"model": NaN}', "invalid_json", None),
-    (b'{"temperature": -Infinity}', "invalid_json", None),
-    (b'{"temperature": 1e999}', "invalid_json", None),
-    (b'{"n": ' + b"9" * 5000 + b"}", "invalid_json", None),
-    (b'{"model": "a", "model": "b"}', "invalid_json", "model"),
-    (b'{"lookahead": {"mode": "lr", "mode": "ar"}}', "invalid_json", "mode"),
-    (b'{"user": "\xff"}', "invalid_json", None),
-    (b'{"user": "\\ud800"}', "invalid_json", None),
-    (b"\xef\xbb\xbf{}", "invalid_json", None),
-    ('{"model": "demo"}'.encode("utf-16"), "invalid_json", None),
-    (b'{"model": "demo", "messages": ' + DEEP + b"}", "invalid_json", None),
-    (b'{"model": "demo"} x', "invalid_json", None),
-]
-ROWS = [
-    *((CHAT, json.dumps(document).encode(), code, param) for document, code, param in BAD_CHATS),
-    *((COMPLETIONS, json.dumps(document).encode(), code, param) for document, code, param in BAD_COMPLETIONS),
-    *((CHAT, body, code, param) for body, code, param in BAD_BODIES),
-]
+from tests.support.frontend import CHAT, COMPLETIONS, DEPLOYED, Served, frontend
 
 
 @pytest.fixture(scope="module")
@@ -213,15 +45,24 @@ def served() -> Iterator[Served]:
         assert not server.requests
 
 
-@pytest.mark.parametrize(("path", "body", "code", "param"), ROWS, ids=map(str, range(len(ROWS))))
-def test_what_is_wrong_is_refused_by_name(served: Served, path: str, body: bytes, code: str, param: str | None) -> None:
-    answer = served.ask("POST", path, body)
+@pytest.mark.parametrize("row", DOOR_ROWS, ids=map(str, range(len(DOOR_ROWS))))
+def test_what_is_wrong_is_refused_by_name(served: Served, row: DoorRow) -> None:
+    answer = served.ask(row.method, row.path, row.body, row.headers)
 
-    assert (answer.status, answer.error["code"], answer.error["param"]) == (CODES[code][0], code, param)
-    assert answer.error["type"] == CODES[code][1]
+    assert (answer.status, answer.error["code"], answer.error["param"]) == (CODES[row.code][0], row.code, row.param)
+    assert answer.error["type"] == CODES[row.code][1]
     assert answer.error["message"]
-    assert answer.error["request_id"] == answer.headers["x-request-id"]
+    assert answer.error["request_id"] == answer.headers["x-request-id"] != row.headers.get("X-Request-Id")
     assert answer.headers["content-type"] == "application/json"
+    assert ("allow" in answer.headers) is (row.code == "method_not_allowed")
+
+
+def test_the_table_is_long_and_says_nothing_twice() -> None:
+    assert len(ROWS) >= 250
+    assert len({repr(row) for row in ROWS}) == len(ROWS)
+    asked = {(row.method, row.path, row.body, *sorted(row.headers.items())) for row in DOOR_ROWS}
+    assert len(asked) == len(DOOR_ROWS), "a request has one code"
+    assert len({repr(row.inputs) for row in LOOP_ROWS}) == len(LOOP_ROWS)
 
 
 def test_messages_about_a_prompt_do_not_quote_it(served: Served) -> None:
@@ -229,44 +70,10 @@ def test_messages_about_a_prompt_do_not_quote_it(served: Served) -> None:
         assert "Zanzibar" not in served.post(CHAT, document).raw.decode()
 
 
-@pytest.mark.parametrize(
-    ("headers", "code"),
-    [
-        ({}, "unsupported_media_type"),
-        ({"Content-Type": "text/plain"}, "unsupported_media_type"),
-        ({"Content-Type": "application/x-www-form-urlencoded"}, "unsupported_media_type"),
-        ({"Content-Type": "application/json; charset=latin-1"}, "unsupported_media_type"),
-        ({**JSON, "Content-Encoding": "gzip"}, "unsupported_media_type"),
-        ({**JSON, "X-Request-Id": "x" * 65}, "invalid_request_id"),
-        ({**JSON, "X-Request-Id": "two words"}, "invalid_request_id"),
-        ({**JSON, "X-Request-Id": ""}, "invalid_request_id"),
-    ],
-)
-def test_headers_that_are_refused(served: Served, headers: dict[str, str], code: str) -> None:
-    answer = served.ask("POST", CHAT, json.dumps(chat()).encode(), headers)
-    assert (answer.status, answer.error["code"]) == (CODES[code][0], code)
-    assert answer.error["request_id"] == answer.headers["x-request-id"] != headers.get("X-Request-Id")
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "status"),
-    [
-        ("GET", "/", 404),
-        ("GET", "/v1", 404),
-        ("POST", "/v1/embeddings", 404),
-        ("GET", "/v1/models/other", 404),
-        ("GET", "/docs", 404),
-        ("GET", "/openapi.json", 404),
-        ("GET", "/v1/chat/completions/", 404),
-        ("GET", CHAT, 405),
-        ("DELETE", COMPLETIONS, 405),
-        ("POST", "/health", 405),
-    ],
-)
-def test_routes_that_are_none(served: Served, method: str, path: str, status: int) -> None:
-    answer = served.ask(method, path, None, {"X-Request-Id": "mine"})
-    assert (answer.status, answer.error["request_id"], answer.headers["x-request-id"]) == (status, "mine", "mine")
-    assert ("allow" in answer.headers) is (status == 405)
+def test_a_route_that_is_none_keeps_the_clients_id(served: Served) -> None:
+    for method, path in (("GET", "/v1"), ("GET", CHAT)):
+        answer = served.ask(method, path, None, {"X-Request-Id": "mine"})
+        assert answer.error["request_id"] == answer.headers["x-request-id"] == "mine"
 
 
 # ------------------------------------------------------------------------------------------------------------- what is asked for

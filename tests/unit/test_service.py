@@ -23,6 +23,7 @@ from lr_backend.trace.schema import Purpose, Trace
 from lr_backend.triton.prompts import max_text_bytes
 from lr_backend.triton.service import LookaheadService
 from lr_backend.triton.tensors import request_fields
+from tests.support.bad_input import LOOP_ROWS, LoopRow
 from tests.support.examples import answers
 from tests.support.world import LETTERS, World, imitator, storyteller
 
@@ -164,45 +165,16 @@ def test_the_draft_model_proposes_and_the_answer_stays_the_targets(mode: str) ->
     assert not trace.usage.degraded
 
 
-BAD_FIELDS = [
-    ("text_input", None),
-    ("text_input", ""),
-    ("text_input", ["a", "b"]),
-    ("messages", "[]"),
-    ("messages", "{"),
-    ("messages", '{"role": "user"}'),
-    ("messages", '[{"role": "nobody", "content": "x"}]'),
-    ("messages", '[{"role": "user", "content": ""}]'),
-    ("messages", '[{"role": "user", "content": "x", "extra": 1}]'),
-    ("messages", "[" * 100_000),
-    *[("max_tokens", value) for value in (0, -1, 2**31 - 1)],
-    *[("temperature", value) for value in (-0.1, 5.1, float("nan"), float("inf"), float("-inf"))],
-    *[("top_p", value) for value in (0.0, -1.0, 1.1, float("nan"))],
-    *[("top_k", value) for value in (-1, 2**31 - 1)],
-    *[("stop", value) for value in ([""], ["x" * 129], ["x"] * 17)],
-    *[("mode", value) for value in ("", "LR", "fast", "lr-sd")],
-    *[("max_depth", value) for value in (-1, 17, 2**31 - 1)],
-    *[("width", value) for value in (0, -1, 9)],
-    *[("num_draft_tokens", value) for value in (-1, 65)],
-    *[("verifier", value) for value in ("", "yes", "judge ", "likelihood", "x" * 65)],
-    *[("proposer", value) for value in ("", "eagle", "draft", "draft_step")],
-    *[(name, value) for name in ("audit_rate", "risk_budget") for value in (-0.1, 1.1, float("nan"))],
-    *[("deadline_s", value) for value in (-1.0, float("nan"), 1e9)],
-]
-
-
-@pytest.mark.parametrize(("name", "value"), BAD_FIELDS, ids=[f"{name}={str(value)[:20]}" for name, value in BAD_FIELDS])
-def test_a_bad_field_gets_one_error_naming_it_and_the_server_carries_on(name: str, value: Any) -> None:
+@pytest.mark.parametrize("row", LOOP_ROWS, ids=[f"{row.name}={str(row.inputs[row.name])[:20]!r}" for row in LOOP_ROWS])
+def test_a_bad_field_gets_one_error_naming_it_and_the_server_carries_on(row: LoopRow) -> None:
     world = make_world()
-    fields = {"text_input": None, "messages": value} if name == "messages" else {name: value}
-    fields |= {"raw": False} if name == "messages" else {}
 
-    replies = ask(world, **fields)
+    replies = ask(world, **({"text_input": None} if "messages" in row.inputs else {}) | dict(row.inputs))
 
     (error,) = replies.errors
     assert isinstance(error, InvalidRequest)
-    assert name in error.message
-    assert error.status == "INVALID_ARG"
+    assert row.name in error.message
+    assert (error.code, error.status) == (row.code, "INVALID_ARG")
     assert not replies.sent
     assert ask(world).text
 
