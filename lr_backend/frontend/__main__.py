@@ -13,7 +13,6 @@ import socket
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
-from math import ceil
 
 import grpc
 import uvicorn
@@ -25,11 +24,10 @@ from lr_backend.frontend.limits import Keys
 from lr_backend.frontend.process import READY
 from lr_backend.frontend.settings import Launch
 from lr_backend.frontend.tls import certified_name
+from lr_backend.frontend.wire import config_of
 from lr_backend.logs import configure
 from lr_backend.telemetry import open_telemetry
 
-KEEP_ALIVE_S = 75
-"""For a connection without a request: longer than a gateway keeps one, so that it is the gateway that closes it."""
 STDIN, STDOUT = 0, 1
 
 
@@ -57,16 +55,7 @@ async def serve(launch: Launch) -> None:
     keys, telemetry = Keys.read(launch.settings.keys_file), open_telemetry("lookahead-frontend", os.environ)
     async with _client(launch) as client:
         frontend = Frontend(launch.settings, launch.deployed, client, keys, launch.metrics_url, telemetry)
-        config = uvicorn.Config(
-            frontend.app(),
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            lifespan="off",
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=ceil(launch.drain_s),
-        )
-        server = _Server(config)
+        server = _Server(config_of(frontend.app(), launch.settings, drain_s=launch.drain_s))
 
         def ended() -> None:
             if not os.read(STDIN, 4096):

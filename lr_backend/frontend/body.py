@@ -54,7 +54,7 @@ async def read_body(request: Request, max_bytes: int, max_s: float) -> bytes:
                     raise _too_large(max_bytes)
                 parts.append(part)
     except TimeoutError:
-        raise ApiError("body_timeout", f"the body did not arrive within {max_s:g} s") from None
+        raise _closing(ApiError("body_timeout", f"the body did not arrive within {max_s:g} s")) from None
     except ClientDisconnect:
         raise ClientGone from None
     return b"".join(parts)
@@ -70,8 +70,12 @@ def _require_json(request: Request) -> None:
 
 
 def _too_large(max_bytes: int) -> ApiError:
-    error = ApiError("body_too_large", f"the body may have {max_bytes} bytes")
-    error.headers["connection"] = "close"  # the rest of it is not waited for
+    return _closing(ApiError("body_too_large", f"the body may have {max_bytes} bytes"))
+
+
+def _closing(error: ApiError) -> ApiError:
+    """The rest of the body is not waited for."""
+    error.headers["connection"] = "close"
     return error
 
 

@@ -25,6 +25,8 @@ class Settings(BaseModel):
     """API keys, one a line. None: whoever can reach the port is answered."""
     open_to_network: bool = False
     """Beyond this machine too there need be no keys: a gateway asks for its own."""
+    max_head_s: float = Field(default=10.0, gt=0.0, le=3600.0)
+    """For a request's line and headers to arrive."""
     max_body_bytes: int = Field(default=1 << 20, ge=1 << 10, le=1 << 30)
     max_body_s: float = Field(default=30.0, gt=0.0, le=3600.0)
     """For a whole body to arrive."""

@@ -10,7 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lr_backend.frontend.asked import LOOKAHEAD, MAX_CHOICES
+from hypothesis import strategies as st
+
+from lr_backend.fields import REQUEST_FIELDS, RequestField
+from lr_backend.frontend.asked import LOOKAHEAD, MAX_CHOICES, NOT_IN_CHAT, SAME, _ChatBody, _CompletionBody
 from lr_backend.request import MAX_SEED
 from tests.support.frontend import CHAT, COMPLETIONS, JSON
 
@@ -385,3 +388,47 @@ LOOP_ROWS: tuple[LoopRow, ...] = (
     LoopRow("raw", {"messages": '[{"role": "user", "content": "x"}]', "raw": True}),
 )
 ROWS: tuple[DoorRow | LoopRow, ...] = (*DOOR_ROWS, *LOOP_ROWS)
+
+# ---------------------------------------------------------------------------------------------------------------------- anything
+
+JSON_VALUES: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+NAMES = st.sampled_from(
+    sorted({*NOT_IN_CHAT, *SAME, *LOOKAHEAD, *_ChatBody.model_fields, *_CompletionBody.model_fields, "role", "content"})
+)
+TURNS = st.lists(st.fixed_dictionaries({"role": st.sampled_from(["user", "x"]), "content": st.text() | JSON_VALUES}), max_size=3)
+DOCUMENTS: st.SearchStrategy[Document] = st.builds(
+    lambda base, more: {**base, **more},
+    st.fixed_dictionaries({}, optional={"model": st.just("demo"), "messages": TURNS, "prompt": st.text() | JSON_VALUES}),
+    st.dictionaries(NAMES | st.text(max_size=8), JSON_VALUES, max_size=5),
+)
+"""Bodies for the door: some of them good, many nearly so."""
+
+
+def _values(field: RequestField) -> st.SearchStrategy[Any]:
+    """Of one input: what fits its tensor, in any number."""
+    words = st.text(max_size=8) | st.binary(max_size=8) | st.sampled_from(["", "\x00", "<|im_end|>", "</think>", "[", "[[]]"])
+    one: st.SearchStrategy[Any] = {
+        "STRING": st.sampled_from(field.choices or ("exact", "judge", "ngram", "engine")) | words,
+        "BOOL": st.booleans(),
+        "INT32": st.integers(0, 20) | st.integers(-(2**31), 2**31 - 1),
+        "UINT64": st.integers(0, 2**64 - 1),
+        "FP32": st.floats(0, 1, width=32) | st.floats(width=32),
+    }[field.dtype]
+    return one | st.lists(one, max_size=3)
+
+
+_TURN_TEXTS = st.builds(json.dumps, TURNS | JSON_VALUES)
+_PROMPTS = (
+    st.fixed_dictionaries({"text_input": st.text(max_size=20) | st.binary(max_size=8)})
+    | st.fixed_dictionaries({"messages": _TURN_TEXTS})
+    | st.fixed_dictionaries({}, optional={"text_input": st.text(max_size=8), "messages": _TURN_TEXTS})
+)
+INPUTS: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
+    {},
+    optional={field.name: _values(field) for field in REQUEST_FIELDS if field.name not in ("text_input", "messages")},
+).flatmap(lambda chosen: st.builds(lambda prompt: chosen | prompt, _PROMPTS))
+"""Inputs for the step loop: some of them good, many nearly so."""

@@ -18,6 +18,7 @@ from lr_client import AsyncClient
 from lr_backend.frontend.app import Frontend
 from lr_backend.frontend.limits import Keys
 from lr_backend.frontend.settings import Deployed, Settings
+from lr_backend.frontend.wire import config_of
 from lr_backend.telemetry import Telemetry
 
 WAIT_S = 20.0
@@ -114,9 +115,9 @@ def frontend(
 
     async def run() -> None:
         async with AsyncClient(grpc_url) as client:
-            made = Frontend(settings or Settings(), deployed, client, Keys(keys), metrics_url, telemetry)
-            config = uvicorn.Config(made.app(), log_config=None, lifespan="off", timeout_graceful_shutdown=1)
-            servers.append(uvicorn.Server(config))
+            said = settings or Settings()
+            made = Frontend(said, deployed, client, Keys(keys), metrics_url, telemetry)
+            servers.append(uvicorn.Server(config_of(made.app(), said, drain_s=1.0)))
             found.append(Served(listening.getsockname()[1], made))
             ready.set()
             await servers[0].serve([listening])

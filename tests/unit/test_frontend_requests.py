@@ -32,7 +32,20 @@ from lr_backend.frontend.asked import (
 from lr_backend.frontend.body import parse_json
 from lr_backend.frontend.errors import CODES, ApiError, place
 from lr_backend.request import MAX_SEED
-from tests.support.bad_input import DOOR_ROWS, LOOP_ROWS, ROWS, Document, DoorRow, chat, plain, turn
+from tests.support.bad_input import (
+    DOCUMENTS,
+    DOOR_ROWS,
+    GOOD_BODY,
+    JSON_VALUES,
+    LOOP_ROWS,
+    ROWS,
+    Document,
+    DoorRow,
+    chat,
+    plain,
+    turn,
+)
+from tests.support.examples import answers
 from tests.support.fake_lookahead import FakeServer, Reply
 from tests.support.frontend import CHAT, COMPLETIONS, DEPLOYED, Served, frontend
 
@@ -201,21 +214,6 @@ def test_what_is_not_supported_may_say_that_it_is_not_wanted(path: str, table: d
 
 # --------------------------------------------------------------------------------------------------------------------- any body
 
-JSON_VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
-    max_leaves=12,
-)
-NAMES = st.sampled_from(
-    sorted({*NOT_IN_CHAT, *SAME, *LOOKAHEAD, *_ChatBody.model_fields, *_CompletionBody.model_fields, "role", "content"})
-)
-TURNS = st.lists(st.fixed_dictionaries({"role": st.sampled_from(["user", "x"]), "content": st.text() | JSON_VALUES}), max_size=3)
-DOCUMENTS = st.builds(
-    lambda base, more: {**base, **more},
-    st.fixed_dictionaries({}, optional={"model": st.just("demo"), "messages": TURNS, "prompt": st.text() | JSON_VALUES}),
-    st.dictionaries(NAMES | st.text(max_size=8), JSON_VALUES, max_size=5),
-)
-
 
 def or_refusal(attempt: Callable[[], Any]) -> Any:
     try:
@@ -224,6 +222,7 @@ def or_refusal(attempt: Callable[[], Any]) -> Any:
         return error
 
 
+@answers(300)
 @given(DOCUMENTS | JSON_VALUES, st.sampled_from([CHAT, COMPLETIONS]))
 def test_any_document_is_asked_or_refused(document: Any, path: str) -> None:
     read = Asked.chat_of if path == CHAT else Asked.completion_of
@@ -265,6 +264,8 @@ def test_no_body_is_answered_with_a_fault_of_ours(willing: Served, document: Any
     answer = willing.ask("POST", path, json.dumps(document).encode())
     assert answer.status in (200, 400, 404)
     assert answer.status == 200 or answer.error["code"] in CODES
+    good = willing.ask("POST", CHAT, GOOD_BODY)
+    assert (good.status, good.document["choices"][0]["message"]["content"]) == (200, "a")
 
 
 def test_places_read_as_they_are_written() -> None:

@@ -23,7 +23,7 @@ from lr_backend.trace.schema import Purpose, Trace
 from lr_backend.triton.prompts import max_text_bytes
 from lr_backend.triton.service import LookaheadService
 from lr_backend.triton.tensors import request_fields
-from tests.support.bad_input import LOOP_ROWS, LoopRow
+from tests.support.bad_input import INPUTS, LOOP_ROWS, LoopRow
 from tests.support.examples import answers
 from tests.support.world import LETTERS, World, imitator, storyteller
 
@@ -177,6 +177,16 @@ def test_a_bad_field_gets_one_error_naming_it_and_the_server_carries_on(row: Loo
     assert (error.code, error.status) == (row.code, "INVALID_ARG")
     assert not replies.sent
     assert ask(world).text
+
+
+@answers(300)
+@given(INPUTS)
+def test_any_inputs_are_answered_or_refused_by_name(inputs: dict[str, Any]) -> None:
+    world = make_world()
+    sent = {"text_input": None, "raw": True, "max_tokens": 8} | inputs
+    replies = ask(world, **sent if "messages" not in sent else sent | {"raw": False})
+    assert all(error.code == "LR_INVALID_REQUEST" and error.public() for error in replies.errors)
+    assert bool(replies.errors) is not bool(replies.sent)
 
 
 def test_audits_outlive_their_request_and_end_with_the_server() -> None:

@@ -1,0 +1,72 @@
+"""How connections are kept: what uvicorn is told, and a bound on what it would wait for without end."""
+
+from __future__ import annotations
+
+import asyncio
+from math import ceil
+
+from fastapi import FastAPI
+from uvicorn import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from lr_backend.frontend.settings import Settings
+
+KEEP_ALIVE_S = 75
+"""For a connection without a request: longer than a gateway keeps one, so that it is the gateway that closes it."""
+
+
+def config_of(app: FastAPI, settings: Settings, *, drain_s: float) -> Config:
+    """For uvicorn. ``drain_s``: for answers in flight once the server is to end."""
+    return Config(
+        app,
+        http=_protocol(settings.max_head_s),
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        lifespan="off",
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=ceil(drain_s),
+    )
+
+
+def _protocol(max_head_s: float) -> type[H11Protocol]:
+    class Bounded(H11Protocol):
+        """Ends a connection whose next request has not said its line and its headers in time; one that says nothing too."""
+
+        _waiting: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._wait_for_head()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._look()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self.conn.trailing_data[0]:  # sent without waiting for the answer: the next request has begun
+                self._look()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop_waiting()
+            super().connection_lost(exc)
+
+        def _look(self) -> None:
+            if self.cycle is None or self.cycle.response_complete:
+                self._wait_for_head()
+            else:
+                self._stop_waiting()
+
+        def _wait_for_head(self) -> None:
+            """From its first byte on: more of them move nothing."""
+            if self._waiting is None:
+                self._waiting = self.loop.call_later(max_head_s, self.timeout_keep_alive_handler)
+
+        def _stop_waiting(self) -> None:
+            if self._waiting is not None:
+                self._waiting.cancel()
+                self._waiting = None
+
+    return Bounded
