@@ -6,10 +6,12 @@ it out, and says where the exception came from. Engines know tokens alone, and t
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
 import traceback
-from typing import Any
+from contextlib import suppress
+from typing import Any, TextIO
 
 import structlog
 
@@ -24,7 +26,7 @@ def configure(*, knows_texts: bool) -> None:
     structlog.configure(
         processors=[*_every(knows_texts), structlog.processors.JSONRenderer()],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(_Losing(sys.stderr)),
     )
     configure_libraries(knows_texts=knows_texts)
 
@@ -38,6 +40,22 @@ def configure_libraries(*, knows_texts: bool) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter)
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
+
+
+class _Losing(io.TextIOBase):
+    """A file that loses what there is no room for: a request does not fail because a disk is full."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._file.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._file.flush()
 
 
 def _every(knows_texts: bool) -> list[structlog.typing.Processor]:
