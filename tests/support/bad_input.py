@@ -421,14 +421,37 @@ def _values(field: RequestField) -> st.SearchStrategy[Any]:
     return one | st.lists(one, max_size=3)
 
 
+_WORDS = {
+    "verifier": ("exact", "judge", "cascade"),
+    "proposer": ("draft_model", "ngram", "engine"),
+    "stop": ("zz", "\x00", "</a>"),
+}
+
+
+def _good_values(field: RequestField) -> st.SearchStrategy[Any]:
+    """Of one input: what each rule allows."""
+    if field.many:
+        return st.lists(st.sampled_from(_WORDS[field.name]), min_size=1, max_size=3)
+    kinds: dict[str, st.SearchStrategy[Any]] = {
+        "BOOL": st.booleans(),
+        "INT32": st.integers(1, 2),
+        "UINT64": st.integers(0, 2**64 - 1),
+        "FP32": st.floats(0.125, 1, width=32),
+    }
+    return kinds[field.dtype] if field.dtype in kinds else st.sampled_from(field.choices or _WORDS[field.name])
+
+
+_OPTIONS = [field for field in REQUEST_FIELDS if field.name not in ("text_input", "messages", "raw")]
 _TURN_TEXTS = st.builds(json.dumps, TURNS | JSON_VALUES)
 _PROMPTS = (
-    st.fixed_dictionaries({"text_input": st.text(max_size=20) | st.binary(max_size=8)})
+    st.fixed_dictionaries({"text_input": st.text(min_size=1, max_size=20)})
     | st.fixed_dictionaries({"messages": _TURN_TEXTS})
-    | st.fixed_dictionaries({}, optional={"text_input": st.text(max_size=8), "messages": _TURN_TEXTS})
+    | st.fixed_dictionaries({}, optional={"text_input": st.text() | st.binary(max_size=8), "messages": _TURN_TEXTS})
 )
-INPUTS: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
-    {},
-    optional={field.name: _values(field) for field in REQUEST_FIELDS if field.name not in ("text_input", "messages")},
-).flatmap(lambda chosen: st.builds(lambda prompt: chosen | prompt, _PROMPTS))
+INPUTS: st.SearchStrategy[dict[str, Any]] = st.builds(
+    lambda good, bad, prompt: {**good, **bad, **prompt},
+    st.fixed_dictionaries({}, optional={field.name: _good_values(field) for field in _OPTIONS}),
+    st.just({}) | st.sampled_from(REQUEST_FIELDS).flatmap(lambda field: st.fixed_dictionaries({field.name: _values(field)})),
+    _PROMPTS,
+)
 """Inputs for the step loop: some of them good, many nearly so."""

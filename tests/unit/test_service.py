@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
-from collections.abc import Mapping
+import random
+import tracemalloc
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,10 +24,10 @@ from lr_backend.request import Mode, Usage, VerifierName
 from lr_backend.testing import run_virtual
 from lr_backend.trace.schema import Purpose, Trace
 from lr_backend.triton.prompts import max_text_bytes
-from lr_backend.triton.service import LookaheadService
+from lr_backend.triton.service import CANCEL_POLL_S, LookaheadService
 from lr_backend.triton.tensors import request_fields
 from tests.support.bad_input import INPUTS, LOOP_ROWS, LoopRow
-from tests.support.examples import answers
+from tests.support.examples import answers, tries
 from tests.support.world import LETTERS, World, imitator, storyteller
 
 
@@ -229,6 +232,12 @@ def test_what_cannot_fit_is_refused_unread(name: str) -> None:
         request_fields({name: np.array([b"\xff" * (most + 1)], dtype=np.object_)}, most)
 
 
+def test_without_a_limit_of_bytes_all_of_it_is_read() -> None:
+    """The test above sees the limit's work."""
+    with pytest.raises(InvalidRequest, match="UTF-8"):
+        request_fields({"text_input": np.array([b"\xff" * 641], dtype=np.object_)}, 1 << 40)
+
+
 def test_both_or_no_prompt_is_refused() -> None:
     replies = ask(make_world(), messages='[{"role": "user", "content": "x"}]')
 
@@ -241,22 +250,27 @@ def test_a_prompt_over_the_limit_is_refused_with_its_length() -> None:
     assert "2000 tokens" in replies.errors[0].message
 
 
-def test_requests_over_the_admission_limit_are_refused_at_once() -> None:
+def refused_of(num_asked: int, limit: int) -> list[bool]:
+    """Which of so many requests at once are refused, in their order."""
     world = make_world()
-    world.config = world.config.model_copy(
-        update={"limits": world.config.limits.model_copy(update={"max_in_flight_requests": 2})}
-    )
+    limits = world.config.limits.model_copy(update={"max_in_flight_requests": limit})
+    world.config = world.config.model_copy(update={"limits": limits})
     service = service_of(world)
-    replies = [RecordedReplies() for _ in range(5)]
+    replies = [RecordedReplies() for _ in range(num_asked)]
 
     async def all_at_once() -> None:
         await asyncio.gather(*(service.serve(f"id{index}", arrays(), one) for index, one in enumerate(replies)))
 
     run_virtual(all_at_once())
-
-    assert [bool(one.errors) for one in replies] == [False, False, True, True, True]
-    assert all(one.errors[0].status == "UNAVAILABLE" for one in replies[2:])
+    assert all(error.status == "UNAVAILABLE" for one in replies for error in one.errors)
     assert service.num_in_flight == 0
+    return [bool(one.errors) for one in replies]
+
+
+@pytest.mark.parametrize(("num_asked", "limit"), [(5, 2), (40, 16)])
+def test_requests_over_the_admission_limit_are_refused_at_once(num_asked: int, limit: int) -> None:
+    assert refused_of(num_asked, limit) == [index >= limit for index in range(num_asked)]
+    assert not any(refused_of(num_asked, num_asked)), "it is the limit that refuses"
 
 
 @pytest.mark.parametrize(
@@ -301,3 +315,99 @@ def test_a_client_that_goes_away_stops_the_work(moment_s: float) -> None:
 
     assert replies.num_ends == 1
     world.assert_idle()
+
+
+NUM_CANCELLED, NUM_ASKED = 100, 200
+
+
+def longest_end_s() -> float:
+    """Of 200 requests at once 100 leave at random and 100 run to their end; how long work for one that left went on, at most."""
+    world, chance = make_world(), random.Random(7)
+    limits = world.config.limits.model_copy(update={"max_in_flight_requests": NUM_ASKED})
+    world.config = world.config.model_copy(update={"limits": limits})
+    service, leavers = service_of(world, mode="lossless"), set(chance.sample(range(NUM_ASKED), NUM_CANCELLED))
+    replies = [RecordedReplies() for _ in range(NUM_ASKED)]
+    lasted: list[float] = []
+
+    async def one(number: int) -> None:
+        clock = asyncio.get_running_loop().time
+        task = asyncio.create_task(service.serve(f"id{number}", arrays(), replies[number]))
+        if number in leavers:
+            await asyncio.sleep(chance.random() * 0.3)
+            replies[number].gone, left_s = True, clock()
+            await task
+            lasted.append(clock() - left_s)
+            calls = [call for engine in world.engines for call in engine.in_flight]
+            assert not any(call.startswith(f"id{number}/") for call in calls)
+        await task
+
+    async def all_at_once() -> None:
+        await asyncio.gather(*map(one, range(NUM_ASKED)))
+
+    run_virtual(all_at_once())
+    assert all(one.num_ends == 1 for one in replies)
+    expected = ask(make_world(), mode="lossless").text
+    assert {replies[number].text for number in range(NUM_ASKED) if number not in leavers} == {expected}
+    assert len(lasted) == NUM_CANCELLED
+    assert service.num_in_flight == 0
+    world.assert_idle()
+    return max(lasted)
+
+
+ITERATION_S = 0.01
+"""A token of the scripted engines, on the virtual clock."""
+
+
+def test_work_for_who_left_ends_soon_and_who_stays_has_the_same_answer() -> None:
+    assert longest_end_s() <= CANCEL_POLL_S + ITERATION_S
+
+
+def test_work_for_who_left_goes_on_where_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above would see it."""
+    monkeypatch.setattr("lr_backend.triton.service.CANCEL_POLL_S", 1e6)
+    assert longest_end_s() > CANCEL_POLL_S + ITERATION_S
+
+
+def bytes_a_request(num_requests: int, after_each: Callable[[RecordedReplies], None] = lambda replies: None) -> float:
+    """What a service keeps of a request in the long run, of every mode in turn, answered and refused and cancelled."""
+    world = make_world()
+    service = service_of(world, max_tokens=16)
+    counts, sizes = [], []
+
+    async def one(number: int) -> None:
+        replies = RecordedReplies(gone=number % 7 == 0)
+        asked = {"mode": list(Mode)[number % len(Mode)], "width": 99 if number % 5 == 0 else 1}
+        await service.serve(f"id{number}", arrays(**asked), replies)
+        after_each(replies)
+        list(service.metrics.measured())  # waits there for Triton's page
+        for engine in world.engines:
+            engine.calls.clear()
+            engine.cancelled.clear()
+
+    async def many() -> None:
+        for number in range(num_requests):
+            await one(number)
+            if number >= num_requests // 2 and number % 20 == 0:
+                gc.collect()
+                counts.append(number)
+                sizes.append(tracemalloc.get_traced_memory()[0])
+
+    tracemalloc.start()
+    try:
+        run_virtual(many())
+    finally:
+        tracemalloc.stop()
+    return float(np.polyfit(counts, sizes, 1)[0])
+
+
+MAX_KEPT_BYTES = 64
+
+
+def test_a_service_keeps_nothing_of_a_request() -> None:
+    assert bytes_a_request(tries(800, 4000)) <= MAX_KEPT_BYTES
+
+
+def test_a_service_that_keeps_its_replies_is_found() -> None:
+    """The test above would see it."""
+    kept: list[RecordedReplies] = []
+    assert bytes_a_request(300, kept.append) > MAX_KEPT_BYTES
