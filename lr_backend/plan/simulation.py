@@ -7,7 +7,7 @@ iterations, as in the paced engine. Units of time are free where the machine is 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -110,9 +110,21 @@ def simulate(
         ConfigError: an answer does not fit the KV memory.
         ValueError: a policy that the loop would refuse.
     """
-    if not 0 <= policy.max_depth <= MAX_DEPTH or not 1 <= policy.width <= MAX_WIDTH or policy.num_requests < 1:
-        raise ValueError(f"{policy} is out of range")
-    return run_virtual(_answer_all(scenario, policy, seed, first, num_sets, trace))
+    return side_by_side(scenario, [policy], seed, first=first, num_sets=num_sets, trace=trace)[0]
+
+
+def side_by_side(
+    scenario: Scenario, policies: Sequence[Policy], seed: int = 0, *, first: int = 0, num_sets: int = 1, trace: bool = False
+) -> list[Prediction]:
+    """The same for requests that one server answers in different ways at the same time; what each policy comes to.
+
+    Raises:
+        ConfigError, ValueError: as :func:`simulate`.
+    """
+    for policy in policies:
+        if not 0 <= policy.max_depth <= MAX_DEPTH or not 1 <= policy.width <= MAX_WIDTH or policy.num_requests < 1:
+            raise ValueError(f"{policy} is out of range")
+    return run_virtual(_answer_all(scenario, policies, seed, first, num_sets, trace))
 
 
 def ms_a_token(usages: Iterable[Usage]) -> float:
@@ -145,39 +157,54 @@ def run_on_engines(scenario: Scenario, seed: int, work: Callable[[Engines, Texts
     return run_virtual(run())
 
 
-async def _answer_all(scenario: Scenario, policy: Policy, seed: int, first: int, num_sets: int, trace: bool) -> Prediction:
+async def _answer_all(
+    scenario: Scenario, policies: Sequence[Policy], seed: int, first: int, num_sets: int, trace: bool
+) -> list[Prediction]:
     workload = scenario.workload
     _require_memory(scenario)
     texts = Texts(workload, seed)
     engines = _engines(scenario.machine, texts)
     # Whether noise is shared shows in the workload: in how many drafted steps are the target's word for word.
-    config = _config(scenario).model_copy(update={"coupled_noise": policy.mode is Mode.LOSSLESS})
+    coupled = all(policy.mode is Mode.LOSSLESS for policy in policies)
+    config = _config(scenario).model_copy(update={"coupled_noise": coupled})
     models = Models(RULES, VOCABULARY, judge_prompt(workload), VOCABULARY)
     server = Server(engines, models, config, Learned(asyncio.get_running_loop().time))
-    fields = {"text_input": "?", "max_tokens": workload.max_tokens, "stream": False, "temperature": 0.6, "seed": seed}
-    shape = {"mode": policy.mode, "max_depth": policy.max_depth, "width": policy.width, "trace": trace}
-    request = LookaheadRequest.parse({**fields, **shape, **policy.fields})
+    requests = [_request(workload, policy, seed, trace) for policy in policies]
+    asked = [index for index, policy in enumerate(policies) for _ in range(policy.num_requests)]
+    """Of the requests of a set, which policy's each is."""
 
-    async def answer(number: int) -> Outcome:
-        loop = assemble(request, texts.prompt(number), f"{number}", server, lambda committed: None)
+    async def answer(number: int, index: int) -> Outcome:
+        loop = assemble(requests[index], texts.prompt(number), f"{number}", server, lambda committed: None)
         return await loop.run()
 
-    outcomes: list[Outcome] = []
-    for index in range(num_sets):
-        numbers = range(first + index * policy.num_requests, first + (index + 1) * policy.num_requests)
+    outcomes: list[list[Outcome]] = [[] for _ in policies]
+    for one_set in range(num_sets):
+        numbers = range(first + one_set * len(asked), first + (one_set + 1) * len(asked))
         if scenario.prompts_are_cached:
             await _compute(engines, texts, numbers)
-        outcomes += await asyncio.gather(*(answer(number) for number in numbers))
+        for index, outcome in zip(asked, await asyncio.gather(*map(answer, numbers, asked)), strict=True):
+            outcomes[index].append(outcome)
     for one in (engines.target, engines.draft, engines.judge):
         await one.close()
     target = engines.target
     assert isinstance(target, VirtualEngine)
+    batch = target.timeline.stats().mean_batch_size
+    return [_prediction(*pair, batch, trace) for pair in zip(requests, outcomes, strict=True)]
+
+
+def _request(workload: Workload, policy: Policy, seed: int, trace: bool) -> LookaheadRequest:
+    fields = {"text_input": "?", "max_tokens": workload.max_tokens, "stream": False, "temperature": 0.6, "seed": seed}
+    shape = {"mode": policy.mode, "max_depth": policy.max_depth, "width": policy.width, "trace": trace}
+    return LookaheadRequest.parse({**fields, **shape, **policy.fields})
+
+
+def _prediction(request: LookaheadRequest, outcomes: Sequence[Outcome], target_batch: float, trace: bool) -> Prediction:
     usages = tuple(outcome.usage for outcome in outcomes)
     traces = tuple(
         build_trace(request, f"{number}", outcome.finish_reason, outcome.usage, outcome.ledger)
         for number, outcome in enumerate(outcomes if trace else ())
     )
-    return Prediction(fmean(usage.latency_s for usage in usages), usages, target.timeline.stats().mean_batch_size, traces)
+    return Prediction(fmean(usage.latency_s for usage in usages), usages, target_batch, traces)
 
 
 async def _compute(engines: Engines, texts: Texts, numbers: range) -> None:

@@ -1,0 +1,107 @@
+"""Many requests share one target: what one asks for slows the others down by little, and less is begun where rows are dear."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from itertools import count
+
+import numpy as np
+import pytest
+
+from lr_backend.build.pace import machine_of, stood_for
+from lr_backend.emulated.workload import Workload
+from lr_backend.loop.tree import Horizon, Node, Tree
+from lr_backend.plan.simulation import Policy, Scenario, ms_a_token, side_by_side
+from lr_backend.policy.policy import Learned, Measured
+from lr_backend.request import LookaheadRequest, Mode, VerifierName
+from lr_backend.steps.step import Step, StepEnd
+from tests.unit.test_prices import Clock
+
+SLOWER = {1: 1.25, 4: 1.4}
+"""By the width of a request that looks far ahead: others take so many times as long beside it as beside one of the target alone,
+at most."""
+NUM_OTHERS = 8
+DRAFT_TOKENS = {"proposer": "draft_model", "num_draft_tokens": 4}
+LONG = {"num_steps": 24, "step_tokens": 25, "step_spread": 0.9, "verdict_prefix_tokens": 100, "verdict_tokens": 20}
+AGREEMENT = {"token_agreement": 0.75, "word_agreement": 0.5}
+
+
+# One request and its neighbours ----------------------------------------------------------------------------------------
+
+
+def beside(long: Policy, others: Mode, context: int) -> float:
+    """Milliseconds a token of the others, which are answered while the long one is written."""
+    spec = stood_for("qwen3-32b-apart")
+    workload = Workload(0.6, prompt_tokens=context, **LONG, **AGREEMENT)
+    scenario = Scenario.of(spec.loop_config(), workload, machine_of(spec, "h200_sxm"), prompts_are_cached=True)
+    asked = Policy(others, long.max_depth, num_requests=NUM_OTHERS, fields={**DRAFT_TOKENS, "max_tokens": 150})
+    return ms_a_token(side_by_side(scenario, [long, asked])[1].usages)
+
+
+@cache
+def beside_one_alone(others: Mode, context: int) -> float:
+    return beside(Policy(Mode.AR), others, context)
+
+
+@pytest.mark.parametrize(
+    ("mode", "max_depth", "width"),
+    [(Mode.AUTO, 16, 1), (Mode.LR, 16, 1), (Mode.LR_SD, 16, 1), (Mode.AUTO, 8, 4), (Mode.LR, 8, 4)],
+)
+@pytest.mark.parametrize(("others", "context"), [(Mode.AR, 1_000), (Mode.AR, 16_000), (Mode.AUTO, 1_000)])
+def test_one_request_starves_no_other(mode: Mode, max_depth: int, width: int, others: Mode, context: int) -> None:
+    long = Policy(mode, max_depth, width, fields=DRAFT_TOKENS)
+    ratio = beside(long, others, context) / beside_one_alone(others, context)
+    assert ratio <= SLOWER[width]
+
+
+# Dear rows -------------------------------------------------------------------------------------------------------------
+
+
+def begun(share: float, *, width: int = 1, own_branches: bool = False) -> list[Node]:
+    """The target steps that one of four requests begins ahead of the one that is being judged, in mode ``auto``.
+
+    Args:
+        share: of its time by which a token takes longer for each sequence in flight.
+    """
+    shared = Learned(Clock())
+    for companions in (0, 1, 3, 7) * 30:
+        shared.prices.target[False].crowding.add(companions, 1.0 + share * companions)
+    shared.prices.num_requests = 4
+    policy = Measured(LookaheadRequest.parse({"text_input": "?"}), shared, 8, VerifierName.JUDGE, can_draft=False)
+    horizon = Horizon(policy.depth, policy.min_chance, policy.min_draft_chance, 0.6)
+    tree = Tree(np.asarray([1], dtype=np.int32), end=1000, horizon=horizon, width=width, own_branches=own_branches)
+    tree.start_targets()
+    tree.targeted(tree.root, Step((2,), StepEnd.DELIMITER))
+    words = count(3)
+    while drafts := tree.start_drafts():
+        for node in drafts:
+            tree.drafted(node, Step((next(words),), StepEnd.DELIMITER))
+        tree.start_verdicts()
+        tree.start_targets()
+    return [node for node in tree.root.subtree() if node.target_started and node is not tree.root]
+
+
+def num_own(nodes: list[Node]) -> int:
+    return sum(node.drafted is None for node in nodes)
+
+
+def num_further(nodes: list[Node]) -> int:
+    return sum(node.sibling > 0 for node in nodes)
+
+
+@pytest.mark.parametrize(
+    ("begins", "counted", "most"),
+    [
+        pytest.param(partial(begun), len, 7, id="depth"),
+        pytest.param(partial(begun, width=3), num_further, 8, id="width"),
+        pytest.param(partial(begun, own_branches=True), num_own, 1, id="own branches"),
+    ],
+)
+def test_depth_width_and_own_branches_fall_with_the_price_of_a_row(
+    begins: Callable[[float], list[Node]], counted: Callable[[list[Node]], int], most: int
+) -> None:
+    found = [counted(begins(share)) for share in (0.0, 0.01, 0.02, 0.03, 0.05, 0.1, 0.3, 1.0)]
+    assert found == sorted(found, reverse=True)
+    assert found[0] >= most
+    assert found[-1] == 0
