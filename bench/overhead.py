@@ -4,17 +4,22 @@ At ``max_depth`` 1 the target's steps and the judge's verdicts alternate and eve
 is target plus judge plus overhead: orchestration, tensors through shared memory, Triton's queues. The target is a random model
 of about 100 M parameters, whose decode step takes some milliseconds. It never agrees with the draft, so every step is the loop's
 longest way: drafted, written, judged, rejected, begun again. The demo models show the same in milliseconds a call.
+
+And what the front end adds: the same streamed answers from the OpenAI API and from Triton's own HTTP port, in turn.
 """
 
 from __future__ import annotations
 
+import json
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from http.client import HTTPConnection
 from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from lr_client import Client, Options, Usage
@@ -22,9 +27,10 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.kit.hardware import device_line
+from bench.kit.intervals import Cluster, Estimate, ratio_of_sums
 from bench.kit.output import PAGES, console_of_any_width, keep_json, print_line
 from bench.kit.random_models import STEP_TOKENS, TIMEOUT_S, random_deployment
-from bench.kit.serving import demo_spec, serving
+from bench.kit.serving import MAX_TOKENS, command_serving, demo_spec, serving
 from demo.problems import problems
 from lr_backend.build.base import Layout
 from lr_backend.build.spec import EmbeddedDeployment
@@ -35,6 +41,7 @@ from lr_backend.triton.metrics import REFRESH_S
 NUM_LARGE = 3
 """Questions to the large target."""
 TARGETS = ("100 M random", "demo")
+GENERATE = "/v2/models/lookahead/generate"
 
 
 @dataclass(frozen=True)
@@ -101,6 +108,42 @@ def measure_both(num_problems: int) -> dict[str, Overhead]:
     return dict(zip(TARGETS, (found, measure(spec, questions, max_tokens=400)), strict=True))
 
 
+def streamed_s(url: str, path: str, document: dict[str, Any]) -> float:
+    """Seconds from a request to the end of its stream; the client reads bytes and nothing else."""
+    connection = HTTPConnection(url.removeprefix("http://"), timeout=TIMEOUT_S)
+    with closing(connection):
+        started = time.perf_counter()
+        connection.request("POST", path, json.dumps(document), {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        body = answer.read()
+        seconds = time.perf_counter() - started
+    if answer.status != 200 or b"error" in body:
+        raise RuntimeError(f"{url}{path}: {body[:500]!r}")
+    return seconds
+
+
+def measure_front_end(num_problems: int) -> Estimate:
+    """What the OpenAI API adds to a token over Triton's ``generate_stream``, in milliseconds."""
+    lookahead = {"mode": "ar", "deterministic": True}
+    added: list[Cluster] = []
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        command_serving(("--spec", "demo"), Path(folder)) as served,
+        closing(HTTPConnection(served.http_url.removeprefix("http://"), timeout=TIMEOUT_S)) as asked,
+    ):
+        for number, problem in enumerate(islice(problems(5, "test"), num_problems + 1)):
+            chat = {"messages": [{"role": "user", "content": problem.question}], "temperature": 0.0, "max_tokens": MAX_TOKENS}
+            triton = {"text_input": problem.question, "temperature": 0.0, "max_tokens": MAX_TOKENS, **lookahead}
+            asked.request("POST", GENERATE, json.dumps({**triton, "stream": False}))
+            num_tokens = json.loads(json.loads(asked.getresponse().read())["usage"])["completion_tokens"]
+            openai = {"model": "demo", "stream": True, "lookahead": lookahead, **chat}
+            ours = streamed_s(served.openai_url, "/v1/chat/completions", openai)
+            theirs = streamed_s(served.http_url, f"{GENERATE}_stream", triton)
+            if number:  # the first warms up
+                added.append(Cluster((ours - theirs) * 1e3, num_tokens))
+    return ratio_of_sums(added)
+
+
 def show(console: Console, figures: dict[str, Overhead]) -> None:
     table = Table(
         "target",
@@ -144,7 +187,8 @@ def main(
     console = console_of_any_width()
     figures = measure_both(num_problems)
     show(console, figures)
-    line = {**summary(figures), "device": device_line(demo_spec().target.num_threads)}
+    front_end = measure_front_end(num_problems)
+    line = {**summary(figures), "front_end_ms_a_token": asdict(front_end), "device": device_line(demo_spec().target.num_threads)}
     keep_json(output, "python -m bench overhead", line)
     print_line(console, line)
 

@@ -69,10 +69,10 @@ TABLES = (
         "faults",
         "bench.faults",
         "processes killed, drains, cancels, overload, large prompts, and what memory stays",
-        15,
+        25,
         "reliability.md",
         "faults.json",
-        _options("--tries 1 --requests 96 --seconds 3 --layout one_process"),
+        _options("--tries 1 --requests 1200 --seconds 3 --layout one_process"),
         "hangs",
     ),
     Table(
@@ -214,6 +214,16 @@ TABLES = (
         "load.json",
         _options("--concurrency 1 --no-rates --min-requests 2 --fresh"),
         "num_points",
+    ),
+    Table(
+        "aiperf",
+        "bench.load.aiperf",
+        "the OpenAI API of the demo and of an emulated deployment, by NVIDIA's AIPerf",
+        5,
+        "benchmarks/README.md",
+        "aiperf.json",
+        _options("--deployment demo --concurrency 1 --requests 2"),
+        "errors_percent",
     ),
 )
 """In the order of the list; ``check-all`` runs them in it."""

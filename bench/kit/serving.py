@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import subprocess
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,7 @@ from lr_backend.build.spec import DeploymentSpec, EmbeddedDeployment
 from lr_backend.serve.server import ServerOptions, TritonServer
 
 MAX_TOKENS = 640
+START_S = 180.0
 REQUEST_TIMEOUT_S = 120.0
 ALONE = ("target", "lookahead")
 """The models of a server that answers ``ar`` and nothing else."""
@@ -63,6 +68,39 @@ def serving(spec: DeploymentSpec, repository: Path, *, only: tuple[str, ...] = (
     with TritonServer(repository, options) as server:
         server.wait_ready(spec.server.load_timeout_s)
         yield server
+
+
+@dataclass(frozen=True)
+class CommandServed:
+    """Where ``lookahead serve`` says that it listens: base URLs without a path."""
+
+    openai_url: str
+    http_url: str
+
+
+@contextmanager
+def command_serving(words: Sequence[str], folder: Path) -> Iterator[CommandServed]:
+    """A deployment served as people serve it, by the command ``lookahead serve`` with these words, on free ports.
+
+    Raises:
+        RuntimeError: it ended before it served, or took too long.
+    """
+    ports = [word for name in ("http", "grpc", "metrics", "openai") for word in (f"--{name}-port", "0")]
+    command = [str(Path(sys.executable).with_name("lookahead")), "serve", *words, "--repository", str(folder / "repository")]
+    printed = folder / "serve.out"
+    with printed.open("wb") as output:
+        process = subprocess.Popen([*command, *ports], stdout=output, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + START_S
+        while "ask it something" not in (said := printed.read_text(encoding="utf-8")):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"not served: {said[-2000:]}")
+            time.sleep(0.2)
+        found = dict(re.findall(r"(OpenAI API|HTTP) +(http://[^/\s]+)", said))
+        yield CommandServed(found["OpenAI API"], found["HTTP"])
+    finally:
+        process.terminate()
+        process.wait(START_S)
 
 
 def ask(
