@@ -1,0 +1,68 @@
+"""The pages: links lead somewhere, lines are short, and examples ask the one question that the demo answers right."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lr_backend.serve.warmup import QUESTION
+
+PROJECT = Path(__file__).parents[2]
+PAGES = [path for path in PROJECT.glob("**/*.md") if not {".venv", "out", ".venv-profiles"} & set(path.parts)]
+EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(PROJECT)))
+WORD_PROBLEM = re.compile(r"[^\"'\n`>]*How many \w+ does \w+ have[^\"\n`?]*\?")
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+MAX_COLUMNS, MAX_README_LINES = 120, 90
+
+
+def prose(page: Path) -> Iterator[str]:
+    """Its lines outside of code blocks."""
+    fenced = False
+    for line in page.read_text(encoding="utf-8").splitlines():
+        if line.lstrip().startswith("```"):
+            fenced = not fenced
+        elif not fenced and (not line.startswith("    ") or line.lstrip().startswith("- ")):
+            yield line
+
+
+def anchors(page: Path) -> set[str]:
+    """The names by which a link reaches its headings, as GitHub makes them."""
+    headings = (line.lstrip("#").strip() for line in prose(page) if line.startswith("#"))
+    return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+@EVERY_PAGE
+def test_every_link_and_image_is_there(page: Path) -> None:
+    for link in (link for line in prose(page) for link in LINK.findall(line)):
+        name, _, anchor = link.partition("#")
+        if name.startswith(("http://", "https://")):
+            continue
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists() and target.is_relative_to(PROJECT), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@EVERY_PAGE
+def test_lines_are_short(page: Path) -> None:
+    """Outside of tables and code."""
+    assert not [line for line in prose(page) if len(line) > MAX_COLUMNS and not line.lstrip().startswith("|")]
+
+
+def test_the_readme_is_short() -> None:
+    assert len((PROJECT / "README.md").read_text(encoding="utf-8").splitlines()) <= MAX_README_LINES
+
+
+@EVERY_PAGE
+def test_a_printed_question_is_the_one_that_is_answered_right(page: Path) -> None:
+    if page.parts[-2:] == ("demo", "README.md"):
+        return  # it shows what the models have learned
+    found = [one.strip() for one in WORD_PROBLEM.findall(page.read_text(encoding="utf-8"))]
+    assert set(found) <= {QUESTION}
+
+
+def test_the_pages_print_it() -> None:
+    printed = {str(path.relative_to(PROJECT)) for path in PAGES if QUESTION in path.read_text(encoding="utf-8")}
+    assert {"README.md", "client/README.md"} <= printed
