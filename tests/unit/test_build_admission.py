@@ -38,7 +38,9 @@ from tests.support.embedded_engines import request
 from tests.support.fake_trtllm import write_gpu_spec
 
 LIMITS = Limits(max_prompt_tokens=8192, max_tokens=16368, max_depth=8, max_step_tokens=256, max_draft_len=10)
-SHIPPED = sorted(path.stem for path in (PACKAGE_ROOT / "engines").glob("*.toml") if path.stem != "demo")
+SHIPPED = sorted(
+    path.stem for path in (PACKAGE_ROOT / "engines").glob("*.toml") if DeploymentSpec.load(path).runtime == "tensorrtllm"
+)
 
 
 def engine(**sizes: Any) -> TrtllmEngineSpec:

@@ -16,8 +16,9 @@ from compose_spec import PyCompose
 from dockerfile_parse import DockerfileParser
 
 import lr_backend
+from lr_backend.build.gpu_build import build_gpu_deployment
 from lr_backend.build.memory import GIB, estimate
-from lr_backend.build.shapes import find_sources
+from lr_backend.build.shapes import count_weights, find_sources, known_models
 from lr_backend.build.spec import DeploymentSpec, GpuDeployment
 from lr_backend.cli import app as cli
 from lr_backend.engine import Role
@@ -429,6 +430,28 @@ def test_the_page_runs_containers_as_the_compose_file_does() -> None:
         assert gpu["ulimits"][limit] == value and f"--ulimit {limit}={value}" in by_hand
     assert all(f":{volume['target']}:ro" in by_hand for volume in gpu["volumes"])
     assert all(option in by_hand for option in ("--init", "--read-only", "--cap-drop ALL", "--security-opt no-new-privileges"))
+
+
+def test_the_page_shows_what_the_plan_and_the_build_print(tmp_path: Path) -> None:
+    spec = DeploymentSpec.load("qwen3-32b")
+    assert isinstance(spec, GpuDeployment)
+    root = tmp_path.absolute()  # no checkpoint there
+    path = root / "engines" / "qwen3-32b.toml"
+    path.parent.mkdir()
+    path.write_text(spec.path.read_text(encoding="utf-8"), encoding="utf-8")
+    planned = DeploymentSpec.load(path)
+    assert isinstance(planned, GpuDeployment)
+    report = build_gpu_deployment(planned, dry_run=True)
+    printed = {f"waits {line}".replace(str(root), INSTALLED_AT) for line in report.waiting}
+    printed |= {f"done {step.role}: {step.name} in ... s" for step in report.steps}
+    for role in Role:
+        shape = known_models()[planned.engine(role).hub]
+        counts = count_weights(shape)
+        total = counts.linear + counts.embedding + counts.replicated + (0 if shape.tied_embeddings else counts.head)
+        sizes = f"{total / 1e9:.2f} B parameters, vocabulary {shape.vocab_size}, {shape.max_positions} positions"
+        printed.add(f"checked {role}: {shape.architecture}, {sizes}")
+    shown = {line.strip() for line in PAGE.splitlines() if re.match(r" +(waits|done|checked) ", line)}
+    assert shown <= printed and len(shown) == 4 + 6 + 3
 
 
 @pytest.mark.parametrize("path", sorted((PROJECT / "engines").glob("*.toml")), ids=lambda path: path.stem)

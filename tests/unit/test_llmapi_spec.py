@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from lr_backend.build.gpu_build import plan_gpu_build
+from lr_backend.build.gpu_build import build_gpu_deployment, plan_gpu_build
 from lr_backend.build.memory import EngineMemory, estimate, kv_bytes_per_token, verification_bytes
 from lr_backend.build.shapes import find_sources
 from lr_backend.build.spec import DeploymentSpec, GpuDeployment
 from lr_backend.build.trtllm_commands import NGC_TOOLS
+from lr_backend.config import LoopConfig
 from lr_backend.engine import Role
 from lr_backend.errors import CheckpointError, ConfigError
 from lr_backend.llmapi.config import LlmApiConfig
@@ -194,3 +195,16 @@ def test_a_draft_model_of_its_own_must_read_the_targets_tokens(models_there: Pat
     models_there.write_text(text)
     with pytest.raises(CheckpointError, match=r"target\.speculative: .*no config\.json, and no hub name is not a known model"):
         plan_lines(load(models_there, 'kind = "draft_target"\ncheckpoint = "ck/own"'), tmp_path)
+
+
+def test_the_shipped_spec_drafts_by_itself_and_is_rendered(tmp_path: Path) -> None:
+    spec = DeploymentSpec.load("qwen3-32b-llmapi")
+    assert isinstance(spec, GpuDeployment) and spec.speculation is not None and spec.speculation.kind == "draft_target"
+    report = build_gpu_deployment(spec, tmp_path / "out", dry_run=True)
+    assert report.written and not (report.steps or report.warnings or report.admission)
+    (note,) = report.notes
+    assert note.startswith("the target's engine drafts by itself (") and "are in its sums" in note
+    rendered = (report.output / "target" / "config.pbtxt").read_text(encoding="utf-8")
+    assert 'backend: "python"' in rendered and "speculative_model_dir" in rendered and "draft_target" in rendered
+    config = LoopConfig.load(report.output / "lookahead" / "1" / "lookahead.json")
+    assert config.engine_always_drafts and config.limits.max_draft_len == spec.target.num_drafts
