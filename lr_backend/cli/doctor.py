@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from functools import partial
+
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -11,8 +14,9 @@ from lr_backend.build.spec import DeploymentSpec
 from lr_backend.cli.errors import fail
 from lr_backend.cli.help import RolesOption, SpecOption, TritonOption
 from lr_backend.cli.ports import PORTS, HostOption, PortOption, by_option
+from lr_backend.engine.address import ENGINE_KEY_VARIABLE, key_from
 from lr_backend.errors import LookaheadError
-from lr_backend.serve.remotes import check_remotes
+from lr_backend.serve.remotes import check_remotes, why_refused
 from lr_backend.serve.startup_check import Finding, Level, Needs, check, check_files, check_spawns, missing, probe
 
 PIPED_WIDTH = 120
@@ -38,12 +42,23 @@ def doctor(
     needs = Needs.of(deployment, host, by_option(http_port, grpc_port, metrics_port))
     findings = (*check(probe(tritonserver, needs), needs), *check_spawns(needs.placements), *check_files(deployment))
     if deployment.runs_loop:
-        findings += check_remotes(deployment.remotes)
+        findings += _remote_findings(deployment)
     console = Console()
     if not console.is_terminal:
         console = Console(width=PIPED_WIDTH)
     console.print(_findings_table(deployment.name, findings))
     raise typer.Exit(1 if missing(findings) else 0)
+
+
+def _remote_findings(deployment: DeploymentSpec) -> tuple[Finding, ...]:
+    """Of servers elsewhere, asked with the key that the loop's server would say."""
+    if not deployment.remotes:
+        return ()
+    try:
+        key = key_from(os.environ, ENGINE_KEY_VARIABLE)
+    except LookaheadError as error:
+        fail(error)
+    return check_remotes(deployment.remotes, refuses=partial(why_refused, key=key))
 
 
 def _findings_table(name: str, findings: tuple[Finding, ...]) -> Table:

@@ -1,4 +1,4 @@
-"""Whether the servers of roles that live elsewhere are ready, asked from here by gRPC."""
+"""Whether the servers of roles that live elsewhere are ready, and take our key: asked from here by gRPC."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 import tritonclient.grpc as grpcclient
-from tritonclient.utils import InferenceServerException
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
-from lr_backend.engine import Role
-from lr_backend.engine.address import Address
+from lr_backend.engine import Role, cancel_tensors
+from lr_backend.engine.address import ENGINE_HEADER, ENGINE_KEY_VARIABLE, GRPC_PREFIX, Address
 from lr_backend.errors import LookaheadError
 from lr_backend.serve.startup_check import Finding, Level
 
@@ -39,6 +39,25 @@ def why_not_ready(url: str, role: Role) -> str:
         client.close()
 
 
+def why_refused(url: str, role: Role, key: str) -> str:
+    """Why a server that is ready would not compute for whoever says ``key``; empty: it would. It is asked to cancel nothing."""
+    address = Address.parse(url)
+    tensors = []
+    for name, array in cancel_tensors().items():
+        tensors.append(grpcclient.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype)))
+        tensors[-1].set_data_from_numpy(array)
+    headers = {f"{GRPC_PREFIX}{ENGINE_HEADER}": key} if key else None
+    client = grpcclient.InferenceServerClient(address.host_and_port, ssl=address.secure)
+    try:
+        client.infer(role.value, tensors, request_id="lookahead-doctor", headers=headers, client_timeout=ANSWER_S)
+    except InferenceServerException as error:
+        told = "without a key" if not key else "with this key"
+        return f"ready, and answers nobody {told}: {error.message()}"
+    finally:
+        client.close()
+    return ""
+
+
 def missing_roles(remotes: Mapping[Role, Sequence[str]], why: Callable[[str, Role], str] = why_not_ready) -> dict[Role, str]:
     """Roles of which no server is ready, each with what its servers say."""
     found: dict[Role, str] = {}
@@ -49,15 +68,27 @@ def missing_roles(remotes: Mapping[Role, Sequence[str]], why: Callable[[str, Rol
     return found
 
 
-def check_remotes(remotes: Mapping[Role, Sequence[str]], why: Callable[[str, Role], str] = why_not_ready) -> tuple[Finding, ...]:
-    """A line for each server of a role that lives elsewhere. A server starts once one target is there."""
+def check_remotes(
+    remotes: Mapping[Role, Sequence[str]],
+    why: Callable[[str, Role], str] = why_not_ready,
+    refuses: Callable[[str, Role], str] = lambda url, role: "",
+) -> tuple[Finding, ...]:
+    """A line for each server of a role that lives elsewhere. A server starts once one target is there.
+
+    Args:
+        refuses: why one that is ready would not compute for us, as :func:`why_refused` says it.
+    """
     findings = []
     for role, urls in remotes.items():
-        reasons = {url: why(url, role) for url in urls}
-        needed = role is Role.TARGET and all(reasons.values())
-        for url, reason in reasons.items():
+        away = {url: why(url, role) for url in urls}
+        refused = {url: "" if away[url] else refuses(url, role) for url in urls}
+        needed = role is Role.TARGET and all(away[url] or refused[url] for url in urls)
+        for url in urls:
+            reason = away[url] or refused[url]
             level = Level.OK if not reason else Level.MISSING if needed else Level.WARNING
-            remedy = f"start it there: lookahead serve --role {role}" if reason else ""
+            remedy = f"start it there: lookahead serve --role {role}" if away[url] else ""
+            if refused[url]:
+                remedy = f"give {ENGINE_KEY_VARIABLE}_FILE here the key that its server was started with"
             findings.append(Finding(f"{role} at {url}", reason or "ready", level, remedy))
     return tuple(findings)
 

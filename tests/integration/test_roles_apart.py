@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -21,10 +22,11 @@ from lr_backend.build.repository import build_repository
 from lr_backend.build.spec import DeploymentSpec
 from lr_backend.engine import EngineCall, Role
 from lr_backend.engine.address import ENGINE_KEY_VARIABLE
-from lr_backend.serve.remotes import missing_roles
+from lr_backend.serve.remotes import missing_roles, why_refused
 from lr_backend.serve.restrictions import tls_arguments
 from lr_backend.serve.server import ServerOptions, TritonServer
 from lr_backend.serve.warmup import WarmupError, warm_engines
+from lr_backend.triton.metrics import REFRESH_S
 from lr_backend.triton.remote_engine import grpc_inputs
 from tests.support.tiny_models import make_tiny_models, write_spec
 
@@ -139,6 +141,32 @@ def test_engines_answer_the_loop_and_nobody_else(fleet: Fleet) -> None:
     warm_engines(fleet.judge.http_url, [Role.JUDGE], key=KEY)
 
 
+def test_the_doctor_knows_a_key_that_opens_from_one_that_does_not(fleet: Fleet) -> None:
+    url = f"grpc://{fleet.judge.grpc_url}"
+    assert why_refused(url, Role.JUDGE, KEY) == ""
+    for key, told in (("", "without a key"), ("another-key-0123456789", "with this key")):
+        assert why_refused(url, Role.JUDGE, key).startswith(f"ready, and answers nobody {told}: ")
+
+
+def test_a_cancel_reaches_the_engine_that_is_elsewhere(fleet: Fleet) -> None:
+    def total(name: str) -> float:
+        return sum(target.counter(name).get("target", 0.0) for target in fleet.targets)
+
+    cancelled = total("lr_engine_cancelled_total")
+    with Client(fleet.loop.grpc_url, timeout_s=READY_S) as client:
+        options = Options(mode="ar", seed=1, temperature=0.8, max_tokens=250)
+        deadline = time.monotonic() + READY_S
+        while total("lr_engine_cancelled_total") <= cancelled and time.monotonic() < deadline:
+            with client.stream(QUESTIONS[0], options) as events:  # now and then it ends before the cancel comes
+                next(events)
+                events.cancel()
+            time.sleep(2 * REFRESH_S)
+    while total("lr_engine_running") > 0.0 and time.monotonic() < deadline:
+        time.sleep(REFRESH_S)
+    assert total("lr_engine_cancelled_total") > cancelled
+    assert total("lr_engine_running") == 0.0
+
+
 def test_a_target_that_is_killed_loses_nothing_and_with_the_last_one_the_failure_names_its_address(fleet: Fleet) -> None:
     parts = fleet.parts
     targets = [parts.role(Role.TARGET, f"mortal{number}") for number in range(2)]
@@ -154,7 +182,15 @@ def test_a_target_that_is_killed_loses_nothing_and_with_the_last_one_the_failure
         kill(targets[0])
         assert [one.result().text for one in asked] == expected * 4
 
+        reborn = parts.role(Role.TARGET, "reborn", grpc_port=targets[0].ports.grpc)
+        reborn.wait_ready(READY_S)
+        deadline = time.monotonic() + READY_S
+        while time.monotonic() < deadline and reborn.counter("lr_engine_iterations_total").get("target", 0.0) == 0.0:
+            assert client.ask(QUESTIONS[0], options).text == expected[0]
         kill(targets[1])
+        assert [client.ask(question, options).text for question in QUESTIONS] == expected, "by the one that came back alone"
+
+        kill(reborn)
         urls = [f"grpc://{each.grpc_url}" for each in targets]
         assert set(missing_roles({Role.TARGET: urls})) == {Role.TARGET}
         with pytest.raises(TargetUnavailable, match="|".join(f"target at {each.grpc_url}" for each in targets)):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from lr_backend.build.repository import build_repository
 from lr_backend.build.spec import DeploymentSpec, GpuDeployment
 from lr_backend.engine import EngineCall, Generation, Role
-from lr_backend.engine.address import Address, key_from
+from lr_backend.engine.address import ENGINE_KEY_VARIABLE, Address, key_from
 from lr_backend.errors import ConfigError, EngineRejected, EngineUnavailable
 from lr_backend.serve.remotes import GRACE_S, RemoteError, check_remotes, missing_roles, wait_for_roles
 from lr_backend.serve.restrictions import is_loopback, tls_arguments
@@ -359,3 +359,16 @@ def test_the_doctor_has_a_line_for_each_server_and_misses_a_target_alone() -> No
         ("judge at grpc://c:1", Level.WARNING),
     ]
     assert {one.level for one in check_remotes(REMOTES, away("grpc://a:1", "grpc://b:1"))} == {Level.MISSING, Level.OK}
+
+
+def test_the_doctor_tries_the_key_where_a_server_is_ready() -> None:
+    asked: list[str] = []
+
+    def refuses(url: str, role: Role) -> str:
+        asked.append(url)
+        return "" if url == "grpc://c:1" else "ready, and answers nobody with this key"
+
+    away_one = check_remotes(REMOTES, away("grpc://a:1"), refuses)
+    assert asked == ["grpc://b:1", "grpc://c:1"], "who is away is not asked"
+    assert [one.level for one in away_one] == [Level.MISSING, Level.MISSING, Level.OK], "neither target computes for us"
+    assert "lookahead serve --role target" in away_one[0].remedy and ENGINE_KEY_VARIABLE in away_one[1].remedy
