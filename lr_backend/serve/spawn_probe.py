@@ -1,4 +1,4 @@
-"""Whether the processes that MPI starts for engines come up, and on how many cores: a tiny program that starts others.
+"""Whether the processes that MPI starts for engines come up, and on which cores: a tiny program that starts others.
 
 It is started as the server is, with its launcher and in its environment, and starts as many as the server would. Run as a script
 it knows the standard library and ``mpi4py`` alone, which TensorRT-LLM brings along.
@@ -24,16 +24,43 @@ class Spawned:
     """What came of it.
 
     Attributes:
-        parent_cores: that the starting process may use.
-        child_cores: that each started one may use.
+        parent: numbers of the cores that the starting process may use.
+        children: of those that each started one may use, by its rank.
         failure: why nothing was started, in MPI's words; empty: it was.
         left_out: why it was not tried; empty: it was.
     """
 
-    parent_cores: int = 0
-    child_cores: tuple[int, ...] = ()
+    parent: tuple[int, ...] = ()
+    children: tuple[tuple[int, ...], ...] = ()
     failure: str = ""
     left_out: str = ""
+
+    @property
+    def bound(self) -> bool:
+        """Whether a started process may use fewer cores than the one that started it."""
+        return any(len(cores) < len(self.parent) for cores in self.children)
+
+    def in_words(self) -> str:
+        """Where each of them may run, those of the same cores together."""
+        fewest = min(map(len, self.children))
+        ranks: dict[tuple[int, ...], list[int]] = {}
+        for rank, cores in enumerate(self.children):
+            ranks.setdefault(cores, []).append(rank)
+        where = "; ".join(
+            f"rank{'s' if len(those) > 1 else ''} {ranges(those)} on {ranges(cores)}" for cores, those in ranks.items()
+        )
+        return f"{len(self.children)} started, on {fewest} of {len(self.parent)} cores each: {where}"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers as Linux writes lists of cores: ``0-3,8``."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else f"{part[0]}" for part in parts)
 
 
 def probe_spawn(launcher: Sequence[str], environment: Mapping[str, str], count: int, python: str = sys.executable) -> Spawned:
@@ -56,16 +83,16 @@ def read_answer(output: str, errors: str = "") -> Spawned:
     for line in output.splitlines():
         if line.startswith("{"):
             found = json.loads(line)
-            return Spawned(found["parent"], tuple(found["children"]))
+            return Spawned(tuple(found["parent"]), tuple(tuple(cores) for cores in found["children"]))
     said = [line.strip() for line in (errors or output).splitlines()]
     words = [line for line in said if any(map(str.isalnum, line))]
     return Spawned(failure=" ".join(words[:3]) or "it ended without a word")
 
 
 def main() -> None:
-    """The program: the parent starts itself, and gathers from how many cores each may choose."""
+    """The program: the parent starts itself, and gathers from which cores each may choose."""
     mpi: Any = importlib.import_module("mpi4py.MPI")
-    cores = len(os.sched_getaffinity(0))
+    cores = sorted(os.sched_getaffinity(0))
     above = mpi.Comm.Get_parent()
     if above != mpi.COMM_NULL:
         above.gather(cores, root=0)

@@ -243,11 +243,10 @@ def spawn_finding(what: str, spawned: Spawned, environment: Mapping[str, str]) -
         known = f"OPAL_PREFIX={prefix} must be Open MPI's own folder" if prefix else "set OPAL_PREFIX to Open MPI's own folder"
         remedy = f"where its slots do not suffice, give the container more cores; where its files are not found, {known}"
         return Finding(what, f"MPI starts none: {spawned.failure}", Level.MISSING, remedy)
-    text = f"{len(spawned.child_cores)} started, on {min(spawned.child_cores)} of {spawned.parent_cores} cores each"
-    if min(spawned.child_cores) >= spawned.parent_cores:
-        return Finding(what, text, Level.OK)
+    if not spawned.bound:
+        return Finding(what, spawned.in_words(), Level.OK)
     remedy = "unset what binds them (OMPI_MCA_*); Open MPI 5 wants PRTE_MCA_rmaps_default_inherit=1 under mpirun"
-    return Finding(what, text, Level.WARNING, remedy)
+    return Finding(what, spawned.in_words(), Level.WARNING, remedy)
 
 
 def probe_decoder(needs: Needs, environment: Mapping[str, str] = os.environ) -> Machine:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,9 +19,10 @@ from lr_backend.engine import Role
 from lr_backend.mpi import UNBOUND
 from lr_backend.nvidia import Gpu
 from lr_backend.serve import mps, spawn_probe, startup_check
+from lr_backend.serve.launch import ONE_RANK, launch_plan
 from lr_backend.serve.mounts import COMPILED_INTO, folders_of, probe_without_exec, without_exec
 from lr_backend.serve.mps import CONTROL, LOG_VARIABLE, PIPES_VARIABLE, Mps, probe_mps
-from lr_backend.serve.spawn_probe import Spawned, probe_spawn, read_answer
+from lr_backend.serve.spawn_probe import Spawned, probe_spawn, ranges, read_answer
 from lr_backend.serve.startup_check import Finding, Level, Machine, Needs, check, check_spawns, shared_cards, spawn_finding
 
 ALONE = tuple(Placement(role, "llmapi", 1, (index,)) for index, role in enumerate(Role))
@@ -150,7 +155,7 @@ class Below(Above):
     def __init__(self, count):
         self.count = count
     def gather(self, value, root):
-        return [int(os.environ["CORES"])] * self.count
+        return [[int(core) for core in os.environ["CORES"].split()]] * self.count
 class COMM_SELF:
     @staticmethod
     def Spawn(program, arguments, count):
@@ -165,19 +170,19 @@ COMM_NULL, ROOT = object(), -4
 
 @pytest.fixture
 def mpi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """An environment with a stand-in for mpi4py, whose started processes are on ``CORES`` cores."""
+    """An environment with a stand-in for mpi4py, whose started processes are on the cores ``CORES``."""
     package = tmp_path / "mpi4py"
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "MPI.py").write_text(MPI)
     monkeypatch.syspath_prepend(tmp_path)
-    return {"PYTHONPATH": str(tmp_path), "CORES": "1", "PATH": "/usr/bin:/bin"}
+    return {"PYTHONPATH": str(tmp_path), "CORES": "3", "PATH": "/usr/bin:/bin"}
 
 
 def test_the_program_starts_as_many_and_says_where_they_are(mpi: dict[str, str]) -> None:
     spawned = probe_spawn(("env", "--"), mpi, 4)
-    assert (spawned.child_cores, spawned.failure, spawned.left_out) == ((1, 1, 1, 1), "", "")
-    assert spawned.parent_cores >= 1
+    assert (spawned.children, spawned.failure, spawned.left_out) == (((3,),) * 4, "", "")
+    assert spawned.parent == tuple(sorted(os.sched_getaffinity(0)))
 
 
 def test_what_mpi_says_when_it_starts_none_is_passed_on(mpi: dict[str, str]) -> None:
@@ -185,7 +190,7 @@ def test_what_mpi_says_when_it_starts_none_is_passed_on(mpi: dict[str, str]) -> 
     assert spawned.failure == "There are not enough slots"
     assert probe_spawn(("/no/such/mpirun",), mpi, 1).left_out == "there is no /no/such/mpirun"
     assert read_answer("", "").failure == "it ended without a word"
-    assert read_answer('noise\n{"parent": 8, "children": [8, 8]}\n') == Spawned(8, (8, 8))
+    assert read_answer('noise\n{"parent": [0, 1], "children": [[0, 1], [1]]}\n') == Spawned((0, 1), ((0, 1), (1,)))
 
 
 def test_without_mpi4py_it_is_left_out_with_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,11 +201,36 @@ def test_without_mpi4py_it_is_left_out_with_a_word(monkeypatch: pytest.MonkeyPat
     assert finding.level is Level.WARNING and finding.found == "not tried: this Python has no mpi4py" and finding.remedy
 
 
+EIGHT = tuple(range(8))
+
+
+@given(st.sets(st.integers(0, 300), min_size=1))
+def test_lists_of_cores_are_written_as_linux_does(cores: set[int]) -> None:
+    written = ranges(sorted(cores))
+    parts = [part.split("-") for part in written.split(",")]
+    assert {number for part in parts for number in range(int(part[0]), int(part[-1]) + 1)} == cores
+    assert all(int(after[0]) > int(before[-1]) + 1 for before, after in pairwise(parts))
+
+
+def _real_mpi() -> bool:
+    return shutil.which("mpirun") is not None and importlib.util.find_spec("mpi4py") is not None
+
+
+@pytest.mark.skipif(not _real_mpi(), reason="no Open MPI with mpi4py here")
+def test_open_mpi_binds_no_rank_that_is_started_as_the_server_starts_it() -> None:
+    plan = launch_plan(SHARED)
+    job = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "SLURM_NODELIST": "nowhere", "SLURM_TASKS_PER_NODE": "1"}
+    spawned = probe_spawn((*plan.launcher, *ONE_RANK), plan.over({**os.environ, **job}), 1)
+    assert spawned.failure == spawned.left_out == ""
+    assert not spawned.bound and spawned.children == (spawned.parent,)
+    assert spawned.parent == tuple(sorted(os.sched_getaffinity(0)))
+
+
 @pytest.mark.parametrize(
     ("spawned", "level", "says"),
     [
-        (Spawned(16, (16, 16)), Level.OK, "2 started, on 16 of 16 cores each"),
-        (Spawned(16, (16, 1)), Level.WARNING, "2 started, on 1 of 16 cores each"),
+        (Spawned(EIGHT, (EIGHT, EIGHT)), Level.OK, "2 started, on 8 of 8 cores each: ranks 0-1 on 0-7"),
+        (Spawned(EIGHT, (EIGHT, (5,))), Level.WARNING, "2 started, on 1 of 8 cores each: rank 0 on 0-7; rank 1 on 5"),
         (Spawned(failure="no slots"), Level.MISSING, "MPI starts none: no slots"),
     ],
 )
@@ -216,7 +246,7 @@ def test_ranks_are_tried_as_the_server_starts_them(monkeypatch: pytest.MonkeyPat
 
     def probe(launcher: tuple[str, ...], environment: dict[str, str], count: int) -> Spawned:
         tried.append((launcher, environment, count))
-        return Spawned(2, (2,) * count)
+        return Spawned((0, 1), ((0, 1),) * count)
 
     monkeypatch.setattr(startup_check, "probe_spawn", probe)
     environment = {"SLURM_JOB_ID": "7", "PATH": "/bin"}
