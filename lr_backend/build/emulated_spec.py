@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from lr_backend.build.base import DeploymentSpec, EngineSpec, Section
-from lr_backend.build.pace import kv_tokens, pace_of, stood_for
+from lr_backend.build.pace import drafts_with_its_draft, kv_tokens, pace_of, stood_for
 from lr_backend.contract import EMBEDDED_ENGINE_INPUTS, TensorSpec
 from lr_backend.emulated.texts import Script
 from lr_backend.emulated.vocabulary import TOKENIZER_DIR
@@ -112,6 +112,8 @@ class EmulatedDeployment(DeploymentSpec):
             return raw
         spec = stood_for(str(raw.get("emulates", "qwen3-32b-apart")))
         try:
+            if drafts_with_its_draft(spec):
+                raw = {**raw, "drafts_itself": True}
             kept = kv_tokens(spec, str(raw.get("system", "h200_sxm")), drafts_itself=bool(raw.get("drafts_itself")))
         except ConfigError as error:
             raise ValueError(error.message) from error

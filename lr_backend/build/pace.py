@@ -45,6 +45,19 @@ def profile_key(spec: GpuDeployment, role: Role, system: str, tp_size: int | Non
     return ProfileKey.of(system, engine.hub, tp_size or engine.tp_size, engine.weight_dtype)
 
 
+def drafts_with_its_draft(spec: GpuDeployment) -> bool:
+    """Whether the target's engine drafts by itself, with the deployment's draft.
+
+    Raises:
+        ConfigError: it does with something else, of which no pace is known.
+    """
+    ours = spec.speculation
+    if ours is not None and (ours.kind != "draft_target" or ours.checkpoint is not None):
+        what = "another draft model" if ours.kind == "draft_target" else ours.kind
+        raise ConfigError(f"{spec.name}: target.speculative: only of the deployment's own draft a pace is known, not of {what}")
+    return ours is not None
+
+
 def pace_of(spec: GpuDeployment, role: Role, system: str, *, drafts_itself: bool = False) -> EnginePace:
     """The pace of one role of a deployment on a system.
 

@@ -10,19 +10,21 @@ from rich.table import Table
 from lr_backend.build.admission import USUAL_PREFIX, Admission, admissions
 from lr_backend.build.gpu_spec import GpuDeployment
 from lr_backend.build.memory import GpuMemory, estimate, gib, require_fit
-from lr_backend.build.pace import kv_tokens, machine_of, on_system
+from lr_backend.build.pace import drafts_with_its_draft, kv_tokens, machine_of, on_system
 from lr_backend.build.placements import Where, placed, where
 from lr_backend.build.shapes import find_sources
 from lr_backend.emulated.workload import Workload
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError
 from lr_backend.hardware.sharing import CardSharing
-from lr_backend.plan.equal_gpus import COMPILED, DRAFT_TOKENS, MAX_DEPTH, Use, Used, measure
+from lr_backend.plan.equal_gpus import BY_ITSELF, COMPILED, DRAFT_TOKENS, LLM_API, MAX_DEPTH, Use, Used, measure
 from lr_backend.plan.simulation import Policy
 from lr_backend.request import Mode
 
 SHORT = {Where.OWN_CARDS: "apart", Where.TARGETS_CARDS: "beside the target"}
 POLICIES = (Policy(Mode.LR, MAX_DEPTH), Policy(Mode.LR_SD, MAX_DEPTH, fields=DRAFT_TOKENS))
+BY_ITSELF_POLICIES = (Policy(Mode.LR_SD, MAX_DEPTH, fields=BY_ITSELF),)
+"""Of a target that drafts by itself, which serves no mode without."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,8 @@ def both_ways(spec: GpuDeployment, system: str, workload: Workload) -> Ways:
     """The placement as written, and the other one on as many cards; on one card there is no other.
 
     Raises:
-        ConfigError: there is no profile, or the deployment does not fit the system's cards as it is written.
+        ConfigError: there is no profile, no pace of what the target's engine drafts with by itself, or the deployment does not
+            fit the system's cards as it is written.
     """
     cards, here = spec.hardware.num_gpus, where(spec)
     written = _way(f"as written: TP {spec.target.tp_size}, {SHORT[here]}", on_system(spec, system), system, workload)
@@ -76,16 +79,18 @@ def both_ways(spec: GpuDeployment, system: str, workload: Workload) -> Ways:
 def _way(name: str, spec: GpuDeployment, system: str, workload: Workload) -> Way:
     memory = estimate(spec, find_sources(spec))
     require_fit(spec, memory)
+    inside = drafts_with_its_draft(spec)
+    policies, runtime = (BY_ITSELF_POLICIES, LLM_API) if inside else (POLICIES, COMPILED)
 
     def used(policy: Policy, sharing: CardSharing = CardSharing.MPS) -> Used:
-        machine = machine_of(spec, system, card_sharing=sharing)
-        return measure(spec, Use(name, COMPILED, spec.hardware.num_gpus, machine, policy), workload, 1)
+        machine = machine_of(spec, system, drafts_itself=inside, card_sharing=sharing)
+        return measure(spec, Use(name, runtime, spec.hardware.num_gpus, machine, policy), workload, 1)
 
     usual = [one for one in admissions(spec, memory) if one.role is Role.TARGET and one.prefix <= USUAL_PREFIX]
     fullest = max(memory, key=lambda gpu: gpu.total / gpu.capacity)
-    in_turns = used(POLICIES[0], CardSharing.TIME_SLICES) if where(spec) is Where.TARGETS_CARDS else None
-    kept = kv_tokens(spec, system)[Role.TARGET]
-    return Way(name, fullest, kept, usual[-1] if usual else None, [used(policy) for policy in POLICIES], in_turns)
+    in_turns = used(policies[0], CardSharing.TIME_SLICES) if where(spec) is Where.TARGETS_CARDS else None
+    kept = kv_tokens(spec, system, drafts_itself=inside)[Role.TARGET]
+    return Way(name, fullest, kept, usual[-1] if usual else None, [used(policy) for policy in policies], in_turns)
 
 
 def ways_table(ways: Sequence[Way], alone_ms: float) -> Table:

@@ -104,7 +104,7 @@ class Uses:
 
 
 def uses(spec: GpuDeployment, system: str, num_cards: int, sharing: CardSharing = CardSharing.MPS) -> Uses:
-    """All uses of so many cards.
+    """All uses of so many cards: by compiled engines and by the LLM API, of a deployment on that by it alone.
 
     Args:
         sharing: what runs where roles share a card.
@@ -118,7 +118,7 @@ def uses(spec: GpuDeployment, system: str, num_cards: int, sharing: CardSharing 
     left_out: dict[str, str] = {}
     has_head = spec.target.hub == EAGLE_MODEL
     for name, tp_size, where, replicas in _placements(num_cards):
-        for inside in (False, True):
+        for inside in (False, True) if spec.target.runtime == "tensorrtllm" else (True,):
             try:
                 moved = placed(spec, system, tp_size, where, num_cards // replicas)
                 machine = machine_of(moved, system, drafts_itself=inside, card_sharing=sharing)

@@ -8,13 +8,16 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from lr_backend.build.gpu_spec import LlmapiEngineSpec
 from lr_backend.build.memory import estimate, require_fit
 from lr_backend.build.placements import Where, placed, where
 from lr_backend.build.shapes import find_sources
 from lr_backend.build.spec import DeploymentSpec, GpuDeployment
 from lr_backend.cli.build import USES_TEXTS
 from lr_backend.engine import Role
+from lr_backend.errors import ConfigError
 from lr_backend.plan.both_ways import both_ways, ways_table
+from lr_backend.plan.equal_gpus import LLM_API, uses
 
 TEXTS = replace(USES_TEXTS, num_steps=2)
 SYSTEM = "h100_sxm"
@@ -47,6 +50,19 @@ def test_roles_that_share_get_budgets_in_tokens_and_the_others_a_share_of_their_
     assert all(beside.engine(role).kv_cache_free_gpu_mem_fraction is None for role in Role)
     for spec in (apart, beside):
         require_fit(spec, estimate(spec, find_sources(spec)))
+
+
+def test_a_target_that_drafts_by_itself_is_shown_with_its_own_drafts_alone() -> None:
+    spec = deployment("qwen3-32b-llmapi")
+    written, other = both_ways(spec, SYSTEM, TEXTS).found
+    assert [[used.mode for used in way.used] for way in (written, other)] == [["lr_sd"], ["lr_sd"]]
+    assert written.used[0].ms_a_token < other.used[0].ms_a_token < 20.0
+    assert {use.runtime for use in uses(spec, SYSTEM, 4).found} == {LLM_API}
+    assert isinstance(spec.target, LlmapiEngineSpec) and spec.target.speculative is not None
+    ngrams = spec.target.speculative.model_copy(update={"kind": "ngram"})
+    without = spec.model_copy(update={"target": spec.target.model_copy(update={"speculative": ngrams})})
+    with pytest.raises(ConfigError, match=r"only of the deployment's own draft a pace is known, not of ngram"):
+        both_ways(without, SYSTEM, TEXTS)
 
 
 def test_four_cards_are_shown_both_ways_and_what_turns_would_cost() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from lr_backend.build.emulated_spec import emulated
 from lr_backend.build.gpu_build import build_gpu_deployment, plan_gpu_build
 from lr_backend.build.memory import EngineMemory, estimate, kv_bytes_per_token, verification_bytes
 from lr_backend.build.shapes import find_sources
@@ -195,6 +196,12 @@ def test_a_draft_model_of_its_own_must_read_the_targets_tokens(models_there: Pat
     models_there.write_text(text)
     with pytest.raises(CheckpointError, match=r"target\.speculative: .*no config\.json, and no hub name is not a known model"):
         plan_lines(load(models_there, 'kind = "draft_target"\ncheckpoint = "ck/own"'), tmp_path)
+
+
+def test_the_shipped_spec_is_emulated_with_its_drafts() -> None:
+    spec = emulated("qwen3-32b-llmapi", "h200_sxm")
+    assert spec.drafts_itself and spec.engine_pace(Role.TARGET).draft is not None
+    assert spec.loop_config().defaults["proposer"] == "engine"
 
 
 def test_the_shipped_spec_drafts_by_itself_and_is_rendered(tmp_path: Path) -> None:
