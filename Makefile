@@ -16,7 +16,7 @@ help: ## list the targets
 
 venv: $(STAMP) ## the virtual environment that the others use
 
-$(STAMP): pyproject.toml setup.py client/pyproject.toml constraints.txt $(wildcard lr_backend/embedded/native/*.[ch])
+$(STAMP): pyproject.toml setup.py client/pyproject.toml constraints.txt $(wildcard lr_backend/embedded/native/*.[ch]) lr_backend/serve/arguments.c
 	$(PYTHON) -m venv $(VENV)
 	$(if $(TORCH_INDEX),$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --index-url $(TORCH_INDEX) torch)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cpu,dev]' -e client

@@ -53,6 +53,8 @@ setup(
             extra_compile_args=["-std=gnu11", "-O3", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast", "-Wno-psabi"],
             extra_link_args=["-fopenmp", "-lm"],
             optional=True,
-        )
+        ),
+        # Stands before tritonserver (LD_PRELOAD). Without it the keys of its restricted parts are on its command line.
+        Extension("lr_backend.serve._arguments", ["lr_backend/serve/arguments.c"], extra_link_args=["-ldl"], optional=True),
     ],
 )

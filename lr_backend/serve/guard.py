@@ -1,7 +1,7 @@
 """Runs one server process and leaves nothing of it behind, whatever dies first.
 
-Started by the launcher as ``python -I -S guard.py LIFELINE_FD DRAIN_S SHM_PREFIX DRAINED -- COMMAND...``; standard library only.
-It prints the command's process id, which is also its process group, and then waits for one of:
+Started by the launcher as ``python -I -S guard.py LIFELINE_FD DRAIN_S SHM_PREFIX DRAINED FOLDER -- COMMAND...``; standard library
+only. It prints the command's process id, which is also its process group, and then waits for one of:
 
 - the server ended, by itself or killed: what it left running is killed (Python backend stubs outlive their server, and ``mpirun``
   waits for them);
@@ -12,7 +12,8 @@ DRAINED is the name of the program that is asked to end, where the command is no
 would kill its job a second later, and gives each of its processes a group of its own. Empty: the command itself. What is killed
 is everything that came from the command, wherever it went: as subreaper this process inherits what its parents leave behind.
 
-Last it removes the shared memory whose name starts with the prefix, and exits as the server did. A lifeline instead of
+Last it removes the shared memory whose name starts with the prefix, and FOLDER where the launcher is no more: else that wants to
+read the log in it. Then it exits as the server did. A lifeline instead of
 a death signal from the launcher, because that signal fires when the launching *thread* ends; only this process, which
 has one thread, asks for one, so that a killed guard takes the server with it.
 """
@@ -23,6 +24,7 @@ import contextlib
 import ctypes
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -150,8 +152,8 @@ def _drain(asked: int, signals: int, seconds: float) -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    lifeline, drain_s, command = int(arguments[0]), float(arguments[1]), arguments[5:]
-    prefix, drained = arguments[2:4]
+    lifeline, drain_s, command = int(arguments[0]), float(arguments[1]), arguments[6:]
+    prefix, drained, folder = arguments[2:5]
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     signals, wakeup = os.pipe()
     os.set_blocking(wakeup, False)
@@ -179,6 +181,8 @@ def main(arguments: list[str]) -> int:
     code = server.wait()
     _kill_orphans()
     remove_shared_memory(prefix)
+    if select.select([lifeline], [], [], 0.0)[0]:
+        shutil.rmtree(folder, ignore_errors=True)
     if not in_time:
         return 0 if asked and ended else KILLED_BY_GUARD
     return code if code >= 0 else 128 - code

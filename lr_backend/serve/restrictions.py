@@ -1,15 +1,17 @@
 """Parts of Triton's protocols that only an administrator may use, and the key that opens them.
 
 Triton takes the key on its command line and nowhere else: no option of 24.10 to 26.07 reads it from a file or from the
-environment (``src/command_line_parser.cc``; the variables that it reads belong to cloud front ends and to tracing). So whoever
-may read the server's ``/proc/PID/cmdline`` can read it. Where no key is given, each start makes one that is told to nobody: the
-restricted parts are then closed to all who have no rights on the machine itself.
+environment (``src/command_line_parser.cc``; the variables that it reads belong to cloud front ends and to tracing). Whoever is on
+the machine may read a process's command line. So ``arguments.c`` stands before tritonserver's ``main`` and adds these arguments
+there, where no list shows them. Where no key is given, each start makes one that is told to nobody.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import secrets
 from collections.abc import Mapping
+from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -35,6 +37,34 @@ def restriction_arguments(key: str, engine_key: str = "") -> tuple[str, ...]:
     closed = [f"{','.join(RESTRICTED)}:{HEADER}={key}"]
     closed += [f"inference:{ENGINE_HEADER}={engine_key}"] if engine_key else []
     return tuple(f"--{option}={value}" for value in closed for option in ("http-restricted-api", "grpc-restricted-protocol"))
+
+
+PRELOADED = "lr_backend.serve._arguments"
+"""Built from ``arguments.c`` when the package is installed, where there is a C compiler."""
+_PROGRAM, _VARIABLE, _PRELOAD = "tritonserver", "LOOKAHEAD_SERVER_ARGUMENTS", "LD_PRELOAD"
+
+
+@dataclass(frozen=True, slots=True)
+class Unseen:
+    """How arguments reach tritonserver: by its environment, where only its own user can read them, or by its command line."""
+
+    environment: Mapping[str, str]
+    arguments: tuple[str, ...]
+
+
+def unseen_arguments(arguments: tuple[str, ...], binary: Path, environment: Mapping[str, str]) -> Unseen:
+    """The way by which ``arguments`` are shown in no process list, where this machine has it."""
+    found = importlib.util.find_spec(PRELOADED)
+    if found is None or found.origin is None or binary.name != _PROGRAM or not _is_program(binary):
+        return Unseen({}, arguments)
+    preloaded = ":".join(part for part in (found.origin, environment.get(_PRELOAD, "")) if part)
+    return Unseen({_VARIABLE: "\n".join(arguments), _PRELOAD: preloaded}, ())
+
+
+def _is_program(path: Path) -> bool:
+    """Whether it is compiled, hence has a ``main``: a script is run by a program of another name."""
+    with path.open("rb") as file:
+        return file.read(4) == b"\x7fELF"
 
 
 def tls_arguments(certificate: Path | None, key: Path | None) -> tuple[str, ...]:

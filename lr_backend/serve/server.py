@@ -17,6 +17,7 @@ import secrets
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -36,7 +37,7 @@ from lr_backend.notice import NOTICE_VARIABLE
 from lr_backend.serve import guard
 from lr_backend.serve.backend_dir import PACKAGE, find_tritonserver, prepare_backend_dir, server_environment
 from lr_backend.serve.launch import ONE_RANK, PLAIN, LaunchPlan
-from lr_backend.serve.restrictions import admin_key, restriction_arguments, without_key
+from lr_backend.serve.restrictions import admin_key, restriction_arguments, unseen_arguments, without_key
 from lr_backend.telemetry import FORWARDED
 
 POLL_S = 0.1
@@ -108,6 +109,17 @@ class ServerOptions:
     admin_key: str = field(default="", repr=False)
     engine_key: str = field(default="", repr=False)
     closes_engines: bool = False
+
+
+def _begin_log(path: Path) -> None:
+    """An empty log that its owner alone may read: ids and errors of everybody's requests stand in it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):  # /dev/stderr has a mode of its own
+            os.fchmod(descriptor, 0o600)
+    finally:
+        os.close(descriptor)
 
 
 def free_ports(options: ServerOptions) -> Ports:
@@ -245,14 +257,14 @@ class TritonServer:
             self.ports = free_ports(self.options)
             backends = prepare_backend_dir(install, self._work_dir, self.options.packages)
             self.admin_key = self.options.admin_key or admin_key({})
-            restricted = restriction_arguments(self.admin_key, self.options.engine_key)
-            self._spawn(self._command(install.binary, backends, restricted), install.binary.name)
+            unseen = unseen_arguments(restriction_arguments(self.admin_key, self.options.engine_key), install.binary, os.environ)
+            self._spawn(self._command(install.binary, backends, unseen.arguments), install.binary.name, unseen.environment)
         except BaseException:
             self._clean_up()
             raise
 
     def command(self, binary: Path, backends: Path | None) -> list[str]:
-        """The whole command line, the restrictions' key left out: :meth:`start` adds it, and nothing logs that."""
+        """The whole command line, the restrictions' key left out: :meth:`start` says it, and nothing logs that."""
         return self._command(binary, backends, ())
 
     def _command(self, binary: Path, backends: Path | None, secrets: tuple[str, ...]) -> list[str]:
@@ -340,17 +352,16 @@ class TritonServer:
     def _drain_limit(self) -> float:
         return self.options.exit_timeout_s + CLEANUP_MARGIN_S / 2
 
-    def _spawn(self, command: list[str], server_name: str) -> None:
+    def _spawn(self, command: list[str], server_name: str, unseen: Mapping[str, str]) -> None:
         path = self.log_file
         assert path is not None
         reader, self._lifeline = os.pipe()
         plan = self.options.plan
         # A launcher that is asked to end kills its job within a second, so the guard asks the server behind it.
         drained = server_name if plan.launcher else ""
-        arguments = [str(reader), str(self._drain_limit()), self.shm_prefix, drained, "--", *command]
+        arguments = [str(reader), str(self._drain_limit()), self.shm_prefix, drained, str(self._work_dir), "--", *command]
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.open("wb").close()
+            _begin_log(path)
             with path.open("ab") as log:  # the front end adds its lines to it too
                 self._guard = subprocess.Popen(
                     [sys.executable, "-I", "-S", guard.__file__, *arguments],
@@ -359,7 +370,7 @@ class TritonServer:
                     stderr=log,
                     env=server_environment(
                         plan.over(without_key(os.environ)),
-                        {**self._own_environment(), **self.options.environment},
+                        {**self._own_environment(), **self.options.environment, **unseen},
                     ),
                     pass_fds=(reader,),
                     start_new_session=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import http.client
 import json
 import os
 import select
@@ -21,6 +22,7 @@ import pytest
 from lr_backend.build.repository import build_repository
 from lr_backend.build.spec import DeploymentSpec
 from lr_backend.serve import server as launcher
+from lr_backend.serve.restrictions import HEADER
 from lr_backend.serve.server import ServerError, ServerOptions, TritonServer
 from lr_backend.serve.warmup import post_json, warm_engines, warm_loop
 from tests.support.tiny_models import make_tiny_models, write_spec
@@ -130,6 +132,34 @@ def test_a_port_lost_to_another_process_is_replaced(tmp_path: Path, monkeypatch:
         with TritonServer(tmp_path, ServerOptions(exit_timeout_s=2)) as server:
             server.wait_ready(READY_S)
             assert getattr(server.ports, kind) != taken
+
+
+def test_keys_open_what_is_closed_and_are_in_no_process_list(tmp_path: Path) -> None:
+    keys = {"admin_key": "administrator-secret", "engine_key": "engine-secret-engine"}
+    with TritonServer(tmp_path, ServerOptions(exit_timeout_s=2, **keys)) as server:
+        server.wait_ready(READY_S)
+        answers = [repository_index(server, key) for key in ("", "wrong", keys["admin_key"])]
+        processes = [*family(server), psutil.Process(os.getpid())]
+        assert server._guard is not None
+        processes.append(psutil.Process(server._guard.pid))
+        lines = ["\0".join(process.cmdline()) for process in processes]
+        environment = Path(f"/proc/{server.pid}/environ").read_bytes()
+        log = server.log_text()
+    assert answers == [403, 403, 200]
+    assert sum("tritonserver" in line for line in lines) >= 2
+    for key in keys.values():
+        assert not [line for line in lines if key in line]
+        assert key.encode() not in environment
+        assert key not in log
+
+
+def repository_index(server: TritonServer, key: str) -> int:
+    connection = http.client.HTTPConnection(server.http_url, timeout=BOUND_S)
+    try:
+        connection.request("POST", "/v2/repository/index", "{}", {HEADER: key, "Connection": "close"})
+        return connection.getresponse().status
+    finally:
+        connection.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

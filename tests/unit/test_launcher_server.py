@@ -158,21 +158,36 @@ def test_no_server_outlives_its_launcher(repository: Path, fake: Path, tmp_path:
     code = (
         "import sys, pathlib; from lr_backend.serve.server import *\n"
         "server = TritonServer(pathlib.Path(sys.argv[1]), ServerOptions(tritonserver=pathlib.Path(sys.argv[2])))\n"
-        "server.start(); server.wait_ready(30); print(server.shm_prefix, flush=True); sys.stdin.read()"
+        "server.start(); server.wait_ready(30); print(server.shm_prefix, server.log_file.parent, flush=True); sys.stdin.read()"
     )
     environment = {**os.environ, "FAKE_PIDS": str(tmp_path / "pids"), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code, str(repository), str(fake)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True) as parent:
         assert parent.stdout is not None
-        prefix = parent.stdout.readline().strip()
+        prefix, folder = parent.stdout.readline().split()
         processes = [os.pidfd_open(int(pid)) for pid in until_written(tmp_path / "pids").split()]
         parent.send_signal(number)
         assert all_ended(processes)
     gone = time.monotonic() + BOUND_S
-    while any(prefix in name for name in os.listdir("/dev/shm")) and time.monotonic() < gone:
+    while (Path(folder).exists() or any(prefix in name for name in os.listdir("/dev/shm"))) and time.monotonic() < gone:
         select.select([], [], [], 0.01)
     assert prefix
     assert not any(prefix in name for name in os.listdir("/dev/shm"))
+    assert folder
+    assert not Path(folder).exists()
+
+
+def test_only_its_owner_may_read_the_log(start: type[Started], tmp_path: Path) -> None:
+    old = tmp_path / "old.log"
+    old.write_text("of another server")
+    old.chmod(0o644)
+    for options in ({}, {"log_file": tmp_path / "new" / "server.log"}, {"log_file": old}):
+        server = start("ok", **options).server
+        server.start()
+        assert server.log_file is not None
+        assert server.log_file.stat().st_mode & 0o777 == 0o600
+        server.stop(0.0)
+        assert "of another server" not in server.log_text()
 
 
 @pytest.fixture
