@@ -258,5 +258,7 @@ def test_ready_says_whether_server_and_model_are(server: FakeServer) -> None:
             assert not await other.is_ready()
         server.ready = False
         assert not await client.is_ready()
+        assert await client.is_ready(models=["lookahead"])
+        assert not await client.is_ready(models=["lookahead", "target"])
 
     run(server, scenario)

@@ -231,6 +231,8 @@ def test_ready_says_whether_server_and_model_are(server: FakeServer) -> None:
         assert not nobody.is_ready()
         server.ready = False
         assert not client.is_ready()
+        assert client.is_ready(models=["lookahead"])
+        assert not client.is_ready(models=["lookahead", "target"])
 
 
 def test_a_request_that_cannot_be_sent_never_is(client: Client, server: FakeServer) -> None:

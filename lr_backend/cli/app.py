@@ -45,8 +45,13 @@ def version() -> None:
         console.print(error.message, highlight=False)
 
 
-def health(url: Annotated[str, typer.Option(metavar="URL", help="HTTP address of the server.")] = DEFAULT_URL) -> None:
-    """Say whether a server has every model ready; exit status 0 if so, else 1."""
+def health(
+    url: Annotated[
+        str,
+        typer.Option(metavar="URL", help="What to ask. http://HOST:PORT alone asks a Triton for all its models."),
+    ] = DEFAULT_URL,
+) -> None:
+    """Say whether a server is ready to answer; exit status 0 if so, else 1."""
     reason = why_not_ready(url)
     if reason is not None:
         fail(LookaheadError(reason))

@@ -21,6 +21,7 @@ from rich.table import Table
 
 from lr_backend.build.emulated_spec import emulated
 from lr_backend.build.paced import paced
+from lr_backend.build.render import LOOKAHEAD_MODEL
 from lr_backend.build.report import BuildReport
 from lr_backend.build.repository import build_repository
 from lr_backend.build.spec import DeploymentSpec, EmbeddedDeployment, EmulatedDeployment, GpuDeployment
@@ -284,7 +285,9 @@ def _deployed(deployment: DeploymentSpec) -> Deployed:
         CheckpointError: the chat template cannot be rendered.
     """
     config = deployment.loop_config()
-    return Deployed.of(deployment.name, config, opens_reasoning=opens_reasoning(config.tokenizer_dir, config.think_open))
+    needs = (LOOKAHEAD_MODEL, *(role.value for role in deployment.models_here if role is Role.TARGET))
+    inside = opens_reasoning(config.tokenizer_dir, config.think_open)
+    return Deployed.of(deployment.name, config, opens_reasoning=inside, needs=needs)
 
 
 def _warm_up(console: Console, server: TritonServer, deployment: DeploymentSpec, stop: _StopRequest) -> WarmupAnswer | None:

@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.util import find_spec
 
 import grpc
@@ -55,12 +56,21 @@ async def serve(launch: Launch) -> None:
     keys, telemetry = Keys.read(launch.settings.keys_file), open_telemetry("lookahead-frontend", os.environ)
     async with _client(launch) as client:
         frontend = Frontend(launch.settings, launch.deployed, client, keys, launch.metrics_url, telemetry)
-        server = _Server(config_of(frontend.app(), launch.settings, drain_s=launch.drain_s))
+        server = _Server(config_of(frontend.app(), launch.settings))
+
+        async def drain() -> None:
+            # It listens to the end: whoever asks for a probe or an answer is told, and none is cut off.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(launch.drain_s):
+                    await frontend.drained()
+            server.should_exit = True
+
+        draining: list[asyncio.Task[None]] = []
 
         def ended() -> None:
             if not os.read(STDIN, 4096):
                 asyncio.get_running_loop().remove_reader(STDIN)
-                server.should_exit = True
+                draining.append(asyncio.create_task(drain()))
 
         asyncio.get_running_loop().add_reader(STDIN, ended)
         try:

@@ -14,12 +14,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import lr_backend
+from lr_backend.errors import ConfigError
 from lr_backend.frontend.answering import Answers, unless_gone
 from lr_backend.frontend.answers import Choice, Document, Head, counted, to_json, usage_document
 from lr_backend.frontend.asked import Asked
 from lr_backend.frontend.body import parse_json, read_body
 from lr_backend.frontend.call import Call
-from lr_backend.frontend.errors import SOON_S, ApiError, ClientGone, from_client, internal
+from lr_backend.frontend.errors import LATER_S, SOON_S, ApiError, ClientGone, from_client, internal
 from lr_backend.frontend.limits import Gate, Keys, Rate
 from lr_backend.frontend.metrics import CONTENT_TYPE, DoorMetrics
 from lr_backend.frontend.reasoning import Splitter
@@ -36,6 +37,9 @@ Handler = Callable[[Call], Awaitable[Response]]
 
 class Frontend:
     """Answers requests; one object for all of them.
+
+    Attributes:
+        draining: it is to end: it says that it is not ready, takes no more requests, and finishes those that it has.
 
     Args:
         client: belongs to the event loop that runs.
@@ -54,9 +58,18 @@ class Frontend:
     ) -> None:
         self._settings, self._deployed, self._client, self._keys = settings, deployed, client, keys
         self._rate = Rate(settings.max_requests_a_minute, time.monotonic)
-        self._gate = Gate(settings.max_in_flight or deployed.max_in_flight)
+        max_in_flight = settings.max_in_flight or deployed.max_in_flight
+        if settings.kept_for_priority >= max_in_flight:
+            raise ConfigError(f"kept_for_priority: of {max_in_flight} answers at a time some have to be everybody's")
+        self._gate = Gate(max_in_flight, settings.kept_for_priority)
         self._metrics, self._telemetry = DoorMetrics(self._gate, metrics_url), telemetry
         self._created = int(time.time())
+        self.draining = False
+
+    async def drained(self) -> None:
+        """Begin to drain, and wait until nothing is in flight."""
+        self.draining = True
+        await self._gate.empty.wait()
 
     def app(self) -> FastAPI:
         """The ASGI application."""
@@ -80,8 +93,9 @@ class Frontend:
         return call.response(to_json({"status": "live"}))
 
     async def _ready(self, call: Call) -> Response:
-        if not await self._client.is_ready():
-            raise ApiError("unavailable", "Triton or one of its models is not ready", retry_after_s=SOON_S)
+        self._refuse_while_draining()
+        if not await self._client.is_ready(models=self._deployed.needs):
+            raise ApiError("unavailable", f"{' or '.join(self._deployed.needs)} is not ready", retry_after_s=SOON_S)
         return call.response(to_json({"status": "ready"}))
 
     async def _page(self, call: Call) -> Response:
@@ -103,18 +117,23 @@ class Frontend:
     async def _completion(self, call: Call) -> Response:
         return await self._answer(call, Asked.completion_of)
 
+    def _refuse_while_draining(self) -> None:
+        if self.draining:
+            raise ApiError("unavailable", "the server is about to end; ask another, or this one later", retry_after_s=LATER_S)
+
     def _admit(self, call: Call) -> None:
-        call.key = self._keys.number_of(call.request.headers.get("authorization", ""))
+        call.caller = self._keys.caller_of(call.request.headers.get("authorization", ""))
 
     async def _answer(self, call: Call, read: Callable[[Document, Deployed], Asked]) -> Response:
         call.trace(self._telemetry)
         self._admit(call)
-        self._rate.count(call.key)
+        self._refuse_while_draining()
+        self._rate.count(call.caller.number)
         async with AsyncExitStack() as held:
-            held.enter_context(self._gate.places(1))  # before the body: bodies on their way in take memory too
+            held.enter_context(self._gate.places(1, call.caller))  # before the body: bodies on their way in take memory too
             body = await read_body(call.request, self._settings.max_body_bytes, self._settings.max_body_s)
             asked = read(parse_json(body), self._deployed)
-            held.enter_context(self._gate.places(len(asked.jobs) - 1))
+            held.enter_context(self._gate.places(len(asked.jobs) - 1, call.caller))
             timeout_s = self._deployed.request_s + GRACE_S
             try:
                 answers = await held.enter_async_context(

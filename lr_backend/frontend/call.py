@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from lr_backend.frontend.body import Lingering
 from lr_backend.frontend.errors import CODES, ApiError
+from lr_backend.frontend.limits import Caller
 from lr_backend.frontend.metrics import COMPLETED, DoorMetrics
 from lr_backend.telemetry import Carrier, Telemetry, carried
 
@@ -33,7 +34,7 @@ class Call:
     metrics: DoorMetrics
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     started_s: float = field(default_factory=time.monotonic)
-    key: int = 0
+    caller: Caller = field(default_factory=Caller)
     context: Carrier = field(default_factory=dict)
     """The caller's, or that of the span that :meth:`trace` has begun."""
     _span: Span | None = None
@@ -94,7 +95,7 @@ class Call:
             method=self.request.method,
             path=self._route,
             status=status,
-            key=self.key,
+            key=self.caller.number,
             seconds=round(seconds, 4),
             **said,
         )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from typing import Self
@@ -15,17 +18,34 @@ from lr_backend.errors import ConfigError
 from lr_backend.frontend.errors import SOON_S, ApiError
 
 MIN_KEY_CHARS, MAX_KEY_CHARS = 16, 256
+PRIORITY = "priority"
+"""The word behind a key in the file."""
+ASKS_S = 10.0
+"""So long after its last request a key counts among those that share the places."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Whose request it is: the number of its key, 0 where there are none."""
+
+    number: int = 0
+    has_priority: bool = False
 
 
 class Keys:
     """The API keys of a server. Only their hashes are kept."""
 
     def __init__(self, keys: Sequence[str]) -> None:
-        self._hashes = [_hash(key) for key in keys]
+        """``keys``: each may have the word ``priority`` behind it."""
+        parts = [key.partition(" ") for key in keys]
+        self._hashes = [_hash(key) for key, _, _ in parts]
+        self._callers = [Caller(number, word.strip() == PRIORITY) for number, (_, _, word) in enumerate(parts)]
 
     @classmethod
     def read(cls, path: Path | None) -> Self:
-        """One key a line; empty lines and those that begin with ``#`` are none. Without a file everybody is let in.
+        """One key a line, which may have ``priority`` behind it; empty lines and those that begin with ``#`` are none.
+
+        Without a file everybody is let in.
 
         Raises:
             ConfigError: the file cannot be read, holds no key, or one that is short or cannot stand in a header.
@@ -37,16 +57,18 @@ class Keys:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path}: the API keys cannot be read: {error}") from error
         keys = [line for line in lines if line and not line.startswith("#")]
-        for number, key in enumerate(keys, start=1):
-            if not (MIN_KEY_CHARS <= len(key) <= MAX_KEY_CHARS and key.isascii() and key.isprintable() and " " not in key):
-                rule = f"{MIN_KEY_CHARS} to {MAX_KEY_CHARS} visible ASCII characters"
+        for number, line in enumerate(keys, start=1):
+            key, _, word = line.partition(" ")
+            visible = key.isascii() and key.isprintable() and word.strip() in ("", PRIORITY)
+            if not (MIN_KEY_CHARS <= len(key) <= MAX_KEY_CHARS and visible):
+                rule = f"{MIN_KEY_CHARS} to {MAX_KEY_CHARS} visible ASCII characters, and behind them {PRIORITY} or nothing"
                 raise ConfigError(f"{path}: key {number} has to be {rule}")
         if not keys:
             raise ConfigError(f"{path}: no API key in it")
         return cls(keys)
 
-    def number_of(self, authorization: str) -> int:
-        """Which key a request bears; 0 where there are none. The time that it takes says nothing of the keys.
+    def caller_of(self, authorization: str) -> Caller:
+        """Whose key a request bears. The time that it takes says nothing of the keys.
 
         Raises:
             ApiError: it bears none of them.
@@ -55,12 +77,12 @@ class Keys:
         hashed = _hash(given.strip())
         found = [number for number, known in enumerate(self._hashes) if hmac.compare_digest(known, hashed)]
         if not self._hashes:
-            return 0
+            return Caller()
         if not found or scheme.lower() != "bearer":
             error = ApiError("invalid_api_key", "send a key of this server's, with the header Authorization: Bearer KEY")
             error.headers["www-authenticate"] = "Bearer"
             raise error
-        return found[0]
+        return self._callers[found[0]]
 
 
 def _hash(key: str) -> bytes:
@@ -92,24 +114,64 @@ class Rate:
 
 
 class Gate:
-    """At most so many answers at a time; the next is refused and not kept waiting."""
+    """At most so many answers at a time; the next is refused and not kept waiting.
 
-    def __init__(self, max_in_flight: int) -> None:
+    Whoever asks alone may have all places. While several keys ask, each may hold its share and no more: one that was refused
+    finds the next place that comes free, since those above their share get none. Some places may be kept for keys of priority.
+
+    Args:
+        num_kept: places that only keys of priority get.
+        now_s: a clock that never goes back.
+
+    Attributes:
+        empty: set while there is no answer.
+    """
+
+    def __init__(self, max_in_flight: int, num_kept: int = 0, now_s: Callable[[], float] = time.monotonic) -> None:
         self.limit = max_in_flight
-        self.num_in_flight = 0
+        self.empty = asyncio.Event()
+        self.empty.set()
+        self._num_common = max_in_flight - num_kept
+        self._now_s = now_s
+        self._held: Counter[Caller] = Counter()
+        self._asked_s: dict[Caller, float] = {}
+
+    @property
+    def num_in_flight(self) -> int:
+        return self._held.total()
 
     @contextmanager
-    def places(self, wanted: int) -> Iterator[None]:
+    def places(self, wanted: int, caller: Caller = Caller()) -> Iterator[None]:
         """Hold so many places.
 
         Raises:
-            ApiError: they are taken.
+            ApiError: they are taken, or more than the caller's share.
         """
-        if self.num_in_flight + wanted > self.limit:
-            full = f"{self.limit} answers are in flight, or the choices asked for would be more; try again later"
-            raise ApiError("overloaded", full, retry_after_s=SOON_S)
-        self.num_in_flight += wanted
+        self._asked_s[caller] = self._now_s()
+        if why := self._why_not(wanted, caller):
+            raise ApiError("overloaded", f"{why}; try again later", retry_after_s=SOON_S)
+        self._held[caller] += wanted
+        self._tell()
         try:
             yield
         finally:
-            self.num_in_flight -= wanted
+            self._held[caller] -= wanted
+            self._tell()
+
+    def _why_not(self, wanted: int, caller: Caller) -> str:
+        """What keeps a caller from so many more places; empty: nothing does."""
+        num_common = sum(count for each, count in self._held.items() if not each.has_priority)
+        if self.num_in_flight + wanted > self.limit or (not caller.has_priority and num_common + wanted > self._num_common):
+            return f"{self.num_in_flight} answers are in flight, or the choices asked for would be more than are free"
+        since_s = self._now_s() - ASKS_S
+        asking = [each for each, asked_s in self._asked_s.items() if self._held[each] or asked_s > since_s]
+        share = ceil(self.limit / len(asking))
+        if self._held[caller] + wanted > share:
+            return f"this key has its share of {share} answers in flight, and others ask"
+        return ""
+
+    def _tell(self) -> None:
+        if self.num_in_flight:
+            self.empty.clear()
+        else:
+            self.empty.set()

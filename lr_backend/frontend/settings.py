@@ -34,6 +34,8 @@ class Settings(BaseModel):
     """Of one key, or of everybody where there are no keys. None: any number."""
     max_in_flight: int | None = Field(default=None, ge=1)
     """Answers at a time. None: as many as the deployment admits."""
+    kept_for_priority: int = Field(default=0, ge=0)
+    """Of them, those that only keys with the word ``priority`` get."""
 
     @model_validator(mode="after")
     def _is_closed(self) -> Self:
@@ -71,6 +73,7 @@ class Deployed(BaseModel):
         request_s: seconds that a request may take at most.
         think_open, think_close: texts around the reasoning; without a second one nothing is taken for reasoning.
         opens_reasoning: the chat template writes the first of them, so that answers begin inside.
+        needs: models of the server without which there is no answer. It goes on without the others.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -85,9 +88,10 @@ class Deployed(BaseModel):
     think_open: str | None = None
     think_close: str | None = None
     opens_reasoning: bool = False
+    needs: tuple[str, ...] = ("lookahead",)
 
     @classmethod
-    def of(cls, name: str, config: LoopConfig, *, opens_reasoning: bool) -> Self:
+    def of(cls, name: str, config: LoopConfig, *, opens_reasoning: bool, needs: tuple[str, ...]) -> Self:
         limits = config.limits
         return cls(
             name=name,
@@ -100,6 +104,7 @@ class Deployed(BaseModel):
             think_open=config.think_open,
             think_close=config.think_close,
             opens_reasoning=opens_reasoning,
+            needs=needs,
         )
 
 

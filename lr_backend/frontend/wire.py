@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from math import ceil
 
 from fastapi import FastAPI
 from uvicorn import Config
@@ -13,10 +12,12 @@ from lr_backend.frontend.settings import Settings
 
 KEEP_ALIVE_S = 75
 """For a connection without a request: longer than a gateway keeps one, so that it is the gateway that closes it."""
+CLOSING_S = 2
+"""For the last bytes of answers to reach their clients."""
 
 
-def config_of(app: FastAPI, settings: Settings, *, drain_s: float) -> Config:
-    """For uvicorn. ``drain_s``: for answers in flight once the server is to end."""
+def config_of(app: FastAPI, settings: Settings) -> Config:
+    """For uvicorn, which is told to end once the answers in flight have."""
     return Config(
         app,
         http=_protocol(settings.max_head_s),
@@ -26,7 +27,7 @@ def config_of(app: FastAPI, settings: Settings, *, drain_s: float) -> Config:
         server_header=False,
         lifespan="off",
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=ceil(drain_s),
+        timeout_graceful_shutdown=CLOSING_S,
     )
 
 

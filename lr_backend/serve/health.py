@@ -19,15 +19,17 @@ from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
-DEFAULT_URL = "http://127.0.0.1:8000"
+DEFAULT_URL = "http://127.0.0.1:9000/ready"
+"""The front end's. It knows what Triton does not: that the server drains, and that it answers without draft or judge."""
 TIMEOUT_S = 5.0
 MEMORY = Path("/tmp/lookahead-health")
 """Which process 1 was ready, and how many checks have failed since; it outlives a restart where /tmp does."""
-_PATH = "/v2/health/ready"
+_TRITONS = "/v2/health/ready"
+"""Of an address without a path: of a server of single roles, which has no front end."""
 
 
 def why_not_ready(url: str = DEFAULT_URL, timeout_s: float = TIMEOUT_S) -> str | None:
-    """None if the server at ``url`` has every model ready, else why not.
+    """None if the server at ``url`` says that it is ready, else why not.
 
     The connection is closed after the answer: an open one would hold up a drain until its limit. No proxy is asked.
     """
@@ -37,9 +39,9 @@ def why_not_ready(url: str = DEFAULT_URL, timeout_s: float = TIMEOUT_S) -> str |
     except ValueError as error:
         return f"{url}: {error}"
     if parts.scheme != "http" or not parts.hostname:
-        return f"{url}: not of the form http://host:port"
+        return f"{url}: not of the form http://host:port or http://host:port/path"
     try:
-        connection.request("GET", _PATH, headers={"Connection": "close"})
+        connection.request("GET", parts.path.rstrip("/") or _TRITONS, headers={"Connection": "close"})
         status = connection.getresponse().status
     except (OSError, http.client.HTTPException) as error:
         return f"{url} does not answer: {error or type(error).__name__}"

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,8 @@ pytestmark = pytest.mark.integration
 
 READY_S = 120.0
 NUM_CLIENTS = 8
+NEEDED = ("lookahead", "target")
+"""What the front end wants to be ready."""
 OPTIONS = Options(mode="lr", max_tokens=64, stream=False, seed=1)
 
 
@@ -119,16 +122,23 @@ def kept(specs: dict[Layout, Path], tmp_path: Path) -> Iterator[Kept]:
 
 
 def test_dead_models_are_started_anew_and_every_request_ends(kept: Kept) -> None:
-    crowd = Crowd(kept.server.grpc_url)
-    with crowd.asking():
+    crowd, ready = Crowd(kept.server.grpc_url), list[bool]()
+    with crowd.asking(), Client(kept.server.grpc_url) as prober:
+
+        def is_back(model: str) -> bool:
+            ready.append(prober.is_ready(models=NEEDED))
+            return f"{model} is back" in kept.said
+
         crowd.wait_for_answers(NUM_CLIENTS, whole=True)
         for model in ("draft", "judge"):
             kept.kill(model)
-            bounded(lambda model=model: f"{model} is back" in kept.said)  # type: ignore[misc]
+            bounded(partial(is_back, model))
             crowd.wait_for_answers(2 * NUM_CLIENTS, whole=True)
         assert not crowd.failed, "the target answers alone while draft or judge are away"
+        assert all(ready), "and so the server is ready"
         kept.kill("target")
-        bounded(lambda: "target is back" in kept.said)
+        bounded(partial(is_back, "target"))
+        assert not all(ready)
         crowd.wait_for_answers(2 * NUM_CLIENTS, whole=True)
     assert crowd.failed
     assert {type(error) for error in crowd.failed} == {TargetUnavailable}

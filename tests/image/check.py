@@ -292,7 +292,7 @@ def check_run(checks: Checks, sandbox: Sandbox, work: Path) -> None:
     """Serve, answer, and stop: the image's own command line on a read-only root."""
     ports, door = free_ports(ServerOptions()), _free_port()
     url = f"127.0.0.1:{ports.http}"
-    health = (*sandbox.config.health, f"http://{url}")
+    health = (*sandbox.config.health, f"http://127.0.0.1:{door}/ready")
     container = Container(sandbox, work / "cpu.log", *sandbox.config.command, *_port_options(ports, door))
     try:
         early = sandbox.run(*health)
@@ -324,7 +324,7 @@ def check_emulated(checks: Checks, sandbox: Sandbox, work: Path) -> None:
     options = ("--spec", EMULATED, "--pace", "h200_sxm", "--repository", "/tmp/repository", *_port_options(ports, door))
     container = Container(sandbox, work / "emulated.log", *options)
     try:
-        probe = (*sandbox.config.health, f"http://127.0.0.1:{ports.http}")
+        probe = (*sandbox.config.health, f"http://127.0.0.1:{door}/ready")
         deadline = time.monotonic() + READY_TIMEOUT_S
         while (seen := sandbox.run(*probe)).returncode and container.running and time.monotonic() < deadline:
             time.sleep(2.0)

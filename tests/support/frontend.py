@@ -117,7 +117,7 @@ def frontend(
         async with AsyncClient(grpc_url) as client:
             said = settings or Settings()
             made = Frontend(said, deployed, client, Keys(keys), metrics_url, telemetry)
-            servers.append(uvicorn.Server(config_of(made.app(), said, drain_s=1.0)))
+            servers.append(uvicorn.Server(config_of(made.app(), said)))
             found.append(Served(listening.getsockname()[1], made))
             ready.set()
             await servers[0].serve([listening])

@@ -98,7 +98,7 @@ def test_the_ports_are_the_servers_defaults(target: str) -> None:
     defaults = inspect.signature(cli.serve).parameters
     ports = {parameter.default for name, parameter in defaults.items() if name.endswith("_port")}
     assert {int(port) for port in value_of(target, "EXPOSE").split()} == ports
-    assert f":{defaults['http_port'].default}" in health.DEFAULT_URL
+    assert f":{defaults['openai_port'].default}/ready" in health.DEFAULT_URL
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,10 @@ import pytest
 from openai import APIError, AuthenticationError, BadRequestError, InternalServerError, OpenAI
 
 from lr_backend.errors import ConfigError
+from lr_backend.frontend.app import Frontend
 from lr_backend.frontend.errors import CODES, ApiError
-from lr_backend.frontend.limits import Gate, Keys, Rate
+from lr_backend.frontend.limits import Caller, Gate, Keys, Rate
+from lr_backend.frontend.process import FrontendProcess
 from lr_backend.frontend.settings import Settings
 from tests.support.fake_lookahead import Fail, FakeServer, Reply
 from tests.support.fake_lookahead import Gate as Pause
@@ -166,7 +170,7 @@ def test_the_models_are_told(client: OpenAI) -> None:
 
 def test_it_is_live_and_ready_as_far_as_that_is_true(server: Any, served: Served) -> None:
     assert served.ask("GET", "/health").status == served.ask("GET", "/ready").status == 200
-    server.ready = False
+    server.models.clear()
     not_ready = served.ask("GET", "/ready")
     assert (not_ready.status, not_ready.headers["retry-after"]) == (503, "1")
     server.die()
@@ -341,6 +345,47 @@ def test_so_many_answers_at_a_time(server: Any, pause: Pause) -> None:
         assert served.chat("q", n=2).status == 200, "places are given back, whatever became of the request"
 
 
+def test_ready_is_who_can_answer(server: Any) -> None:
+    """Triton itself is not ready while any model is loaded anew; without the draft the target answers alone."""
+    server.ready, server.models = False, {"lookahead", "target"}
+    with frontend(server.url, deployed=DEPLOYED.model_copy(update={"needs": ("lookahead", "target")})) as served:
+        assert served.ask("GET", "/ready").status == 200
+        server.models.remove("target")
+        assert served.ask("GET", "/ready").status == 503
+
+
+def test_a_process_that_is_to_end_says_so_to_the_end_and_finishes_what_it_has(server: Any, pause: Pause) -> None:
+    with FrontendProcess(Settings()) as process, ThreadPoolExecutor(1) as pool:
+        process.start(DEPLOYED, server.url, server.url, drain_s=WAIT_S)
+        process.wait_ready(WAIT_S)
+        served = Served(process.port, None)  # type: ignore[arg-type]
+        idle = served.connect()
+        assert probed(idle) == 200
+        held = pool.submit(served.chat, "held", stream=True)
+        assert server.request(0)
+        process.terminate()
+        until = time.monotonic() + WAIT_S
+        while probed(idle) == 200:
+            assert time.monotonic() < until
+        late = served.chat("q")
+        assert (late.status, late.error["code"], late.headers["retry-after"]) == (503, "unavailable", "5")
+        assert served.ask("GET", "/ready").status == 503
+        assert served.ask("GET", "/health").status == 200
+        assert process.wait(0.0) is None
+        pause.opened.set()
+        # The idle connection is open still, and holds nothing up.
+        assert process.wait(WAIT_S) == 0
+        assert held.result(WAIT_S).events[-1] == ("", "[DONE]")
+        idle.close()
+
+
+def probed(connection: http.client.HTTPConnection) -> int:
+    connection.request("GET", "/ready")
+    response = connection.getresponse()
+    response.read()
+    return response.status
+
+
 KEYS = ("a-key-of-16-chars", "another-key-of-mine")
 
 
@@ -390,13 +435,90 @@ def test_places_are_counted() -> None:
     assert gate.num_in_flight == 0
 
 
+class Crowd:
+    """Callers that hold places of a gate, on a clock of the test's."""
+
+    def __init__(self, limit: int, num_kept: int = 0) -> None:
+        self.now_s = 0.0
+        self.gate = Gate(limit, num_kept, lambda: self.now_s)
+        self._held: dict[Caller, list[ExitStack]] = {}
+
+    def ask(self, caller: Caller, times: int = 1) -> int:
+        """How many of so many requests are let in."""
+        num = 0
+        for _ in range(times):
+            with suppress(ApiError), ExitStack() as place:
+                place.enter_context(self.gate.places(1, caller))
+                self._held.setdefault(caller, []).append(place.pop_all())
+                num += 1
+        return num
+
+    def end(self, caller: Caller, times: int = 1) -> None:
+        for _ in range(times):
+            self._held[caller].pop().close()
+
+
+def test_one_key_alone_may_have_all_places_and_gives_them_up_to_others() -> None:
+    crowd, first, second, third = Crowd(12), *map(Caller, range(3))
+    assert crowd.ask(first, 20) == 12
+    assert crowd.ask(second, 5) == 0, "no answer is cut off for another"
+    for _ in range(6):
+        crowd.end(first)
+        assert (crowd.ask(first), crowd.ask(second)) == (0, 1), "what comes free is for who has less than a share"
+    crowd.end(first)
+    assert (crowd.ask(second), crowd.ask(first)) == (0, 1)
+    assert crowd.ask(third) == 0
+    crowd.end(first, 2), crowd.end(second, 2)
+    assert (crowd.ask(first, 9), crowd.ask(second, 9), crowd.ask(third, 9)) == (0, 0, 4)
+    crowd.end(second, 4), crowd.end(third, 4)
+    crowd.now_s = 60.0
+    assert crowd.ask(first, 20) == 8, "nobody else asks any more"
+
+
+def test_places_that_are_kept_go_to_keys_of_priority_alone() -> None:
+    crowd, common, urgent = Crowd(8, num_kept=3), Caller(0), Caller(1, has_priority=True)
+    assert crowd.ask(common, 20) == 5
+    assert crowd.ask(urgent, 20) == 3
+    crowd.end(common)
+    assert (crowd.ask(common), crowd.ask(urgent)) == (0, 1), "four of eight are the share of either"
+
+
+def test_a_key_in_excess_of_its_share_is_told(server: Any, pause: Pause) -> None:
+    mine, other = ({"Authorization": f"Bearer {key}"} for key in KEYS)
+    with frontend(server.url, Settings(max_in_flight=4), keys=KEYS) as served, ThreadPoolExecutor(3) as pool:
+        held = [pool.submit(served.chat, "late", mine) for _ in range(3)]
+        assert server.request(2)
+        assert served.chat("q", other).status == 200
+        refused = served.chat("q", mine)
+        assert (refused.status, refused.error["code"], refused.headers["retry-after"]) == (503, "overloaded", "1")
+        assert "share of 2" in refused.error["message"]
+        assert served.chat("q", other).status == 200
+        pause.opened.set()
+        assert [one.result(WAIT_S).status for one in held] == [200] * 3
+
+
+def test_places_cannot_all_be_kept(server: Any) -> None:
+    with pytest.raises(ConfigError, match="kept_for_priority"):
+        Frontend(Settings(kept_for_priority=6), DEPLOYED, None, Keys(()))  # type: ignore[arg-type]
+
+
 def test_keys_are_read_one_a_line(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(f"# mine\n{KEYS[0]}\n\n  {KEYS[1]}  \n", encoding="utf-8")
     keys = Keys.read(file)
-    assert [keys.number_of(f"Bearer {key}") for key in KEYS] == [0, 1]
-    assert Keys.read(None).number_of("") == 0
-    for bad in ("", "# none\n", "short\n", "x" * 257, "a key with blanks in it\n", "ключ-из-русских-букв\n"):
+    assert [keys.caller_of(f"Bearer {key}") for key in KEYS] == [Caller(0), Caller(1)]
+    assert Keys.read(None).caller_of("") == Caller()
+    file.write_text(f"{KEYS[0]}\n{KEYS[1]}  priority\n", encoding="utf-8")
+    assert [Keys.read(file).caller_of(f"Bearer {key}") for key in KEYS] == [Caller(0), Caller(1, has_priority=True)]
+    for bad in (
+        "",
+        "# none\n",
+        "short\n",
+        "x" * 257,
+        "a key with blanks in it\n",
+        f"{KEYS[0]} important\n",
+        "ключ-из-русских-букв\n",
+    ):
         file.write_text(bad, encoding="utf-8")
         with pytest.raises(ConfigError, match="key") as refused:
             Keys.read(file)

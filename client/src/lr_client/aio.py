@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -157,21 +157,33 @@ class AsyncClient:
         self._streams.add(stream)
         return stream
 
-    async def is_ready(self, *, timeout_s: float = READY_TIMEOUT_S) -> bool:
-        """Whether server and model can take requests; False too where nothing answers in ``timeout_s``."""
+    async def is_ready(
+        self, *, timeout_s: float = READY_TIMEOUT_S, models: Sequence[str] | None = None
+    ) -> bool:
+        """Whether server and model can take requests; False too where nothing answers in ``timeout_s``.
+
+        Args:
+            models: whether these can, whatever has become of the others; None: the server with all of them.
+        """
         until_s = time.monotonic() + _wire.checked_timeout(timeout_s)
         stub = self._connected()
         try:
-            server = await stub.ServerReady(
-                _wire.server_ready_request(), timeout=timeout_s, metadata=self._metadata
-            )
-            left_s = max(until_s - time.monotonic(), 0.0)
-            model = await stub.ModelReady(
-                _wire.model_ready_request(self.model), timeout=left_s, metadata=self._metadata
-            )
+            if models is None:
+                server = await stub.ServerReady(
+                    _wire.server_ready_request(), timeout=timeout_s, metadata=self._metadata
+                )
+                if not server.ready:
+                    return False
+            for name in (self.model,) if models is None else models:
+                left_s = max(until_s - time.monotonic(), 0.0)
+                model = await stub.ModelReady(
+                    _wire.model_ready_request(name), timeout=left_s, metadata=self._metadata
+                )
+                if not model.ready:
+                    return False
         except grpc.RpcError:
             return False
-        return bool(server.ready and model.ready)
+        return True
 
     def _connected(self) -> Any:
         # grpc.aio binds a channel to the loop that runs when it is made.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -159,21 +159,31 @@ class Client:
         self._streams.add(stream)
         return stream
 
-    def is_ready(self, *, timeout_s: float = READY_TIMEOUT_S) -> bool:
-        """Whether server and model can take requests; False too where nothing answers in ``timeout_s``."""
+    def is_ready(self, *, timeout_s: float = READY_TIMEOUT_S, models: Sequence[str] | None = None) -> bool:
+        """Whether server and model can take requests; False too where nothing answers in ``timeout_s``.
+
+        Args:
+            models: whether these can, whatever has become of the others; None: the server with all of them.
+        """
         self._streams.check_open()
         until_s = time.monotonic() + _wire.checked_timeout(timeout_s)
         try:
-            server = self._stub.ServerReady(
-                _wire.server_ready_request(), timeout=timeout_s, metadata=self._metadata
-            )
-            left_s = max(until_s - time.monotonic(), 0.0)
-            model = self._stub.ModelReady(
-                _wire.model_ready_request(self.model), timeout=left_s, metadata=self._metadata
-            )
+            if models is None:
+                server = self._stub.ServerReady(
+                    _wire.server_ready_request(), timeout=timeout_s, metadata=self._metadata
+                )
+                if not server.ready:
+                    return False
+            for name in (self.model,) if models is None else models:
+                left_s = max(until_s - time.monotonic(), 0.0)
+                model = self._stub.ModelReady(
+                    _wire.model_ready_request(name), timeout=left_s, metadata=self._metadata
+                )
+                if not model.ready:
+                    return False
         except grpc.RpcError:
             return False
-        return bool(server.ready and model.ready)
+        return True
 
     def close(self) -> None:
         """Cancel open requests and close the connection. May be called again."""
