@@ -17,7 +17,7 @@ from lr_backend.emulated.open import open_engine
 from lr_backend.errors import LookaheadError
 from lr_backend.logs import configure_libraries
 from lr_backend.triton.client_watch import ClientWatch
-from lr_backend.triton.contract_model import ContractModel, batch_size_default, model_parameters, require_one_response
+from lr_backend.triton.contract_model import LOOP_KEY, ContractModel, batch_size_default, model_parameters, require_one_response
 from lr_backend.triton.engine_metrics import engine_metrics
 from lr_backend.triton.threads import share_interpreter
 
@@ -36,6 +36,8 @@ def engine_config(model_config: Mapping[str, Any], model_dir: Path) -> EngineCon
     return config.model_copy(update={"pace": replace(config.pace, board=model_dir.parent / BOARD)})
 
 
+CLIENT_LOOK_S = 0.05
+"""Between two looks whose client has gone."""
 BOARD = "cards.board"
 """In a model repository: what its engines ask of the cards that they share."""
 
@@ -59,8 +61,12 @@ class TritonPythonModel(ContractModel):
             raise pb_utils.TritonModelException(error.public()) from error
         self._exclude_input = self._config.exclude_input_in_output
         self._fails_as_internal = self._config.fails_as_internal
+        # The loop of this server cancels its calls by itself. One elsewhere may go away without a word.
+        period_s = CLIENT_LOOK_S if LOOP_KEY is None else None
         if (pace := self._config.pace) is not None:
             self._fails_as_internal |= pace.rules.fails_as_internal
             if (period_ms := pace.rules.cancellation_check_period_ms) is not None:
-                self._watch = ClientWatch(pace.slow_motion * period_ms / 1e3, self._engine.cancel)
+                period_s = pace.slow_motion * period_ms / 1e3
+        if period_s is not None:
+            self._watch = ClientWatch(period_s, self._engine.cancel)
         self._metrics = engine_metrics(pb_utils.MetricFamily, args["model_name"], self._engine.stats)

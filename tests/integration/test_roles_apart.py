@@ -21,7 +21,7 @@ from tritonclient.utils import InferenceServerException
 from lr_backend.build.repository import build_repository
 from lr_backend.build.spec import DeploymentSpec
 from lr_backend.engine import EngineCall, Role
-from lr_backend.engine.address import ENGINE_KEY_VARIABLE
+from lr_backend.engine.address import ENGINE_HEADER, ENGINE_KEY_VARIABLE, GRPC_PREFIX
 from lr_backend.serve.remotes import missing_roles, why_refused
 from lr_backend.serve.restrictions import tls_arguments
 from lr_backend.serve.server import ServerOptions, TritonServer
@@ -165,6 +165,25 @@ def test_a_cancel_reaches_the_engine_that_is_elsewhere(fleet: Fleet) -> None:
         time.sleep(REFRESH_S)
     assert total("lr_engine_cancelled_total") > cancelled
     assert total("lr_engine_running") == 0.0
+
+
+def test_a_call_ends_with_its_client(fleet: Fleet) -> None:
+    """A step loop that dies, or loses its network, cancels nothing."""
+
+    def num_cancelled() -> float:
+        return fleet.judge.counter("lr_engine_cancelled_total")["judge"]
+
+    before, until = num_cancelled(), time.monotonic() + READY_S
+    tensors = grpc_inputs(EngineCall("", np.arange(1, 9, dtype=np.int32), 2000).tensors())
+    headers = {f"{GRPC_PREFIX}{ENGINE_HEADER}": KEY}
+    with grpcclient.InferenceServerClient(fleet.judge.grpc_url) as client:
+        while num_cancelled() == before and time.monotonic() < until:
+            calls = [client.async_infer("judge", tensors, lambda result, error: None, headers=headers) for _ in range(8)]
+            num_cancelled()  # by then they run
+            for call in calls:
+                call.cancel()
+    assert num_cancelled() > before
+    warm_engines(fleet.judge.http_url, [Role.JUDGE], key=KEY)
 
 
 def test_a_target_that_is_killed_loses_nothing_and_with_the_last_one_the_failure_names_its_address(fleet: Fleet) -> None:

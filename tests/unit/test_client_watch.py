@@ -168,7 +168,16 @@ def test_a_client_that_goes_away_ends_its_request_and_no_other(make: Callable[..
     assert (stats.num_cancelled, stats.num_running, stats.num_blocks_used) == (3, 0, 0)
 
 
-def test_without_the_rule_nobody_looks(make: Callable[..., Any]) -> None:
+def test_an_engine_whose_loop_is_elsewhere_looks_without_the_rule(make: Callable[..., Any]) -> None:
+    model = make(cancellation_check_period_ms=None)
+    gone = call("gone", 8000)
+    gone.is_gone = True
+    model.execute([gone])
+    assert 0 < gone.answer().outputs["sequence_length"].item() < 8000
+
+
+def test_without_the_rule_nobody_looks_beside_the_loop(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["lr_backend.triton.engine_model"], "LOOP_KEY", "the loop's, which cancels by itself")
     model = make(cancellation_check_period_ms=None)
     gone = call("gone", 20)
     gone.is_gone = True
