@@ -59,7 +59,7 @@ COPY engines engines
 COPY demo demo
 RUN touch README.md \
     && /opt/pip/bin/pip --python /opt/venv/bin/python install --no-deps --target /opt/lookahead . ./client \
-    && ls /opt/lookahead/lr_backend/embedded/native/_decoder*.so
+    && ls /opt/lookahead/lr_backend/embedded/native/_decoder*.so /opt/lookahead/lr_backend/serve/_arguments*.so
 COPY build_engines.py /opt/lookahead/
 # Rendered here, so that a server on a read-only file system finds it fresh and writes nothing.
 WORKDIR /opt/lookahead
