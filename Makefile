@@ -8,8 +8,7 @@ TORCH_INDEX ?=
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test contract fault fault-long lint fields test-gpu bench-engine bench-ablation bench-pace bench-maps bench-paper bench-pace-peers bench-emulation bench-systems bench-peers load dashboard eval-demo eval-quality check-models check-all \
-	profiles image-check package-check clean
+.PHONY: $(shell grep -oE '^[a-z-]+:' $(MAKEFILE_LIST) | tr -d :)
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -99,6 +98,13 @@ profiles: venv ## the pace of H100, H200, B200 and L40S, anew from NVIDIA's kern
 
 eval-quality: venv ## does mode auto keep what ar gets right? 2,000 demo problems (about 20 minutes)
 	$(BIN)/python -m bench quality
+
+sbom: venv ## a bill of materials of each image, by CycloneDX, under out/sbom/
+	$(BIN)/python -m tools.supply_chain sbom
+
+audit: venv ## what PyPI's advisories say of the packages in the images; says so where they cannot be reached
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt 'pip-audit'
+	$(BIN)/python -m tools.supply_chain audit
 
 check-models: venv ## the demo models against their figures (500 problems, 2,000 pairs)
 	$(BIN)/python -m demo.check

@@ -1,0 +1,48 @@
+"""The bill of materials of each image: valid, and with what is in it."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+
+import pytest
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tools.supply_chain import IMAGES, ROOT, locked, pinned, sbom
+
+MAIN = {
+    "cpu": {"torch", "transformers", "safetensors", "tritonclient", "nvidia-pytriton", "grpcio", "numpy", "fastapi", "h11"},
+    "trtllm": {"fastapi", "uvicorn", "tritonclient", "grpcio", "structlog", "typer", "h11"},
+}
+VALIDATOR = JsonStrictValidator(SchemaVersion.V1_6)
+
+
+@pytest.fixture(scope="module")
+def documents() -> dict[str, str]:
+    return {image: sbom(image) for image in IMAGES}
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_a_bill_is_valid_and_holds_what_the_image_is_locked_to(documents: dict[str, str], image: str) -> None:
+    assert VALIDATOR.validate_str(documents[image]) is None
+    document = json.loads(documents[image])
+    assert document["metadata"]["component"]["name"] == "lookahead-server"
+    found = {canonicalize_name(each["name"]): each["version"] for each in document["components"]}
+    assert found == locked(image)
+    assert MAIN[image] <= set(found)
+    assert all(each["purl"].startswith("pkg:pypi/") for each in document["components"])
+    assert found.items() <= pinned(ROOT / "constraints.txt").items(), "both images get one version of a package"
+
+
+def test_all_that_the_package_needs_is_in_the_cpu_image() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert {canonicalize_name(Requirement(line).name) for line in project["dependencies"]} <= set(locked("cpu"))
+
+
+def test_a_bill_that_is_none_is_found(documents: dict[str, str]) -> None:
+    document = json.loads(documents["cpu"])
+    del document["components"][0]["name"]
+    assert VALIDATOR.validate_str(json.dumps(document)) is not None
