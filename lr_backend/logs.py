@@ -11,7 +11,7 @@ import logging
 import sys
 import traceback
 from contextlib import suppress
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import structlog
 
@@ -26,7 +26,7 @@ def configure(*, knows_texts: bool) -> None:
     structlog.configure(
         processors=[*_every(knows_texts), structlog.processors.JSONRenderer()],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.WriteLoggerFactory(_Losing(sys.stderr)),
+        logger_factory=structlog.WriteLoggerFactory(cast(TextIO, _Losing(sys.stderr))),
     )
     configure_libraries(knows_texts=knows_texts)
 

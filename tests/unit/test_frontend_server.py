@@ -6,9 +6,10 @@ import http.client
 import json
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -384,6 +385,33 @@ def probed(connection: http.client.HTTPConnection) -> int:
     response = connection.getresponse()
     response.read()
     return response.status
+
+
+def ends_of(server: Any, pause: Pause, num_asked: int, limit: int) -> Counter[int]:
+    """The statuses of so many requests, of which none ends before each has been taken or refused."""
+    with frontend(server.url, Settings(max_in_flight=limit)) as served, ThreadPoolExecutor(num_asked) as pool:
+        asked = [pool.submit(served.chat, "late") for _ in range(num_asked)]
+        deadline = time.monotonic() + WAIT_S
+        while len(server.requests) + sum(one.done() for one in asked) < num_asked:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        pause.opened.set()
+        answers = [one.result(WAIT_S) for one in asked]
+    assert all(one.headers["retry-after"] == "1" for one in answers if one.status == 503)
+    return Counter(one.status for one in answers)
+
+
+SPLIT = Counter({200: 3, 503: 5})
+
+
+def test_three_places_and_eight_requests_are_three_answers_and_five_refusals(server: Any, pause: Pause) -> None:
+    assert ends_of(server, pause, 8, 3) == SPLIT
+
+
+def test_a_door_that_counts_no_places_is_found(server: Any, pause: Pause, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above would see it."""
+    monkeypatch.setattr(Gate, "places", lambda self, wanted: nullcontext())
+    assert ends_of(server, pause, 8, 3) != SPLIT
 
 
 KEYS = ("a-key-of-16-chars", "another-key-of-mine")

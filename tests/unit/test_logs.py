@@ -83,3 +83,11 @@ def test_a_refused_request_is_logged_by_its_field_and_without_its_value(fields: 
     (line,) = logged(fields)
     assert line["event"] == "request_failed" and line["field"] == field and line["rule"]
     assert CANARY not in json.dumps(line)
+
+
+def test_a_line_that_finds_no_room_is_lost_and_nothing_else() -> None:
+    """``/dev/full`` says of every write that the disk is full."""
+    program = PROGRAM.format(knows=True, canary=CANARY) + "\nprint('served')"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=full, text=True, timeout=60)
+    assert done.stdout == "served\n"
