@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import cache
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from lr_backend.loop.answer import Outcome
 from lr_backend.request import ProposerName
 from lr_backend.testing import run_virtual
 from tests.support.examples import answers
+from tests.support.scheduled import ScheduledEngine, Sizes, drawing, scheduled
 from tests.support.world import World, chance, imitator, storyteller
 
 salts = st.integers(0, 10_000)
@@ -37,6 +39,7 @@ ways = st.fixed_dictionaries(
 """How an answer may be written: what comes first, how much each call brings, what is speculated."""
 samplings = st.sampled_from([Sampling(), Sampling(0.6), Sampling(1.3, 5, 0.9), Sampling(0.8, 1), Sampling(1.0, 0, 0.3)])
 lengths = st.sampled_from([1, 9, 60, 200])
+FOREVER_S = 1e9
 
 
 def made(salt: int, agreement: float, *, sampled: bool, coupled: bool, like_rate: float = 0.5) -> World:
@@ -177,3 +180,105 @@ def test_nothing_outlives_a_request_that_is_cancelled_wherever_it_waits(
     for moment_s in sorted(moments):
         for after in (0, 1, 3):
             run_virtual(cut_at(moment_s, after))
+
+
+# All at once -----------------------------------------------------------------------------------------------------------
+
+LENGTH = 24
+sizes = st.builds(Sizes, st.sampled_from([40, 48, 1024]), st.sampled_from([14, 20, 64]), st.sampled_from([2, 4]))
+"""Of an engine: memory for an answer and its draft tokens, for hardly more, or for all; tokens of an iteration and of a block."""
+promises = st.sampled_from(
+    [
+        *({"mode": mode} for mode in ("ar", "sd", "lossless")),
+        *({"mode": mode, "verifier": "exact", "temperature": 0.0} for mode in ("lr", "lr_sd", "auto")),
+        *({"mode": mode, "deterministic": True} for mode in ("lr", "lr_sd", "auto")),
+    ]
+)
+
+
+def promised(world: World, asked: dict[str, Any]) -> tuple[int, ...]:
+    """What the target writes alone; where steps are accepted by meaning, what the request comes to over engines at ease."""
+    if not asked.get("deterministic"):
+        kept = ("seed", "max_tokens", "temperature", "top_k", "top_p")
+        return alone(world, **{name: asked[name] for name in kept}).completion_ids
+    at_ease = {**asked, "mode": "lr", "max_depth": min(1, asked["max_depth"]), "stream": False}
+    return run_virtual(world.fresh().answer(**at_ease)).completion_ids
+
+
+def crowded(world: World, way: dict[str, Any], sizes: Sizes) -> World:
+    """Engines with a scheduler, to which calls come in another order."""
+    shuffled = world.shuffled(way["order"], spread=0.3)
+    shuffled.config = world.config.model_copy(update={"own_branches": way["own_branches"]})
+    return scheduled(shuffled, sizes)
+
+
+async def beside_one_that_goes(
+    world: World, asked: dict[str, Any], neighbour: dict[str, Any], leaves_s: float, after: int
+) -> tuple[Outcome, list[float]]:
+    """The answer to a request whose neighbour is cancelled; and the moments at which the neighbour was waiting for something."""
+    answering = asyncio.create_task(world.answer(**asked))
+    going = asyncio.create_task(world.answer(request_id="neighbour", **neighbour))
+    await asyncio.wait({going}, timeout=leaves_s)
+    for _ in range(after):
+        await asyncio.sleep(0)
+    moments: list[float] = []
+    if going.done():
+        spans = going.result().ledger.spans
+        moments = [span.started_s for span in spans] + [span.finished_s for span in spans if span.finished_s is not None]
+    going.cancel()
+    await asyncio.wait({going})
+    outcome = await answering
+    for engine in world.engines:
+        await engine.close()
+    assert not outcome.usage.degraded
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    return outcome, sorted(set(moments))
+
+
+@answers(20)
+@given(salts, agreements, ways, ways, samplings, sizes, promises, promises, st.integers(0, 3))
+def test_whoever_else_is_there_and_goes_and_however_full_the_memory_is_the_promised_text_comes(
+    salt: int,
+    agreement: float,
+    way: dict[str, Any],
+    other: dict[str, Any],
+    sampling: Sampling,
+    sizes: Sizes,
+    promise: dict[str, Any],
+    others_promise: dict[str, Any],
+    after: int,
+) -> None:
+    """Any order of completions, a neighbour cancelled wherever it waits, prompts in chunks, answers streamed or whole, sequences
+    preempted, and tokens drawn with top-k and top-p: all together."""
+    greedy = promise.get("temperature") == 0.0
+    target = drawing(salt, Sampling() if greedy else sampling)
+    draft = cache(imitator(target, salt + 1, agreement, sampled=True))
+    world = World.of(target, draft, lambda a, b: chance("like", salt, a, b) < 0.5, coupled_noise=True)
+    asked = {"seed": salt, "max_tokens": LENGTH, **of(sampling), **way["fields"], **promise}
+    neighbour = {"seed": salt + 1, "max_tokens": LENGTH, **of(sampling), **other["fields"], **others_promise}
+    expected = promised(world, asked)
+
+    def answered(leaves_s: float) -> tuple[Outcome, list[float]]:
+        return run_virtual(beside_one_that_goes(crowded(world, way, sizes), asked, neighbour, leaves_s, after))
+
+    whole, moments = answered(FOREVER_S)
+    assert whole.completion_ids == expected
+    for moment_s in moments:
+        outcome, _ = answered(moment_s)
+        assert outcome.completion_ids == expected
+
+
+@pytest.mark.parametrize("mode", ["ar", "lossless", "lr_sd"])
+def test_the_memory_does_fill_up(mode: str) -> None:
+    """Where the property above has its smallest memory."""
+    sampling, num_preemptions = Sampling(0.6, 0, 0.9), 0
+    for salt in range(6):
+        target = drawing(salt, sampling)
+        world = World.of(target, imitator(target, salt + 1, 0.9), lambda a, b: True, coupled_noise=True)
+        full = crowded(world, {"order": salt, "own_branches": True}, Sizes(40, 14))
+        asked = {"mode": mode, "max_depth": 5, "width": 2, "max_tokens": LENGTH, "seed": 1, "stream": False, **of(sampling)}
+        run_virtual(beside_one_that_goes(full, asked, asked, FOREVER_S, 0))
+        for engine in (full.target, full.draft):
+            assert isinstance(engine, ScheduledEngine)
+            num_preemptions += engine.num_preemptions
+    assert num_preemptions > 0
