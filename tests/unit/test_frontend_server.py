@@ -410,7 +410,7 @@ def test_three_places_and_eight_requests_are_three_answers_and_five_refusals(ser
 
 def test_a_door_that_counts_no_places_is_found(server: Any, pause: Pause, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above would see it."""
-    monkeypatch.setattr(Gate, "places", lambda self, wanted: nullcontext())
+    monkeypatch.setattr(Gate, "places", lambda self, *wanted: nullcontext())
     assert ends_of(server, pause, 8, 3) != SPLIT
 
 
