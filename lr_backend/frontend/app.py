@@ -25,6 +25,7 @@ from lr_backend.frontend.limits import Gate, Keys, Rate
 from lr_backend.frontend.metrics import CONTENT_TYPE, DoorMetrics
 from lr_backend.frontend.reasoning import Splitter
 from lr_backend.frontend.settings import Deployed, Settings
+from lr_backend.frontend.static import INDEX, Page
 from lr_backend.frontend.stream import EventStream
 from lr_backend.telemetry import Telemetry
 
@@ -64,6 +65,7 @@ class Frontend:
         self._gate = Gate(max_in_flight, settings.kept_for_priority)
         self._metrics, self._telemetry = DoorMetrics(self._gate, metrics_url), telemetry
         self._created = int(time.time())
+        self._page = Page(deployed, keyed=keys.wanted)
         self.draining = False
 
     async def drained(self) -> None:
@@ -79,12 +81,14 @@ class Frontend:
         routes: tuple[tuple[str, str, Handler], ...] = (
             ("GET", "/health", self._live),
             ("GET", "/ready", self._ready),
-            ("GET", "/metrics", self._page),
+            ("GET", "/metrics", self._told),
             ("GET", "/v1/models", self._models),
             ("GET", "/v1/models/{name}", self._models),
             ("POST", "/v1/chat/completions", self._chat),
             ("POST", "/v1/completions", self._completion),
         )
+        if self._settings.page:
+            routes += (("GET", "/", self._file), ("GET", "/page/{name}", self._file))
         for method, path, handler in routes:
             app.add_api_route(path, _guarded(handler, self._metrics), methods=[method], response_model=None)
         return app
@@ -98,7 +102,10 @@ class Frontend:
             raise ApiError("unavailable", f"{' or '.join(self._deployed.needs)} is not ready", retry_after_s=SOON_S)
         return call.response(to_json({"status": "ready"}))
 
-    async def _page(self, call: Call) -> Response:
+    async def _file(self, call: Call) -> Response:
+        return self._page.answer(call.request.path_params.get("name", INDEX), call.headers)
+
+    async def _told(self, call: Call) -> Response:
         self._admit(call)
         return Response(await self._metrics.page(), headers=call.headers | {"content-type": CONTENT_TYPE})
 

@@ -67,6 +67,11 @@ class Keys:
             raise ConfigError(f"{path}: no API key in it")
         return cls(keys)
 
+    @property
+    def wanted(self) -> bool:
+        """Requests need one."""
+        return bool(self._callers)
+
     def caller_of(self, authorization: str) -> Caller:
         """Whose key a request bears. The time that it takes says nothing of the keys.
 

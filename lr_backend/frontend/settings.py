@@ -36,6 +36,8 @@ class Settings(BaseModel):
     """Answers at a time. None: as many as the deployment admits."""
     kept_for_priority: int = Field(default=0, ge=0)
     """Of them, those that only keys with the word ``priority`` get."""
+    page: bool = True
+    """A page to ask on, at ``/``."""
 
     @model_validator(mode="after")
     def _is_closed(self) -> Self:
@@ -74,6 +76,7 @@ class Deployed(BaseModel):
         think_open, think_close: texts around the reasoning; without a second one nothing is taken for reasoning.
         opens_reasoning: the chat template writes the first of them, so that answers begin inside.
         needs: models of the server without which there is no answer. It goes on without the others.
+        pace: at whose pace the engines run, as it must stand beside every time; empty: at this machine's own.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -89,6 +92,7 @@ class Deployed(BaseModel):
     think_close: str | None = None
     opens_reasoning: bool = False
     needs: tuple[str, ...] = ("lookahead",)
+    pace: str = ""
 
     @classmethod
     def of(cls, name: str, config: LoopConfig, *, opens_reasoning: bool, needs: tuple[str, ...]) -> Self:
@@ -105,6 +109,7 @@ class Deployed(BaseModel):
             think_close=config.think_close,
             opens_reasoning=opens_reasoning,
             needs=needs,
+            pace=config.pace,
         )
 
 
