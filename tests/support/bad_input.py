@@ -306,7 +306,7 @@ _HEADERS: list[tuple[Mapping[str, str], str]] = [
     ),
 ]
 _ROUTES: list[tuple[str, str, str]] = [
-    ("GET", "/", "not_found"),
+    ("GET", "/index", "not_found"),
     ("GET", "/v1", "not_found"),
     ("POST", "/v1/embeddings", "not_found"),
     ("GET", "/v1/models/other", "model_not_found"),
