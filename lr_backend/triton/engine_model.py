@@ -36,8 +36,8 @@ def engine_config(model_config: Mapping[str, Any], model_dir: Path) -> EngineCon
     return config.model_copy(update={"pace": replace(config.pace, board=model_dir.parent / BOARD)})
 
 
-CLIENT_LOOK_S = 0.05
-"""Between two looks whose client has gone."""
+CLIENT_LOOK_S = 0.2
+"""Between two looks whose client has gone. Not more often: a process that is killed while it asks holds up its own return."""
 BOARD = "cards.board"
 """In a model repository: what its engines ask of the cards that they share."""
 

@@ -113,7 +113,7 @@ class Kept:
 def kept(specs: dict[Layout, Path], tmp_path: Path) -> Iterator[Kept]:
     repository = build_repository(DeploymentSpec.load(specs[Layout.PROCESS_A_ROLE]), tmp_path / "repository").output
     said: list[str] = []
-    with TritonServer(repository, ServerOptions(exit_timeout_s=2)) as server:
+    with TritonServer(repository, ServerOptions(exit_timeout_s=2, closes_engines=True)) as server:
         server.wait_ready(READY_S)
         keeper = StubKeeper(server, said.append)
         keeper.start()
