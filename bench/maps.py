@@ -196,14 +196,15 @@ def cells(systems: Iterable[str], loads: Sequence[int], contexts: Sequence[int],
 
 
 def equal_gpus(num_cards: int, load: int, system: str = "h200_sxm") -> list[Used]:
-    """Every use of so many cards."""
+    """Every use of so many cards, and ``auto`` wherever there is a row of everything that it chooses from."""
     spec = _deployment(LARGER)
     texts = replace(TEXTS, acceptance_rate=EQUAL_ALPHA, prompt_tokens=EQUAL_CONTEXT, num_steps=NUM_STEPS)
     found = list(uses(spec, system, num_cards).found)
     if load == 1:
         turns = uses(spec, system, num_cards, CardSharing.TIME_SLICES).found
         found += [replace(use, name=f"{use.name}, taking turns") for use in turns if Where.TARGETS_CARDS in use.name]
-    return [measure(spec, use, texts, load, num_seeds=-(-MIN_ANSWERS // load)) for use in found]
+    found += [replace(use, policy=replace(use.policy, mode=Mode.AUTO)) for use in found if use.policy.mode is Mode.LR_SD]
+    return [measure(spec, use, texts, load, -(-MIN_ANSWERS // load), LEARNS_FROM) for use in found]
 
 
 # What is shown ---------------------------------------------------------------------------------------------------------
@@ -266,6 +267,7 @@ def summary(found: Sequence[Found], equal: Mapping[tuple[int, int], Sequence[Use
             str(cards): {
                 "lr_over_ar": best(rows, "ar") / best(rows, "lr"),
                 "lr_sd_over_sd": best(rows, "sd") / best(rows, "lr_sd"),
+                "auto_over_ar": best(rows, "ar") / best(rows, "auto"),
             }
             for (cards, load), rows in equal.items()
             if load == 1

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import nan
-from statistics import fmean
 from typing import Any
 
 from rich.table import Table
@@ -22,7 +21,7 @@ from lr_backend.errors import ConfigError
 from lr_backend.hardware.cost import DraftingCosts, Iteration, ProfileCosts
 from lr_backend.hardware.machine import Machine
 from lr_backend.hardware.sharing import CardSharing
-from lr_backend.plan.simulation import Policy, Scenario, simulate
+from lr_backend.plan.simulation import Policy, Scenario, ms_a_token, simulate
 from lr_backend.request import Mode
 
 COMPILED, LLM_API = "compiled engines", "LLM API"
@@ -183,23 +182,33 @@ def _chance_of_a_token(accepted_length: float, num_drafts: int) -> float:
     return low
 
 
-def measure(spec: GpuDeployment, use: Use, workload: Workload, num_requests: int, num_seeds: int = 2) -> Used:
-    """The use for so many requests in flight."""
+def measure(
+    spec: GpuDeployment, use: Use, workload: Workload, num_requests: int, num_sets: int = 2, learns_from: int = 0
+) -> Used:
+    """The use for so many requests in flight, over so many sets of them.
+
+    Args:
+        learns_from: so many questions come before those that are measured, the same of every use. Only a mode that learns from
+            them answers them.
+    """
     if use.token_agreement is not None:
         workload = replace(workload, token_agreement=use.token_agreement)
     scenario = Scenario.of(spec.loop_config(), workload, use.machine, prompts_are_cached=True)
     policy = replace(use.policy, num_requests=-(-num_requests // use.replicas))
-    found = [simulate(scenario, policy, seed) for seed in range(num_seeds)]
-    seconds = fmean(one.latency_s for one in found)
-    tokens = fmean(usage.completion_tokens for one in found for usage in one.usages)
-    tokens_per_s = num_requests * tokens / seconds
+    num_before = -(-learns_from // policy.num_requests)
+    if policy.mode.chooses:
+        usages = simulate(scenario, policy, num_sets=num_before + num_sets).usages[num_before * policy.num_requests :]
+    else:
+        usages = simulate(scenario, policy, first=num_before * policy.num_requests, num_sets=num_sets).usages
+    ms = ms_a_token(usages)
+    tokens_per_s = 1e3 * num_requests / ms
     return Used(
         use.name,
         use.runtime,
         use.policy.mode.value,
         use.num_cards,
         num_requests,
-        1e3 * seconds / tokens,
+        ms,
         tokens_per_s,
         1e3 * use.num_cards / tokens_per_s,
     )
