@@ -60,6 +60,9 @@ image-check: venv ## builds both images without docker, runs the CPU one and ask
 package-check: venv ## builds wheel and sdist, installs them into an empty environment, and serves the demo from there
 	$(BIN)/python -m tests.long.package_check
 
+screenshots: venv ## pictures of the page for docs/images, from the demo at the pace of H200s (needs Debian's chromium and chromium-driver)
+	$(BIN)/python -m tests.support.screenshots
+
 eval-demo: venv ## speed and quality of the four modes over N problems (200), as a page under out/
 	$(BIN)/python -m bench evaluation --problems $(N)
 
