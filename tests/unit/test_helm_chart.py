@@ -1,0 +1,484 @@
+"""deploy/helm/lookahead, rendered by Helm itself and held strictly against Kubernetes' schemas: it says what the code says."""
+
+from __future__ import annotations
+
+import copy
+import re
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import helm_python as helm
+import kubernetes_validate
+import pytest
+import typer
+import yaml
+from click.testing import CliRunner
+from huggingface_hub.cli.hf import app as hub
+
+import lr_backend
+from lr_backend.build.spec import DeploymentSpec
+from lr_backend.cli.app import app as cli
+from lr_backend.cli.ports import OPENAI_PORT, PORTS
+from lr_backend.engine import Role
+from lr_backend.engine.address import ENGINE_KEY_VARIABLE, Address
+from lr_backend.frontend import app as frontend
+from lr_backend.frontend.settings import Settings
+from lr_backend.serve import health
+from lr_backend.serve.server import CLEANUP_MARGIN_S
+from tests.support.observed import has_prometheus
+
+PROJECT = Path(__file__).resolve().parents[2]
+CHART = PROJECT / "deploy" / "helm" / "lookahead"
+PROFILES = sorted(path.stem for path in (CHART / "profiles").glob("*.yaml"))
+KUBERNETES = ("1.37", "1.34", "1.32")
+"""The newest that the validator knows, and the oldest that the chart takes."""
+EVERYTHING: dict[str, Any] = {
+    "openai": {"settings": {"max_requests_a_minute": 60}},
+    "monitoring": {
+        "serviceMonitor": True,
+        "prometheusRule": True,
+        "dashboard": True,
+        "credentialsSecret": {"name": "scrape"},
+    },
+    "httpRoute": {"enabled": True, "gateway": "front", "gatewayNamespace": "edge", "hostname": "lookahead.example"},
+    "ingress": {"enabled": True, "className": "nginx", "hostname": "lookahead.example", "tlsSecret": "tls"},
+    "autoscaling": {"kind": "keda"},
+    "checkpoints": {"enabled": True},
+    "engines": {"enabled": True},
+    "download": {
+        "repositories": [{"repository": "Qwen/Qwen3-1.7B", "folder": "Qwen3-1.7B", "revision": "main"}],
+        "tokenSecret": {"name": "hub"},
+    },
+    "build": {"enabled": True},
+    "networkPolicy": {"metricsFrom": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]},
+    "env": [{"name": "OTEL_EXPORTER_OTLP_ENDPOINT", "value": "http://collector:4318"}],
+}
+CUSTOM = {"ServiceMonitor", "PrometheusRule", "ScaledObject", "HTTPRoute"}
+"""Of operators: no schema of Kubernetes' own; their shape is said below."""
+
+Document = dict[str, Any]
+NEEDS_PROMETHEUS = pytest.mark.skipif(not has_prometheus(), reason="promtool is not installed (Debian's package prometheus)")
+
+
+def over(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Values with changes laid over them, as Helm lays a second file over the first."""
+    merged = copy.deepcopy(dict(values))
+    for key, value in changes.items():
+        merged[key] = over(merged.get(key) or {}, value) if isinstance(value, Mapping) else value
+    return merged
+
+
+def profile(name: str, **changes: Any) -> dict[str, Any]:
+    return over(helm.values_from_yaml((CHART / "profiles" / f"{name}.yaml").read_text(encoding="utf-8")), changes)
+
+
+def render(values: Mapping[str, Any], chart: Path = CHART) -> list[Document]:
+    with helm.Chart.load(chart) as loaded:
+        pages = loaded.render(dict(values), name="lr", namespace="prod")
+    return [each for name, text in pages.items() if name.endswith(".yaml") for each in yaml.safe_load_all(text) if each]
+
+
+def named(documents: list[Document], kind: str, name: str) -> Document:
+    (found,) = (each for each in documents if each["kind"] == kind and each["metadata"]["name"] == name)
+    return found
+
+
+def pods(documents: list[Document]) -> Iterator[tuple[str, Document]]:
+    for each in documents:
+        if "template" in each.get("spec", {}):
+            yield f"{each['kind']}/{each['metadata']['name']}", each["spec"]["template"]["spec"]
+
+
+def validate(documents: list[Document], version: str = KUBERNETES[0]) -> None:
+    for each in documents:
+        if each["kind"] not in CUSTOM:
+            kubernetes_validate.validate(each, version, strict=True)
+
+
+RENDERED: dict[str, list[Document]] = {name: render(profile(name)) for name in PROFILES}
+RENDERED |= {f"{name}, everything": render(profile(name, **EVERYTHING)) for name in PROFILES}
+RENDERED["roles-apart, by TLS"] = render(profile("roles-apart", roles={"tlsSecret": "roles-tls"}))
+RENDERED["cpu, hpa"] = render(profile("cpu", autoscaling={"kind": "hpa"}))
+
+
+# ------------------------------------------------------------------------------------------------------------------ the schemas
+
+
+@pytest.mark.parametrize("version", KUBERNETES)
+@pytest.mark.parametrize("name", RENDERED)
+def test_is_what_kubernetes_takes(name: str, version: str) -> None:
+    validate(RENDERED[name], version)
+    names = [(each["kind"], each["metadata"]["name"]) for each in RENDERED[name]]
+    assert len(names) == len(set(names)) and ("Deployment", "lr-lookahead") in names
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_helm_lint_finds_nothing(name: str) -> None:
+    report = helm.lint(CHART, profile(name), strict=True)
+    assert report["errors"] == [] and {each["severity"] for each in report["messages"]} <= {1}  # 1: it would like an icon
+
+
+@pytest.mark.parametrize(
+    ("template", "right", "wrong"),
+    [
+        ("server.yaml", "readinessProbe:", "readynessProbe:"),
+        ("server.yaml", "containerPort: 9000", "containerPort: nine"),
+        ("networkpolicy.yaml", "policyTypes: [Ingress, Egress]", "policyTypes: Ingress"),
+        ("storage.yaml", "accessModes:", "accessMode:"),
+    ],
+)
+def test_a_broken_template_is_seen(tmp_path: Path, template: str, right: str, wrong: str) -> None:
+    for path in CHART.rglob("*"):
+        if path.is_file():
+            copied = tmp_path / "lookahead" / path.relative_to(CHART)
+            copied.parent.mkdir(parents=True, exist_ok=True)
+            copied.write_bytes(path.read_bytes())
+    chart = tmp_path / "lookahead"
+    validate(render(profile("one-node"), chart))
+    broken = chart / "templates" / template
+    text = broken.read_text(encoding="utf-8")
+    assert right in text
+    broken.write_text(text.replace(right, wrong), encoding="utf-8")
+    with pytest.raises(kubernetes_validate.ValidationError):
+        validate(render(profile("one-node"), chart))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"replicas": 2},
+        {"server": {"gpus": -1}},
+        {"server": {"gpus": "4"}},
+        {"server": {"shm": "8 GB"}},
+        {"server": {"resources": {"limit": {}}}},
+        {"image": {"pullPolicy": "Sometimes"}},
+        {"spec": {"name": "../demo"}},
+        {"spec": {"exitTimeoutSeconds": 4000}},
+        {"openai": {"settings": {"max_in_fligth": 3}}},
+        {"openai": {"settings": {"open_to_network": True}}},
+        {"openai": {"keysSecret": {"name": "Not A Name"}}},
+        {"openai": {"keys": ["sk-1"]}},
+        {"roles": {"enabled": True, "target": {"replicas": 0}}},
+        {"roles": {"key": "secret"}},
+        {"engines": {"accessModes": []}},
+        {"download": {"repositories": [{"repository": "Qwen3-32B", "folder": "x"}]}},
+        {"download": {"repositories": [{"repository": "Qwen/Qwen3-32B", "folder": "../x"}]}},
+        {"download": {"token": "hf_1"}},
+        {"autoscaling": {"kind": "vpa"}},
+        {"autoscaling": {"takenShare": 1.5}},
+        {"monitoring": {"interval": "15"}},
+        {"service": {"port": 0}},
+    ],
+    ids=str,
+)
+def test_the_schema_of_the_values_refuses(wrong: dict[str, Any]) -> None:
+    with helm.Chart.load(CHART) as chart:
+        chart.validate_schema(profile("cpu"))
+        with pytest.raises(helm.HelmError):
+            chart.validate_schema(profile("cpu", **wrong))
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        (over(profile("cpu"), {"image": {"repository": ""}}), "image.repository"),
+        (over(profile("cpu"), {"openai": {"keysSecret": {"name": ""}}}), "openai: give keysSecret.name"),
+        (over(profile("roles-apart"), {"roles": {"keySecret": {"name": ""}}}), "roles.keySecret.name"),
+        (over(profile("roles-apart"), {"spec": {"name": "mine"}}), "the chart needs its text"),
+        (over(profile("cpu"), {"build": {"enabled": True}}), "build: it needs engines.enabled"),
+        (over(profile("cpu"), {"download": EVERYTHING["download"]}), "download: it needs checkpoints.enabled"),
+        (over(profile("cpu"), {"httpRoute": {"enabled": True}}), "httpRoute.gateway"),
+        (over(profile("cpu"), {"ingress": {"enabled": True, "hostname": "a.example"}}), "ingress.tlsSecret"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_does_not_go_together_is_refused_by_name(values: dict[str, Any], why: str) -> None:
+    with pytest.raises(helm.HelmError, match=re.escape(why)):
+        render(values)
+
+
+# --------------------------------------------------------------------------------------------------------------------- security
+
+
+@pytest.mark.parametrize("name", RENDERED)
+def test_no_pod_has_powers(name: str) -> None:
+    seen = list(pods(RENDERED[name]))
+    assert seen
+    for _, pod in seen:
+        assert pod["automountServiceAccountToken"] is False and pod["serviceAccountName"] == "lr-lookahead"
+        context = pod["securityContext"]
+        assert context["runAsNonRoot"] is True and context["runAsUser"] == 1000
+        assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
+        for container in pod["containers"]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+        assert all("hostPath" not in volume for volume in pod["volumes"])
+    assert named(RENDERED[name], "ServiceAccount", "lr-lookahead")["automountServiceAccountToken"] is False
+
+
+@pytest.mark.parametrize("name", RENDERED)
+def test_only_memory_and_what_a_job_fills_can_be_written(name: str) -> None:
+    for owner, pod in pods(RENDERED[name]):
+        writable = {
+            mount["mountPath"]
+            for container in pod["containers"]
+            for mount in container["volumeMounts"]
+            if not mount.get("readOnly")
+        }
+        by_job = {"/checkpoints"} if "download" in owner else {"/opt/lookahead/engines/built"} if "build" in owner else set()
+        assert writable == {"/tmp", *by_job} | (set() if "download" in owner else {"/dev/shm"})
+
+
+@pytest.mark.parametrize("name", RENDERED)
+def test_secrets_come_by_reference(name: str) -> None:
+    assert not [each for each in RENDERED[name] if each["kind"] == "Secret"]
+    for _, pod in pods(RENDERED[name]):
+        for container in pod["containers"]:
+            for variable in container.get("env", ()):
+                if re.search("TOKEN|KEY|SECRET|PASSWORD", variable["name"]):
+                    by_file = variable["name"].endswith("_FILE") and variable["value"].startswith("/run/secrets/")
+                    assert by_file or "secretKeyRef" in variable["valueFrom"], variable
+            for argument in container.get("args", ()):
+                if "key" in argument.partition("=")[0]:
+                    assert argument.partition("=")[2].startswith("/run/secrets/"), argument
+            mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+            volumes = {volume["name"]: volume for volume in pod["volumes"]}
+            for path, volume in mounts.items():
+                assert path.startswith("/run/secrets/") == ("secret" in volumes[volume])
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_the_network_leads_to_the_openai_api_and_from_the_loop_to_roles(name: str) -> None:
+    documents = RENDERED[f"{name}, everything"]
+    policies = {each["metadata"]["name"]: each["spec"] for each in documents if each["kind"] == "NetworkPolicy"}
+    assert [rule["ports"] for rule in policies["lr-lookahead"]["ingress"]] == [[{"port": OPENAI_PORT, "protocol": "TCP"}]]
+    assert "ingress" not in policies["lr-lookahead-build"] and "egress" not in policies["lr-lookahead-build"]
+    assert all(set(each["policyTypes"]) == {"Ingress", "Egress"} for each in policies.values())
+    if name == "roles-apart":
+        calls, metrics = policies["lr-lookahead-roles"]["ingress"]
+        (peer,) = calls["from"]
+        assert peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "server" and len(peer) == 1
+        assert [port["port"] for port in calls["ports"]] == [PORTS.grpc]
+        assert [port["port"] for port in metrics["ports"]] == [PORTS.metrics] and metrics["from"]
+        assert "egress" not in policies["lr-lookahead-roles"]
+        (closed,) = (each for each in RENDERED[name] if each["metadata"]["name"] == "lr-lookahead-roles")
+        assert len(closed["spec"]["ingress"]) == 1  # nobody reads metrics unless a peer is named
+
+
+# ------------------------------------------------------------------------------------------------------------ what the code says
+
+
+def options_of(command: str) -> set[str]:
+    """Long options in the help of one of the CLI's commands."""
+    group: Any = typer.main.get_command(cli)
+    return {option for parameter in group.commands[command].params for option in parameter.opts}
+
+
+@pytest.mark.parametrize("name", RENDERED)
+def test_every_flag_is_the_commands(name: str) -> None:
+    for owner, pod in pods(RENDERED[name]):
+        for container in pod["containers"]:
+            if container["command"] == ["hf", "download"]:
+                continue
+            command = "build" if "build" in owner else "serve"
+            assert " ".join(container["command"]).count(f"lookahead {command}") == 1
+            given = {argument.partition("=")[0] for argument in container["args"]}
+            assert given <= options_of(command), given - options_of(command)
+
+
+def test_the_download_is_by_flags_that_the_hubs_command_has() -> None:
+    known = set(re.findall(r"--[a-z-]+", CliRunner().invoke(hub, ["download", "--help"]).output))
+    values = profile("cpu", **EVERYTHING)
+    values["download"]["repositories"].append(
+        {"repository": "abisee/cnn_dailymail", "folder": "cnn_dailymail", "dataset": True, "include": ["3.0.0/*"]}
+    )
+    (job,) = (pod for owner, pod in pods(render(values)) if "download" in owner)
+    given = {argument.partition("=")[0] for each in job["containers"] for argument in each["args"] if argument.startswith("--")}
+    assert given == {"--revision", "--local-dir", "--repo-type", "--include"} and given <= known
+    assert not [owner for owner, _ in pods(RENDERED["one-node"]) if "download" in owner]  # nothing unless it is named
+
+
+def test_the_probes_ask_what_the_servers_answer() -> None:
+    source = Path(frontend.__file__).read_text(encoding="utf-8")
+    documents = RENDERED["roles-apart"]
+    (server,) = named(documents, "Deployment", "lr-lookahead")["spec"]["template"]["spec"]["containers"]
+    probes = {kind: server[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "readiness", "liveness")}
+    assert probes == {"startup": "/ready", "readiness": "/ready", "liveness": "/health"}
+    assert all(f'("GET", "{path}"' in source for path in probes.values())
+    (monitor,) = (each for each in RENDERED["cpu, everything"] if each["kind"] == "ServiceMonitor")
+    assert f'("GET", "{monitor["spec"]["endpoints"][0]["path"]}"' in source
+    assert server["ports"] == [{"name": "openai", "containerPort": OPENAI_PORT}]
+    (role,) = named(documents, "StatefulSet", "lr-lookahead-judge")["spec"]["template"]["spec"]["containers"]
+    assert role["readinessProbe"]["httpGet"]["path"] == health._PATH == role["startupProbe"]["httpGet"]["path"]
+    ports = {port["name"]: port["containerPort"] for port in role["ports"]}
+    assert ports == {"http": PORTS.http, "grpc": PORTS.grpc, "metrics": PORTS.metrics}
+    assert role["env"][0] == {"name": f"{ENGINE_KEY_VARIABLE}_FILE", "value": "/run/secrets/engine/engine-key"}
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_a_pod_has_the_time_that_its_spec_takes(name: str) -> None:
+    spec = DeploymentSpec.load(profile(name)["spec"]["name"])
+    checked = 0
+    for owner, pod in pods(RENDERED[name]):
+        (container,) = pod["containers"]
+        sleep_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+        assert pod["terminationGracePeriodSeconds"] >= sleep_s + spec.server.exit_timeout_s + CLEANUP_MARGIN_S + 5, owner
+        startup = container["startupProbe"]
+        assert startup["periodSeconds"] * startup["failureThreshold"] >= spec.server.load_timeout_s + 30
+        checked += 1
+    assert checked == (4 if name == "roles-apart" else 1)
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_the_front_end_takes_its_settings(name: str, tmp_path: Path) -> None:
+    documents = RENDERED[f"{name}, everything"]
+    file = tmp_path / "openai.toml"
+    file.write_text(named(documents, "ConfigMap", "lr-lookahead")["data"]["openai.toml"], encoding="utf-8")
+    settings = Settings.load(file, host="0.0.0.0", port=OPENAI_PORT, keys_file=Path("/run/secrets/openai/keys"))
+    assert settings.max_requests_a_minute == 60 and not settings.open_to_network
+
+
+@pytest.mark.parametrize(("name", "scheme"), [("roles-apart", "grpc"), ("roles-apart, by TLS", "grpcs")])
+def test_the_loop_finds_each_replica_of_a_role(name: str, scheme: str, tmp_path: Path) -> None:
+    documents = RENDERED[name]
+    file = tmp_path / "engines" / "qwen3-32b-apart.toml"
+    file.parent.mkdir()
+    file.write_text(named(documents, "ConfigMap", "lr-lookahead")["data"]["spec.toml"], encoding="utf-8")
+    spec = DeploymentSpec.load(file)
+    assert spec.runs_loop and spec.placements == ()  # the loop's pod needs no card
+    assert set(spec.remotes) == set(Role)
+    for role, urls in spec.remotes.items():
+        pods_of = named(documents, "StatefulSet", f"lr-lookahead-{role}")["spec"]
+        service = named(documents, "Service", pods_of["serviceName"])
+        assert service["spec"]["clusterIP"] == "None" and service["spec"]["publishNotReadyAddresses"] is True
+        assert service["spec"]["selector"] == pods_of["selector"]["matchLabels"]
+        names = [f"lr-lookahead-{role}-{i}.{service['metadata']['name']}" for i in range(pods_of["replicas"])]
+        assert [Address.parse(url) for url in urls] == [Address(each, PORTS.grpc, scheme == "grpcs") for each in names]
+        (placement,) = spec.only([role]).placements
+        (container,) = pods_of["template"]["spec"]["containers"]
+        assert list(placement.gpu_device_ids) == list(range(container["resources"]["limits"]["nvidia.com/gpu"]))
+        assert placement.tp_size == len(placement.gpu_device_ids)
+
+
+@pytest.mark.parametrize("name", ["one-node", "cpu"])
+def test_a_pod_has_the_cards_of_its_spec(name: str) -> None:
+    spec: Any = DeploymentSpec.load(profile(name)["spec"]["name"])
+    (container,) = named(RENDERED[name], "Deployment", "lr-lookahead")["spec"]["template"]["spec"]["containers"]
+    cards = container["resources"]["limits"].get("nvidia.com/gpu", 0)
+    assert cards == (spec.hardware.num_gpus if spec.placements else 0)
+    assert container["image"].endswith(f"{'trtllm' if cards else 'cpu'}-{lr_backend.__version__}")
+    starts_mps = "nvidia-cuda-mps-control -d" in " ".join(container["command"])
+    devices = [device for each in spec.placements for device in each.gpu_device_ids]
+    assert starts_mps == (len(devices) != len(set(devices)))
+
+
+def test_the_jobs_build_each_servers_part() -> None:
+    roles = {
+        next((argument.partition("=")[2] for argument in pod["containers"][0]["args"] if "--role" in argument), "")
+        for owner, pod in pods(RENDERED["roles-apart, everything"])
+        if "build" in owner
+    }
+    assert roles == {"", *Role}
+
+
+# ------------------------------------------------------------------------------------------------------ what operators understand
+
+
+def metrics_in(text: str) -> set[str]:
+    return set(re.findall(r"\blr_[a-z_]+", text))
+
+
+def test_scaling_asks_for_metrics_that_the_server_has() -> None:
+    told = metrics_in((PROJECT / "docs" / "operations.md").read_text(encoding="utf-8"))
+    (hpa,) = (each["spec"] for each in RENDERED["cpu, hpa"] if each["kind"] == "HorizontalPodAutoscaler")
+    assert [each["pods"]["metric"]["name"] for each in hpa["metrics"]] == ["lr_requests_in_flight"]
+    (keda,) = (each for each in RENDERED["cpu, everything"] if each["kind"] == "ScaledObject")
+    assert keda["apiVersion"] == "keda.sh/v1alpha1" and keda["spec"]["scaleTargetRef"] == {"name": "lr-lookahead"}
+    (trigger,) = keda["spec"]["triggers"]
+    assert trigger["type"] == "prometheus" and trigger["metricType"] == "Value"
+    assert set(trigger["metadata"]) == {"serverAddress", "threshold", "query"}
+    assert all(isinstance(value, str) for value in trigger["metadata"].values())  # KEDA takes texts alone
+    asked = metrics_in(trigger["metadata"]["query"])
+    assert asked == {"lr_requests_in_flight", "lr_requests_in_flight_limit", "lr_steps_total"} and asked <= told
+    for name in ("cpu, hpa", "cpu, everything"):
+        assert "replicas" not in named(RENDERED[name], "Deployment", "lr-lookahead")["spec"]
+
+
+@NEEDS_PROMETHEUS
+@pytest.mark.parametrize(
+    ("accepted", "corrected", "load"),
+    [(60, 40, 0.5), (90, 10, 0.5), (40, 60, 0.75), (0, 100, 3.0), (0, 0, 0.5)],
+    ids=["as usual", "better than usual", "worse", "none", "no drafted steps"],
+)
+def test_fewer_accepted_steps_count_for_more_load(tmp_path: Path, accepted: int, corrected: int, load: float) -> None:
+    """Prometheus' own answer to KEDA's question, with half of the places taken."""
+    (keda,) = (each for each in RENDERED["cpu, everything"] if each["kind"] == "ScaledObject")
+    of = 'namespace="prod",service="lr-lookahead"'
+    series = {
+        f"lr_requests_in_flight{{{of}}}": "32+0x40",
+        f"lr_requests_in_flight_limit{{{of}}}": "64+0x40",
+        f'lr_steps_total{{{of},origin="draft",reason="judge"}}': f"0+{accepted}x40",
+        f'lr_steps_total{{{of},origin="correction",reason="judge"}}': f"0+{corrected}x40",
+    }
+    query = keda["spec"]["triggers"][0]["metadata"]["query"]
+    case = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "promql_expr_test": [
+            {"expr": f"round({query}, 0.001)", "eval_time": "30m", "exp_samples": [{"labels": "{}", "value": load}]}
+        ],
+    }
+    file = tmp_path / "load.yaml"
+    file.write_text(yaml.safe_dump({"evaluation_interval": "1m", "tests": [case]}), encoding="utf-8")
+    done = subprocess.run(["promtool", "test", "rules", str(file)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_prometheus_and_grafana_get_the_files_of_deploy() -> None:
+    documents = RENDERED["roles-apart, everything"]
+    alerts = yaml.safe_load((PROJECT / "deploy" / "prometheus" / "alerts.yaml").read_text(encoding="utf-8"))
+    rule = named(documents, "PrometheusRule", "lr-lookahead")
+    assert rule["apiVersion"] == "monitoring.coreos.com/v1" and rule["spec"] == alerts
+    board = (PROJECT / "deploy" / "grafana" / "dashboard.json").read_text(encoding="utf-8")
+    assert named(documents, "ConfigMap", "lr-lookahead-dashboard")["data"]["lookahead.json"].strip() == board.strip()
+    monitors = [each["spec"] for each in documents if each["kind"] == "ServiceMonitor"]
+    assert len(monitors) == 2
+    for monitor in monitors:
+        assert set(monitor) == {"jobLabel", "selector", "endpoints"}
+        (endpoint,) = monitor["endpoints"]
+        components = {
+            each["metadata"]["labels"]["app.kubernetes.io/component"]
+            for each in documents
+            if each["kind"] == "Service" and endpoint["port"] in {port["name"] for port in each["spec"]["ports"]}
+        }
+        assert components == ({"server"} if endpoint["port"] == "openai" else set(Role))
+    assert monitors[0]["endpoints"][0]["authorization"] == {"credentials": {"name": "scrape", "key": "key"}}
+    linked = render(profile("cpu", **over(EVERYTHING, {"monitoring": {"docsUrl": "https://docs.example/lookahead/"}})))
+    links = [
+        each["annotations"]["runbook_url"]
+        for each in named(linked, "PrometheusRule", "lr-lookahead")["spec"]["groups"][0]["rules"]
+    ]
+    assert links[0] == "https://docs.example/lookahead/operations/#lookaheaddown" and all("../" not in link for link in links)
+
+
+def test_the_route_leads_to_the_service() -> None:
+    documents = RENDERED["cpu, everything"]
+    route = named(documents, "HTTPRoute", "lr-lookahead")
+    assert route["apiVersion"] == "gateway.networking.k8s.io/v1" and set(route["spec"]) == {"parentRefs", "hostnames", "rules"}
+    assert route["spec"]["parentRefs"] == [{"name": "front", "namespace": "edge"}]
+    (rule,) = route["spec"]["rules"]
+    (backend,) = rule["backendRefs"]
+    ports = named(documents, "Service", backend["name"])["spec"]["ports"]
+    assert [port["port"] for port in ports] == [backend["port"]]
+    assert rule["matches"] == [{"path": {"type": "PathPrefix", "value": "/v1"}}]
+
+
+def test_the_chart_is_the_servers_version() -> None:
+    with helm.Chart.load(CHART) as chart:
+        assert chart.version == chart.metadata["appVersion"] == lr_backend.__version__
