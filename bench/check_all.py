@@ -94,6 +94,7 @@ def long_checks(folder: Path) -> list[Check]:
         Check("contract", (*PYTHON, "pytest", "-q", "-p", "no:randomly", "tests/contract")),
         Check("check-models", (*PYTHON, *models), "judge agrees with checker.share"),
         Check("demo", (*PYTHON, *demo), "speedup_at_production_pace.lr_sd"),
+        Check("docs", (*PYTHON, "tools.docs_site")),
         Check("package-check", (*PYTHON, "tests.long.package_check")),
     ]
     if shutil.which("prometheus"):
