@@ -26,7 +26,6 @@ from lr_backend.serve.remotes import missing_roles, why_refused
 from lr_backend.serve.restrictions import tls_arguments
 from lr_backend.serve.server import ServerOptions, TritonServer
 from lr_backend.serve.warmup import WarmupError, warm_engines
-from lr_backend.triton.metrics import REFRESH_S
 from lr_backend.triton.remote_engine import grpc_inputs
 from tests.support.tiny_models import make_tiny_models, write_spec
 
@@ -146,25 +145,6 @@ def test_the_doctor_knows_a_key_that_opens_from_one_that_does_not(fleet: Fleet) 
     assert why_refused(url, Role.JUDGE, KEY) == ""
     for key, told in (("", "without a key"), ("another-key-0123456789", "with this key")):
         assert why_refused(url, Role.JUDGE, key).startswith(f"ready, and answers nobody {told}: ")
-
-
-def test_a_cancel_reaches_the_engine_that_is_elsewhere(fleet: Fleet) -> None:
-    def total(name: str) -> float:
-        return sum(target.counter(name).get("target", 0.0) for target in fleet.targets)
-
-    cancelled = total("lr_engine_cancelled_total")
-    with Client(fleet.loop.grpc_url, timeout_s=READY_S) as client:
-        options = Options(mode="ar", seed=1, temperature=0.8, max_tokens=250)
-        deadline = time.monotonic() + READY_S
-        while total("lr_engine_cancelled_total") <= cancelled and time.monotonic() < deadline:
-            with client.stream(QUESTIONS[0], options) as events:  # now and then it ends before the cancel comes
-                next(events)
-                events.cancel()
-            time.sleep(2 * REFRESH_S)
-    while total("lr_engine_running") > 0.0 and time.monotonic() < deadline:
-        time.sleep(REFRESH_S)
-    assert total("lr_engine_cancelled_total") > cancelled
-    assert total("lr_engine_running") == 0.0
 
 
 def test_a_call_ends_with_its_client(fleet: Fleet) -> None:
