@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import time
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -200,3 +201,12 @@ def kill(server: TritonServer) -> None:
     assert server.pid is not None
     os.kill(server.pid, signal.SIGKILL)
     assert server.wait(READY_S) is not None
+
+
+def test_the_engines_key_is_in_no_log_and_on_no_page(fleet: Fleet) -> None:
+    warm_engines(fleet.judge.http_url, [Role.JUDGE], key=KEY)
+    servers = (*fleet.targets, fleet.judge, fleet.loop)
+    pages = [urllib.request.urlopen(f"http://{each.metrics_url}/metrics", timeout=READY_S).read().decode() for each in servers]
+    logs = [each.log_text() for each in (*servers, fleet.draft)]
+    assert all(pages) and all(logs)
+    assert not any(KEY in text for text in (*pages, *logs))
