@@ -315,7 +315,9 @@ def test_the_probes_ask_what_the_servers_answer() -> None:
     assert f'("GET", "{monitor["spec"]["endpoints"][0]["path"]}"' in source
     assert server["ports"] == [{"name": "openai", "containerPort": OPENAI_PORT}]
     (role,) = named(documents, "StatefulSet", "lr-lookahead-judge")["spec"]["template"]["spec"]["containers"]
-    assert role["readinessProbe"]["httpGet"]["path"] == health._TRITONS == role["startupProbe"]["httpGet"]["path"]
+    asked = Path(health.__file__).read_text(encoding="utf-8")
+    assert role["readinessProbe"]["httpGet"] == role["startupProbe"]["httpGet"] == {"path": "/v2/health/ready", "port": "http"}
+    assert '"/v2/health/ready"' in asked  # what the images' own check asks Triton
     ports = {port["name"]: port["containerPort"] for port in role["ports"]}
     assert ports == {"http": PORTS.http, "grpc": PORTS.grpc, "metrics": PORTS.metrics}
     assert role["env"][0] == {"name": f"{ENGINE_KEY_VARIABLE}_FILE", "value": "/run/secrets/engine/engine-key"}
