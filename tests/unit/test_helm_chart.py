@@ -466,7 +466,8 @@ def test_prometheus_and_grafana_get_the_files_of_deploy() -> None:
         each["annotations"]["runbook_url"]
         for each in named(linked, "PrometheusRule", "lr-lookahead")["spec"]["groups"][0]["rules"]
     ]
-    assert links[0] == "https://docs.example/lookahead/operations/#lookaheaddown" and all("../" not in link for link in links)
+    assert links[0] == "https://docs.example/lookahead/docs/operations/#lookaheaddown"
+    assert all("../" not in link for link in links)
 
 
 def test_the_route_leads_to_the_service() -> None:
