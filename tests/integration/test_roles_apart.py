@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -9,7 +10,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +28,8 @@ from lr_backend.serve.remotes import missing_roles, why_refused
 from lr_backend.serve.restrictions import tls_arguments
 from lr_backend.serve.server import ServerOptions, TritonServer
 from lr_backend.serve.warmup import WarmupError, warm_engines
-from lr_backend.triton.remote_engine import grpc_inputs
+from lr_backend.triton.metrics import REFRESH_S
+from lr_backend.triton.remote_engine import RemoteEngine, grpc_inputs
 from tests.support.tiny_models import make_tiny_models, write_spec
 
 pytestmark = pytest.mark.integration
@@ -148,6 +150,31 @@ def test_the_doctor_knows_a_key_that_opens_from_one_that_does_not(fleet: Fleet) 
         assert why_refused(url, Role.JUDGE, key).startswith(f"ready, and answers nobody {told}: ")
 
 
+def test_a_cancelled_call_ends_at_the_engine_that_is_elsewhere(fleet: Fleet) -> None:
+    call = EngineCall("to-be-cancelled", np.arange(1, 9, dtype=np.int32), 2000)
+
+    async def cancel_one(engine: RemoteEngine) -> None:
+        running = asyncio.create_task(engine.generate(call))
+        await asyncio.sleep(0.005)
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+
+    async def until_cancelled() -> None:
+        engine = RemoteEngine(f"grpc://{fleet.judge.grpc_url}", "judge", key=KEY)
+        before, until = num_cancelled(), time.monotonic() + READY_S
+        while num_cancelled() == before:  # where the machine is busy, a call may be cancelled before it is sent
+            assert time.monotonic() < until
+            await cancel_one(engine)
+            await asyncio.sleep(REFRESH_S)
+        await engine.close()
+
+    def num_cancelled() -> float:
+        return fleet.judge.counter("lr_engine_cancelled_total")["judge"]
+
+    asyncio.run(until_cancelled())
+
+
 def test_a_call_ends_with_its_client(fleet: Fleet) -> None:
     """A step loop that dies, or loses its network, cancels nothing."""
 
@@ -159,10 +186,13 @@ def test_a_call_ends_with_its_client(fleet: Fleet) -> None:
     headers = {f"{GRPC_PREFIX}{ENGINE_HEADER}": KEY}
     with grpcclient.InferenceServerClient(fleet.judge.grpc_url) as client:
         while num_cancelled() == before and time.monotonic() < until:
-            calls = [client.async_infer("judge", tensors, lambda result, error: None, headers=headers) for _ in range(8)]
-            num_cancelled()  # by then they run
+            calls = [client.async_infer("judge", tensors, lambda result, error: None, headers=headers) for _ in range(48)]
+            time.sleep(0.02)  # by then they run, where the machine is not too busy
             for call in calls:
                 call.cancel()
+            while fleet.judge.counter("lr_engine_running")["judge"] or fleet.judge.counter("lr_engine_waiting")["judge"]:
+                time.sleep(REFRESH_S)  # so that what one round leaves is not in the way of the next
+            time.sleep(REFRESH_S)
     assert num_cancelled() > before
     warm_engines(fleet.judge.http_url, [Role.JUDGE], key=KEY)
 
