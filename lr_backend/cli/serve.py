@@ -266,6 +266,8 @@ def _run(console: Console, server: TritonServer, deployment: DeploymentSpec, fro
             if not server.running:
                 raise ServerError(f"the server died with status {server.wait()}", useful_lines(server.log_text()))
             if keeper.lost.is_set():
+                if keeper.can_drain:  # without draft or judge the target still answers what is in flight
+                    _drain(server, keeper, stop, front)
                 raise ServerError(f"{keeper.why}: the server ends, to be started anew")
             if front is not None:
                 front.check()

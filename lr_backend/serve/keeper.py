@@ -24,7 +24,9 @@ from lr_backend.serve.restrictions import HEADER
 from lr_backend.serve.server import TritonServer
 
 STUB = "triton_python_backend_stub"
-RELOAD_S = 300.0
+UNLOAD_S = 20.0
+"""For a dead model to be unloaded. Triton may wait for ever for a process that was killed while it handed over an answer."""
+LOAD_S = 300.0
 """For a model to be loaded anew."""
 
 
@@ -58,6 +60,11 @@ class StubKeeper:
         with self._lock:
             self._draining = True
             self._post()
+
+    @property
+    def can_drain(self) -> bool:
+        """The step loop lives, whatever became of the engines."""
+        return LOOKAHEAD_MODEL not in self._dead
 
     @property
     def drained(self) -> bool:
@@ -102,8 +109,8 @@ class StubKeeper:
             return
         self._say(f"the process of {model} died; it is started anew")
         try:
-            self._call(f"{model}/unload")
-            self._call(f"{model}/load")
+            self._call(f"{model}/unload", UNLOAD_S)
+            self._call(f"{model}/load", LOAD_S)
             self._watch(model, stubs_of(self._server)[model])
         except (OSError, http.client.HTTPException, KeyError) as error:
             self._lose(f"the process of {model} died and cannot be started anew: {error or type(error).__name__}")
@@ -117,10 +124,10 @@ class StubKeeper:
         self.why = why
         self.lost.set()
 
-    def _call(self, verb: str) -> None:
-        """Raises: OSError: Triton refuses."""
+    def _call(self, verb: str, timeout_s: float) -> None:
+        """Raises: OSError: Triton refuses, or takes too long."""
         host, port = self._server.http_url.rsplit(":", 1)
-        connection = http.client.HTTPConnection(host, int(port), timeout=RELOAD_S)
+        connection = http.client.HTTPConnection(host, int(port), timeout=timeout_s)
         try:
             headers = {HEADER: self._server.admin_key, "Connection": "close"}
             connection.request("POST", f"/v2/repository/models/{verb}", json.dumps({}), headers)
