@@ -89,7 +89,7 @@ def name_of(process: psutil.Process) -> str:
     """What a process of a served deployment is: a model's, Triton's own, the front end's, or the serving one's."""
     words = process.cmdline()
     program = Path(words[0]).name if words else ""
-    if program.endswith("_stub"):
+    if program.endswith("_stub") and len(words) > 1:  # one that is just being started has none yet
         return Path(words[1]).parents[1].name
     if "lr_backend.frontend" in words:
         return "frontend"
