@@ -180,6 +180,11 @@ def on_this_cpu(
     spec: EmbeddedDeployment, questions: list[Problem], temperature: float, console: Console, folder: Path
 ) -> dict[str, Any]:
     """The modes unpaced, each against the best setting of ``ar``."""
+    with (
+        console.status("timing draft and target alone"),
+        serving(demo_spec(Layout.PROCESS_A_ROLE), folder / "apart", only=("target", "draft")) as apart,
+    ):
+        c = cost_ratio(apart, spec, questions[0])  # engines that the loop runs itself cannot be asked
     with ExitStack() as stack:
         with console.status("starting Triton without a pace"):
             server = stack.enter_context(serving(spec, folder / "all"))
@@ -193,7 +198,6 @@ def on_this_cpu(
                     ask(client, questions[0], {"mode": mode}, temperature, index)
                 for other_client in baselines.values():
                     ask(other_client, questions[0], {"mode": "ar"}, temperature, index)
-        c = cost_ratio(server, spec, questions[0])
         samples = compare(dict.fromkeys(MODES, client), baselines, questions[1:], temperature, console)
     samples, baseline = best_baseline(samples)
     rows = {mode: found for mode, found in report(samples, "ar").items() if mode in MODES}
