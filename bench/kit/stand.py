@@ -201,15 +201,19 @@ def proxied(folder: Path, stands: Sequence[Stand]) -> Iterator[str]:
         process.wait(START_S)
 
 
+def words_of_all() -> list[str]:
+    """The command lines of all processes on this machine, word by word."""
+    return [word for process in psutil.process_iter(["cmdline"]) for word in process.info["cmdline"] or ()]
+
+
 def work_folders() -> list[str]:
     """Of servers that run no more; a running one is told its folder."""
-    words = [word for process in psutil.process_iter(["cmdline"]) for word in process.info["cmdline"] or ()]
+    words = words_of_all()
     found = Path(tempfile.gettempdir()).glob("lookahead-triton-*")
     return [path.name for path in found if not any(path.name in word for word in words)]
 
 
 def orphaned(names: Collection[str]) -> list[str]:
     """Names in shared memory of servers that run no more; they begin with the server's id."""
-    words = [word for process in psutil.process_iter(["cmdline"]) for word in process.info["cmdline"] or ()]
-    running = {word.removeprefix("--id=") for word in words if word.startswith("--id=")}
+    running = {word.removeprefix("--id=") for word in words_of_all() if word.startswith("--id=")}
     return [name for name in names if name.startswith("lookahead_") and name.rpartition("_")[0] not in running]
