@@ -85,6 +85,7 @@ RUN apt-get update \
     && useradd --uid 1000 --user-group --no-create-home --home-dir /tmp --shell /usr/sbin/nologin lookahead
 COPY --from=cpu-packages /opt/venv /opt/venv
 COPY --from=cpu-app /opt/lookahead /opt/lookahead
+COPY deploy/openai.toml /opt/lookahead/
 ENV PATH=/opt/venv/bin:/opt/lookahead/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
     HOME=/tmp \
     PYTHONDONTWRITEBYTECODE=1 \
@@ -96,7 +97,8 @@ STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=6s --start-period=180s --retries=3 \
     CMD ["python3", "-I", "-S", "/opt/lookahead/lr_backend/serve/health.py"]
 # Triton's log goes where a container's log belongs; a later option wins over the same one here.
-ENTRYPOINT ["lookahead", "serve", "--host", "0.0.0.0", "--log-file", "/dev/stderr"]
+ENTRYPOINT ["lookahead", "serve", "--host", "0.0.0.0", "--openai-host", "0.0.0.0", "--openai-settings", \
+            "/opt/lookahead/openai.toml", "--log-file", "/dev/stderr"]
 CMD ["--spec", "demo"]
 
 
@@ -147,6 +149,7 @@ LABEL org.opencontainers.image.title="lookahead-trtllm" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.base.name="${BASE}"
 COPY --from=trtllm-app /opt/lookahead /opt/lookahead
+COPY deploy/openai.toml /opt/lookahead/
 ENV PATH=${PATH}:/opt/lookahead/bin \
     HOME=/tmp \
     CUDA_MPS_PIPE_DIRECTORY=/tmp/mps \
@@ -166,5 +169,6 @@ HEALTHCHECK --interval=10s --timeout=6s --start-period=900s --retries=3 \
     CMD ["python3", "-I", "-S", "/opt/lookahead/lr_backend/serve/health.py"]
 # Engines that share a card run at once by CUDA MPS, else in turns. Its daemon serves one user of one container, so it needs nothing
 # of the host: the container toolkit brings the program. Where there is none, the server says what that costs, and goes on.
-ENTRYPOINT ["lookahead", "serve", "--host", "0.0.0.0", "--log-file", "/dev/stderr", "--start-mps"]
+ENTRYPOINT ["lookahead", "serve", "--host", "0.0.0.0", "--openai-host", "0.0.0.0", "--openai-settings", \
+            "/opt/lookahead/openai.toml", "--log-file", "/dev/stderr", "--start-mps"]
 CMD ["--spec", "qwen3-32b"]

@@ -31,7 +31,7 @@ from lr_backend.triton.prompts import Prompts, max_text_bytes
 from lr_backend.triton.request_metrics import RequestMetrics, end_of
 from lr_backend.triton.request_spans import RequestSpan
 from lr_backend.triton.speculation_metrics import DraftCounts
-from lr_backend.triton.tensors import check_parameters, committed_tensors, final_tensors, request_fields
+from lr_backend.triton.tensors import committed_tensors, final_tensors, request_fields
 from lr_backend.verify import VerifierParts
 
 CANCEL_POLL_S = 0.1
@@ -110,7 +110,7 @@ class LookaheadService:
         """Answer one request. Never raises, except for cancellation of the server's own making; always ends the request.
 
         Args:
-            parameters: of Triton's request; among them the caller's context, for spans.
+            parameters: of Triton's request: fields, and among them the caller's context, for spans.
         """
         self.num_in_flight += 1
         watchers: list[Watcher] = [self.metrics.begin(running_clock())]
@@ -122,9 +122,8 @@ class LookaheadService:
                 raise Overloaded("the server is about to end; ask another, or this one again once it is back")
             if self.num_in_flight > self._config.limits.max_in_flight_requests:
                 raise Overloaded(f"{self._config.limits.max_in_flight_requests} requests are in flight; try again later")
-            check_parameters(parameters or {})
             request = LookaheadRequest.parse(
-                {**self._config.defaults, **request_fields(arrays, max_text_bytes(self._config.limits))}
+                {**self._config.defaults, **request_fields(arrays, max_text_bytes(self._config.limits), parameters)}
             )
             for each in watchers:
                 each.read(request)

@@ -20,34 +20,40 @@ from lr_backend.trace.schema import Trace
 
 KNOWN_PARAMETERS = frozenset((*HEADERS, "triton_enable_empty_final_response"))
 """Headers that Triton forwards, and what its gRPC clients ask of Triton itself."""
+_ONE_VALUE = frozenset(spec.name for spec in LOOKAHEAD_INPUTS if spec.dims == (1,)) - {"messages"}
 _FIELD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
 
-def request_fields(arrays: Arrays, max_bytes: int) -> dict[str, Any]:
-    """Fields for :meth:`~lr_backend.request.LookaheadRequest.parse` from the inputs that a client sent.
+def request_fields(arrays: Arrays, max_bytes: int, parameters: Mapping[str, object] | None = None) -> dict[str, Any]:
+    """Fields for :meth:`~lr_backend.request.LookaheadRequest.parse` from the inputs and parameters that a client sent.
+
+    A parameter may say any field of one value, as in ``perf_analyzer --request-parameter max_tokens:256:int``.
 
     Args:
         max_bytes: of each input's strings together. More is not read as text at all, which would hold up every other request.
+        parameters: of Triton's request. Its ``generate`` makes one of everything that is no input.
 
     Raises:
-        InvalidRequest: an input has the wrong number of elements, is too long, is no UTF-8, or is no JSON where JSON is due.
+        InvalidRequest: an input has the wrong number of elements, is too long, is no UTF-8, or is no JSON where JSON is due; a
+            parameter is no field, or an input says it too.
     """
-    return {spec.name: _value(spec, arrays[spec.name], max_bytes) for spec in LOOKAHEAD_INPUTS if spec.name in arrays}
+    said = {name: value for name, value in (parameters or {}).items() if name not in KNOWN_PARAMETERS}
+    for name, value in said.items():
+        _check_parameter(name, value, arrays, max_bytes)
+    return {**{spec.name: _value(spec, arrays[spec.name], max_bytes) for spec in LOOKAHEAD_INPUTS if spec.name in arrays}, **said}
 
 
-def check_parameters(parameters: Mapping[str, object]) -> None:
-    """See that nobody took a parameter for a field: Triton's ``generate`` makes one of everything that is no input.
-
-    Raises:
-        InvalidRequest: it has one; names it.
-    """
-    for name, value in parameters.items():
-        if name not in KNOWN_PARAMETERS:
-            if not _FIELD_NAME.fullmatch(name):
-                raise InvalidRequest("parameters", name, "a name that is no field's")
-            raise InvalidRequest(name, value, "no field of this model; an input of its own says what is asked of it")
+def _check_parameter(name: str, value: object, arrays: Arrays, max_bytes: int) -> None:
+    if not _FIELD_NAME.fullmatch(name):
+        raise InvalidRequest("parameters", name, "a name that is no field's")
+    if name not in _ONE_VALUE:
+        raise InvalidRequest(name, value, "no field of this model that a parameter can say")
+    if name in arrays:
+        raise InvalidRequest(name, value, "said twice, by an input and by a parameter")
+    if isinstance(value, str) and (num_bytes := len(value.encode(errors="surrogatepass"))) > max_bytes:
+        raise InvalidRequest(name, f"{num_bytes} bytes", f"at most {max_bytes} bytes")
 
 
 def _value(spec: TensorSpec, array: npt.NDArray[Any], max_bytes: int) -> Any:

@@ -63,7 +63,7 @@ print(json.dumps({each.name: each.version for each in distributions()}))
 """
 BUILD_TOOLS = ("cc", "c++", "gcc", "g++", "cpp", "clang", "ld", "as", "make", "cmake", "ninja", "rustc", "cargo", "git")
 KEPT_IN_CONTEXT = {
-    *("build_engines.py", "constraints.txt", "LICENSE", "pyproject.toml", "setup.py"),
+    *("build_engines.py", "client", "constraints.txt", "LICENSE", "pyproject.toml", "setup.py"),
     *("lr_backend", "demo", "engines", "model_repository", "deploy"),
 }
 MAX_CPU_IMAGE_MB = 1600

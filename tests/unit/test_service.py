@@ -232,6 +232,49 @@ def test_what_cannot_fit_is_refused_unread(name: str) -> None:
         request_fields({name: np.array([b"\xff" * (most + 1)], dtype=np.object_)}, most)
 
 
+def test_a_parameter_says_a_field() -> None:
+    """As perf_analyzer's ``--request-parameter`` and the keys of Triton's ``generate`` do."""
+    text = {"text_input": np.array([b"x"], dtype=np.object_)}
+
+    fields = request_fields(text, 100, {"max_tokens": 8, "traceparent": "00-0", "mode": "lr"})
+
+    assert fields == {"text_input": "x", "max_tokens": 8, "mode": "lr"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("max_token", 8, "no field"),
+        ("stop", "a", "no field of this model that a parameter"),
+        ("messages", "[]", "no field of this model that a parameter"),
+        ("mode", "lr", "said twice"),
+        ("text_input", "\ud800" * 34, "at most 100 bytes"),
+        ("a b", 1, "a name that is no field's"),
+    ],
+)
+def test_a_parameter_that_says_no_field_is_refused(name: str, value: object, rule: str) -> None:
+    with pytest.raises(InvalidRequest, match=rule):
+        request_fields({"mode": np.array([b"ar"], dtype=np.object_)}, 100, {name: value})
+
+
+def test_parameters_alone_ask_a_request() -> None:
+    replies = RecordedReplies()
+    said = {"text_input": LETTERS[:2], "seed": 0, "stream": False, "max_tokens": 5}
+
+    run_virtual(service_of(make_world()).serve("id", {}, replies, said))
+
+    assert replies.sent[-1]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("said", [{"text_input": "\ud800"}, {"text_input": 5}, {"max_tokens": "many"}, {"max_tokens": True}])
+def test_a_parameter_of_another_kind_is_refused(said: dict[str, object]) -> None:
+    replies = RecordedReplies()
+
+    run_virtual(service_of(make_world()).serve("id", {}, replies, {"text_input": "x", **said}))
+
+    assert [error.code for error in replies.errors] == ["LR_INVALID_REQUEST"]
+
+
 def test_without_a_limit_of_bytes_all_of_it_is_read() -> None:
     """The test above sees the limit's work."""
     with pytest.raises(InvalidRequest, match="UTF-8"):
