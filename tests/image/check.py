@@ -408,7 +408,7 @@ def _measure(checks: Checks, what: str, work: Path, grpc: int, door: int) -> Non
 
 
 def _ask(checks: Checks, url: str) -> None:
-    body = {"text_input": QUESTION, "max_tokens": 600, "temperature": 0.0, "stream": False}
+    body = {"text_input": QUESTION, "max_tokens": 600, "temperature": 0.0, "stream": False, "mode": "lr"}
     try:
         answer = post_json(url, "lookahead", "generate", body, ANSWER_TIMEOUT_S)
     except LookaheadError as error:
