@@ -31,16 +31,13 @@ from lr_backend.loop.ledger import Ledger
 from lr_backend.loop.tree import Decision, Horizon, Node, Tree
 from lr_backend.loop.work import Change, WorkUnderWay
 from lr_backend.loop.writer import StepWriter
-from lr_backend.policy.policy import Learned, RequestPolicy
+from lr_backend.policy.policy import USUAL_STEP_TOKENS, Learned, RequestPolicy
 from lr_backend.propose.growing import GrowingText
 from lr_backend.request import FinishReason, LookaheadRequest, Origin
 from lr_backend.steps.rules import Ending, StepRules
 from lr_backend.steps.step import Step
 from lr_backend.trace.schema import Purpose
 from lr_backend.verify import ExactVerifier, Reason, StepPair, Verifier
-
-USUAL_STEP_TOKENS = 24
-"""Length of a step before one was seen."""
 
 
 @dataclass(eq=False)

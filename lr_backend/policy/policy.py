@@ -23,6 +23,8 @@ from lr_backend.request import LookaheadRequest, ProposerName
 
 USUAL_GAIN_OF_DRAFTS = 1.3
 """Of the target's steps, before draft tokens were tried."""
+USUAL_STEP_TOKENS = 24
+"""Of a step, before one was seen."""
 USUAL_CHANCE = 0.6
 """That work ahead is of use, before anything was measured."""
 STEPS_ALONE = 4
@@ -219,8 +221,9 @@ class Measured:
             return 1.0
         # At the present load: what tokens have lately taken may be of another.
         num_requests = max(1, prices.num_requests)
-        alone_s = off * crowding.at(num_requests - 1)
         num_tokens, drafted = prices.step_tokens.value, prices.drafted_token_s.value
+        a_call = (num_tokens or USUAL_STEP_TOKENS) * (1 if way.ahead else STEPS_ALONE)
+        alone_s = off * crowding.at(num_requests - 1, a_call)
         if not way.ahead or num_tokens is None or drafted is None:
             return alone_s
         alpha = self.shared.acceptance[self.verifier].rate

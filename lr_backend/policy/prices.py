@@ -7,6 +7,7 @@ the target's iterations costs follows from how a token's time grows with the seq
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,49 +18,69 @@ from lr_backend.policy.average import Average
 
 
 class Crowding:
-    """How the time of a target token grows with the target sequences in flight: a line, by weighted least squares.
+    """How the time of a target token grows with the target sequences in flight, and what a call takes besides: its admission.
 
-    Old points fade. Until different crowds were seen, the line keeps to ``prior`` of a token's time a companion.
+    Seconds of a call = admission + tokens x (alone + slope x companions), by weighted least squares over the seconds a token.
+    Old points fade. Until different crowds were seen, the slope keeps to ``prior`` of a token's time a companion; until calls of
+    different lengths were seen, an admission costs nothing.
     """
 
     FADE = 0.98
     LEAST_ALONE = 1e-3
     """A token alone takes this part of the mean at least."""
+    MOST_WEIGHT = 4.0
+    """Of a call, whose weight is its tokens, over that of a usual one."""
 
     def __init__(self, prior: float = 0.05, weight: float = 4.0) -> None:
         self._prior = prior
         self._weight = weight
-        self._n = self._x = self._y = self._xx = self._xy = 0.0
+        self._usual_tokens = 1.0
+        self._n = 0.0
+        self._first = (0.0,) * 3
+        self._second = (0.0,) * 5
+        """Moments of the calls a token (u), the companions (x) and the seconds a token (y)."""
 
-    def add(self, companions: float, seconds: float) -> None:
-        """Tokens took ``seconds`` > 0 each while on average ``companions`` others ran."""
-        self._n, self._x, self._y = self._n * self.FADE + 1.0, self._x * self.FADE + companions, self._y * self.FADE + seconds
-        self._xx = self._xx * self.FADE + companions * companions
-        self._xy = self._xy * self.FADE + companions * seconds
+    def add(self, companions: float, token_s: float, num_tokens: int = 1) -> None:
+        """A call's tokens took ``token_s`` > 0 each while on average ``companions`` others ran."""
+        usual = self._usual_tokens = self._usual_tokens + 0.02 * (num_tokens - self._usual_tokens) if self._n else num_tokens
+        weight = min(num_tokens / usual, self.MOST_WEIGHT)
+        fade, u, x, y = self.FADE**weight, 1.0 / num_tokens, companions, token_s
+        self._n = self._n * fade + weight
+        self._first = tuple(old * fade + weight * new for old, new in zip(self._first, (u, x, y), strict=True))
+        products = (u * u, u * x, x * x, u * y, x * y)
+        self._second = tuple(old * fade + weight * new for old, new in zip(self._second, products, strict=True))
 
-    def at(self, companions: float) -> float:
-        """Seconds of a token with so many others in flight; 0 before the first."""
-        alone, slope = self._fit()
-        return alone + slope * companions
+    def at(self, companions: float, num_tokens: float = math.inf) -> float:
+        """Seconds of a token with so many others in flight, in a call of so many; 0 before the first."""
+        alone, slope, admission_s = self._fit()
+        return alone + slope * companions + admission_s / num_tokens
 
     def slowdown(self, companions: float, more: float) -> float:
         """Time of a token with ``companions + more`` others in flight over that with ``companions``, at least 1."""
-        alone, slope = self._fit() if self._n else (1.0, self._prior)
+        alone, slope, _ = self._fit() if self._n else (1.0, self._prior, 0.0)
         return max(1.0, (alone + slope * (companions + more)) / (alone + slope * companions))
 
-    def _fit(self) -> tuple[float, float]:
-        """(seconds alone, seconds a companion): ridge regression towards the prior's slope."""
+    @property
+    def admission_s(self) -> float:
+        """Seconds of a call besides those of its tokens."""
+        return self._fit()[2]
+
+    def _fit(self) -> tuple[float, float, float]:
+        """(seconds of a token alone, seconds a companion, seconds of an admission): ridge regression towards the priors."""
         if not self._n:
-            return 0.0, 0.0
-        mean_x, mean_y = self._x / self._n, self._y / self._n
-        spread = self._xx - self._n * mean_x**2
-        together = self._xy - self._n * mean_x * mean_y
-        expected = self._prior * mean_y / (1.0 + self._prior * mean_x)
-        slope = max(0.0, (together + self._weight * expected) / (spread + self._weight))
-        # However steep, a line through noise must not leave a token alone no time, or less.
-        most = (1.0 - self.LEAST_ALONE) * mean_y / mean_x if mean_x else slope
-        slope = min(slope, most)
-        return mean_y - slope * mean_x, slope
+            return 0.0, 0.0, 0.0
+        u, x, y = (value / self._n for value in self._first)
+        uu, ux, xx, uy, xy = self._second
+        uu, ux, xx = uu - self._n * u * u + self._weight * u * u, ux - self._n * u * x, xx - self._n * x * x + self._weight
+        uy, xy = uy - self._n * u * y, xy - self._n * x * y + self._weight * self._prior * y / (1.0 + self._prior * x)
+        both = uu * xx - ux * ux
+        admission_s, slope = (uy * xx - xy * ux) / both, (xy * uu - uy * ux) / both
+        if admission_s < 0.0 or slope < 0.0:  # then only the other one counts
+            slope, admission_s = (0.0, max(0.0, uy / uu)) if slope < 0.0 else (max(0.0, xy / xx), 0.0)
+        # However steep, lines through noise must not leave a token alone no time, or less.
+        too_steep = max(1.0, (slope * x + admission_s * u) / ((1.0 - self.LEAST_ALONE) * y))
+        slope, admission_s = slope / too_steep, admission_s / too_steep
+        return y - slope * x - admission_s * u, slope, admission_s
 
 
 class Presence:
@@ -144,7 +165,7 @@ class Prices:
         after, seconds = self._sequences.change(-1), self.clock() - started
         if seconds > 0.0 and work.num_tokens:
             found = self.target[drafts]
-            found.crowding.add(max(0.0, (after - before) / seconds - 1.0), seconds / work.num_tokens)
+            found.crowding.add(max(0.0, (after - before) / seconds - 1.0), seconds / work.num_tokens, work.num_tokens)
             found.token_s.add(seconds / work.num_tokens)
 
     @contextmanager

@@ -22,8 +22,11 @@ MEMORY = 24
 """Spans after which a way's older ones have faded to about a third."""
 PRIOR_SPANS = 2.0
 """A prediction counts as much as so many spans at first, and no more once a way's memory is full."""
-FIRST_TRY_WITHIN, SPANS_A_FIRST_TRY = 2.0, 2
-"""Every second span tries a way that was never taken, unless it is expected to take more than twice as long as the best."""
+SPANS_A_FIRST_TRY = 2
+"""Every second span tries a way that was never taken, where that may cost all requests no more than one of them takes."""
+CAUTION = 1.0 / 32.0
+"""Looking ahead, and draft tokens, are each expected to cost so much more for each other request in flight, until they were
+tried."""
 EXPLORED_SHARE = 0.01
 """Trying other ways than the best may cost this share of the time at most."""
 COST_MEMORY = 256
@@ -60,6 +63,7 @@ class Trial:
         self._spent_s = self._lost_s = 0.0
         self._num_spans = self._num_steps = self._num_tokens = 0
         self._seconds = 0.0
+        self._num_requests = 1
         self._is_try = False
         """The way that is taken was not the best when it was chosen."""
         self.way: Way = like.way if like is not None else self._ways[0]
@@ -77,7 +81,12 @@ class Trial:
     def expected(self, way: Way, predict: Predict) -> float:
         """Seconds a token: as they have lately been at this load; before that as predicted, and as wrong as near this load."""
         usual = self._usual[way]
-        return self._blend(self._taken[way], predict(way) * (1.0 if usual is None else usual))
+        return self._blend(self._taken[way], predict(way) * (self._untried(way) if usual is None else usual))
+
+    def _untried(self, way: Way) -> float:
+        """What work that is done more than now costs the others is in no price before all have taken that way."""
+        more = (way.ahead - self.way.ahead, way.drafts - self.way.drafts)
+        return 1.0 + CAUTION * (self._num_requests - 1) * max(0, sum(more)) if min(more) >= 0 else 1.0
 
     @staticmethod
     def _blend(found: Average, prior: float) -> float:
@@ -90,6 +99,7 @@ class Trial:
         """One request took ``seconds`` for so many tokens, the steps of one or more commits, in that way."""
         if way != self.way:
             return
+        self._num_requests = max(1, num_requests)
         self._seconds += seconds
         self._num_tokens += num_tokens
         self._num_steps += num_steps
@@ -104,7 +114,8 @@ class Trial:
         best = min(expected, key=expected.__getitem__)
         if self.way == best:
             others = [way for way in self._ways if way != best]
-            new = [way for way in others if self.off(way) is None and expected[way] < FIRST_TRY_WITHIN * expected[best]]
+            most = (1.0 + 1.0 / self._num_requests) * expected[best]
+            new = [way for way in others if self.off(way) is None and expected[way] < most]
             fresh = new if self._num_spans % SPANS_A_FIRST_TRY == 0 else []
             # A span of a way that is slower by some share costs that share of a span.
             cheap = [way for way in others if self._affords(expected[way] / expected[best] - 1.0)]

@@ -226,7 +226,7 @@ def test_draft_tokens_that_do_not_pay_are_switched_off_and_on_again() -> None:
 
     async def shares(server: Server) -> list[float]:
         found = []
-        for server.conditions, num_questions in ((cheap, 24), (dear, 24), (cheap, 80)):
+        for server.conditions, num_questions in ((cheap, 24), (dear, 30), (cheap, 120)):
             await server.answer(num_questions=num_questions, max_depth=0)
             before = len(server.world.target.calls)
             await server.answer(num_questions=2, max_depth=0)

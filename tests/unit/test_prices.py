@@ -48,6 +48,43 @@ def test_a_crowd_never_speeds_up_nor_takes_less_than_nothing(seen: list[tuple[fl
     assert crowding.at(others) >= 0.0
 
 
+@pytest.mark.parametrize("admission_s", [0.0, 0.5])
+def test_a_line_tells_an_admission_from_the_tokens_of_its_call(admission_s: float) -> None:
+    crowding = Crowding()
+    for num_tokens in (5, 20, 40, 80) * 10:
+        for companions in (0, 1, 3, 7):
+            seconds = admission_s + num_tokens * 0.01 * (1.0 + 0.1 * companions)
+            crowding.add(companions, seconds / num_tokens, num_tokens)
+    assert crowding.admission_s == pytest.approx(admission_s, rel=0.1, abs=1e-3)
+    assert crowding.at(7, 1_000) == pytest.approx(0.017 + admission_s / 1_000, rel=0.1)
+    assert crowding.at(7, 10) == pytest.approx(0.017 + admission_s / 10, rel=0.15)
+
+
+def test_a_call_counts_by_its_tokens() -> None:
+    """A short one that waited says little of what tokens take."""
+    crowding = Crowding()
+    for _ in range(50):
+        crowding.add(1.0, 0.01, 40)
+        crowding.add(1.0, 0.1, 1)
+    assert crowding.at(1.0, 40) < 0.015
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 50.0), st.floats(1e-6, 100.0), st.integers(1, 500)), min_size=1, max_size=30))
+def test_no_admission_and_no_token_takes_less_than_nothing(seen: list[tuple[float, float, int]]) -> None:
+    crowding = Crowding()
+    for each in seen:
+        crowding.add(*each)
+    assert crowding.admission_s >= 0.0
+    assert crowding.at(0.0) > 0.0
+    assert crowding.at(0.0, 1) >= crowding.at(0.0)
+    assert crowding.at(1.0) >= crowding.at(0.0)
+
+
+def companions(of: Crowding) -> float:
+    """Of the one call so far."""
+    return of._first[1] / of._n
+
+
 def test_a_token_is_timed_with_its_company_by_whether_drafts_are_verified() -> None:
     clock = Clock()
     prices = Prices(clock)
@@ -59,8 +96,8 @@ def test_a_token_is_timed_with_its_company_by_whether_drafts_are_verified() -> N
         outer.num_tokens = 2
     plain, verified = prices.target[False], prices.target[True]
     assert (plain.token_s.value, verified.token_s.value) == (2.0, 0.5)
-    assert plain.crowding._x == pytest.approx(0.5)  # half of the time another ran
-    assert verified.crowding._x == pytest.approx(1.0)
+    assert companions(plain.crowding) == pytest.approx(0.5)  # half of the time another ran
+    assert companions(verified.crowding) == pytest.approx(1.0)
     assert prices.num_sequences == 0
 
 
@@ -79,7 +116,7 @@ def test_work_that_does_not_come_to_its_end_counts_as_company_only(error: BaseEx
             given_up()
         other.num_tokens = 3
     assert prices.target[False].token_s.value == 1.0
-    assert prices.target[False].crowding._x == pytest.approx(1.0)
+    assert companions(prices.target[False].crowding) == pytest.approx(1.0)
     assert prices.drafted_token_s.value is None
     assert prices.verdict_s[VerifierName.JUDGE].value is None
     assert prices.num_sequences == 0
