@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -214,9 +215,12 @@ def test_a_target_that_is_killed_loses_nothing_and_with_the_last_one_the_failure
 
         reborn = parts.role(Role.TARGET, "reborn", grpc_port=targets[0].ports.grpc)
         reborn.wait_ready(READY_S)
-        deadline = time.monotonic() + READY_S
-        while time.monotonic() < deadline and reborn.counter("lr_engine_iterations_total").get("target", 0.0) == 0.0:
+        deadline, new = time.monotonic() + READY_S, count()
+        while reborn.counter("lr_engine_iterations_total").get("target", 0.0) == 0.0:
+            assert time.monotonic() < deadline
             assert client.ask(QUESTIONS[0], options).text == expected[0]
+            # What was asked before goes where its prefix is, so never to the one that came back.
+            client.ask(f"{next(new)}: what else follows?", options)
         kill(targets[1])
         assert [client.ask(question, options).text for question in QUESTIONS] == expected, "by the one that came back alone"
 
