@@ -97,6 +97,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         loop = parts.loop("loop", targets, draft, judge)
         loop.wait_ready(READY_S)
         yield Fleet(parts, box, targets, draft, judge, loop)
+        for each in (loop, box, *targets, draft, judge):  # all at once: each waits for its connections to end
+            each.terminate()
 
 
 def write_apart(together: Path, path: Path, urls: dict[Role, str]) -> Path:
