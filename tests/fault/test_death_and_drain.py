@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import tritonclient.grpc as grpcclient
 from lr_client import Client, ClientError, Options, Overloaded, ServerUnreachable, TargetUnavailable
@@ -127,6 +128,7 @@ def test_dead_models_are_started_anew_and_every_request_ends(kept: Kept) -> None
 
         def is_back(model: str) -> bool:
             ready.append(prober.is_ready(models=NEEDED))
+            assert not kept.keeper.lost.is_set(), kept.keeper.why
             return f"{model} is back" in kept.said
 
         crowd.wait_for_answers(NUM_CLIENTS, whole=True)
@@ -174,15 +176,21 @@ def test_a_server_that_is_to_end_answers_what_it_has_and_refuses_what_comes(
     for option in ("--http-port", "--grpc-port", "--metrics-port"):
         command += [option, "0"]
     output = tmp_path / "output"
-    with output.open("w") as file, subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT) as serving:
+    around = {**os.environ, "COLUMNS": "200"}
+    with output.open("w") as file, subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=around) as serving:
         bounded(lambda: "ask it something" in output.read_text() or serving.poll() is not None)
         found = re.search(r"gRPC +(\S+)", output.read_text())
         assert found is not None, output.read_text()
+        processes = psutil.Process(serving.pid).children(recursive=True)
         crowd = Crowd(found[1])
         with crowd.asking():
             crowd.wait_for_answers(NUM_CLIENTS)
             serving.send_signal(signal.SIGTERM)
             assert serving.wait(READY_S) == 0
+    assert "curl -s http://127.0.0.1:" in output.read_text()
+    assert "stopping: requests in flight may finish" in output.read_text().partition("Ctrl-C stops")[2]
+    assert len(processes) >= 2 + (len(Role) + 1 if layout is Layout.PROCESS_A_ROLE else 1)
+    assert not psutil.wait_procs(processes, timeout=READY_S)[1]
     kinds = {type(error) for error in crowd.failed}
     assert Overloaded in kinds, "new requests are refused while those in flight finish"
     # Between the last answer and the end, Triton refuses by itself.

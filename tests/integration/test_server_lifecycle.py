@@ -162,8 +162,8 @@ def repository_index(server: TritonServer, key: str) -> int:
         connection.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_serve_command_answers_and_ends_cleanly(spec: DeploymentSpec, tmp_path: Path, number: int) -> None:
+def test_the_serve_command_answers_and_ends_cleanly(spec: DeploymentSpec, tmp_path: Path) -> None:
+    """By Ctrl-C. That SIGTERM ends it as cleanly, also while it is asked, is seen in tests/fault/test_death_and_drain.py."""
     command = [sys.executable, "-c", "from lr_backend.cli.app import app; app()", "serve", "--spec", str(spec.path)]
     command += ["--http-port=0", "--grpc-port=0", "--metrics-port=0", f"--log-file={tmp_path / 'server.log'}"]
     environment = {**os.environ, "COLUMNS": "200", "PYTHONUNBUFFERED": "1"}
@@ -177,7 +177,7 @@ def test_the_serve_command_answers_and_ends_cleanly(spec: DeploymentSpec, tmp_pa
             if "Ctrl-C stops" in line:
                 break
         processes = psutil.Process(serving.pid).children(recursive=True)
-        serving.send_signal(number)
+        serving.send_signal(signal.SIGINT)
         rest = serving.stdout.read()
         status = serving.wait(BOUND_S)
         watchdog.cancel()
