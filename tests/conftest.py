@@ -10,11 +10,24 @@ settings.register_profile("default", deadline=None, max_examples=60, derandomize
 settings.register_profile("thorough", deadline=None, max_examples=2000)
 settings.load_profile("default")
 
+LONGEST = (
+    *("test_hostile_clients", "test_lookahead_server", "test_page", "test_server_lifecycle", "test_death_and_drain"),
+    *("test_benches", "test_roles_apart", "test_sampler", "test_fair_shares", "test_policy", "test_fitting"),
+    *("test_embedded_model", "test_embedded_memory", "test_service", "test_evaluation_scoring", "test_ablation"),
+    *("test_same_text", "test_plan"),
+)
+"""Modules that take more than ten seconds, of those with servers and of the others."""
+
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Servers first: their modules take longest, and what is short then fills both processes evenly to the end."""
-    items.sort(key=lambda item: item.get_closest_marker("integration") is None)
+    """The longest first, servers before all others: what is short then fills both processes evenly to the end."""
+
+    def turn(item: pytest.Item) -> tuple[bool, int]:
+        name = item.path.stem
+        return item.get_closest_marker("integration") is None, LONGEST.index(name) if name in LONGEST else len(LONGEST)
+
+    items.sort(key=turn)
 
 
 def pytest_collection_finish() -> None:
