@@ -26,6 +26,7 @@ from lr_backend.loop.assemble import Engines
 from lr_backend.notice import NOTICE_VARIABLE
 from lr_backend.telemetry import open_telemetry
 from lr_backend.triton.audit_metrics import audit_metrics
+from lr_backend.triton.loop_lag import watch_lag
 from lr_backend.triton.models import load_models
 from lr_backend.triton.notices import heed
 from lr_backend.triton.request_metrics import RequestMetrics, request_metrics
@@ -137,6 +138,7 @@ class TritonPythonModel:
         service = LookaheadService(self._config, self._models, engines, self._drafts, self._requests, self._telemetry)
         service.audits.on_change = self._audits.touch
         service.on_drafts = self._speculation.touch
+        self._watching = self._loop.create_task(watch_lag(self._requests.lagged, lambda: service.num_in_flight > 0))
         if path := os.environ.get(NOTICE_VARIABLE):
             mortal = {role.value: engine for role, engine in self._called.items()}
             self._heeding = self._loop.create_task(heed(Path(path), service, mortal))

@@ -9,6 +9,7 @@ this process, on Triton 24.10), so only what needs quantiles is one.
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -46,12 +47,13 @@ STEPS, PROMPT, COMPLETION, WASTED = (
     "lr_wasted_tokens_total",
 )
 CALLS, DEGRADED, DEGRADED_S = "lr_calls_total", "lr_degraded_requests_total", "lr_degraded_seconds_total"
-DEPTHS = "lr_steps_by_depth_total"
-REQUEST_S, FIRST_S, INTERVAL_S, CALL_S = (
+DEPTHS, CPU_S = "lr_steps_by_depth_total", "lr_loop_cpu_seconds_total"
+REQUEST_S, FIRST_S, INTERVAL_S, CALL_S, LAG_S = (
     "lr_request_duration_seconds",
     "lr_first_step_seconds",
     "lr_step_interval_seconds",
     "lr_call_duration_seconds",
+    "lr_event_loop_lag_seconds",
 )
 
 COUNTERS = {
@@ -64,6 +66,7 @@ COUNTERS = {
     CALLS: "Engine calls of requests that have come to their end, by role and result; those of audits are not among them",
     DEGRADED: "Requests that went on without draft, judge or verifier, because it failed",
     DEGRADED_S: "Seconds that requests have gone on without it, all requests added up",
+    CPU_S: "Seconds of processor time that the step loop's process has taken, engines that it runs itself included",
 }
 GAUGES = {
     IN_FLIGHT: "Requests that the step loop is answering",
@@ -79,6 +82,10 @@ HISTOGRAMS = {
     FIRST_S: Histogram("Seconds from a request's arrival at the step loop to its first committed step", _SHORT_S),
     INTERVAL_S: Histogram("Seconds between two committed steps of an answer", _SHORT_S),
     CALL_S: Histogram("Seconds that one engine call took, its wait before the engine included", _SHORT_S),
+    LAG_S: Histogram(
+        "Seconds by which the step loop's event loop was late for a timer, while it answered requests",
+        (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0),
+    ),
 }
 
 NO_MODE = "none"
@@ -117,10 +124,12 @@ class RequestMetrics:
     Attributes:
         max_in_flight: requests at a time.
         on_change: called after every change; must not block.
+        cpu_clock: seconds of processor time that this process has taken.
     """
 
     max_in_flight: int
     on_change: Callable[[], None] = lambda: None
+    cpu_clock: Clock = time.process_time
     num_in_flight: int = 0
     _counts: defaultdict[Key, float] = field(default_factory=lambda: defaultdict(float))
     _measured: deque[tuple[Key, float]] = field(default_factory=lambda: deque(maxlen=MAX_WAITING))
@@ -150,6 +159,10 @@ class RequestMetrics:
             self._measured.extend(measured)
         self.on_change()
 
+    def lagged(self, seconds: float) -> None:
+        """The event loop was late by so much."""
+        self.add({}, ((_key(LAG_S), seconds),))
+
     def values(self) -> Iterator[tuple[Key, float]]:
         """Every counter and gauge as it stands."""
         with self._lock:
@@ -157,6 +170,7 @@ class RequestMetrics:
         yield from counts.items()
         yield _key(IN_FLIGHT), float(self.num_in_flight)
         yield _key(LIMIT), float(self.max_in_flight)
+        yield _key(CPU_S), self.cpu_clock()
         yield _key(BUILD, version=lr_backend.__version__), 1.0
 
     def measured(self) -> Iterator[tuple[Key, float]]:

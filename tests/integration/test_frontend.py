@@ -92,7 +92,7 @@ OF_EVERY_KIND = (
 )
 """Requests that together make every metric exist."""
 LAST = (
-    *("lr_false_accept_rate_high", "lr_call_duration_seconds", "lr_step_interval_seconds"),
+    *("lr_false_accept_rate_high", "lr_call_duration_seconds", "lr_step_interval_seconds", "lr_event_loop_lag_seconds"),
     *("lr_engine_waiting", "vllm:spec_decode_num_accepted_tokens_per_pos_total"),
 )
 """Each is there as soon as the thread that tells it, and its like, has had its turn."""

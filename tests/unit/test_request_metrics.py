@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,8 +13,9 @@ from lr_backend.engine import Role
 from lr_backend.errors import Cancelled, EngineError, EngineTimeout, InvalidRequest, LookaheadError, Overloaded
 from lr_backend.loop.answer import StepMark
 from lr_backend.request import Mode, Origin, Usage
-from lr_backend.testing import run_virtual
+from lr_backend.testing import VirtualClockLoop, run_virtual
 from lr_backend.triton import request_metrics as named
+from lr_backend.triton.loop_lag import watch_lag
 from lr_backend.triton.metrics import Key
 from lr_backend.triton.request_metrics import COUNTERS, ENDS, GAUGES, HISTOGRAMS, RequestMetrics, end_of, request_metrics
 from lr_backend.verify import Reason
@@ -151,6 +153,37 @@ def test_what_alerts_look_at_is_there_before_it_happens() -> None:
     assert found == {*COUNTERS, *GAUGES} - {named.DEPTHS}
     assert total(page, named.REQUESTS) == total(page, named.CALLS) == total(page, named.DEGRADED) == 0
     assert {dict(labels)["end"] for name, labels in page.values if name == named.REQUESTS} == set(ENDS)
+
+
+def hold_up(clock: VirtualClockLoop, seconds: float) -> None:
+    """As work that takes so long and lets nobody else in."""
+    clock._jumping.now_s += seconds
+
+
+def test_the_lag_is_what_holds_the_event_loop_up() -> None:
+    page, metrics = Page(), RequestMetrics(1)
+    busy = [True, False, False, True]
+
+    async def run() -> None:
+        clock = asyncio.get_running_loop()
+        assert isinstance(clock, VirtualClockLoop)
+        watching = asyncio.create_task(watch_lag(metrics.lagged, busy.pop, look_s=1.0))
+        await asyncio.sleep(0.5)
+        clock.call_at(0.9, hold_up, clock, 0.35)
+        await asyncio.sleep(5.0)
+        watching.cancel()
+        await asyncio.wait({watching})
+
+    run_virtual(run())
+    sheet = request_metrics(page, metrics)
+    sheet.close()
+    assert page.observed[named.LAG_S, ()] == pytest.approx([0.25, 0.0, 0.0])
+
+
+def test_processor_time_is_counted() -> None:
+    page = Page()
+    request_metrics(page, RequestMetrics(1, cpu_clock=lambda: 2.5)).close()
+    assert total(page, named.CPU_S) == 2.5
 
 
 @pytest.mark.parametrize(

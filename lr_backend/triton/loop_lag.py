@@ -1,0 +1,26 @@
+"""How late the step loop's event loop is: all requests share its one thread, so what one of them takes holds up all others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from lr_backend.clock import running_clock
+
+LOOK_S = 0.05
+"""A look costs the process some 50 microseconds, its place in a histogram included."""
+
+
+async def watch_lag(tell: Callable[[float], None], busy: Callable[[], bool] = lambda: True, look_s: float = LOOK_S) -> None:
+    """Tell again and again by how many seconds a timer was late, for as long as the event loop runs.
+
+    The first look is always told, later ones only while the loop is busy: of an idle loop there is nothing to say. uvloop's
+    timers go in steps of a millisecond, so less than that means nothing.
+    """
+    now, wanted = running_clock(), True
+    while True:
+        due_s = now() + look_s
+        await asyncio.sleep(look_s)
+        if wanted:
+            tell(max(0.0, now() - due_s))
+        wanted = busy()
