@@ -166,6 +166,16 @@ TABLES = (
         "overhead_share",
     ),
     Table(
+        "loop_limit",
+        "bench.loop_limit",
+        "how many requests one process of the step loop carries, at the pace of H200s",
+        5,
+        "benchmarks/loop_limit.md",
+        "loop_limit.json",
+        _options("--mode lr --load 1 --load 4 --steps 4"),
+        "lr.loop_alone",
+    ),
+    Table(
         "verifiers",
         "bench.verifiers",
         "each verifier on pairs of steps, beside the demo world's checker",

@@ -144,7 +144,7 @@ def run_on_engines(scenario: Scenario, seed: int, work: Callable[[Engines, Texts
 
     async def run() -> tuple[Result, float]:
         texts = Texts(scenario.workload, seed)
-        engines = _engines(scenario.machine, texts)
+        engines = virtual_engines(scenario.machine, texts)
         if scenario.prompts_are_cached:
             await _compute(engines, texts, range(1))
         started_s = asyncio.get_running_loop().time()
@@ -163,7 +163,7 @@ async def _answer_all(
     workload = scenario.workload
     _require_memory(scenario)
     texts = Texts(workload, seed)
-    engines = _engines(scenario.machine, texts)
+    engines = virtual_engines(scenario.machine, texts)
     # Whether noise is shared shows in the workload: in how many drafted steps are the target's word for word.
     coupled = all(policy.mode is Mode.LOSSLESS for policy in policies)
     config = _config(scenario).model_copy(update={"coupled_noise": coupled})
@@ -212,9 +212,14 @@ async def _compute(engines: Engines, texts: Texts, numbers: range) -> None:
     await asyncio.gather(*(engine.generate(call) for engine in (engines.target, engines.draft) for call in calls))
 
 
-def _engines(machine: Machine, texts: Texts) -> Engines:
+def virtual_engines(machine: Machine, texts: Texts, loop_thread: LoopThread | None = None) -> Engines:
+    """The engines of a machine on the running event loop's clock.
+
+    Args:
+        loop_thread: that makes the calls of other machines too; None: one for this machine alone.
+    """
     shared = SharedCards(machine.sharing)
-    thread = LoopThread(machine.loop_s, shared, machine.call_demand)
+    thread = loop_thread or LoopThread(machine.loop_s, shared, machine.call_demand)
     writers = {Role.TARGET: texts.target, Role.DRAFT: texts.draft, Role.JUDGE: texts.judge}
 
     def source(role: Role, place: Place) -> ScriptedSource:
