@@ -34,7 +34,7 @@ from bench.kit.intervals import Share
 from bench.kit.measure import ModeReport, Sample, best_baseline, mean_step_tokens, report
 from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
 from bench.kit.rows import AS_IT_IS, PROBLEM_SEED, Change, Row, ask, compare
-from bench.kit.serving import demo_spec, other_thread_counts, serving, thread_setting, with_verifiers
+from bench.kit.serving import demo_spec, engines_alone, other_thread_counts, serving, thread_setting, with_verifiers
 from bench.kit.verifiers import chance, grade
 from demo.problems import Problem, problems, same_step
 from lr_backend.config import LoopConfig
@@ -300,6 +300,8 @@ def main(
     questions = list(islice(problems(PROBLEM_SEED, "test"), num_problems + 1))
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lookahead-ablation-")))
+        with engines_alone(spec, folder / "alone") as alone:
+            hardware = measure_hardware(alone, spec, questions[0])
         servers = {
             change: stack.enter_context(serving(change.of(spec), folder / str(change), only=change.models))
             for change in dict.fromkeys((AS_IT_IS, *(row.change for row in rows)))
@@ -307,7 +309,6 @@ def main(
         clients = {change: stack.enter_context(Client(server.grpc_url)) for change, server in servers.items()}
         for row in rows:  # a row that is refused fails here and not in the middle of the run
             ask(clients[row.change], row, questions[0], 0, temperature)
-        hardware = measure_hardware(servers[AS_IT_IS], spec, questions[0])
         samples = compare(clients, rows, questions[1:], temperature, console)
         stepwise = [row for row in rows if row.request(config).mode.speculates_steps]
         with console.status("checking what was accepted"):

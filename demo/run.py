@@ -31,6 +31,7 @@ from bench.kit.serving import (
     REQUEST_TIMEOUT_S,
     ask,
     demo_spec,
+    engines_alone,
     other_thread_counts,
     serving,
     thread_setting,
@@ -180,11 +181,8 @@ def on_this_cpu(
     spec: EmbeddedDeployment, questions: list[Problem], temperature: float, console: Console, folder: Path
 ) -> dict[str, Any]:
     """The modes unpaced, each against the best setting of ``ar``."""
-    with (
-        console.status("timing draft and target alone"),
-        serving(demo_spec(Layout.PROCESS_A_ROLE), folder / "apart", only=("target", "draft")) as apart,
-    ):
-        c = cost_ratio(apart, spec, questions[0])  # engines that the loop runs itself cannot be asked
+    with console.status("timing draft and target alone"), engines_alone(spec, folder / "alone") as alone:
+        c = cost_ratio(alone, spec, questions[0])
     with ExitStack() as stack:
         with console.status("starting Triton without a pace"):
             server = stack.enter_context(serving(spec, folder / "all"))

@@ -28,7 +28,7 @@ from bench.evaluation.tasks import DATA_DIR_VARIABLE, NAMES, DataSet, load
 from bench.evaluation.turns import Turn, option_fields, rounds, turns
 from bench.kit.hardware import measure_hardware, processor_line
 from bench.kit.output import console_of_any_width, print_line
-from bench.kit.serving import MAX_TOKENS, serving
+from bench.kit.serving import MAX_TOKENS, engines_alone, serving
 from demo.problems import problems
 from lr_backend.build.spec import DeploymentSpec, EmbeddedDeployment
 
@@ -275,15 +275,16 @@ def _client(url: str) -> Client:
 
 @contextmanager
 def _own_server(deployment: EmbeddedDeployment, directory: RunDirectory, console: Console) -> Iterator[Client]:
-    """A server of this spec, its engines timed while nothing else runs."""
+    """A server of this spec; before it its engines are timed, alone."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lookahead-eval-"))
         with console.status(f"starting Triton with the spec {deployment.name}"):
+            if not (directory.path / HARDWARE).exists():
+                with engines_alone(deployment, Path(folder) / "alone") as alone:
+                    hardware = measure_hardware(alone, deployment, next(problems(DATA_SEED, "test")))
+                (directory.path / HARDWARE).write_text(json.dumps(hardware.as_dict()) + "\n", encoding="utf-8")
             server = stack.enter_context(serving(deployment, Path(folder) / "repository"))
             client = stack.enter_context(Client(server.grpc_url))
-            if not (directory.path / HARDWARE).exists():
-                hardware = measure_hardware(server, deployment, next(problems(DATA_SEED, "test")))
-                (directory.path / HARDWARE).write_text(json.dumps(hardware.as_dict()) + "\n", encoding="utf-8")
         yield client
 
 

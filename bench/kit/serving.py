@@ -34,7 +34,12 @@ def demo_spec(layout: Layout | None = None) -> EmbeddedDeployment:
     """The deployment of the demo models; ``layout`` instead of its own."""
     spec = DeploymentSpec.load("demo")
     assert isinstance(spec, EmbeddedDeployment)
-    return spec if layout is None else spec.model_copy(update={"server": spec.server.model_copy(update={"layout": layout})})
+    return spec if layout is None else with_layout(spec, layout)
+
+
+def with_layout(spec: EmbeddedDeployment, layout: Layout) -> EmbeddedDeployment:
+    """The deployment in another layout of its processes."""
+    return spec.model_copy(update={"server": spec.server.model_copy(update={"layout": layout})})
 
 
 def other_thread_counts(spec: EmbeddedDeployment) -> list[int]:
@@ -67,6 +72,13 @@ def serving(spec: DeploymentSpec, repository: Path, *, only: tuple[str, ...] = (
     options = ServerOptions(thread_pool_size=spec.server.thread_pool_size, exit_timeout_s=5)
     with TritonServer(repository, options) as server:
         server.wait_ready(spec.server.load_timeout_s)
+        yield server
+
+
+@contextmanager
+def engines_alone(spec: EmbeddedDeployment, repository: Path) -> Iterator[TritonServer]:
+    """Target and draft of a deployment, to be asked by themselves, which engines that the loop runs in its process cannot be."""
+    with serving(with_layout(spec, Layout.PROCESS_A_ROLE), repository, only=("target", "draft")) as server:
         yield server
 
 

@@ -263,7 +263,8 @@ def test_a_run_asks_every_row_every_problem_and_ends_with_the_default(
         return nullcontext(clients[-1])
 
     monkeypatch.setattr(ablation, "Client", client)
-    monkeypatch.setattr(ablation, "serving", lambda *arguments, **options: nullcontext(SimpleNamespace(grpc_url="nowhere")))
+    for name in ("serving", "engines_alone"):
+        monkeypatch.setattr(ablation, name, lambda *arguments, **options: nullcontext(SimpleNamespace(grpc_url="nowhere")))
     monkeypatch.setattr(ablation, "measure_hardware", lambda *arguments: FREE)
     monkeypatch.setattr(ablation, "other_thread_counts", lambda spec: [2])
     app = typer.Typer()
