@@ -25,8 +25,7 @@ PRIOR_SPANS = 2.0
 SPANS_A_FIRST_TRY = 2
 """Every second span tries a way that was never taken, where that may cost all requests no more than one of them takes."""
 CAUTION = 1.0 / 32.0
-"""Looking ahead, and draft tokens, are each expected to cost so much more for each other request in flight, until they were
-tried."""
+"""Looking ahead, and draft tokens, each cost so much more for each request in flight above those that they were tried among."""
 EXPLORED_SHARE = 0.01
 """Trying other ways than the best may cost this share of the time at most."""
 COST_MEMORY = 256
@@ -58,6 +57,7 @@ class Trial:
     def __init__(self, ways: Sequence[Way], like: Trial | None = None) -> None:
         self._ways = tuple(ways)
         self._usual = {way: like.off(way) if like is not None else None for way in self._ways}
+        self._usually_at = {way: like.seen_at(way) if like is not None else 1 for way in self._ways}
         self._taken, self._off = ({way: Average(memory=MEMORY) for way in ways} for _ in range(2))
         """Seconds a token, and the same over those that were predicted, by spans."""
         self._spent_s = self._lost_s = 0.0
@@ -81,12 +81,17 @@ class Trial:
     def expected(self, way: Way, predict: Predict) -> float:
         """Seconds a token: as they have lately been at this load; before that as predicted, and as wrong as near this load."""
         usual = self._usual[way]
-        return self._blend(self._taken[way], predict(way) * (self._untried(way) if usual is None else usual))
+        return self._blend(self._taken[way], predict(way) * (1.0 if usual is None else usual) * self._caution(way))
 
-    def _untried(self, way: Way) -> float:
-        """What work that is done more than now costs the others is in no price before all have taken that way."""
+    def seen_at(self, way: Way) -> int:
+        """Requests in flight at the load, this or one near it, where the way was taken; 1: it never was."""
+        return self._usually_at[way] if self._taken[way].value is None else self._num_requests
+
+    def _caution(self, way: Way) -> float:
+        """What work that is done more than now costs the others is in no price before all of them have taken that way."""
         more = (way.ahead - self.way.ahead, way.drafts - self.way.drafts)
-        return 1.0 + CAUTION * (self._num_requests - 1) * max(0, sum(more)) if min(more) >= 0 else 1.0
+        num_others = max(0, self._num_requests - self.seen_at(way))
+        return 1.0 + CAUTION * num_others * max(0, sum(more)) if min(more) >= 0 else 1.0
 
     @staticmethod
     def _blend(found: Average, prior: float) -> float:
