@@ -104,6 +104,7 @@ class EnginesApart:
         with suppress(OSError):
             self._connection.send(None)
         self._process.join(CLOSE_S)
+        self._process.kill()
         if self._reader is not None:
             self._reader.join(CLOSE_S)
         self._connection.close()
@@ -116,7 +117,8 @@ class EnginesApart:
         try:
             return await future
         except asyncio.CancelledError:
-            self._connection.send((number, role, None))
+            with suppress(OSError):  # they have ended
+                self._connection.send((number, role, None))
             raise
         finally:
             del self._waiting[number]
@@ -125,6 +127,12 @@ class EnginesApart:
         with suppress(EOFError, OSError, RuntimeError):  # the process, or the event loop, has ended
             while True:
                 loop.call_soon_threadsafe(self._settle, *self._connection.recv())
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(self._fail_all)
+
+    def _fail_all(self) -> None:
+        for number in list(self._waiting):
+            self._settle(number, "the engines have ended")
 
     def _settle(self, number: int, result: Generation | str) -> None:
         future = self._waiting.get(number)
@@ -164,8 +172,8 @@ async def _serve(connection: Connection, sets: Sets) -> None:
     async def answer(number: int, role: Role, call: EngineCall) -> None:
         try:
             connection.send((number, await engines[role].generate(call)))
-        except EngineError as error:
-            connection.send((number, error.message))
+        except Exception as error:  # whatever it is, the call must end
+            connection.send((number, f"{type(error).__name__}: {error}"))
         finally:
             del running[number]
 

@@ -42,6 +42,8 @@ class Crowding:
 
     def add(self, companions: float, token_s: float, num_tokens: int = 1) -> None:
         """A call's tokens took ``token_s`` > 0 each while on average ``companions`` others ran."""
+        if token_s <= 0.0:
+            return  # it was not timed
         usual = self._usual_tokens = self._usual_tokens + 0.02 * (num_tokens - self._usual_tokens) if self._n else num_tokens
         weight = min(num_tokens / usual, self.MOST_WEIGHT)
         fade, u, x, y = self.FADE**weight, 1.0 / num_tokens, companions, token_s

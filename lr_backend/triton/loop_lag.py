@@ -14,13 +14,14 @@ LOOK_S = 0.05
 async def watch_lag(tell: Callable[[float], None], busy: Callable[[], bool] = lambda: True, look_s: float = LOOK_S) -> None:
     """Tell again and again by how many seconds a timer was late, for as long as the event loop runs.
 
-    The first look is always told, later ones only while the loop is busy: of an idle loop there is nothing to say. uvloop's
-    timers go in steps of a millisecond, so less than that means nothing.
+    The first look is always told, later ones where the loop was busy at their beginning or is at their end: of an idle loop
+    there is nothing to say. uvloop's timers go in steps of a millisecond, so less than that means nothing.
     """
     now, wanted = running_clock(), True
     while True:
         due_s = now() + look_s
         await asyncio.sleep(look_s)
-        if wanted:
+        is_busy = busy()
+        if wanted or is_busy:
             tell(max(0.0, now() - due_s))
-        wanted = busy()
+        wanted = is_busy

@@ -324,6 +324,7 @@ def test_the_openai_api_listens_where_published_ports_lead(target: str) -> None:
     options = json.loads(value_of(target, "ENTRYPOINT"))[2:8]
     given = dict(zip(options[::2], options[1::2], strict=True))
     settings = PROJECT / "deploy" / Path(given["--openai-settings"]).name
+    assert ("COPY", f"deploy/{settings.name} {Path(given['--openai-settings']).parent}/") in STAGES[target]
     assert Settings.load(settings, host=given["--openai-host"], port=9000, keys_file=None).open_to_network
     with pytest.raises(ConfigError, match="can be reached from elsewhere"):
         Settings.load(None, host=given["--openai-host"], port=9000, keys_file=None)

@@ -233,7 +233,7 @@ def test_what_cannot_fit_is_refused_unread(name: str) -> None:
 
 
 def test_a_parameter_says_a_field() -> None:
-    """As perf_analyzer's ``--request-parameter`` and the keys of Triton's ``generate`` do."""
+    """As perf_analyzer's ``--request-parameter`` does."""
     text = {"text_input": np.array([b"x"], dtype=np.object_)}
 
     fields = request_fields(text, 100, {"max_tokens": 8, "traceparent": "00-0", "mode": "lr"})
