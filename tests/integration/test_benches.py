@@ -9,6 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+import bench.evaluation.quality
 import bench.peers
 from lr_backend.cli.app import app
 
@@ -45,3 +46,16 @@ def test_peers_answer_the_same_problem(tmp_path: Path, monkeypatch: pytest.Monke
     assert rows.keys() == expected | {bench.peers.GENERATE, bench.peers.ASSISTED, bench.peers.LOOKUP}
     assert all(row["tokens_per_s"] > 0 and row["total"] == 1 for row in rows.values())
     assert rows["ar"]["speedup"] == [1.0, 1.0, 1.0]
+
+
+def test_an_evaluation_serves_its_own_spec(tmp_path: Path) -> None:
+    few = ["--problems", "2", "--mode", "lr", "--max-tokens", "64", "--concurrency", "2"]
+    runnable = typer.Typer()
+    runnable.command()(bench.evaluation.quality.main)
+
+    result = CliRunner().invoke(runnable, [*few, "--out", str(tmp_path / "run"), "--output", str(tmp_path / "quality.json")])
+
+    assert result.exit_code == 0, result.output
+    line = json.loads(result.output.strip().splitlines()[-1])
+    assert line["num_problems"] == 2
+    assert json.loads((tmp_path / "run" / "hardware.json").read_text())["cost_ratio"] > 0.0

@@ -265,6 +265,25 @@ def test_what_triton_and_its_clients_add_is_no_unknown_field(server: TritonServe
     assert "q" * 81 not in server.log_text()
 
 
+@pytest.mark.parametrize(("name", "code"), [("max_tokens", None), ("text_input", "LR_INVALID_REQUEST: text_input")])
+def test_a_parameter_says_a_field_that_no_input_says(server: TritonServer, name: str, code: str | None) -> None:
+    text = grpcclient.InferInput("text_input", [1], "BYTES")
+    text.set_data_from_numpy(np.array([b"x"], dtype=np.object_))
+    answers: Queue[tuple[Any, Any]] = Queue()
+    said = {"mode": "ar", name: 4} if code is None else {name: "y"}
+    with grpcclient.InferenceServerClient(server.grpc_url) as triton:
+        triton.start_stream(lambda result, error: answers.put((result, error)))
+        triton.async_stream_infer("lookahead", [text], parameters=said)
+        result, error = answers.get(timeout=WAIT_S)
+        while error is None and result.as_numpy("finish_reason") is None:
+            result, error = answers.get(timeout=WAIT_S)
+    if code is not None:
+        assert code in str(error)
+        return
+    usage = json.loads(result.as_numpy("usage")[0])
+    assert (usage["completion_tokens"], usage["num_draft_calls"]) == (4, 0)
+
+
 def test_what_tritons_own_door_cannot_do_is_as_documented(server: TritonServer, client: Client) -> None:
     _, wrapped = post(server, "generate", {"text_input": "x", "stream": False, "max_tokens": 4294967301})
     assert json.loads(json.loads(wrapped)["usage"])["completion_tokens"] <= 5
