@@ -6,7 +6,8 @@ requests then run on the virtual clock, where the loop takes no time: by how muc
 Beyond what this machine carries, the virtual clock charges each call the processor time that was measured.
 
 A real Triton serves the same deployment in slow motion, with one process of the loop and with two. There a step costs more: calls
-go by BLS. What it costs does not depend on the pace, so it says how many requests a process carries at the real one.
+go by BLS. What a call costs does not depend on the pace. Polls go by the wall's clock and cost more a step in this motion, so a
+process carries a little more at the real pace than is said.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ A_SET = 8
 """Requests that share a deployment's engines."""
 NUM_STEPS = 12
 FULL_SHARE, FULL_LAG_MS = 0.9, 10.0
-"""A process is full with so much of a core, or with so late an event loop in one look of a hundred."""
+"""A process is full with so much of a core, or where half of all looks find its event loop so late."""
 BEYOND = (2,)
 """Times the last load: on the virtual clock alone."""
 NO_LIMIT = 1 << 16
@@ -155,12 +156,7 @@ class Row:
     @property
     def full(self) -> bool:
         """The loop's process is."""
-        return self.share > FULL_SHARE or self.lag_p99_ms > FULL_LAG_MS
-
-    @property
-    def stuck(self) -> bool:
-        """Nothing more fits, whatever else this machine has to do: a process has no core left, or half of all looks are late."""
-        return max(self.share, self.engines_share) > FULL_SHARE or self.lag_p50_ms > FULL_LAG_MS
+        return self.share > FULL_SHARE or self.lag_p50_ms > FULL_LAG_MS
 
     @property
     def held_up(self) -> bool:
@@ -319,7 +315,7 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 
 def measure(setting: Setting, modes: Sequence[str], loads: Sequence[int], console: Console) -> Iterator[tuple[Row, range]]:
-    """Every mode at rising load until a process is stuck, each row with its questions; not on the virtual clock yet."""
+    """Every mode at rising load until a process is full, each row with its questions; not on the virtual clock yet."""
     apart = EnginesApart(setting.sets(max(loads)))
     try:
         with asyncio.Runner(loop_factory=event_loop) as runner:
@@ -331,7 +327,7 @@ def measure(setting: Setting, modes: Sequence[str], loads: Sequence[int], consol
                     console.print(f"[dim]{mode}, {load} in flight[/]")
                     row, numbers = runner.run(wall.measure(mode, load))
                     yield row, numbers
-                    if row.stuck:
+                    if (row.full or row.held_up):
                         break
             service.close()
     finally:
