@@ -327,7 +327,7 @@ def measure(setting: Setting, modes: Sequence[str], loads: Sequence[int], consol
                     console.print(f"[dim]{mode}, {load} in flight[/]")
                     row, numbers = runner.run(wall.measure(mode, load))
                     yield row, numbers
-                    if (row.full or row.held_up):
+                    if row.full or row.held_up:
                         break
             service.close()
     finally:
