@@ -12,6 +12,8 @@ from scipy.stats import theilslopes
 TRITON = "tritonserver"
 MAX_BYTES_KEPT = 64.0
 """Of a request, in any process of this project."""
+ENOUGH_REQUESTS = 2_000
+"""Below, what stays is mostly what is set up once, and no leak."""
 _WARM_UP = 1 / 3
 """The share of the samples in which caches fill."""
 
@@ -40,11 +42,13 @@ class Kept:
         bytes_by_process: a request's, the median slope after the warm-up; Triton's own process is :data:`TRITON`.
         more: descriptors and threads that a process has come to hold, by process and kind.
         num_blocks: of the engines' KV caches that are held though nothing is in flight.
+        num_requests: all of them.
     """
 
     bytes_by_process: Mapping[str, float]
     more: Mapping[str, int]
     num_blocks: int
+    num_requests: int
 
     @classmethod
     def of(cls, samples: Sequence[tuple[int, Mapping[int, Held]]], num_blocks: int) -> Kept:
@@ -55,7 +59,7 @@ class Kept:
         names = {pid: warm[0][1][pid].name for pid in pids}
         slopes = {pid: float(theilslopes([held[pid].num_bytes for _, held in warm], counts).slope) for pid in pids}
         more = {f"{names[pid]} {what}": num for pid in pids for what, num in growth(warm, pid).items() if num > 0}
-        return cls({names[pid]: slopes[pid] for pid in pids}, more, num_blocks)
+        return cls({names[pid]: slopes[pid] for pid in pids}, more, num_blocks, counts[-1])
 
     @property
     def bytes_a_request(self) -> float:
@@ -70,7 +74,8 @@ class Kept:
 
     @property
     def missed(self) -> tuple[str, ...]:
-        bytes_kept = (f"bytes a request: {self.bytes_a_request:.0f}",) if self.bytes_a_request > MAX_BYTES_KEPT else ()
+        leaks = self.bytes_a_request > MAX_BYTES_KEPT and self.num_requests >= ENOUGH_REQUESTS
+        bytes_kept = (f"bytes a request: {self.bytes_a_request:.0f}",) if leaks else ()
         blocks = (f"blocks held: {self.num_blocks}",) if self.num_blocks else ()
         return (*bytes_kept, *blocks, *(f"more {what}: {num}" for what, num in self.more.items()))
 
