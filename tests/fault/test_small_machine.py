@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.deployed import BOUND_S, said_when_ready
 from tests.support.tiny_models import make_tiny_models, write_spec
 
 ROOT = Path(__file__).parents[2]
-BOUND_S = 180.0
 OWN_MOUNTS = ("unshare", "--mount", "--propagation", "private")
 
 
@@ -109,10 +109,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         started = [*OWN_MOUNTS, "sh", "-c", f'{mounts} && exec "$@"', "sh", *command]
         process = subprocess.Popen(started, stdout=output, stderr=subprocess.STDOUT, env=around)
     try:
-        deadline = time.monotonic() + BOUND_S
-        while "ask it something" not in (said := printed.read_text(encoding="utf-8")):
-            assert process.poll() is None and time.monotonic() < deadline, said
-            time.sleep(0.1)
+        said = said_when_ready(process, printed)
         door = re.search(r"http://\S+/v1\b", said)
         http, metrics = (re.search(rf"{name} +(http://\S+)", said) for name in ("HTTP", "Triton's metrics"))
         assert door is not None and http is not None and metrics is not None, said

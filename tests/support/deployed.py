@@ -56,6 +56,15 @@ class Served:
         return OpenAI(base_url=self.url, api_key="none", max_retries=0, timeout=BOUND_S)
 
 
+def said_when_ready(process: subprocess.Popen[bytes], printed: Path) -> str:
+    """All that ``lookahead serve`` has printed once it has said that it can be asked."""
+    deadline = time.monotonic() + BOUND_S
+    while "ask it something" not in (said := printed.read_text(encoding="utf-8")):
+        assert process.poll() is None and time.monotonic() < deadline, said
+        time.sleep(0.1)
+    return said
+
+
 @contextmanager
 def serving(folder: Path, *options: str, **environment: str) -> Iterator[Served]:
     """The demo by the command itself, on free ports, with these options and variables."""
@@ -66,10 +75,7 @@ def serving(folder: Path, *options: str, **environment: str) -> Iterator[Served]
         around = {**os.environ, **environment}
         process = subprocess.Popen([*command, *ports, *options], stdout=output, stderr=subprocess.STDOUT, env=around)
     try:
-        deadline = time.monotonic() + BOUND_S
-        while "ask it something" not in (said := printed.read_text(encoding="utf-8")):
-            assert process.poll() is None and time.monotonic() < deadline, said
-            time.sleep(0.1)
+        said = said_when_ready(process, printed)
         found = re.search(r"http://\S+/v1\b", said)
         assert found is not None, said
         yield Served(found[0], process, folder / "demo.log")
