@@ -23,9 +23,10 @@ MEMORY = 24
 PRIOR_SPANS = 2.0
 """A prediction counts as much as so many spans at first, and no more once a way's memory is full."""
 SPANS_A_FIRST_TRY = 2
-"""Every second span tries a way that was never taken, where that may cost all requests no more than one of them takes."""
+"""Every second span tries a way that was never taken, if all requests together would lose no more than one of them takes."""
 CAUTION = 1.0 / 32.0
-"""Looking ahead, and draft tokens, each cost so much more for each request in flight above those that they were tried among."""
+"""Looking ahead and draft tokens are each expected to take so much longer for every request in flight beyond those at their last
+try."""
 EXPLORED_SHARE = 0.01
 """Trying other ways than the best may cost this share of the time at most."""
 COST_MEMORY = 256
