@@ -51,7 +51,7 @@ from lr_backend.hardware.overheads import BLS_MS
 from lr_backend.loop.assemble import Engines, Models
 from lr_backend.plan.simulation import Policy, ms_a_token
 from lr_backend.request import Usage
-from lr_backend.serve.keeper import STUB
+from lr_backend.serve.keeper import stubs_of
 from lr_backend.serve.server import ServerOptions, TritonServer
 from lr_backend.testing import run_virtual
 from lr_backend.triton.loop_lag import watch_lag
@@ -376,11 +376,10 @@ def on_both_clocks(texts: str, measured: Sequence[tuple[Row, range]]) -> tuple[l
 
 
 def through_triton(deployment: EmulatedDeployment, folder: Path, count: int, mode: str, load: int) -> Instances:
-    """A real Triton with so many processes of the loop, which serve the same model and know nothing of one another."""
+    """A real Triton with so many processes of the loop."""
     texts = Texts(deployment.texts, 0)
-    build_repository(deployment, folder)
-    model = folder / LOOKAHEAD_MODEL / "config.pbtxt"
-    model.write_text(with_count(model.read_text(encoding="utf-8"), count), encoding="utf-8")
+    server_spec = deployment.server.model_copy(update={"num_loops": count})
+    build_repository(deployment.model_copy(update={"server": server_spec}), folder)
     options = ServerOptions(thread_pool_size=deployment.server.thread_pool_size, exit_timeout_s=5)
     with TritonServer(folder, options) as server, ThreadPoolExecutor(load) as pool:
         server.wait_ready(deployment.server.load_timeout_s)
@@ -391,13 +390,6 @@ def through_triton(deployment: EmulatedDeployment, folder: Path, count: int, mod
         wall_s, after = time.perf_counter() - wall_s, _cpu_of_loops(server)
     cpu_s = tuple(after[pid] - before[pid] for pid in sorted(before))
     return Instances(mode, load, num_steps, wall_s, cpu_s)
-
-
-def with_count(config: str, count: int) -> str:
-    """A model's ``config.pbtxt`` with so many instances: the Python backend starts a process for each."""
-    one = "instance_group [ { count: 1 "
-    assert one in config, config
-    return config.replace(one, f"instance_group [ {{ count: {count} ")
 
 
 def _asking(url: str, texts: Texts, policy: Policy) -> Callable[[int], int]:
@@ -414,13 +406,8 @@ def _asking(url: str, texts: Texts, policy: Policy) -> Callable[[int], int]:
 
 def _cpu_of_loops(server: TritonServer) -> dict[int, float]:
     """Processor time of each process of the loop, by its id."""
-    found = {}
-    for process in psutil.Process(server.pid).children(recursive=True):
-        words = process.cmdline()
-        if words and Path(words[0]).name == STUB and Path(words[1]).parents[1].name == LOOKAHEAD_MODEL:
-            times = process.cpu_times()
-            found[process.pid] = float(times.user + times.system)
-    return found
+    times = {pid: psutil.Process(pid).cpu_times() for pid in stubs_of(server)[LOOKAHEAD_MODEL]}
+    return {pid: float(one.user + one.system) for pid, one in times.items()}
 
 
 def table_of(rows: Sequence[Row], more: Sequence[Beyond]) -> Table:

@@ -1,51 +1,112 @@
-"""What the launcher tells the step loop while both run, by a small file: that the server is to end, and whose process has died.
+"""What the launcher and the processes of the step loop tell one another while they run, by two small files.
 
-Triton tells its models neither. It takes no BLS call once it is stopping, so answers must finish before it is told to stop; and a
-call to a model whose process has died hangs until its client gives up. The loop answers by a second file: everything is answered.
+The launcher tells of models whose process has died: Triton tells its models nothing of it, and a call to such a model hangs until
+its client gives up. It also tells that the server is to end: Triton takes no BLS call once it is stopping, so answers must finish
+before it is told to stop. The processes of the loop tell how many requests each of them is answering (:class:`Seats`). Together
+they keep to the server's limit, and the launcher sees when all is answered.
 """
 
 from __future__ import annotations
 
+import mmap
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 NOTICE_VARIABLE = "LOOKAHEAD_NOTICE_FILE"
-"""Names the file to the step loop. It need not be there yet."""
-
-_DRAINING, _DEAD = "draining", "dead "
-
-
-@dataclass(frozen=True, slots=True)
-class Notice:
-    """How things stand.
-
-    Attributes:
-        draining: no new requests; those in flight may finish.
-        dead: models whose processes have died and are not back yet.
-    """
-
-    draining: bool = False
-    dead: frozenset[str] = frozenset()
+"""Names the file of deaths to the step loop; the one of its seats is beside it. It need not be there yet."""
+MAX_LOOPS = 64
+"""Processes of the step loop that one server may have."""
+_NUMBER_BYTES = 8
 
 
-def post(path: Path, notice: Notice) -> None:
-    """Put up a notice in place of the one before. Readers see the old one or the new one."""
-    lines = [_DRAINING] if notice.draining else []
-    lines += [f"{_DEAD}{model}" for model in sorted(notice.dead)]
+def post(path: Path, dead: Iterable[str]) -> None:
+    """Say which models' processes have died and are not back yet. Readers see what was said before, or this."""
     staging = path.with_suffix(".new")
-    staging.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    staging.write_text("".join(f"{model}\n" for model in sorted(dead)), encoding="utf-8")
     staging.replace(path)
 
 
-def read(path: Path) -> Notice:
-    """The notice that is up; nothing is said where there is none."""
+def read(path: Path) -> frozenset[str]:
+    """The models that are said to be dead; none where nothing has been said."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        return frozenset(path.read_text(encoding="utf-8").splitlines())
     except FileNotFoundError:
-        return Notice()
-    return Notice(_DRAINING in lines, frozenset(line.removeprefix(_DEAD) for line in lines if line.startswith(_DEAD)))
+        return frozenset()
 
 
-def drained_file(path: Path) -> Path:
-    """What the loop puts beside a notice of :attr:`~Notice.draining` once it has answered everything."""
-    return path.with_suffix(".drained")
+@dataclass(frozen=True, slots=True)
+class Seats:
+    """Requests in flight of each process of the step loop, and whether the server is to end, in memory that all of them share.
+
+    Each number has one writer. A loop enters its request first and looks at the sum and at the end then; the launcher says the
+    end first and looks at the sum then. So what was let in before the end is seen by the launcher, and nothing is let in after.
+    """
+
+    numbers: memoryview
+
+    @classmethod
+    def alone(cls) -> Self:
+        """Of a process that no launcher has started, which shares them with nobody."""
+        return cls(memoryview(bytearray(_NUMBER_BYTES * (1 + MAX_LOOPS))).cast("q"))
+
+    @classmethod
+    def make(cls, notices: Path) -> Self:
+        """Those of a server that is about to start, all free, beside the file of its notices."""
+        notices.with_suffix(".seats").write_bytes(bytes(_NUMBER_BYTES * (1 + MAX_LOOPS)))
+        return cls.beside(notices)
+
+    @classmethod
+    def beside(cls, notices: Path) -> Self:
+        """Those that the launcher has made. Raises: OSError: it has not."""
+        with notices.with_suffix(".seats").open("r+b") as file:
+            return cls(memoryview(mmap.mmap(file.fileno(), 0)).cast("q"))
+
+    @property
+    def ending(self) -> bool:
+        """No new requests; those in flight may finish."""
+        return bool(self.numbers[0])
+
+    def end(self) -> None:
+        """From now on the server is to end."""
+        self.numbers[0] = 1
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests of all processes."""
+        return sum(self.numbers[1:])
+
+    def seat(self, loop: int) -> Seat:
+        """The place of one process, counted from 0."""
+        return Seat(self, 1 + loop)
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """What one process of the step loop says in :class:`Seats`, and sees of the others. For one thread."""
+
+    _seats: Seats
+    _place: int
+
+    def enter(self) -> None:
+        """One request more."""
+        self._seats.numbers[self._place] += 1
+
+    def leave(self) -> None:
+        """It is answered."""
+        self._seats.numbers[self._place] -= 1
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests of this process."""
+        return self._seats.numbers[self._place]
+
+    @property
+    def num_in_all(self) -> int:
+        """Requests of all processes. Two that come at once may both see the other: the last place may stay free then."""
+        return self._seats.num_in_flight
+
+    @property
+    def ending(self) -> bool:
+        return self._seats.ending

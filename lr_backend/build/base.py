@@ -19,6 +19,7 @@ from lr_backend.contract import ENGINE_INPUTS, TensorSpec
 from lr_backend.engine import Role
 from lr_backend.engine.address import Address
 from lr_backend.errors import ConfigError, InvalidRequest, first_error
+from lr_backend.notice import MAX_LOOPS
 from lr_backend.request import LookaheadRequest
 from lr_backend.resources import is_checkout, resource_root
 
@@ -63,9 +64,11 @@ class ServerSpec(Section):
         exit_timeout_s: how long a stopping server waits for requests in flight.
         load_timeout_s: how long loading all models may take.
         layout: which process computes for the step loop.
+        num_loops: processes of the step loop, which share requests and limits. Each is one thread of Python, and carries so much.
     """
 
     layout: Layout = Layout.PROCESS_A_ROLE
+    num_loops: int = Field(default=1, ge=1, le=MAX_LOOPS)
     thread_pool_size: int = Field(default=128, ge=CANCEL_RESERVE + 1)
     exit_timeout_s: int = Field(default=30, ge=0, le=3600)
     load_timeout_s: int = Field(default=120, ge=1, le=86400)
@@ -317,6 +320,8 @@ class DeploymentSpec(Section):
             raise ValueError("server.layout: one_process needs the runtime embedded; other engines run where their servers are")
         if self.server.layout is Layout.ONE_PROCESS and self.remotes:
             raise ValueError(f"server.layout: one_process runs every engine itself, and {next(iter(self.remotes))} has a url")
+        if self.server.layout is Layout.ONE_PROCESS and self.server.num_loops > 1:
+            raise ValueError("server.num_loops: one_process holds the engines and the loop in one, so there is one loop")
         limits = _checked_loop_config(self).limits
         longest = limits.max_prompt_tokens + limits.max_tokens
         for role in (Role.TARGET, Role.DRAFT):

@@ -136,7 +136,9 @@ class EmulatedDeployment(DeploymentSpec):
         timeouts = spec.loop_config().timeouts.model_dump()
         slower = {name: seconds * float(raw.get("slow_motion", 1.0)) for name, seconds in timeouts.items()}
         loop = _over({**loop, "timeouts": slower}, sections["lookahead"])
-        return {**raw, **roles, "lookahead": loop, "server": _over(spec.server.model_dump(), sections["server"])}
+        # Whoever emulates has not the cores of that machine: one process of the loop, unless more are asked for.
+        server = _over({**spec.server.model_dump(), "num_loops": 1}, sections["server"])
+        return {**raw, **roles, "lookahead": loop, "server": server}
 
     @model_validator(mode="after")
     def _known(self) -> Self:

@@ -40,6 +40,8 @@ LEAST_SEQ_LEN = 64
 ITERATION_TOKENS = 8192
 """Of an iteration where no admission depends on it, unless sequences are longer: the judge's, and those of the LLM API."""
 MAX_DEPTH = 8
+REQUESTS_A_LOOP = 16
+"""In flight: a process of the step loop carries 7 in `lr_sd` and 23 in `lr` (docs/benchmarks/loop_limit.md)."""
 
 _COMMENTED = re.compile(r"^(?P<setting>[a-z_]+ = .*?) +# (?P<comment>.*)$", re.MULTILINE)
 
@@ -206,6 +208,7 @@ def embedded_spec(models: Models, naming: Naming, host: Host, max_seq_len: int |
         "draft_logits_why": "this engine's rule for draft tokens is exact without them",
         "draft_temperature": None,
         "proposer": "engine" if own_drafts else "",
+        "num_loops": 1,
         "thread_pool_size": 128,
         "timeouts": {"target_s": 600.0, "draft_s": 120.0, "judge_s": 60.0, "request_s": 3600.0},
     }
@@ -321,6 +324,7 @@ def gpu_spec(
         "draft_logits_why": "exact at any temperature; upstream's rule for token-only drafts draws again, with a bias",
         "draft_temperature": 0.0,
         "proposer": "",
+        "num_loops": -(-rows // REQUESTS_A_LOOP),
         "thread_pool_size": 128 if shared else 256,
         "timeouts": {"target_s": 120.0, "draft_s": 30.0, "judge_s": 5.0, "request_s": 900.0},
     }

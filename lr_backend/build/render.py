@@ -45,6 +45,7 @@ def lookahead_files(spec: DeploymentSpec, vocab_size: int) -> dict[str, str]:
     """Files of the ``lookahead`` model's folder, its settings among them. ``vocab_size``: width of the target's logits."""
     values = {
         "spec_name": spec.name,
+        "num_loops": spec.server.num_loops,
         "inputs": tensor_list_pbtxt("input", LOOKAHEAD_INPUTS),
         "outputs": tensor_list_pbtxt("output", LOOKAHEAD_OUTPUTS),
     }

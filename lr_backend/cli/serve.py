@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -305,7 +306,12 @@ def _warm_up(console: Console, server: TritonServer, deployment: DeploymentSpec,
     missing = wait_for_roles(deployment.remotes, deployment.server.load_timeout_s, stop.event)
     for role, why in missing.items():
         console.print(f"[yellow]without {role}:[/] {escape(why)}", highlight=False, soft_wrap=True)
-    return None if stop.event.is_set() else warm_loop(server.http_url, without=missing)
+    if stop.event.is_set():
+        return None
+    num_loops = deployment.server.num_loops
+    with ThreadPoolExecutor(num_loops) as pool:  # at a time: Triton gives each process of the loop one
+        answers = list(pool.map(lambda _: warm_loop(server.http_url, without=missing), range(num_loops)))
+    return answers[0]
 
 
 def _drain(server: TritonServer, keeper: StubKeeper, stop: _StopRequest, front: FrontendProcess | None) -> int:

@@ -2,8 +2,8 @@
 
 Triton itself does neither: a model whose process is gone stays "ready", and calls to it hang. Here its death is known at once.
 The step loop is told, so that calls in flight fail and answers end or go on without; then the model is unloaded and loaded, which
-starts a new process. What cannot be mended so ends the server, and whoever supervises it starts it anew: the step loop's own
-process, whose answers are lost with it, and a model that does not load.
+starts a new process. What cannot be mended so ends the server, and whoever supervises it starts it anew: a process of the step
+loop, whose answers are lost with it, and a model that does not load.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import json
 import os
 import select
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import psutil
 
 from lr_backend.build.render import LOOKAHEAD_MODEL
-from lr_backend.notice import Notice, drained_file, post
+from lr_backend.notice import post
 from lr_backend.serve.restrictions import HEADER
 from lr_backend.serve.server import TritonServer
 
@@ -43,23 +43,21 @@ class StubKeeper:
         self._watched: dict[int, str] = {}
         """Models by the file descriptors of their processes."""
         self._dead: set[str] = set()
-        self._draining = self._stopped = False
-        self._lock = threading.Lock()
+        self._stopped = False
         self._wake, self._woken = os.pipe()
         self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
         self.lost = threading.Event()
         self.why = ""
 
     def start(self) -> None:
-        for model, pid in stubs_of(self._server).items():
-            self._watch(model, pid)
+        for model, pids in stubs_of(self._server).items():
+            self._watch(model, pids)
         self._thread.start()
 
     def drain(self) -> None:
         """Have the step loop take no new requests."""
-        with self._lock:
-            self._draining = True
-            self._post()
+        if self._server.seats is not None:
+            self._server.seats.end()
 
     @property
     def can_drain(self) -> bool:
@@ -68,8 +66,9 @@ class StubKeeper:
 
     @property
     def drained(self) -> bool:
-        """Since then the step loop has answered everything."""
-        return drained_file(self._server.notice_file).exists()
+        """The step loop has answered everything, and begins nothing."""
+        seats = self._server.seats
+        return seats is not None and seats.ending and seats.num_in_flight == 0
 
     def stop(self) -> None:
         """Watch no more: what dies now dies because it is told to."""
@@ -82,11 +81,9 @@ class StubKeeper:
         for descriptor in (*self._watched, self._wake, self._woken):
             os.close(descriptor)
 
-    def _watch(self, model: str, pid: int) -> None:
-        self._watched[os.pidfd_open(pid)] = model
-
-    def _post(self) -> None:
-        post(self._server.notice_file, Notice(self._draining, frozenset(self._dead)))
+    def _watch(self, model: str, pids: Iterable[int]) -> None:
+        for pid in pids:
+            self._watched[os.pidfd_open(pid)] = model
 
     def _run(self) -> None:
         while not self.lost.is_set():
@@ -101,11 +98,10 @@ class StubKeeper:
                 self._has_died(self._watched.pop(descriptor))
 
     def _has_died(self, model: str) -> None:
-        with self._lock:
-            self._dead.add(model)
-            self._post()
+        self._dead.add(model)
+        post(self._server.notice_file, self._dead)
         if model == LOOKAHEAD_MODEL:
-            self._lose("the step loop's process died")
+            self._lose("a process of the step loop died")
             return
         self._say(f"the process of {model} died; it is started anew")
         try:
@@ -115,9 +111,8 @@ class StubKeeper:
         except (OSError, http.client.HTTPException, KeyError) as error:
             self._lose(f"the process of {model} died and cannot be started anew: {error or type(error).__name__}")
             return
-        with self._lock:
-            self._dead.discard(model)
-            self._post()
+        self._dead.discard(model)
+        post(self._server.notice_file, self._dead)
         self._say(f"{model} is back")
 
     def _lose(self, why: str) -> None:
@@ -139,9 +134,9 @@ class StubKeeper:
             raise OSError(f"HTTP {answer.status}: {text[:200]}")
 
 
-def stubs_of(server: TritonServer) -> dict[str, int]:
-    """Process ids of a server's Python models, by model."""
-    found: dict[str, int] = {}
+def stubs_of(server: TritonServer) -> dict[str, list[int]]:
+    """Process ids of a server's Python models, by model: one for each of its instances."""
+    found: dict[str, list[int]] = {}
     if server.pid is None:
         return found
     for process in psutil.Process(server.pid).children(recursive=True):
@@ -150,5 +145,5 @@ def stubs_of(server: TritonServer) -> dict[str, int]:
         except psutil.Error:  # it has just ended
             continue
         if words and Path(words[0]).name == STUB:
-            found[Path(words[1]).parents[1].name] = process.pid
+            found.setdefault(Path(words[1]).parents[1].name, []).append(process.pid)
     return found

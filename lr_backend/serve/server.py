@@ -33,7 +33,7 @@ from typing import IO, Self
 from lr_backend.engine.address import LOOP_KEY_VARIABLE
 from lr_backend.errors import LookaheadError
 from lr_backend.hardware.lateness import Lateness
-from lr_backend.notice import NOTICE_VARIABLE
+from lr_backend.notice import NOTICE_VARIABLE, Seats
 from lr_backend.serve import guard
 from lr_backend.serve.backend_dir import PACKAGE, find_tritonserver, prepare_backend_dir, server_environment
 from lr_backend.serve.launch import ONE_RANK, PLAIN, LaunchPlan
@@ -167,6 +167,7 @@ class TritonServer:
         self.admin_key = ""
         self.loop_key = secrets.token_urlsafe(32) if self.options.closes_engines else ""
         self.pid: int | None = None
+        self.seats: Seats | None = None
         self._guard: subprocess.Popen[bytes] | None = None
         self._lifeline: int | None = None
         self._work_dir: Path | None = None
@@ -254,6 +255,7 @@ class TritonServer:
         self._attempts += 1
         try:
             self.shm_prefix = f"lookahead_{uuid.uuid4().hex[:12]}_"
+            self.seats = Seats.make(self.notice_file)
             self.ports = free_ports(self.options)
             backends = prepare_backend_dir(install, self._work_dir, self.options.packages)
             self.admin_key = self.options.admin_key or admin_key({})

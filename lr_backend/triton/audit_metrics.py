@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from lr_backend.audit.desk import AuditCounts
-from lr_backend.triton.metrics import Key, MetricSheet
+from lr_backend.triton.metrics import LOOP, Key, MetricSheet
 
 AUDITS = "lr_audits_total"
 SPENT = "lr_risk_budget_spent_total"
@@ -22,14 +22,14 @@ GAUGES = {
 }
 
 
-def audit_metrics(family: Any, counts: Callable[[], Mapping[str, AuditCounts]]) -> MetricSheet:
-    """``lr_audits_total`` and ``lr_false_accept_rate*`` of the counts, which are by verifier."""
+def audit_metrics(family: Any, counts: Callable[[], Mapping[str, AuditCounts]], loop: int = 0) -> MetricSheet:
+    """``lr_audits_total`` and ``lr_false_accept_rate*`` of the counts, which are by verifier and of one process."""
 
     def values() -> Iterator[tuple[Key, float]]:
         for verifier, one in counts().items():
             yield from _values(verifier, one)
 
-    return MetricSheet(family, COUNTERS, GAUGES, values)
+    return MetricSheet(family, COUNTERS, GAUGES, values, {LOOP: str(loop)})
 
 
 def _values(verifier: str, counts: AuditCounts) -> Iterator[tuple[Key, float]]:

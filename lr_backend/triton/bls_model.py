@@ -16,6 +16,7 @@ import numpy.typing as npt
 import structlog
 import triton_python_backend_utils as pb
 
+from lr_backend.audit.desk import AuditCounts
 from lr_backend.config import CANCEL_RESERVE, LoopConfig
 from lr_backend.engine import Engine, Role
 from lr_backend.engine.address import LOOP_KEY_VARIABLE, LOOP_PARAMETER
@@ -23,7 +24,7 @@ from lr_backend.errors import EngineError, LookaheadError
 from lr_backend.fields import LOOKAHEAD_INPUTS
 from lr_backend.logs import configure
 from lr_backend.loop.assemble import Engines
-from lr_backend.notice import NOTICE_VARIABLE
+from lr_backend.notice import NOTICE_VARIABLE, Seat, Seats
 from lr_backend.telemetry import open_telemetry
 from lr_backend.triton.audit_metrics import audit_metrics
 from lr_backend.triton.loop_lag import watch_lag
@@ -95,6 +96,19 @@ def _engine_error(model_name: str, error: Any) -> EngineError:
     return engine_error(model_name, error.message(), refused=refused)
 
 
+def which_loop(args: Mapping[str, str]) -> tuple[int, int]:
+    """Which of how many processes of the step loop this is: Triton starts one for each instance of the model."""
+    (group,) = json.loads(args["model_config"])["instance_group"]
+    count = int(group["count"])
+    return (int(args["model_instance_name"].rpartition("_")[2]) if count > 1 else 0), count
+
+
+def seat_of(notices: Path | None, loop: int) -> Seat:
+    """Where this process says how much it is answering."""
+    seats = Seats.beside(notices) if notices is not None else Seats.alone()
+    return seats.seat(loop)
+
+
 class TritonPythonModel:
     """Triton's entry points; the work is :class:`LookaheadService`'s."""
 
@@ -104,6 +118,9 @@ class TritonPythonModel:
         configure(knows_texts=True)
         directory = Path(args["model_repository"]) / args["model_version"]
         self._config = LoopConfig.load(directory / "lookahead.json")
+        loop, num_loops = which_loop(args)
+        self._notices = Path(path) if (path := os.environ.get(NOTICE_VARIABLE)) else None
+        self._seat = seat_of(self._notices, loop)
         self._models = load_models(self._config)
         self._executor = ThreadPoolExecutor(self._config.limits.max_in_flight_calls + CANCEL_RESERVE, "bls")
         self._service: LookaheadService | None = None
@@ -112,11 +129,14 @@ class TritonPythonModel:
         self._own = self._open_own()
         self._telemetry = open_telemetry("lookahead-loop", os.environ)
         self._drafts = DraftCounts()
-        self._audits = audit_metrics(pb.MetricFamily, lambda: self._service.audits.counts if self._service is not None else {})
-        self._requests = RequestMetrics(self._config.limits.max_in_flight_requests)
-        self._requests_sheet = request_metrics(pb.MetricFamily, self._requests)
+        self._audits = audit_metrics(pb.MetricFamily, self._audit_counts, loop)
+        self._requests = RequestMetrics(self._config.limits.max_in_flight_requests / num_loops)
+        self._requests_sheet = request_metrics(pb.MetricFamily, self._requests, loop)
         self._requests.on_change = self._requests_sheet.touch
-        self._speculation = speculation_metrics(pb.MetricFamily, args["model_name"], self._drafts)
+        self._speculation = speculation_metrics(pb.MetricFamily, args["model_name"], self._drafts, loop)
+
+    def _audit_counts(self) -> Mapping[str, AuditCounts]:
+        return self._service.audits.counts if self._service is not None else {}
 
     def _open_own(self) -> OwnEngines | None:
         """The engines that this process runs itself, where it is to."""
@@ -135,13 +155,14 @@ class TritonPythonModel:
         structlog.get_logger().info("event_loop_runs", implementation=type(self._loop).__module__)
         self._loop.set_default_executor(self._executor)
         engines = self._own.engines if self._own is not None else self._by_calls()
-        service = LookaheadService(self._config, self._models, engines, self._drafts, self._requests, self._telemetry)
+        counts = self._drafts, self._requests, self._telemetry
+        service = LookaheadService(self._config, self._models, engines, *counts, self._seat)
         service.audits.on_change = self._audits.touch
         service.on_drafts = self._speculation.touch
-        self._watching = self._loop.create_task(watch_lag(self._requests.lagged, lambda: service.num_in_flight > 0))
-        if path := os.environ.get(NOTICE_VARIABLE):
+        self._watching = self._loop.create_task(watch_lag(self._requests.lagged, lambda: service.seat.num_in_flight > 0))
+        if self._notices is not None:
             mortal = {role.value: engine for role, engine in self._called.items()}
-            self._heeding = self._loop.create_task(heed(Path(path), service, mortal))
+            self._heeding = self._loop.create_task(heed(self._notices, mortal))
         return service
 
     def _by_calls(self) -> Engines:

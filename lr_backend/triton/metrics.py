@@ -12,6 +12,8 @@ from typing import Any
 
 REFRESH_S = 0.5
 
+LOOP = "loop"
+"""Label of what the step loop tells: which of its processes this is, from 0. So no two of them write one series."""
 Key = tuple[str, tuple[tuple[str, str], ...]]
 """A metric's name and labels."""
 

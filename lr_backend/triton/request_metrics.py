@@ -31,7 +31,7 @@ from lr_backend.errors import (
 from lr_backend.loop.answer import StepMark
 from lr_backend.loop.ledger import CallSpan, Ledger
 from lr_backend.request import FinishReason, LookaheadRequest, Mode, Origin, Usage
-from lr_backend.triton.metrics import Histogram, Key, MetricSheet
+from lr_backend.triton.metrics import LOOP, Histogram, Key, MetricSheet
 from lr_backend.verify import Reason
 
 REQUESTS, IN_FLIGHT, LIMIT, BUILD = (
@@ -66,11 +66,11 @@ COUNTERS = {
     CALLS: "Engine calls of requests that have come to their end, by role and result; those of audits are not among them",
     DEGRADED: "Requests that went on without draft, judge or verifier, because it failed",
     DEGRADED_S: "Seconds that requests have gone on without it, all requests added up",
-    CPU_S: "Seconds of processor time that the step loop's process has taken, engines that it runs itself included",
+    CPU_S: "Seconds of processor time that a process of the step loop has taken, engines that it runs itself included",
 }
 GAUGES = {
-    IN_FLIGHT: "Requests that the step loop is answering",
-    LIMIT: "Requests that it answers at a time; the next is refused as overloaded",
+    IN_FLIGHT: "Requests that this process of the step loop is answering",
+    LIMIT: "Its share of the requests that the server answers at a time; what comes beyond the sum is refused as overloaded",
     BUILD: "Always 1; the label is the version of the server",
 }
 _SHORT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0)
@@ -119,15 +119,15 @@ def end_of(error: LookaheadError) -> str:
 
 @dataclass
 class RequestMetrics:
-    """What the requests of one server came to. Any thread may add and read.
+    """What the requests of one process of the step loop came to. Any thread may add and read.
 
     Attributes:
-        max_in_flight: requests at a time.
+        max_in_flight: this process' share of the requests at a time.
         on_change: called after every change; must not block.
         cpu_clock: seconds of processor time that this process has taken.
     """
 
-    max_in_flight: int
+    max_in_flight: float
     on_change: Callable[[], None] = lambda: None
     cpu_clock: Clock = time.process_time
     num_in_flight: int = 0
@@ -169,7 +169,7 @@ class RequestMetrics:
             counts = dict(self._counts)
         yield from counts.items()
         yield _key(IN_FLIGHT), float(self.num_in_flight)
-        yield _key(LIMIT), float(self.max_in_flight)
+        yield _key(LIMIT), self.max_in_flight
         yield _key(CPU_S), self.cpu_clock()
         yield _key(BUILD, version=lr_backend.__version__), 1.0
 
@@ -237,8 +237,9 @@ def _key(name: str, **labels: str) -> Key:
     return name, tuple(sorted((label, str(value)) for label, value in labels.items()))
 
 
-def request_metrics(family: Any, metrics: RequestMetrics) -> MetricSheet:
+def request_metrics(family: Any, metrics: RequestMetrics, loop: int = 0) -> MetricSheet:
     """The metrics, all of those that are known to come shown at once."""
-    sheet = MetricSheet(family, COUNTERS, GAUGES, metrics.values, histograms=HISTOGRAMS, measured=metrics.measured)
+    about = {LOOP: str(loop)}
+    sheet = MetricSheet(family, COUNTERS, GAUGES, metrics.values, about, histograms=HISTOGRAMS, measured=metrics.measured)
     sheet.refresh()
     return sheet

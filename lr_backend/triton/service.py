@@ -24,6 +24,7 @@ from lr_backend.loop.assemble import Engines, Models, Server, assemble
 from lr_backend.loop.ledger import CallSpan, Ledger
 from lr_backend.loop.loop import LookaheadLoop
 from lr_backend.loop.tracing import build_trace
+from lr_backend.notice import Seat, Seats
 from lr_backend.policy.policy import Learned
 from lr_backend.request import LookaheadRequest, Usage
 from lr_backend.telemetry import Telemetry, carried
@@ -78,7 +79,8 @@ class LookaheadService:
         drafts: draft tokens of all answers; ``on_drafts`` is called when an answer has added to them.
         metrics: requests, steps and calls.
         telemetry: makes spans of them; None: there are none.
-        draining: the server is to end: new requests are refused, those in flight finish.
+        seat: requests in flight, here and in the server's other processes; and whether the server is to end: new requests are
+            then refused, those in flight finish.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class LookaheadService:
         drafts: DraftCounts | None = None,
         metrics: RequestMetrics | None = None,
         telemetry: Telemetry | None = None,
+        seat: Seat | None = None,
     ) -> None:
         self._config = config
         self._models = models
@@ -101,8 +104,7 @@ class LookaheadService:
         self.on_drafts: Callable[[], None] = lambda: None
         self.metrics = metrics if metrics is not None else RequestMetrics(config.limits.max_in_flight_requests)
         self.telemetry = telemetry
-        self.num_in_flight = 0
-        self.draining = False
+        self.seat = seat if seat is not None else Seats.alone().seat(0)
 
     async def serve(
         self, request_id: str, arrays: Arrays, replies: Replies, parameters: Mapping[str, object] | None = None
@@ -112,16 +114,16 @@ class LookaheadService:
         Args:
             parameters: of Triton's request: fields, and among them the caller's context, for spans.
         """
-        self.num_in_flight += 1
+        self.seat.enter()
         watchers: list[Watcher] = [self.metrics.begin(running_clock())]
         if self.telemetry is not None:
             watchers.append(RequestSpan(self.telemetry, carried(parameters or {}), request_id))
         end = "internal"
         try:
-            if self.draining:
+            if self.seat.ending:
                 raise Overloaded("the server is about to end; ask another, or this one again once it is back")
-            if self.num_in_flight > self._config.limits.max_in_flight_requests:
-                raise Overloaded(f"{self._config.limits.max_in_flight_requests} requests are in flight; try again later")
+            if self.seat.num_in_all > (most := self._config.limits.max_in_flight_requests):
+                raise Overloaded(f"{most} requests are in flight; try again later")
             request = LookaheadRequest.parse(
                 {**self._config.defaults, **request_fields(arrays, max_text_bytes(self._config.limits), parameters)}
             )
@@ -141,7 +143,7 @@ class LookaheadService:
             log.exception("request_crashed", request_id=request_id)
             replies.fail(LookaheadError("internal error; see the server's log"))
         finally:
-            self.num_in_flight -= 1
+            self.seat.leave()
             for each in watchers:
                 each.end(end)
 

@@ -71,6 +71,6 @@ class DraftCounts:
             yield (ACCEPTED_PER_POSITION, (("position", str(position)),)), float(count)
 
 
-def speculation_metrics(family: Any, model_name: str, counts: DraftCounts) -> MetricSheet:
-    """``vllm:spec_decode_*`` of the counts; ``model_name`` and vLLM's ``engine`` become labels."""
-    return MetricSheet(family, COUNTERS, {}, counts.values, {"model_name": model_name, "engine": "0"})
+def speculation_metrics(family: Any, model_name: str, counts: DraftCounts, loop: int = 0) -> MetricSheet:
+    """``vllm:spec_decode_*`` of the counts; ``model_name`` becomes a label, and ``loop`` vLLM's ``engine``."""
+    return MetricSheet(family, COUNTERS, {}, counts.values, {"model_name": model_name, "engine": str(loop)})

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from urllib.request import urlopen
 
 import numpy as np
 import psutil
@@ -30,6 +31,7 @@ from lr_backend.engine.address import LOOP_PARAMETER
 from lr_backend.serve.keeper import StubKeeper, stubs_of
 from lr_backend.serve.server import ServerOptions, TritonServer
 from lr_backend.serve.warmup import warm_engines, warm_loop
+from lr_backend.triton.metrics import REFRESH_S
 from lr_backend.triton.remote_engine import grpc_inputs
 from tests.support.tiny_models import make_tiny_models, write_spec
 
@@ -81,6 +83,19 @@ class Crowd:
         bounded(lambda: sum(not whole or not degraded for degraded in self.answered[first:]) >= num)
 
 
+def answers_by_loop(server: TritonServer) -> list[float]:
+    """How many each process of the step loop has given, once its counters are up to date."""
+    time.sleep(3 * REFRESH_S)
+    with urlopen(f"http://{server.metrics_url}/metrics", timeout=READY_S) as page:
+        lines = page.read().decode().splitlines()
+    found: dict[str, float] = {}
+    for line in lines:
+        if line.startswith("lr_requests_total") and re.search(r'end="(stop|length)"', line):
+            loop = line.partition('loop="')[2].partition('"')[0]
+            found[loop] = found.get(loop, 0.0) + float(line.rpartition(" ")[2])
+    return list(found.values())
+
+
 def bounded(reached: Callable[[], bool]) -> None:
     deadline = time.monotonic() + READY_S
     while not reached():
@@ -88,16 +103,19 @@ def bounded(reached: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+SEVERAL = "several_loops"
+KINDS = {**{layout.value: {"layout": f'"{layout}"'} for layout in Layout}, SEVERAL: {"num_loops": 2}}
+"""Settings of the server by the name of its spec."""
+
+
 @pytest.fixture(scope="module")
-def specs(tmp_path_factory: pytest.TempPathFactory) -> dict[Layout, Path]:
+def specs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("mortal")
     checkpoints = make_tiny_models(root / "checkpoints")
-    found: dict[Layout, Path] = {}
-    for layout in Layout:
-        path = write_spec(root / "engines" / f"{layout}.toml", checkpoints, name=layout.value.replace("_", "-"))
-        path.write_text(path.read_text().replace("[server]\n", f'[server]\nlayout = "{layout}"\n'), encoding="utf-8")
-        found[layout] = path
-    return found
+    return {
+        kind: write_spec(root / "engines" / f"{kind}.toml", checkpoints, name=kind.replace("_", "-"), **server)  # type: ignore[arg-type]
+        for kind, server in KINDS.items()
+    }
 
 
 @dataclass
@@ -107,12 +125,13 @@ class Kept:
     said: list[str]
 
     def kill(self, model: str) -> None:
-        os.kill(stubs_of(self.server)[model], signal.SIGKILL)
+        os.kill(stubs_of(self.server)[model][0], signal.SIGKILL)
 
 
 @pytest.fixture
-def kept(specs: dict[Layout, Path], tmp_path: Path) -> Iterator[Kept]:
-    repository = build_repository(DeploymentSpec.load(specs[Layout.PROCESS_A_ROLE]), tmp_path / "repository").output
+def kept(specs: dict[str, Path], tmp_path: Path) -> Iterator[Kept]:
+    """With two processes of the step loop: what holds for them holds for one."""
+    repository = build_repository(DeploymentSpec.load(specs[SEVERAL]), tmp_path / "repository").output
     said: list[str] = []
     with TritonServer(repository, ServerOptions(exit_timeout_s=2, closes_engines=True)) as server:
         server.wait_ready(READY_S)
@@ -145,6 +164,8 @@ def test_dead_models_are_started_anew_and_every_request_ends(kept: Kept) -> None
     assert crowd.failed
     assert {type(error) for error in crowd.failed} == {TargetUnavailable}
     assert not kept.keeper.lost.is_set()
+    shares = answers_by_loop(kept.server)
+    assert sum(shares) == len(crowd.answered) and min(shares) > 0.2 * sum(shares)
 
 
 def test_without_its_keeper_a_dead_target_does_not_come_back(kept: Kept) -> None:
@@ -163,16 +184,16 @@ def test_a_dead_step_loop_is_lost_and_whoever_asks_is_told(kept: Kept) -> None:
         crowd.wait_for_answers(NUM_CLIENTS)
         kept.kill("lookahead")
         assert kept.keeper.lost.wait(READY_S)
-        assert kept.keeper.why == "the step loop's process died"
+        assert kept.keeper.why == "a process of the step loop died"
         kept.server.stop(0.0)
     assert crowd.failed
 
 
-@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_server_that_is_to_end_answers_what_it_has_and_refuses_what_comes(
-    specs: dict[Layout, Path], tmp_path: Path, layout: Layout
+    specs: dict[str, Path], tmp_path: Path, kind: str
 ) -> None:
-    command = [str(Path(sys.executable).with_name("lookahead")), "serve", "--spec", str(specs[layout])]
+    command = [str(Path(sys.executable).with_name("lookahead")), "serve", "--spec", str(specs[kind])]
     for option in ("--http-port", "--grpc-port", "--metrics-port"):
         command += [option, "0"]
     output = tmp_path / "output"
@@ -189,7 +210,8 @@ def test_a_server_that_is_to_end_answers_what_it_has_and_refuses_what_comes(
             assert serving.wait(READY_S) == 0
     assert "curl -s http://127.0.0.1:" in output.read_text()
     assert "stopping: requests in flight may finish" in output.read_text().partition("Ctrl-C stops")[2]
-    assert len(processes) >= 2 + (len(Role) + 1 if layout is Layout.PROCESS_A_ROLE else 1)
+    num_models = {Layout.ONE_PROCESS: 1, Layout.PROCESS_A_ROLE: 4, SEVERAL: 5}[kind]
+    assert len(processes) >= 2 + num_models
     assert not psutil.wait_procs(processes, timeout=READY_S)[1]
     kinds = {type(error) for error in crowd.failed}
     assert Overloaded in kinds, "new requests are refused while those in flight finish"

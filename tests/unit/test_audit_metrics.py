@@ -36,7 +36,8 @@ class Family:
     key: tuple[str, ...] = ()
 
     def Metric(self, labels: dict[str, str]) -> Family:
-        key = (self.name, *(labels[name] for name in sorted(labels)))
+        assert labels["loop"] == "1"
+        key = (self.name, *(labels[name] for name in sorted(labels) if name != "loop"))
         assert key not in self.metrics.values, "made twice"
         self.metrics.values[key] = 0.0
         return Family(self.metrics, self.name, key)
@@ -60,7 +61,7 @@ def counts() -> dict[str, AuditCounts]:
 @pytest.fixture
 def shown(counts: dict[str, AuditCounts]) -> Iterator[tuple[Metrics, MetricSheet]]:
     family = Metrics()
-    metrics = audit_metrics(family, lambda: counts)
+    metrics = audit_metrics(family, lambda: counts, 1)
     yield family, metrics
     metrics.close()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lr_backend.build import base
+from lr_backend.build.render import lookahead_files
 from lr_backend.build.spec import PACKAGE_ROOT, DeploymentSpec, EmbeddedDeployment
 from lr_backend.embedded.config import EngineConfig
 from lr_backend.engine import Role
@@ -168,6 +169,26 @@ def test_a_target_may_take_no_draft_tokens_at_all(spec_path: Path) -> None:
     spec = DeploymentSpec.load(spec_path)
     assert spec.loop_config().limits.max_draft_len == 0
     assert spec.placements == ()
+
+
+@pytest.mark.parametrize("num_loops", [1, 3])
+def test_the_step_loop_has_as_many_processes_as_the_spec_says(spec_path: Path, num_loops: int) -> None:
+    spec = DeploymentSpec.load(edited(spec_path, "[server]", f"[server]\nnum_loops = {num_loops}"))
+    config = lookahead_files(spec, 10)["lookahead/config.pbtxt"]
+    assert f"instance_group [ {{ count: {num_loops} kind: KIND_CPU }} ]" in config
+
+
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        ("num_loops = 0", "num_loops"),
+        ("num_loops = 65", "num_loops"),
+        ('layout = "one_process"\nnum_loops = 2', "one_process holds the engines and the loop in one, so there is one loop"),
+    ],
+)
+def test_a_number_of_loops_that_cannot_be_is_refused(spec_path: Path, lines: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        DeploymentSpec.load(edited(spec_path, "[server]", f"[server]\n{lines}"))
 
 
 def test_only_a_loop_that_runs_its_engines_is_told_of_them(spec_path: Path) -> None:

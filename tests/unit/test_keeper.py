@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from lr_backend.notice import Seats
 from lr_backend.serve import keeper as room
 from lr_backend.serve.keeper import StubKeeper
 
@@ -25,10 +26,35 @@ def test_a_model_that_is_not_let_go_is_lost_and_the_answers_in_flight_are_not(
     silent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, drains: bool
 ) -> None:
     monkeypatch.setattr(room, "UNLOAD_S", 0.1)
-    server = SimpleNamespace(pid=None, http_url=silent, admin_key="k", notice_file=tmp_path / "notice", running=True)
+    server = SimpleNamespace(pid=None, http_url=silent, admin_key="k", notice_file=tmp_path / "notice", running=True, seats=None)
     said: list[str] = []
     keeper = StubKeeper(server, said.append)  # type: ignore[arg-type]
     keeper._has_died(model)
     assert keeper.lost.is_set() and keeper.can_drain is drains
     assert f"{model} is back" not in said and "died" in keeper.why
+    keeper.stop()
+
+
+def test_a_server_is_drained_once_no_process_of_the_loop_answers_any_more(tmp_path: Path) -> None:
+    server = SimpleNamespace(pid=None, http_url="", admin_key="k", notice_file=tmp_path / "notice", running=True)
+    server.seats = Seats.make(server.notice_file)
+    first, second = (Seats.beside(server.notice_file).seat(loop) for loop in range(2))
+    keeper = StubKeeper(server, lambda line: None)  # type: ignore[arg-type]
+    first.enter()
+    second.enter()
+    assert not keeper.drained and not first.ending
+    keeper.drain()
+    assert first.ending and second.ending and not keeper.drained
+    second.leave()
+    assert not keeper.drained
+    first.leave()
+    assert keeper.drained
+    keeper.stop()
+
+
+def test_a_server_that_answers_nothing_but_was_not_told_to_end_is_not_drained(tmp_path: Path) -> None:
+    server = SimpleNamespace(pid=None, http_url="", admin_key="k", notice_file=tmp_path / "notice", running=True)
+    server.seats = Seats.make(server.notice_file)
+    keeper = StubKeeper(server, lambda line: None)  # type: ignore[arg-type]
+    assert not keeper.drained
     keeper.stop()

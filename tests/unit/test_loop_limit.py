@@ -6,14 +6,13 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from bench.emulation import DEPLOYMENT
 from bench.kit.engines_apart import EnginesApart, OneOfSet, Sets, request_id
-from bench.loop_limit import SYSTEM, Found, Instances, Row, Setting, carried, on_the_virtual_clock, table_of, with_count
+from bench.loop_limit import SYSTEM, Found, Instances, Row, Setting, carried, on_the_virtual_clock, table_of
 from lr_backend.build.emulated_spec import emulated
 from lr_backend.emulated.texts import Texts
 from lr_backend.emulated.workload import Workload
@@ -23,7 +22,6 @@ from lr_backend.plan.simulation import Policy
 from lr_backend.request import Mode
 from lr_backend.testing import run_virtual
 
-ROOT = Path(__file__).parents[2]
 LR = Policy(Mode.LR, 2, fields={"verifier": "judge"})
 ROW = Row("lr", 8, 100, 700, 5_000, 10.0, 0.5, 1.0, 0.5, 2.0, 11.0, 10.0, 10.5)
 SETS = Sets(Workload(0.5, step_tokens=6, num_steps=3, prompt_tokens=12), LinearTimes(1e-4, 1e-5).machine(), 2)
@@ -55,11 +53,6 @@ def test_the_limit_is_that_of_the_largest_load_that_the_engines_kept_up_with() -
     assert found.summary() == {"lr": {"loop_alone": carried(4.0, 2.0), "triton_2": 2 * carried(10.0, 2.0)}}
     assert found.as_dict()["rows"][0]["full"] is False
     assert table_of(found.rows, found.more).row_count == 3
-
-
-def test_the_shipped_model_has_one_process_and_can_be_given_two() -> None:
-    config = (ROOT / "model_repository" / "lookahead" / "config.pbtxt").read_text(encoding="utf-8")
-    assert "instance_group [ { count: 2 kind: KIND_CPU } ]" in with_count(config, 2)
 
 
 def test_processor_time_of_the_loop_makes_answers_later(setting: Setting) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,17 +13,11 @@ from hypothesis import strategies as st
 
 from lr_backend.engine import EngineCall
 from lr_backend.errors import EngineUnavailable
-from lr_backend.notice import Notice, drained_file, post, read
+from lr_backend.notice import MAX_LOOPS, Seats, post, read
 from lr_backend.testing import run_virtual
 from lr_backend.triton.notices import LOOK_S, heed
 from lr_backend.triton.triton_engine import CallGate, TritonEngine
 from tests.unit.test_triton_engine import ScriptedTriton
-
-
-@dataclass
-class Service:
-    draining: bool = False
-    num_in_flight: int = 0
 
 
 @dataclass
@@ -38,49 +31,66 @@ class Engine:
         self.told.append("back")
 
 
-@given(st.booleans(), st.frozensets(st.sampled_from(["target", "draft", "judge", "lookahead", "draining"])))
-def test_a_notice_is_read_as_it_was_put_up(
-    tmp_path_factory: pytest.TempPathFactory, draining: bool, dead: frozenset[str]
-) -> None:
+MODELS = st.frozensets(st.sampled_from(["target", "draft", "judge", "lookahead"]))
+
+
+@given(MODELS)
+def test_a_notice_is_read_as_it_was_put_up(tmp_path_factory: pytest.TempPathFactory, dead: frozenset[str]) -> None:
     path = tmp_path_factory.mktemp("notice") / "notice"
-    assert read(path) == Notice()
-    post(path, Notice(True, frozenset({"target"})))
-    post(path, Notice(draining, dead))
-    assert read(path) == Notice(draining, dead)
+    assert read(path) == frozenset()
+    post(path, {"target"})
+    post(path, dead)
+    assert read(path) == dead
 
 
 def test_deaths_and_returns_are_told_once_and_of_the_engines_that_are_called(tmp_path: Path) -> None:
     async def main() -> None:
-        path, service, draft = tmp_path / "notice", Service(), Engine()
-        heeding = asyncio.create_task(heed(path, service, {"draft": draft}))
+        path, draft = tmp_path / "notice", Engine()
+        heeding = asyncio.create_task(heed(path, {"draft": draft}))
         for dead in ([], ["draft"], ["draft", "lookahead"], ["draft"], [], ["draft"]):
-            post(path, Notice(dead=frozenset(dead)))
+            post(path, dead)
             await asyncio.sleep(3 * LOOK_S)
         assert draft.told == ["the process of draft has died", "back", "the process of draft has died"]
-        assert not service.draining
         heeding.cancel()
 
     run_virtual(main())
 
 
-def test_a_loop_that_drains_says_when_all_is_answered(tmp_path: Path) -> None:
-    async def main() -> None:
-        path, service = tmp_path / "notice", Service(num_in_flight=2)
-        heeding = asyncio.create_task(heed(path, service, {}))
-        await asyncio.sleep(3 * LOOK_S)
-        assert not service.draining
-        post(path, Notice(draining=True))
-        await asyncio.sleep(3 * LOOK_S)
-        assert service.draining
-        assert not drained_file(path).exists()
-        service.num_in_flight = 0
-        await asyncio.sleep(3 * LOOK_S)
-        assert drained_file(path).exists()
-        heeding.cancel()
-        with suppress(asyncio.CancelledError):
-            await heeding
+@given(st.lists(st.tuples(st.integers(0, MAX_LOOPS - 1), st.booleans())))
+def test_every_process_sees_the_requests_of_all_and_its_own(
+    tmp_path_factory: pytest.TempPathFactory, moves: list[tuple[int, bool]]
+) -> None:
+    path = tmp_path_factory.mktemp("seats") / "notice"
+    launcher = Seats.make(path)
+    loops = [Seats.beside(path).seat(loop) for loop in range(MAX_LOOPS)]
+    expected = [0] * MAX_LOOPS
+    for loop, comes in moves:
+        if comes:
+            loops[loop].enter()
+            expected[loop] += 1
+        elif expected[loop]:
+            loops[loop].leave()
+            expected[loop] -= 1
+    assert [one.num_in_flight for one in loops] == expected
+    assert {one.num_in_all for one in loops} == {launcher.num_in_flight} == {sum(expected)}
 
-    run_virtual(main())
+
+def test_the_end_is_seen_at_once_by_all_and_not_by_those_of_another_server(tmp_path: Path) -> None:
+    mine, other = Seats.make(tmp_path / "mine"), Seats.make(tmp_path / "other")
+    first, second = (Seats.beside(tmp_path / "mine").seat(loop) for loop in range(2))
+    stranger = Seats.beside(tmp_path / "other").seat(0)
+    assert not (first.ending or second.ending)
+    mine.end()
+    assert first.ending and second.ending and not stranger.ending and not other.ending
+    assert not Seats.alone().seat(0).ending
+
+
+def test_a_process_that_nobody_started_sees_itself_alone(tmp_path: Path) -> None:
+    one, other = Seats.alone().seat(0), Seats.alone().seat(0)
+    one.enter()
+    assert (one.num_in_all, other.num_in_all) == (1, 0)
+    with pytest.raises(OSError):
+        Seats.beside(tmp_path / "notice")
 
 
 def call(name: str) -> EngineCall:

@@ -12,6 +12,7 @@ import pytest
 from lr_backend.engine import Role
 from lr_backend.errors import Cancelled, EngineError, EngineTimeout, InvalidRequest, LookaheadError, Overloaded
 from lr_backend.loop.answer import StepMark
+from lr_backend.notice import Seat, Seats
 from lr_backend.request import Mode, Origin, Usage
 from lr_backend.testing import VirtualClockLoop, run_virtual
 from lr_backend.triton import request_metrics as named
@@ -81,6 +82,13 @@ def served(
     return page, service.metrics, told
 
 
+def ending_seat() -> Seat:
+    """Of a server that is about to end."""
+    seats = Seats.alone()
+    seats.end()
+    return seats.seat(0)
+
+
 def total(page: Page, name: str, **labels: str) -> float:
     wanted = set(labels.items())
     return sum(value for (found, has), value in page.values.items() if found == name and wanted <= set(has))
@@ -106,7 +114,7 @@ def test_counts_are_those_of_the_usage(mode: Mode) -> None:
     assert tokens == [usage.prompt_tokens, usage.completion_tokens, usage.num_wasted_tokens]
     assert metrics.num_in_flight == 0 == total(page, named.IN_FLIGHT)
 
-    label = (("mode", mode.value),)
+    label = (("loop", "0"), ("mode", mode.value))
     (took_s,), (first_s,) = page.observed[named.REQUEST_S, label], page.observed[named.FIRST_S, label]
     between_s = page.observed[named.INTERVAL_S, label]
     assert took_s == pytest.approx(usage.latency_s) and usage.first_step_s == pytest.approx(first_s)
@@ -138,7 +146,7 @@ def test_a_draft_that_fails_degrades_a_request_and_is_counted() -> None:
     [
         ({"mode": "nonsense"}, {}, "none", "invalid_request"),
         ({"verifier": "nobody", "mode": "lr"}, {}, "lr", "invalid_request"),
-        ({}, {"draining": True}, "none", "overloaded"),
+        ({}, {"seat": ending_seat()}, "none", "overloaded"),
     ],
 )
 def test_a_refusal_has_its_end_and_no_latency(fields: dict[str, Any], about: dict[str, Any], mode: str, end: str) -> None:
@@ -178,7 +186,7 @@ def test_the_lag_is_what_holds_the_event_loop_up() -> None:
     run_virtual(run())
     sheet = request_metrics(page, metrics)
     sheet.close()
-    assert page.observed[named.LAG_S, ()] == pytest.approx([0.25, 0.0, 0.0, 0.0])
+    assert page.observed[named.LAG_S, (("loop", "0"),)] == pytest.approx([0.25, 0.0, 0.0, 0.0])
 
 
 def test_processor_time_is_counted() -> None:

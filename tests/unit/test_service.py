@@ -20,6 +20,7 @@ from lr_backend.config import AuditSettings, Limits
 from lr_backend.errors import EngineRejected, EngineUnavailable, InvalidRequest, LookaheadError
 from lr_backend.fields import LOOKAHEAD_INPUTS, LOOKAHEAD_OUTPUTS
 from lr_backend.loop.assemble import Engines
+from lr_backend.notice import Seats
 from lr_backend.request import Mode, Usage, VerifierName
 from lr_backend.testing import run_virtual
 from lr_backend.trace.schema import Purpose, Trace
@@ -293,6 +294,40 @@ def test_a_prompt_over_the_limit_is_refused_with_its_length() -> None:
     assert "2000 tokens" in replies.errors[0].message
 
 
+def test_the_limit_is_that_of_all_processes_together() -> None:
+    world, seats = make_world(), Seats.alone()
+    limits = world.config.limits.model_copy(update={"max_in_flight_requests": 3})
+    config = world.config.model_copy(update={"limits": limits, "defaults": {"raw": True}})
+    engines = Engines(world.target, world.draft, world.judge)
+    loops = [LookaheadService(config, world.models, engines, seat=seats.seat(loop)) for loop in range(2)]
+    replies = [RecordedReplies() for _ in range(8)]
+
+    async def all_at_once() -> None:
+        await asyncio.gather(*(loops[number % 2].serve(f"id{number}", arrays(), one) for number, one in enumerate(replies)))
+
+    run_virtual(all_at_once())
+    assert [bool(one.errors) for one in replies] == [False] * 3 + [True] * 5
+    assert seats.num_in_flight == 0
+
+
+def test_a_server_that_is_to_end_refuses_what_comes_and_answers_what_it_has() -> None:
+    world, seats = make_world(), Seats.alone()
+    config = world.config.model_copy(update={"defaults": {"raw": True}})
+    service = LookaheadService(config, world.models, Engines(world.target, world.draft, world.judge), seat=seats.seat(0))
+    before, after = RecordedReplies(), RecordedReplies()
+
+    async def told_between() -> None:
+        asked = asyncio.create_task(service.serve("before", arrays(), before))
+        await asyncio.sleep(0)
+        seats.end()
+        await service.serve("after", arrays(), after)
+        await asked
+
+    run_virtual(told_between())
+    assert not before.errors and before.num_ends == 1
+    assert [error.status for error in after.errors] == ["UNAVAILABLE"]
+
+
 def refused_of(num_asked: int, limit: int) -> list[bool]:
     """Which of so many requests at once are refused, in their order."""
     world = make_world()
@@ -306,7 +341,7 @@ def refused_of(num_asked: int, limit: int) -> list[bool]:
 
     run_virtual(all_at_once())
     assert all(error.status == "UNAVAILABLE" for one in replies for error in one.errors)
-    assert service.num_in_flight == 0
+    assert service.seat.num_in_flight == 0
     return [bool(one.errors) for one in replies]
 
 
@@ -392,7 +427,7 @@ def longest_end_s() -> float:
     expected = ask(make_world(), mode="lossless").text
     assert {replies[number].text for number in range(NUM_ASKED) if number not in leavers} == {expected}
     assert len(lasted) == NUM_CANCELLED
-    assert service.num_in_flight == 0
+    assert service.seat.num_in_flight == 0
     world.assert_idle()
     return max(lasted)
 
