@@ -21,10 +21,10 @@ MAX_FRAMES = 8
 Line = structlog.typing.EventDict
 
 
-def configure(*, knows_texts: bool) -> None:
-    """For the whole process: our own events, and what libraries warn of."""
+def configure(*, knows_texts: bool, **about: int | str) -> None:
+    """For the whole process: our own events, and what libraries warn of. ``about`` stands in each of ours."""
     structlog.configure(
-        processors=[*_every(knows_texts), structlog.processors.JSONRenderer()],
+        processors=[lambda logger, name, line: {**about, **line}, *_every(knows_texts), structlog.processors.JSONRenderer()],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         logger_factory=structlog.WriteLoggerFactory(cast(TextIO, _Losing(sys.stderr))),
     )

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Self
 
 NOTICE_VARIABLE = "LOOKAHEAD_NOTICE_FILE"
-"""Names the file of deaths to the step loop; the one of its seats is beside it. It need not be there yet."""
+"""Names the file of deaths to the step loop, which is there from the first death on. That of the seats lies beside it."""
 MAX_LOOPS = 64
 """Processes of the step loop that one server may have."""
-_NUMBER_BYTES = 8
+_SIZE = 8 * (1 + 2 * MAX_LOOPS)
 
 
 def post(path: Path, dead: Iterable[str]) -> None:
@@ -40,7 +40,8 @@ def read(path: Path) -> frozenset[str]:
 class Seats:
     """Requests in flight of each process of the step loop, and whether the server is to end, in memory that all of them share.
 
-    Each number has one writer. A loop enters its request first and looks at the sum and at the end then; the launcher says the
+    The numbers are whether the server is to end, and for each process its requests in flight and whether it ever had one. Each
+    has one writer. A loop enters its request first and looks at the sum and at the end then; the launcher says the
     end first and looks at the sum then. So what was let in before the end is seen by the launcher, and nothing is let in after.
     """
 
@@ -49,12 +50,12 @@ class Seats:
     @classmethod
     def alone(cls) -> Self:
         """Of a process that no launcher has started, which shares them with nobody."""
-        return cls(memoryview(bytearray(_NUMBER_BYTES * (1 + MAX_LOOPS))).cast("q"))
+        return cls(memoryview(bytearray(_SIZE)).cast("q"))
 
     @classmethod
     def make(cls, notices: Path) -> Self:
         """Those of a server that is about to start, all free, beside the file of its notices."""
-        notices.with_suffix(".seats").write_bytes(bytes(_NUMBER_BYTES * (1 + MAX_LOOPS)))
+        notices.with_suffix(".seats").write_bytes(bytes(_SIZE))
         return cls.beside(notices)
 
     @classmethod
@@ -75,7 +76,12 @@ class Seats:
     @property
     def num_in_flight(self) -> int:
         """Requests of all processes."""
-        return sum(self.numbers[1:])
+        return sum(self.numbers[1 : 1 + MAX_LOOPS])
+
+    @property
+    def num_used(self) -> int:
+        """Processes that have had a request."""
+        return sum(self.numbers[1 + MAX_LOOPS :])
 
     def seat(self, loop: int) -> Seat:
         """The place of one process, counted from 0."""
@@ -92,6 +98,7 @@ class Seat:
     def enter(self) -> None:
         """One request more."""
         self._seats.numbers[self._place] += 1
+        self._seats.numbers[self._place + MAX_LOOPS] = 1
 
     def leave(self) -> None:
         """It is answered."""

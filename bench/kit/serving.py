@@ -69,7 +69,7 @@ def serving(spec: DeploymentSpec, repository: Path, *, only: tuple[str, ...] = (
     for model in repository.iterdir():
         if only and model.is_dir() and model.name not in only:
             shutil.rmtree(model)
-    options = ServerOptions(thread_pool_size=spec.server.thread_pool_size, exit_timeout_s=5)
+    options = ServerOptions(thread_pool_size=spec.server.threads_a_loop, exit_timeout_s=5)
     with TritonServer(repository, options) as server:
         server.wait_ready(spec.server.load_timeout_s)
         yield server

@@ -1,8 +1,8 @@
 """The desk that audits: cases come in, and what was accepted wrongly is counted.
 
-One :class:`AuditDesk` is shared by all requests of a server. It asks the auditor off the critical path, a few cases at a time,
-and keeps for each verifier the share of its acceptances that were wrong (:mod:`~lr_backend.audit.interval`). Steps of equal
-tokens are no cases: they are right by themselves, and the share would only look small.
+One :class:`AuditDesk` is shared by all requests of a process of the step loop. It asks the auditor off the critical path, a few
+cases at a time, and keeps for each verifier the share of its acceptances that were wrong (:mod:`~lr_backend.audit.interval`).
+Steps of equal tokens are no cases: they are right by themselves, and the share would only look small.
 """
 
 from __future__ import annotations

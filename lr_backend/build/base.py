@@ -60,11 +60,11 @@ class ServerSpec(Section):
     """How tritonserver is run. Times in seconds.
 
     Attributes:
-        thread_pool_size: BLS calls that the Python backend has in flight at a time.
+        thread_pool_size: BLS calls that the Python backend has in flight at a time, of all processes of the step loop.
         exit_timeout_s: how long a stopping server waits for requests in flight.
         load_timeout_s: how long loading all models may take.
         layout: which process computes for the step loop.
-        num_loops: processes of the step loop, which share requests and limits. Each is one thread of Python, and carries so much.
+        num_loops: processes of the step loop, which share requests, limits and calls. Each is one thread of Python.
     """
 
     layout: Layout = Layout.PROCESS_A_ROLE
@@ -72,6 +72,11 @@ class ServerSpec(Section):
     thread_pool_size: int = Field(default=128, ge=CANCEL_RESERVE + 1)
     exit_timeout_s: int = Field(default=30, ge=0, le=3600)
     load_timeout_s: int = Field(default=120, ge=1, le=86400)
+
+    @property
+    def threads_a_loop(self) -> int:
+        """BLS calls that Triton has in flight for each process of the step loop: its share, and all that cancels need."""
+        return (self.thread_pool_size - CANCEL_RESERVE) // self.num_loops + CANCEL_RESERVE
 
 
 class EngineSpec(Section):
@@ -323,6 +328,8 @@ class DeploymentSpec(Section):
         if self.server.layout is Layout.ONE_PROCESS and self.server.num_loops > 1:
             raise ValueError("server.num_loops: one_process holds the engines and the loop in one, so there is one loop")
         limits = _checked_loop_config(self).limits
+        if self.server.num_loops > min(limits.max_in_flight_requests, limits.max_in_flight_calls):
+            raise ValueError("server.num_loops: there are fewer requests or calls in flight (lookahead.limits) than processes")
         longest = limits.max_prompt_tokens + limits.max_tokens
         for role in (Role.TARGET, Role.DRAFT):
             if self.engine(role).max_seq_len < longest:

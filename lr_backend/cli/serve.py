@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -54,7 +53,7 @@ from lr_backend.serve.remotes import wait_for_roles
 from lr_backend.serve.restrictions import admin_key, is_loopback, tls_arguments
 from lr_backend.serve.server import ServerError, ServerOptions, TritonServer, useful_lines
 from lr_backend.serve.startup_check import Level, Machine, Needs, check, check_files, probe, require_ready, shared_cards
-from lr_backend.serve.warmup import QUESTION, WarmupAnswer, curl_line, warm_engines, warm_loop
+from lr_backend.serve.warmup import QUESTION, WarmupAnswer, curl_line, warm_engines, warm_loops
 
 _LOOK_S = 0.05
 _AFTER_DRAIN_S = 2.0
@@ -142,7 +141,7 @@ def serve(
                 http_port=http_port,
                 grpc_port=grpc_port,
                 metrics_port=metrics_port,
-                thread_pool_size=deployment.server.thread_pool_size,
+                thread_pool_size=deployment.server.threads_a_loop,
                 exit_timeout_s=deployment.server.exit_timeout_s,
                 tritonserver=tritonserver,
                 log_file=log_file or report.output.with_name(f"{report.output.name}.log"),
@@ -308,10 +307,7 @@ def _warm_up(console: Console, server: TritonServer, deployment: DeploymentSpec,
         console.print(f"[yellow]without {role}:[/] {escape(why)}", highlight=False, soft_wrap=True)
     if stop.event.is_set():
         return None
-    num_loops = deployment.server.num_loops
-    with ThreadPoolExecutor(num_loops) as pool:  # at a time: Triton gives each process of the loop one
-        answers = list(pool.map(lambda _: warm_loop(server.http_url, without=missing), range(num_loops)))
-    return answers[0]
+    return warm_loops(server, deployment.server.num_loops, without=missing)
 
 
 def _drain(server: TritonServer, keeper: StubKeeper, stop: _StopRequest, front: FrontendProcess | None) -> int:
@@ -319,18 +315,29 @@ def _drain(server: TritonServer, keeper: StubKeeper, stop: _StopRequest, front: 
 
     A second signal stops the waiting. Returns the exit status: 0 where nothing was left unanswered.
     """
-    if front is not None:
-        front.terminate()
+    if front is None:
+        return _end_engines(server, keeper, stop)
+    front.terminate()
     keeper.drain()
     deadline = time.monotonic() + server.options.exit_timeout_s
     while not (stop.impatient or keeper.drained) and server.running and time.monotonic() < deadline:
+        if keeper.lost.is_set() and not keeper.can_drain:  # what that process was answering never ends
+            break
         time.sleep(_LOOK_S)
     drained = keeper.drained
     keeper.stop()
-    if front is not None:
-        front.stop(0.0 if stop.impatient else _AFTER_DRAIN_S)
+    front.stop(0.0 if stop.impatient else _AFTER_DRAIN_S)
     status = server.stop(0.0 if stop.impatient else _AFTER_DRAIN_S)
     return 0 if drained else status or 0
+
+
+def _end_engines(server: TritonServer, keeper: StubKeeper, stop: _StopRequest) -> int:
+    """The end of a server without a step loop: Triton lets the calls in flight finish by itself."""
+    keeper.stop()
+    server.terminate()
+    while server.running and not stop.impatient:
+        time.sleep(_LOOK_S)
+    return server.stop(0.0) or 0
 
 
 def _say_served(

@@ -81,7 +81,7 @@ class ServerOptions:
     Attributes:
         host: address to listen on. Triton has no authentication: anything but loopback belongs behind a gateway.
         http_port, grpc_port, metrics_port: 0 takes a free one.
-        thread_pool_size: BLS calls that the Python backend has in flight at a time.
+        thread_pool_size: BLS calls that the Python backend has in flight at a time, for each process of the step loop.
         exit_timeout_s: how long a stopping server waits for requests in flight.
         tritonserver: the binary; None looks on PATH, then in the wheel.
         log_file: None keeps the log in the temporary folder, until the server is stopped.

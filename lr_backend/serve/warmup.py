@@ -9,6 +9,7 @@ import http.client
 import json
 import shlex
 from collections.abc import Container, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +19,14 @@ from lr_backend.contract import BY_NAME
 from lr_backend.engine import EngineCall, Role
 from lr_backend.engine.address import ENGINE_HEADER, LOOP_PARAMETER
 from lr_backend.errors import LookaheadError
+from lr_backend.serve.server import TritonServer
 
 QUESTION = "Tom has 8 books. Mia has 2 times as many books as Tom. Mia gives 5 books to Tom. How many books does Tom have now?"
 ANSWER = 13
 """The example of the documentation and of ``lookahead serve``. The demo's models answer it right in every mode."""
 MAX_TOKENS = 96
+MAX_ROUNDS = 8
+"""Of a question for each process. One that none of them reached is warmed by a client's first."""
 _JSON_DTYPES = {"STRING": "BYTES"}
 
 
@@ -72,6 +76,22 @@ def warm_loop(http_url: str, *, without: Container[str] = (), timeout_s: float =
     if lost := [role for role in counts.get("degraded", ()) if role not in without]:
         raise WarmupError(f"lookahead answered without {', '.join(lost)}")
     return WarmupAnswer(str(answer.get("text_output", "")), reason, counts)
+
+
+def warm_loops(server: TritonServer, num_loops: int, *, without: Container[str] = ()) -> WarmupAnswer:
+    """Ask until every process of the step loop has answered, or so often that the rest may wait; one of the answers.
+
+    Triton gives a request to whichever process takes it first, so nobody can ask a certain one.
+
+    Raises:
+        WarmupError: as :func:`warm_loop`.
+    """
+    for _ in range(MAX_ROUNDS):
+        with ThreadPoolExecutor(num_loops) as pool:
+            answers = list(pool.map(lambda _: warm_loop(server.http_url, without=without), range(num_loops)))
+        if server.seats is None or server.seats.num_used >= num_loops:
+            break
+    return answers[0]
 
 
 def curl_line(http_url: str) -> str:

@@ -103,8 +103,14 @@ def which_loop(args: Mapping[str, str]) -> tuple[int, int]:
     return (int(args["model_instance_name"].rpartition("_")[2]) if count > 1 else 0), count
 
 
-def seat_of(notices: Path | None, loop: int) -> Seat:
-    """Where this process says how much it is answering."""
+def seat_of(notices: Path | None, loop: int, num_loops: int) -> Seat:
+    """Where this process says how much it is answering.
+
+    Raises:
+        TritonModelException: there are several processes, and nobody has given them a place to meet.
+    """
+    if notices is None and num_loops > 1:
+        raise pb.TritonModelException("several processes of the step loop need `lookahead serve`, which counts for all of them")
     seats = Seats.beside(notices) if notices is not None else Seats.alone()
     return seats.seat(loop)
 
@@ -115,14 +121,15 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         share_interpreter()
         use_uvloop()
-        configure(knows_texts=True)
+        loop, num_loops = which_loop(args)
+        configure(knows_texts=True, loop=loop)
         directory = Path(args["model_repository"]) / args["model_version"]
         self._config = LoopConfig.load(directory / "lookahead.json")
-        loop, num_loops = which_loop(args)
         self._notices = Path(path) if (path := os.environ.get(NOTICE_VARIABLE)) else None
-        self._seat = seat_of(self._notices, loop)
+        self._seat = seat_of(self._notices, loop, num_loops)
+        self._max_calls = max(1, self._config.limits.max_in_flight_calls // num_loops)
         self._models = load_models(self._config)
-        self._executor = ThreadPoolExecutor(self._config.limits.max_in_flight_calls + CANCEL_RESERVE, "bls")
+        self._executor = ThreadPoolExecutor(self._max_calls + CANCEL_RESERVE, "bls")
         self._service: LookaheadService | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._called: dict[Role, TritonEngine] = {}
@@ -167,7 +174,7 @@ class TritonPythonModel:
 
     def _by_calls(self) -> Engines:
         """The server's own models of these names by BLS, those that live elsewhere by gRPC."""
-        gate = CallGate(self._config.limits.max_in_flight_calls)
+        gate = CallGate(self._max_calls)
         tokens_per_block = self._config.tokens_per_block
         engines: dict[Role, Engine] = {}
         for role in Role:

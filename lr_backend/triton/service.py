@@ -53,6 +53,32 @@ class Replies(Protocol):
     def is_cancelled(self) -> bool: ...
 
 
+class Seated:
+    """Replies to a request that is counted until its last word: whoever has heard that may ask again at once."""
+
+    def __init__(self, replies: Replies, seat: Seat) -> None:
+        self._replies, self._seat = replies, seat
+        self._left = False
+
+    def leave(self) -> None:
+        """Count the request no more; any number of times."""
+        if not self._left:
+            self._left = True
+            self._seat.leave()
+
+    def send(self, tensors: Mapping[str, npt.NDArray[Any]], *, final: bool) -> None:
+        if final:
+            self.leave()
+        self._replies.send(tensors, final=final)
+
+    def fail(self, error: LookaheadError) -> None:
+        self.leave()
+        self._replies.fail(error)
+
+    def is_cancelled(self) -> bool:
+        return self._replies.is_cancelled()
+
+
 class Watcher(Protocol):
     """Learns what becomes of one request, as it happens; must not block."""
 
@@ -115,6 +141,7 @@ class LookaheadService:
             parameters: of Triton's request: fields, and among them the caller's context, for spans.
         """
         self.seat.enter()
+        replies = Seated(replies, self.seat)
         watchers: list[Watcher] = [self.metrics.begin(running_clock())]
         if self.telemetry is not None:
             watchers.append(RequestSpan(self.telemetry, carried(parameters or {}), request_id))
@@ -143,7 +170,7 @@ class LookaheadService:
             log.exception("request_crashed", request_id=request_id)
             replies.fail(LookaheadError("internal error; see the server's log"))
         finally:
-            self.seat.leave()
+            replies.leave()
             for each in watchers:
                 each.end(end)
 

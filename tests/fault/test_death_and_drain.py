@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from queue import Queue
+from typing import Any
 from urllib.request import urlopen
 
 import numpy as np
@@ -224,7 +226,43 @@ def test_a_server_that_is_to_end_answers_what_it_has_and_refuses_what_comes(
     assert not lost
 
 
-def test_engines_answer_their_own_step_loop_alone(specs: dict[Layout, Path], tmp_path: Path) -> None:
+ALONE = """
+name = "alone"
+runtime = "emulated"
+emulates = "qwen3-32b-apart"
+system = "h200_sxm"
+workload = "qwen3-gsm8k"
+[target]
+url = "grpc://127.0.0.1:1"
+"""
+
+
+def test_a_server_of_one_role_lets_calls_finish_before_it_ends(tmp_path: Path) -> None:
+    """They take seconds, since its iterations take as long as those of a large model."""
+    spec, output = tmp_path / "alone.toml", tmp_path / "output"
+    spec.write_text(ALONE, encoding="utf-8")
+    command = [str(Path(sys.executable).with_name("lookahead")), "serve", "--spec", str(spec), "--role", "target"]
+    command += [word for port in ("http", "grpc", "metrics") for word in (f"--{port}-port", "0")]
+    call, answers = EngineCall("long", np.arange(1, 9, dtype=np.int32), 400), Queue[Any]()
+    with output.open("w") as file, subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT) as serving:
+        try:
+            bounded(lambda: "Ctrl-C stops" in output.read_text() or serving.poll() is not None)
+            found = re.search(r"gRPC +(\S+)", output.read_text())
+            assert found is not None, output.read_text()
+            with grpcclient.InferenceServerClient(found[1]) as client:
+                tensors = grpc_inputs(call.tensors())
+                client.async_infer("target", tensors, lambda result, error: answers.put((result, error)))
+                time.sleep(0.2)
+                assert answers.empty(), "the call is over before the server is asked to end"
+                serving.send_signal(signal.SIGTERM)
+                result, error = answers.get(timeout=READY_S)
+            assert error is None and result.as_numpy("sequence_length").item() == call.max_new_tokens
+            assert serving.wait(READY_S) == 0
+        finally:
+            serving.kill()
+
+
+def test_engines_answer_their_own_step_loop_alone(specs: dict[str, Path], tmp_path: Path) -> None:
     repository = build_repository(DeploymentSpec.load(specs[Layout.PROCESS_A_ROLE]), tmp_path / "repository").output
     asked = grpc_inputs(EngineCall("x", np.arange(1, 9, dtype=np.int32), 2).tensors())
     stopped = grpc_inputs(cancel_tensors())

@@ -9,7 +9,8 @@ import pytest
 
 from lr_backend.build import base
 from lr_backend.build.render import lookahead_files
-from lr_backend.build.spec import PACKAGE_ROOT, DeploymentSpec, EmbeddedDeployment
+from lr_backend.build.spec import PACKAGE_ROOT, DeploymentSpec, EmbeddedDeployment, ServerSpec
+from lr_backend.config import CANCEL_RESERVE
 from lr_backend.embedded.config import EngineConfig
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError
@@ -189,6 +190,21 @@ def test_the_step_loop_has_as_many_processes_as_the_spec_says(spec_path: Path, n
 def test_a_number_of_loops_that_cannot_be_is_refused(spec_path: Path, lines: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         DeploymentSpec.load(edited(spec_path, "[server]", f"[server]\n{lines}"))
+
+
+def test_there_are_no_more_processes_than_requests_for_them(spec_path: Path) -> None:
+    edited(spec_path, "[lookahead.limits]", "[lookahead.limits]\nmax_in_flight_requests = 2")
+    DeploymentSpec.load(edited(spec_path, "[server]", "[server]\nnum_loops = 2"))
+    with pytest.raises(ConfigError, match="fewer requests or calls in flight"):
+        DeploymentSpec.load(edited(spec_path, "num_loops = 2", "num_loops = 3"))
+
+
+@pytest.mark.parametrize("num_loops", [1, 3, 64])
+def test_processes_share_out_the_threads_and_each_has_its_reserve(num_loops: int) -> None:
+    server = ServerSpec(num_loops=num_loops, thread_pool_size=128)
+    most = server.thread_pool_size - CANCEL_RESERVE  # limits.max_in_flight_calls
+    assert most // num_loops + CANCEL_RESERVE <= server.threads_a_loop <= 128
+    assert num_loops * (server.threads_a_loop - CANCEL_RESERVE) <= most
 
 
 def test_only_a_loop_that_runs_its_engines_is_told_of_them(spec_path: Path) -> None:

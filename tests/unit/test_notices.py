@@ -73,6 +73,7 @@ def test_every_process_sees_the_requests_of_all_and_its_own(
             expected[loop] -= 1
     assert [one.num_in_flight for one in loops] == expected
     assert {one.num_in_all for one in loops} == {launcher.num_in_flight} == {sum(expected)}
+    assert launcher.num_used == len({loop for loop, comes in moves if comes})
 
 
 def test_the_end_is_seen_at_once_by_all_and_not_by_those_of_another_server(tmp_path: Path) -> None:

@@ -310,6 +310,37 @@ def test_the_limit_is_that_of_all_processes_together() -> None:
     assert seats.num_in_flight == 0
 
 
+def test_whoever_has_heard_the_last_word_may_ask_another_process_at_once() -> None:
+    world, seats = make_world(), Seats.alone()
+    limits = world.config.limits.model_copy(update={"max_in_flight_requests": 1})
+    config = world.config.model_copy(update={"limits": limits, "defaults": {"raw": True}})
+    first, second = (
+        LookaheadService(config, world.models, Engines(world.target, world.draft, world.judge), seat=seats.seat(loop))
+        for loop in range(2)
+    )
+    counted: list[int] = []
+
+    @dataclass
+    class Hasty(RecordedReplies):
+        """Looks, as soon as it hears the last word, whether there is a place."""
+
+        def send(self, tensors: Mapping[str, Any], *, final: bool) -> None:
+            counted.append(seats.num_in_flight)
+            super().send(tensors, final=final)
+
+        def fail(self, error: LookaheadError) -> None:
+            counted.append(seats.num_in_flight)
+            super().fail(error)
+
+    async def one_after_another() -> None:
+        for service, fields in ((first, {"stream": True}), (second, {"stream": False}), (first, {"mode": "nonsense"})):
+            await service.serve("id", arrays(**fields), Hasty())
+
+    run_virtual(one_after_another())
+    *streamed, last, whole, refused = counted
+    assert set(streamed) == {1} and (last, whole, refused) == (0, 0, 0)
+
+
 def test_a_server_that_is_to_end_refuses_what_comes_and_answers_what_it_has() -> None:
     world, seats = make_world(), Seats.alone()
     config = world.config.model_copy(update={"defaults": {"raw": True}})
