@@ -37,10 +37,10 @@ from bench.emulation import DEPLOYMENT, ROWS, TIMEOUT_S
 from bench.kit.engines_apart import EnginesApart, Sets, request_id
 from bench.kit.hardware import processor_line
 from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
+from bench.kit.serving import serving
 from lr_backend.build.emulated_spec import DEFAULT_WORKLOAD, EmulatedDeployment, emulated
 from lr_backend.build.pace import machine_of, stood_for
 from lr_backend.build.render import LOOKAHEAD_MODEL
-from lr_backend.build.repository import build_repository
 from lr_backend.config import LoopConfig
 from lr_backend.emulated.texts import Texts
 from lr_backend.emulated.workload import Workload
@@ -52,7 +52,7 @@ from lr_backend.loop.assemble import Engines, Models
 from lr_backend.plan.simulation import Policy, ms_a_token
 from lr_backend.request import Usage
 from lr_backend.serve.keeper import stubs_of
-from lr_backend.serve.server import ServerOptions, TritonServer
+from lr_backend.serve.server import TritonServer
 from lr_backend.testing import run_virtual
 from lr_backend.triton.loop_lag import watch_lag
 from lr_backend.triton.models import load_models
@@ -379,10 +379,8 @@ def through_triton(deployment: EmulatedDeployment, folder: Path, count: int, mod
     """A real Triton with so many processes of the loop."""
     texts = Texts(deployment.texts, 0)
     server_spec = deployment.server.model_copy(update={"num_loops": count})
-    build_repository(deployment.model_copy(update={"server": server_spec}), folder)
-    options = ServerOptions(thread_pool_size=deployment.server.thread_pool_size, exit_timeout_s=5)
-    with TritonServer(folder, options) as server, ThreadPoolExecutor(load) as pool:
-        server.wait_ready(deployment.server.load_timeout_s)
+    spec = deployment.model_copy(update={"server": server_spec})
+    with serving(spec, folder) as server, ThreadPoolExecutor(load) as pool:
         ask = _asking(server.grpc_url, texts, ROWS[mode])
         list(pool.map(ask, range(count)))  # warm up
         before, wall_s = _cpu_of_loops(server), time.perf_counter()

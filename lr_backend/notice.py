@@ -40,9 +40,9 @@ def read(path: Path) -> frozenset[str]:
 class Seats:
     """Requests in flight of each process of the step loop, and whether the server is to end, in memory that all of them share.
 
-    The numbers are whether the server is to end, and for each process its requests in flight and whether it ever had one. Each
-    has one writer. A loop enters its request first and looks at the sum and at the end then; the launcher says the
-    end first and looks at the sum then. So what was let in before the end is seen by the launcher, and nothing is let in after.
+    The numbers are: whether the server is to end, and for each process its requests in flight, and whether it ever had one. Each
+    has one writer. A loop counts a request first and then looks whether the server is to end; the launcher says so first and then
+    looks at the counts. So it sees what was let in before, and nothing is let in after.
     """
 
     numbers: memoryview

@@ -41,7 +41,7 @@ ITERATION_TOKENS = 8192
 """Of an iteration where no admission depends on it, unless sequences are longer: the judge's, and those of the LLM API."""
 MAX_DEPTH = 8
 REQUESTS_A_LOOP = 16
-"""In flight: a process of the step loop carries 7 in `lr_sd` and 23 in `lr` (docs/benchmarks/loop_limit.md)."""
+"""Requests in flight for each process of the step loop; ``docs/benchmarks/loop_limit.md`` has what one carries."""
 
 _COMMENTED = re.compile(r"^(?P<setting>[a-z_]+ = .*?) +# (?P<comment>.*)$", re.MULTILINE)
 

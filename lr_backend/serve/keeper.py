@@ -56,8 +56,7 @@ class StubKeeper:
 
     def drain(self) -> None:
         """Have the step loop take no new requests."""
-        if self._server.seats is not None:
-            self._server.seats.end()
+        self._server.seats.end()
 
     @property
     def can_drain(self) -> bool:
@@ -68,7 +67,7 @@ class StubKeeper:
     def drained(self) -> bool:
         """The step loop has answered everything, and begins nothing."""
         seats = self._server.seats
-        return seats is not None and seats.ending and seats.num_in_flight == 0
+        return seats.ending and seats.num_in_flight == 0
 
     def stop(self) -> None:
         """Watch no more: what dies now dies because it is told to."""

@@ -167,7 +167,7 @@ class TritonServer:
         self.admin_key = ""
         self.loop_key = secrets.token_urlsafe(32) if self.options.closes_engines else ""
         self.pid: int | None = None
-        self.seats: Seats | None = None
+        self._seats: Seats | None = None
         self._guard: subprocess.Popen[bytes] | None = None
         self._lifeline: int | None = None
         self._work_dir: Path | None = None
@@ -226,6 +226,12 @@ class TritonServer:
         return self._work_dir / "notice"
 
     @property
+    def seats(self) -> Seats:
+        """What its processes of the step loop are answering; of a stopped server, what they were at last."""
+        assert self._seats is not None, "not started"
+        return self._seats
+
+    @property
     def running(self) -> bool:
         return self._guard is not None and self._guard.poll() is None
 
@@ -255,7 +261,7 @@ class TritonServer:
         self._attempts += 1
         try:
             self.shm_prefix = f"lookahead_{uuid.uuid4().hex[:12]}_"
-            self.seats = Seats.make(self.notice_file)
+            self._seats = Seats.make(self.notice_file)
             self.ports = free_ports(self.options)
             backends = prepare_backend_dir(install, self._work_dir, self.options.packages)
             self.admin_key = self.options.admin_key or admin_key({})

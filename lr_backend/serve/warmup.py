@@ -89,7 +89,7 @@ def warm_loops(server: TritonServer, num_loops: int, *, without: Container[str] 
     for _ in range(MAX_ROUNDS):
         with ThreadPoolExecutor(num_loops) as pool:
             answers = list(pool.map(lambda _: warm_loop(server.http_url, without=without), range(num_loops)))
-        if server.seats is None or server.seats.num_used >= num_loops:
+        if server.seats.num_used >= num_loops:
             break
     return answers[0]
 

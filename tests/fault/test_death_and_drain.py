@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ import psutil
 import pytest
 import tritonclient.grpc as grpcclient
 from lr_client import Client, ClientError, Options, Overloaded, ServerUnreachable, TargetUnavailable
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 from tritonclient.utils import InferenceServerException
 
 from lr_backend.build.base import Layout
@@ -33,8 +36,8 @@ from lr_backend.engine.address import LOOP_PARAMETER
 from lr_backend.serve.keeper import StubKeeper, stubs_of
 from lr_backend.serve.server import ServerOptions, TritonServer
 from lr_backend.serve.warmup import warm_engines, warm_loop
-from lr_backend.triton.metrics import REFRESH_S
 from lr_backend.triton.remote_engine import grpc_inputs
+from tests.support.deployed import said_when_ready
 from tests.support.tiny_models import make_tiny_models, write_spec
 
 pytestmark = pytest.mark.integration
@@ -85,16 +88,19 @@ class Crowd:
         bounded(lambda: sum(not whole or not degraded for degraded in self.answered[first:]) >= num)
 
 
-def answers_by_loop(server: TritonServer) -> list[float]:
-    """How many each process of the step loop has given, once its counters are up to date."""
-    time.sleep(3 * REFRESH_S)
-    with urlopen(f"http://{server.metrics_url}/metrics", timeout=READY_S) as page:
-        lines = page.read().decode().splitlines()
-    found: dict[str, float] = {}
-    for line in lines:
-        if line.startswith("lr_requests_total") and re.search(r'end="(stop|length)"', line):
-            loop = line.partition('loop="')[2].partition('"')[0]
-            found[loop] = found.get(loop, 0.0) + float(line.rpartition(" ")[2])
+def samples(metrics_url: str, name: str) -> list[Sample]:
+    """What a server's page says now of one metric."""
+    with urlopen(metrics_url, timeout=READY_S) as page:
+        families = text_string_to_metric_families(page.read().decode())
+        return [sample for family in families for sample in family.samples if sample.name == name]
+
+
+def answers_by_loop(server: TritonServer) -> list[int]:
+    """How many answers each process of the step loop has given, by its counters."""
+    found = Counter[str]()
+    for sample in samples(f"http://{server.metrics_url}/metrics", "lr_requests_total"):
+        if sample.labels["end"] in ("stop", "length"):
+            found[sample.labels["loop"]] += int(sample.value)
     return list(found.values())
 
 
@@ -166,6 +172,7 @@ def test_dead_models_are_started_anew_and_every_request_ends(kept: Kept) -> None
     assert crowd.failed
     assert {type(error) for error in crowd.failed} == {TargetUnavailable}
     assert not kept.keeper.lost.is_set()
+    bounded(lambda: sum(answers_by_loop(kept.server)) == len(crowd.answered))
     shares = answers_by_loop(kept.server)
     assert sum(shares) == len(crowd.answered) and min(shares) > 0.2 * sum(shares)
 
@@ -201,8 +208,7 @@ def test_a_server_that_is_to_end_answers_what_it_has_and_refuses_what_comes(
     output = tmp_path / "output"
     around = {**os.environ, "COLUMNS": "200"}
     with output.open("w") as file, subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=around) as serving:
-        bounded(lambda: "ask it something" in output.read_text() or serving.poll() is not None)
-        found = re.search(r"gRPC +(\S+)", output.read_text())
+        found = re.search(r"gRPC +(\S+)", said_when_ready(serving, output))
         assert found is not None, output.read_text()
         processes = psutil.Process(serving.pid).children(recursive=True)
         crowd = Crowd(found[1])
@@ -246,13 +252,12 @@ def test_a_server_of_one_role_lets_calls_finish_before_it_ends(tmp_path: Path) -
     call, answers = EngineCall("long", np.arange(1, 9, dtype=np.int32), 400), Queue[Any]()
     with output.open("w") as file, subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT) as serving:
         try:
-            bounded(lambda: "Ctrl-C stops" in output.read_text() or serving.poll() is not None)
-            found = re.search(r"gRPC +(\S+)", output.read_text())
-            assert found is not None, output.read_text()
-            with grpcclient.InferenceServerClient(found[1]) as client:
+            said = said_when_ready(serving, output, "Ctrl-C stops")
+            listens, metrics = (re.findall(rf"{name} +(\S+)", said)[0] for name in ("gRPC", "metrics"))
+            with grpcclient.InferenceServerClient(listens) as client:
                 tensors = grpc_inputs(call.tensors())
                 client.async_infer("target", tensors, lambda result, error: answers.put((result, error)))
-                time.sleep(0.2)
+                bounded(lambda: any(sample.value for sample in samples(metrics, "lr_engine_running")))
                 assert answers.empty(), "the call is over before the server is asked to end"
                 serving.send_signal(signal.SIGTERM)
                 result, error = answers.get(timeout=READY_S)

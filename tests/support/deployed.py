@@ -56,10 +56,10 @@ class Served:
         return OpenAI(base_url=self.url, api_key="none", max_retries=0, timeout=BOUND_S)
 
 
-def said_when_ready(process: subprocess.Popen[bytes], printed: Path) -> str:
-    """All that ``lookahead serve`` has printed once it has said that it can be asked."""
+def said_when_ready(process: subprocess.Popen[bytes], printed: Path, last: str = "ask it something") -> str:
+    """All that ``lookahead serve`` has printed once it has said ``last``: it can be asked."""
     deadline = time.monotonic() + BOUND_S
-    while "ask it something" not in (said := printed.read_text(encoding="utf-8")):
+    while last not in (said := printed.read_text(encoding="utf-8")):
         assert process.poll() is None and time.monotonic() < deadline, said
         time.sleep(0.1)
     return said

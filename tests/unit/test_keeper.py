@@ -26,7 +26,7 @@ def test_a_model_that_is_not_let_go_is_lost_and_the_answers_in_flight_are_not(
     silent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, drains: bool
 ) -> None:
     monkeypatch.setattr(room, "UNLOAD_S", 0.1)
-    server = SimpleNamespace(pid=None, http_url=silent, admin_key="k", notice_file=tmp_path / "notice", running=True, seats=None)
+    server = SimpleNamespace(pid=None, http_url=silent, admin_key="k", notice_file=tmp_path / "notice", running=True)
     said: list[str] = []
     keeper = StubKeeper(server, said.append)  # type: ignore[arg-type]
     keeper._has_died(model)
