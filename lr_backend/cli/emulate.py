@@ -27,7 +27,7 @@ def emulate(
     ] = "qwen3-gsm8k",
     sweep: Annotated[bool, typer.Option("--sweep", help="Every mode, placement and load, on a virtual clock.")] = False,
     load: Annotated[list[int] | None, typer.Option(min=1, help="Requests in flight; by default 1 and 4.")] = None,
-    mode: Annotated[list[Mode] | None, typer.Option(help="By default ar, sd, lr and lr_sd.")] = None,
+    mode: Annotated[list[Mode] | None, typer.Option(help="By default ar, sd, lr, lr_sd and auto.")] = None,
     answers: Annotated[int, typer.Option(min=1, help="Of a row at least; p99 wants 100.")] = 1,
     price: Annotated[float | None, typer.Option(min=0.0, help="Of one card for an hour; adds the cost of an answer.")] = None,
     limits: Annotated[bool, typer.Option("--limits", help="Also what limits each row; takes several times as long.")] = False,

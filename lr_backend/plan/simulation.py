@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Self, TypeVar
@@ -122,9 +123,24 @@ def side_by_side(
         ConfigError, ValueError: as :func:`simulate`.
     """
     for policy in policies:
-        if not 0 <= policy.max_depth <= MAX_DEPTH or not 1 <= policy.width <= MAX_WIDTH or policy.num_requests < 1:
-            raise ValueError(f"{policy} is out of range")
+        _require_range(policy)
     return run_virtual(_answer_all(scenario, policies, seed, first, num_sets, trace))
+
+
+def simulate_steady(
+    scenario: Scenario, policy: Policy, seed: int = 0, *, first: int = 0, num_before: int = 0, num_answers: int = 1
+) -> Prediction:
+    """Keep ``policy.num_requests`` in flight: as soon as one is answered the next is asked.
+
+    Args:
+        first: number of the first question.
+        num_before: so many are not part of the prediction: the server learns from them.
+
+    Raises:
+        ConfigError, ValueError: as :func:`simulate`.
+    """
+    _require_range(policy)
+    return run_virtual(_keep_in_flight(scenario, policy, seed, first, num_before, num_answers))[0]
 
 
 def ms_a_token(usages: Iterable[Usage]) -> float:
@@ -157,39 +173,89 @@ def run_on_engines(scenario: Scenario, seed: int, work: Callable[[Engines, Texts
     return run_virtual(run())
 
 
+@dataclass
+class _Run:
+    """One server on the virtual clock, and what it has answered by number of the question."""
+
+    scenario: Scenario
+    policies: Sequence[Policy]
+    seed: int
+    trace: bool
+    outcomes: dict[int, tuple[int, Outcome]] = field(default_factory=dict)
+    """Which policy's each is, and how it ended."""
+    requests: list[LookaheadRequest] = field(init=False)
+    asked: list[int] = field(init=False)
+    """Of the requests of a set, which policy's each is."""
+
+    def __post_init__(self) -> None:
+        workload, policies = self.scenario.workload, self.policies
+        _require_memory(self.scenario)
+        self._texts = Texts(workload, self.seed)
+        self._engines = virtual_engines(self.scenario.machine, self._texts)
+        # Whether noise is shared shows in the workload: in how many drafted steps are the target's word for word.
+        coupled = all(policy.mode is Mode.LOSSLESS for policy in policies)
+        config = _config(self.scenario).model_copy(update={"coupled_noise": coupled})
+        models = Models(RULES, VOCABULARY, judge_prompt(workload), VOCABULARY)
+        self._server = Server(self._engines, models, config, Learned(asyncio.get_running_loop().time))
+        self.requests = [_request(workload, policy, self.seed, self.trace) for policy in policies]
+        self.asked = [index for index, policy in enumerate(policies) for _ in range(policy.num_requests)]
+
+    async def compute(self, numbers: range) -> None:
+        """Their prompts, where the scenario has them computed before."""
+        if self.scenario.prompts_are_cached:
+            await _compute(self._engines, self._texts, numbers)
+
+    async def answer(self, number: int, index: int) -> None:
+        loop = assemble(self.requests[index], self._texts.prompt(number), f"{number}", self._server, lambda committed: None)
+        self.outcomes[number] = index, await loop.run()
+
+    async def end(self, numbers: range) -> list[Prediction]:
+        """What each policy came to over these questions."""
+        for one in (self._engines.target, self._engines.draft, self._engines.judge):
+            await one.close()
+        target = self._engines.target
+        assert isinstance(target, VirtualEngine)
+        batch = target.timeline.stats().mean_batch_size
+        found: list[list[Outcome]] = [[] for _ in self.policies]
+        for index, outcome in (self.outcomes[number] for number in numbers):
+            found[index].append(outcome)
+        return [_prediction(*pair, batch, self.trace) for pair in zip(self.requests, found, strict=True)]
+
+
 async def _answer_all(
     scenario: Scenario, policies: Sequence[Policy], seed: int, first: int, num_sets: int, trace: bool
 ) -> list[Prediction]:
-    workload = scenario.workload
-    _require_memory(scenario)
-    texts = Texts(workload, seed)
-    engines = virtual_engines(scenario.machine, texts)
-    # Whether noise is shared shows in the workload: in how many drafted steps are the target's word for word.
-    coupled = all(policy.mode is Mode.LOSSLESS for policy in policies)
-    config = _config(scenario).model_copy(update={"coupled_noise": coupled})
-    models = Models(RULES, VOCABULARY, judge_prompt(workload), VOCABULARY)
-    server = Server(engines, models, config, Learned(asyncio.get_running_loop().time))
-    requests = [_request(workload, policy, seed, trace) for policy in policies]
-    asked = [index for index, policy in enumerate(policies) for _ in range(policy.num_requests)]
-    """Of the requests of a set, which policy's each is."""
+    run = _Run(scenario, policies, seed, trace)
+    size = len(run.asked)
+    for start in range(first, first + num_sets * size, size):
+        numbers = range(start, start + size)
+        await run.compute(numbers)
+        await asyncio.gather(*map(run.answer, numbers, run.asked))
+    return await run.end(range(first, first + num_sets * size))
 
-    async def answer(number: int, index: int) -> Outcome:
-        loop = assemble(requests[index], texts.prompt(number), f"{number}", server, lambda committed: None)
-        return await loop.run()
 
-    outcomes: list[list[Outcome]] = [[] for _ in policies]
-    for one_set in range(num_sets):
-        numbers = range(first + one_set * len(asked), first + (one_set + 1) * len(asked))
-        if scenario.prompts_are_cached:
-            await _compute(engines, texts, numbers)
-        for index, outcome in zip(asked, await asyncio.gather(*map(answer, numbers, asked)), strict=True):
-            outcomes[index].append(outcome)
-    for one in (engines.target, engines.draft, engines.judge):
-        await one.close()
-    target = engines.target
-    assert isinstance(target, VirtualEngine)
-    batch = target.timeline.stats().mean_batch_size
-    return [_prediction(*pair, batch, trace) for pair in zip(requests, outcomes, strict=True)]
+async def _keep_in_flight(
+    scenario: Scenario, policy: Policy, seed: int, first: int, num_before: int, num_answers: int
+) -> list[Prediction]:
+    run = _Run(scenario, [policy], seed, trace=False)
+    numbers, measured = count(first), range(first + num_before, first + num_before + num_answers)
+    left = set(measured)
+    done = asyncio.Event()
+
+    async def ask_on() -> None:
+        for number in numbers:
+            await run.compute(range(number, number + 1))
+            await run.answer(number, 0)
+            left.discard(number)
+            if not left:
+                done.set()
+
+    async with asyncio.TaskGroup() as group:
+        askers = [group.create_task(ask_on()) for _ in range(policy.num_requests)]
+        await done.wait()
+        for asker in askers:
+            asker.cancel()
+    return await run.end(measured)
 
 
 def _request(workload: Workload, policy: Policy, seed: int, trace: bool) -> LookaheadRequest:
@@ -231,6 +297,11 @@ def virtual_engines(machine: Machine, texts: Texts, loop_thread: LoopThread | No
         for role, place in machine.places.items()
     }
     return Engines(engines[Role.TARGET], engines[Role.DRAFT], engines[Role.JUDGE])
+
+
+def _require_range(policy: Policy) -> None:
+    if not 0 <= policy.max_depth <= MAX_DEPTH or not 1 <= policy.width <= MAX_WIDTH or policy.num_requests < 1:
+        raise ValueError(f"{policy} is out of range")
 
 
 def _require_memory(scenario: Scenario) -> None:

@@ -1,8 +1,8 @@
 """One workload at several loads, by mode and placement: latency, throughput, GPU-seconds and cost of an answer, and what limits.
 
 The real step loop runs on a virtual clock. Every placement has all of the deployment's cards, and its memory comes from
-:func:`~lr_backend.build.pace.machine_of`. Requests begin together, and throughput is their number over their mean time: what a
-closed load comes to that sends the next request as soon as one is answered.
+:func:`~lr_backend.build.pace.machine_of`. So many requests are in flight at all times: as soon as one is answered the next is
+asked. The step loop takes its own time for each call, in turns: as many processes share it as the deployment has.
 """
 
 from __future__ import annotations
@@ -21,17 +21,22 @@ from lr_backend.errors import ConfigError
 from lr_backend.hardware.machine import Machine
 from lr_backend.plan.equal_gpus import DRAFT_TOKENS, MAX_DEPTH
 from lr_backend.plan.losses import LIMITS
-from lr_backend.plan.simulation import Policy, Scenario, simulate
-from lr_backend.request import Mode
+from lr_backend.plan.simulation import Policy, Scenario, simulate_steady
+from lr_backend.request import Mode, Usage
 
-SWEPT = (Mode.AR, Mode.SD, Mode.LR, Mode.LR_SD)
+SWEPT = (Mode.AR, Mode.SD, Mode.LR, Mode.LR_SD, Mode.AUTO)
+LEARNS_FROM = 16
+"""Answers before those that count, where a mode learns from them."""
+CALL_CPU_S = 0.75e-3
+"""Processor time of the step loop for an engine call through Triton, on an EPYC (Zen 3): 41.5 ms for the 55 calls of a step of
+``lr_sd`` (``python -m bench loop_limit``). A faster core takes less."""
 TARGET_LIMITS = "target's iterations"
 LEAST_GAIN = 0.05
 """What brings less, taken away, is not what limits."""
 _LIMITS: Mapping[str, Callable[[Machine], Machine]] = {
-    name: LIMITS[name] for name in ("token budget", "batch size", "KV memory", "draft", "judge", "hops")
+    **{name: LIMITS[name] for name in ("token budget", "batch size", "KV memory", "draft", "judge", "hops")},
+    "step loop": lambda machine: replace(machine, loop_s=0.0),
 }
-"""The step loop is not among them: on a paced machine it takes no time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +96,7 @@ def sweep(
     left_out: dict[str, str] = {}
     for name, tp_size, where in _placements(cards):
         try:
-            machine = machine_of(placed(spec, system, tp_size, where, cards), system)
+            machine = with_loop(machine_of(placed(spec, system, tp_size, where, cards), system), spec.server.num_loops)
         except ConfigError as error:
             left_out[name] = error.message
             continue
@@ -103,6 +108,19 @@ def sweep(
     if not rows:
         raise ConfigError("; ".join(dict.fromkeys(left_out.values())) or "no mode to sweep")
     return Sweep(rows, left_out)
+
+
+def with_loop(machine: Machine, num_loops: int) -> Machine:
+    """The machine behind so many processes of the step loop.
+
+    The time of a call on its way there was measured with one call at a time. So it holds what the loop takes for it.
+    """
+    loop_s = CALL_CPU_S / num_loops
+    places = {
+        role: replace(place, way=replace(place.way, there_s=max(0.0, place.way.there_s - loop_s)))
+        for role, place in machine.places.items()
+    }
+    return replace(machine, places=places, loop_s=loop_s)
 
 
 def rank(values: Sequence[float], share: float) -> float:
@@ -144,8 +162,7 @@ def _row(
 ) -> SweepRow:
     depth = MAX_DEPTH if mode.speculates_steps else 0
     policy = Policy(mode, depth, num_requests=load, fields=DRAFT_TOKENS if mode.speculates_tokens else {})
-    num_sets = ceil(num_answers / load)
-    usages = simulate(scenario, policy, num_sets=num_sets).usages
+    usages = _usages(scenario, policy, num_answers)
     taken = [usage.latency_s for usage in usages]
     mean_s = fmean(taken)
     gpu_s = cards * mean_s / load
@@ -160,16 +177,27 @@ def _row(
         tokens_per_s=load * fmean(usage.completion_tokens for usage in usages) / mean_s,
         gpu_s_per_answer=gpu_s,
         cost=None if price is None else price * gpu_s / 3600.0,
-        limited_by=_limit(scenario, policy, num_sets, mean_s) if limits else None,
+        limited_by=_limit(scenario, policy, num_answers, mean_s) if limits else None,
     )
 
 
-def _limit(scenario: Scenario, policy: Policy, num_sets: int, mean_s: float) -> str:
+def _usages(scenario: Scenario, policy: Policy, num_answers: int) -> Sequence[Usage]:
+    """Of whole sets, the same questions for every mode. Some come before, so that those in flight are at different places."""
+    load = policy.num_requests
+    fewest = load if load > 1 else 0
+    most = max(LEARNS_FROM, fewest)
+    before = most if policy.mode.chooses else fewest
+    counted = load * ceil(num_answers / load)
+    return simulate_steady(scenario, policy, first=most - before, num_before=before, num_answers=counted).usages
+
+
+def _limit(scenario: Scenario, policy: Policy, num_answers: int, mean_s: float) -> str:
     """What shortens answers most when it is taken away; the target's iterations where nothing else does."""
     gains: dict[str, float] = {}
     for name, free in _LIMITS.items():
         machine = free(scenario.machine)
         if machine != scenario.machine:
-            gains[name] = 1.0 - simulate(replace(scenario, machine=machine), policy, num_sets=num_sets).latency_s / mean_s
+            usages = _usages(replace(scenario, machine=machine), policy, num_answers)
+            gains[name] = 1.0 - fmean(usage.latency_s for usage in usages) / mean_s
     best = max(gains, key=lambda name: gains[name], default=TARGET_LIMITS)
     return best if gains.get(best, 0.0) >= LEAST_GAIN else TARGET_LIMITS

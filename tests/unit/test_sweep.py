@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,10 @@ from typer.testing import CliRunner
 from lr_backend.build.pace import stood_for
 from lr_backend.cli.app import app
 from lr_backend.emulated.workload import Workload
+from lr_backend.hardware.machine import Way
 from lr_backend.plan.losses import LIMITS
-from lr_backend.plan.sweep import TARGET_LIMITS, as_markdown, rank, sweep
+from lr_backend.plan.simulation import Policy, Scenario, simulate_steady
+from lr_backend.plan.sweep import TARGET_LIMITS, as_markdown, rank, sweep, with_loop
 from lr_backend.request import Mode
 
 SHORT = Workload(0.6, token_agreement=0.75, word_agreement=0.5, prompt_tokens=200, num_steps=4)
@@ -39,6 +43,42 @@ def test_speculation_is_swept_in_both_placements() -> None:
     assert len({row.p50_s for row in found.rows}) == 3
 
 
+def test_so_many_are_in_flight_at_all_times() -> None:
+    texts = replace(SHORT, num_steps=3)
+    found = simulate_steady(Scenario(texts), Policy(Mode.AR, 0, num_requests=4), num_before=4, num_answers=8)
+    assert found.target_batch == pytest.approx(4.0, abs=0.2)
+
+
+def test_a_mode_that_learns_is_asked_the_same_questions() -> None:
+    texts, policy = replace(SHORT, step_spread=0.9), Policy(Mode.AR, 0, num_requests=2)
+    ways: tuple[Mapping[str, int], ...] = ({"first": 4}, {"num_before": 4}, {"first": 2, "num_before": 2})
+    lengths = [
+        [usage.completion_tokens for usage in simulate_steady(Scenario(texts), policy, num_answers=3, **way).usages]
+        for way in ways
+    ]
+    assert lengths[0] == lengths[1] == lengths[2] and len(set(lengths[0])) > 1
+    found = sweep(stood_for("qwen3-32b"), "h200_sxm", SHORT, (2,), (Mode.LR, Mode.AUTO))
+    assert [row.mode for row in found.rows] == [Mode.LR, Mode.AUTO] * 2
+
+
+def test_a_slow_step_loop_limits_until_more_processes_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lr_backend.plan.sweep.CALL_CPU_S", 0.2)
+    spec = stood_for("qwen3-32b")
+    one, many = (spec.model_copy(update={"server": spec.server.model_copy(update={"num_loops": n})}) for n in (1, 400))
+    texts = replace(SHORT, num_steps=2)
+    slow, fast = (sweep(one, "h200_sxm", texts, (2,), (Mode.LR,), limits=True).rows[0] for one in (one, many))
+    assert slow.limited_by == "step loop" and fast.limited_by != "step loop"
+    assert slow.p50_s > 1.5 * fast.p50_s
+
+
+def test_what_the_loop_takes_alone_is_part_of_the_hop() -> None:
+    machine = Scenario(SHORT).machine
+    slow = {role: replace(place, way=Way(there_s=0.002)) for role, place in machine.places.items()}
+    behind = with_loop(replace(machine, places=slow), 3)
+    assert behind.loop_s == pytest.approx(0.25e-3)
+    assert {place.way.there_s for place in behind.places.values()} == {0.002 - behind.loop_s}
+
+
 def test_a_quantile_is_one_of_the_values() -> None:
     assert rank([3.0, 1.0, 2.0], 0.5) == 2.0
     assert rank([float(number) for number in range(1, 201)], 0.99) == 198.0
@@ -63,6 +103,6 @@ def test_a_page_without_a_price_has_no_costs_and_says_limits_where_asked() -> No
     assert all(row.limited_by in (TARGET_LIMITS, *LIMITS) for row in found.rows)
 
 
-@pytest.mark.parametrize("wrong", [[], ["--sweep", "--mode", "auto"], ["--sweep", "-o", "page.txt"]])
+@pytest.mark.parametrize("wrong", [[], ["--sweep", "--mode", "lossless"], ["--sweep", "-o", "page.txt"]])
 def test_what_it_cannot_do_it_refuses(wrong: list[str]) -> None:
     assert CliRunner().invoke(app, ["emulate", *wrong]).exit_code == 2
