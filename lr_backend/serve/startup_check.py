@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import math
 import os
 import resource
 import shutil
@@ -39,6 +40,9 @@ SHM_BYTES = 2 << 30
 """Tensors of up to 120 calls at a time between server and Python models; Docker gives 64 MB unless told otherwise."""
 STACK_BYTES = 64 << 20
 COMPILERS = ("cc", "gcc", "clang")
+CORES_A_LOOP = 2
+"""A process of the step loop fills one, and what Triton does for it most of another."""
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 class Use(StrEnum):
@@ -57,17 +61,19 @@ class Needs:
     Attributes:
         placements: which engines have GPUs to themselves.
         ports: where the server is to listen, by the option that says so; 0 takes a free one.
+        num_loops: processes of the step loop.
     """
 
     placements: tuple[Placement, ...] = ()
     decoder: Use = Use.NONE
     host: str = "127.0.0.1"
     ports: Mapping[str, int] = field(default_factory=dict)
+    num_loops: int = 1
 
     @classmethod
     def of(cls, deployment: DeploymentSpec, host: str = "127.0.0.1", ports: Mapping[str, int] | None = None) -> Needs:
         """What one deployment asks for."""
-        return cls(deployment.placements, _decoder_use(deployment), host, ports or {})
+        return cls(deployment.placements, _decoder_use(deployment), host, ports or {}, deployment.server.num_loops)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +91,7 @@ class Machine:
         cuda_visible_devices: of the environment.
         without_exec: folders that compiled libraries cannot be loaded from, by the variable that names another.
         mps: whether CUDA MPS runs; looked for where roles share a card.
+        num_cores: that this process may use, as its affinity and its container's quota have it.
     """
 
     tritonserver: Path | None = None
@@ -105,6 +112,7 @@ class Machine:
     stack_bytes: int = -1
     without_exec: Mapping[str, str] = field(default_factory=dict)
     mps: Mps = Mps.ABSENT
+    num_cores: float = math.inf
 
     @property
     def visible_gpus(self) -> tuple[Gpu, ...]:
@@ -140,7 +148,7 @@ def check(machine: Machine, needs: Needs) -> tuple[Finding, ...]:
     """Hold a machine against what a deployment needs, in the order in which a person would mend it."""
     compiled = [each for each in needs.placements if each.runtime == COMPILED]
     on_gpus = [each for each in needs.placements if each.runtime in (COMPILED, LLM_API)]
-    findings = [_tritonserver(machine), *check_decoder(machine, needs.decoder), *_ports(machine, needs)]
+    findings = [_tritonserver(machine), *check_decoder(machine, needs.decoder), *_ports(machine, needs), *_cores(machine, needs)]
     if not on_gpus:
         return tuple(findings)
     findings += [
@@ -211,7 +219,18 @@ def probe(tritonserver: Path | None, needs: Needs, environment: Mapping[str, str
         stack_bytes=resource.getrlimit(resource.RLIMIT_STACK)[0],
         without_exec=probe_without_exec(environment),
         mps=probe_mps(environment) if shared_cards(needs.placements) else Mps.ABSENT,
+        num_cores=probe_cores(),
     )
+
+
+def probe_cores(quota: Path = CPU_QUOTA) -> float:
+    """Cores that this process may use. ``quota``: the file of its control group (version 2), "max 100000" for none."""
+    cores = float(len(os.sched_getaffinity(0)))
+    try:
+        limit_us, period_us = quota.read_text(encoding="ascii").split()
+        return min(cores, float(limit_us) / float(period_us)) if limit_us != "max" else cores
+    except (OSError, ValueError):
+        return cores
 
 
 def shared_cards(placements: Sequence[Placement]) -> tuple[int, ...]:
@@ -332,6 +351,19 @@ def _ports(machine: Machine, needs: Needs) -> list[Finding]:
         elif port:
             findings.append(Finding(f"port {port}", "free", Level.OK))
     return findings
+
+
+def _cores(machine: Machine, needs: Needs) -> list[Finding]:
+    """Where there are several step loops: whether each has its cores."""
+    wanted = CORES_A_LOOP * needs.num_loops
+    if needs.num_loops == 1:
+        return []
+    if machine.num_cores >= wanted:
+        return [Finding("cores", f"{machine.num_cores:g} for {needs.num_loops} step loops", Level.OK)]
+    found = f"{machine.num_cores:g} for {needs.num_loops} step loops; {wanted} is better"
+    fits = max(1, int(machine.num_cores) // CORES_A_LOOP)
+    remedy = f"more cores, or [server] num_loops = {fits}: loops that share cores wait for each other"
+    return [Finding("cores", found, Level.WARNING, remedy)]
 
 
 def _why_not_listen(host: str, port: int) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +20,19 @@ from lr_backend.errors import ConfigError
 from lr_backend.nvidia import Gpu, parse_gpus
 from lr_backend.serve import startup_check
 from lr_backend.serve.mps import Mps
-from lr_backend.serve.startup_check import Finding, Level, Machine, Needs, Use, check, check_files, missing, probe, require_ready
+from lr_backend.serve.startup_check import (
+    Finding,
+    Level,
+    Machine,
+    Needs,
+    Use,
+    check,
+    check_files,
+    missing,
+    probe,
+    probe_cores,
+    require_ready,
+)
 from tests.support.tiny_models import make_tiny_models, write_spec
 
 H200 = Gpu(0, "NVIDIA H200", "9.0", 143771)
@@ -312,3 +326,25 @@ def test_doctor_names_the_decoder_and_a_dry_run_warns(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["build", "--dry-run", "--output", str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
     assert "decoder in C" in result.output
+
+
+@pytest.mark.parametrize(
+    ("num_loops", "num_cores", "level", "says"),
+    [
+        (4, 8.0, Level.OK, "8 for 4 step loops"),
+        (4, 3.5, Level.WARNING, "3.5 for 4 step loops; 8 is better"),
+        (2, 1.0, Level.WARNING, "1 for 2 step loops; 4 is better"),
+    ],
+)
+def test_step_loops_want_cores_of_their_own(num_loops: int, num_cores: float, level: Level, says: str) -> None:
+    (found,) = (each for each in check(replace(GOOD, num_cores=num_cores), Needs(num_loops=num_loops)) if each.what == "cores")
+    assert (found.level, found.found) == (level, says)
+    assert (f"num_loops = {max(1, int(num_cores) // 2)}" in found.remedy) is (level is Level.WARNING)
+    assert "cores" not in {each.what for each in check(GOOD, Needs())}
+
+
+@pytest.mark.parametrize(("quota", "most"), [("50000 100000", 0.5), ("max 100000", math.inf), ("", math.inf)])
+def test_a_containers_quota_bounds_the_cores(tmp_path: Path, quota: str, most: float) -> None:
+    (file := tmp_path / "cpu.max").write_text(quota)
+    assert probe_cores(file) == min(most, len(os.sched_getaffinity(0)))
+    assert probe_cores(tmp_path / "absent") == len(os.sched_getaffinity(0))
