@@ -1,8 +1,8 @@
 """Where lookahead pays, over load, context and acceptance, and what to use some number of cards for.
 
-The real loop on a virtual clock: deployment ``qwen3-32b-apart`` as it is emulated on each system, with scripted texts. Every
-request in flight starts at once behind a prompt that is computed already, so that what is measured is the reasoning. All modes,
-systems and acceptance rates have the same texts.
+The real loop on a virtual clock: deployment ``qwen3-32b-apart`` as it is emulated on each system, with scripted texts. The load
+is steady: as soon as one request is answered the next is asked. Its prompt is computed already, so that what is measured is the
+reasoning. All modes, systems and acceptance rates have the same texts.
 
 Engines are ``built larger`` than the deployment ships them, for more sequences and tokens in an iteration. On the H200, at one
 acceptance rate, there is a map of the engines ``as shipped`` too, and each cell says what limits lookahead. The other systems are
@@ -36,7 +36,7 @@ from lr_backend.hardware.profile import find, label_of
 from lr_backend.hardware.sharing import CardSharing
 from lr_backend.plan.equal_gpus import DRAFT_TOKENS, EAGLE_SOURCE, NUM_CARDS, Used, measure, uses, uses_table
 from lr_backend.plan.losses import LIMITS
-from lr_backend.plan.simulation import Policy, Scenario, ms_a_token, simulate
+from lr_backend.plan.simulation import Policy, Prediction, Scenario, ms_a_token, simulate_steady
 from lr_backend.request import Mode
 
 DEPLOYMENT = "qwen3-32b-apart"
@@ -49,7 +49,7 @@ ALPHAS = (0.3, 0.6, 0.9)
 NUM_STEPS = 12
 """Of every answer, whatever the load: a window fills at its beginning and runs empty at its end, at each load alike."""
 MIN_ANSWERS = 4
-"""Where few are in flight, so many are measured, one set after another."""
+"""Where few are in flight."""
 EQUAL_CONTEXT, EQUAL_ALPHA = 1_000, 0.6
 TEXTS = Workload(
     0.6,
@@ -143,28 +143,25 @@ def explore(cell: Cell) -> Found:
     """All policies of a cell."""
     if not fits(cell):
         return Found(cell, {})
-    asked, skipped, measured = scenario(cell), -(-LEARNS_FROM // cell.load), -(-MIN_ANSWERS // cell.load)
-    learning = replace(POLICIES[CHOOSES], num_requests=cell.load)
-    usages = simulate(asked, learning, num_sets=skipped + measured).usages
-    found = {name: _ms_a_token(asked, replace(POLICIES[name], num_requests=cell.load), skipped) for name in FIXED}
-    found[CHOOSES] = ms_a_token(usages[skipped * cell.load :])
+    asked = scenario(cell)
+    found = {name: _predicted(asked, replace(policy, num_requests=cell.load)) for name, policy in POLICIES.items()}
+    ms = {name: ms_a_token(one.usages) for name, one in found.items()}
     is_asked = (cell.system, cell.alpha) == ("h200_sxm", EQUAL_ALPHA)
-    limit = _limit(asked, cell.load, found["ar"] / found[LIMITED]) if is_asked else None
-    return Found(cell, found, limit, ms_a_token(usages[:FIRST]))
+    limit = _limit(asked, cell.load, ms["ar"] / ms[LIMITED]) if is_asked else None
+    return Found(cell, ms, limit, ms_a_token(found[CHOOSES].before[:FIRST]))
 
 
 def learn(one: Found) -> dict[str, Any]:
-    """What ``auto`` makes of a cell while it learns: milliseconds a token of each set of requests, from an empty server on."""
+    """What ``auto`` makes of a cell while it learns: milliseconds a token by sets of answers, from an empty server on."""
     cell, best = one.cell, min(FIXED, key=lambda name: one.ms_a_token[name])
-    usages = simulate(scenario(cell), replace(POLICIES[CHOOSES], num_requests=cell.load), num_sets=NUM_SETS).usages
+    policy = replace(POLICIES[CHOOSES], num_requests=cell.load)
+    usages = simulate_steady(scenario(cell), policy, learns_from=NUM_SETS * cell.load).before
     sets = [ms_a_token(usages[start : start + cell.load]) for start in range(0, len(usages), cell.load)]
     return {**asdict(cell), "best": best, "best_ms_a_token": one.ms_a_token[best], "auto_ms_a_token": sets}
 
 
-def _ms_a_token(asked: Scenario, policy: Policy, skipped: int = 0) -> float:
-    """Of sets of requests behind the first ones."""
-    num_sets = -(-MIN_ANSWERS // policy.num_requests)
-    return ms_a_token(simulate(asked, policy, first=skipped * policy.num_requests, num_sets=num_sets).usages)
+def _predicted(asked: Scenario, policy: Policy) -> Prediction:
+    return simulate_steady(asked, policy, learns_from=LEARNS_FROM, num_answers=max(MIN_ANSWERS, policy.num_requests))
 
 
 def _limit(asked: Scenario, load: int, gain: float) -> tuple[str, float]:
@@ -173,7 +170,8 @@ def _limit(asked: Scenario, load: int, gain: float) -> tuple[str, float]:
 
     def gain_without(free: Callable[[Machine], Machine]) -> float:
         other = replace(asked, machine=free(asked.machine))
-        return _ms_a_token(other, alone) / _ms_a_token(other, ahead)
+        slow, fast = (ms_a_token(_predicted(other, policy).usages) for policy in (alone, ahead))
+        return slow / fast
 
     without = {name: gain_without(free) for name, free in LIMITS.items()}
     name = max(without, key=lambda one: without[one])
@@ -204,7 +202,7 @@ def equal_gpus(num_cards: int, load: int, system: str = "h200_sxm") -> list[Used
         turns = uses(spec, system, num_cards, CardSharing.TIME_SLICES).found
         found += [replace(use, name=f"{use.name}, taking turns") for use in turns if Where.TARGETS_CARDS in use.name]
     found += [replace(use, policy=replace(use.policy, mode=Mode.AUTO)) for use in found if use.policy.mode is Mode.LR_SD]
-    return [measure(spec, use, texts, load, -(-MIN_ANSWERS // load), LEARNS_FROM) for use in found]
+    return [measure(spec, use, texts, load, max(MIN_ANSWERS, load), LEARNS_FROM) for use in found]
 
 
 # What is shown ---------------------------------------------------------------------------------------------------------

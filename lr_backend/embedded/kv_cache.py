@@ -185,6 +185,15 @@ class KvCache:
             table.blocks += self._allocate(missing)
         return True
 
+    def remember(self, tokens: Sequence[int]) -> None:
+        """Know a text as if it had been computed and released; nothing happens where there are not enough blocks for it."""
+        table = BlockTable()
+        keys = prefix_keys(tokens, self.tokens_per_block)
+        if self.num_blocks_needed(keys, len(tokens), len(tokens)) <= self.num_available:
+            self.take_prefix(table, tokens, keys, len(tokens))
+            self.extend(table, len(tokens))
+            self.release(table, tokens, len(tokens))
+
     def register(self, table: BlockTable, tokens: Sequence[int], num_computed: int) -> None:
         """Make the table's full blocks among the first ``num_computed`` tokens usable by others."""
         size = self.tokens_per_block

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Self
 
+from lr_backend.contract import IntArray
 from lr_backend.embedded.advance import advance, stamp
 from lr_backend.embedded.config import EngineConfig
 from lr_backend.embedded.kv_cache import KvCache
@@ -78,6 +79,10 @@ class Timeline:
     def sequences(self) -> tuple[Sequence, ...]:
         """Those that wait or run."""
         return (*self._scheduler.waiting, *self._scheduler.running)
+
+    def remember(self, tokens: IntArray) -> None:
+        """Have a text in the KV cache, without having taken time for it."""
+        self._scheduler.cache.remember(tokens.tolist())
 
     def admit(self, sequence: Sequence, feed: Feed) -> None:
         """It joins one of the next iterations."""

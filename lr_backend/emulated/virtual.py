@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate, count
 
+from lr_backend.contract import IntArray
 from lr_backend.embedded.sequence import Sequence
 from lr_backend.emulated.feed import TextSource
 from lr_backend.emulated.timeline import Sizes, Timeline
@@ -92,6 +93,10 @@ class VirtualEngine:
         if way.back_s:
             await asyncio.sleep(way.back_s)
         return result.generation()
+
+    def remember(self, tokens: IntArray) -> None:
+        """Have a text in the KV cache, without having taken time for it."""
+        self.timeline.remember(tokens)
 
     async def close(self) -> None:
         """Wait until the last iteration is over."""

@@ -21,7 +21,7 @@ from lr_backend.errors import ConfigError
 from lr_backend.hardware.cost import DraftingCosts, Iteration, ProfileCosts
 from lr_backend.hardware.machine import Machine
 from lr_backend.hardware.sharing import CardSharing
-from lr_backend.plan.simulation import Policy, Scenario, ms_a_token, simulate
+from lr_backend.plan.simulation import Policy, Scenario, ms_a_token, simulate_steady
 from lr_backend.request import Mode
 
 COMPILED, LLM_API = "compiled engines", "LLM API"
@@ -182,25 +182,25 @@ def _chance_of_a_token(accepted_length: float, num_drafts: int) -> float:
     return low
 
 
-def measure(
-    spec: GpuDeployment, use: Use, workload: Workload, num_requests: int, num_sets: int = 2, learns_from: int = 0
-) -> Used:
-    """The use for so many requests in flight, over so many sets of them.
-
-    Args:
-        learns_from: so many questions come before those that are measured, the same of every use. Only a mode that learns from
-            them answers them.
-    """
+def scenario_of(spec: GpuDeployment, use: Use, workload: Workload) -> Scenario:
+    """What a use is measured in. By the LLM API a target drafts in every call, or in none: it is set when it is loaded."""
     if use.token_agreement is not None:
         workload = replace(workload, token_agreement=use.token_agreement)
     scenario = Scenario.of(spec.loop_config(), workload, use.machine, prompts_are_cached=True)
+    return replace(scenario, engine_always_drafts=use.policy.fields.get("proposer") == BY_ITSELF["proposer"])
+
+
+def measure(
+    spec: GpuDeployment, use: Use, workload: Workload, num_requests: int, num_answers: int = 2, learns_from: int = 0
+) -> Used:
+    """The use with so many requests in flight at all times, over so many answers of each replica.
+
+    Args:
+        learns_from: as in :func:`~lr_backend.plan.simulation.simulate_steady`.
+    """
+    scenario = scenario_of(spec, use, workload)
     policy = replace(use.policy, num_requests=-(-num_requests // use.replicas))
-    num_before = -(-learns_from // policy.num_requests)
-    if policy.mode.chooses:
-        usages = simulate(scenario, policy, num_sets=num_before + num_sets).usages[num_before * policy.num_requests :]
-    else:
-        usages = simulate(scenario, policy, first=num_before * policy.num_requests, num_sets=num_sets).usages
-    ms = ms_a_token(usages)
+    ms = ms_a_token(simulate_steady(scenario, policy, learns_from=learns_from, num_answers=num_answers).usages)
     tokens_per_s = 1e3 * num_requests / ms
     return Used(
         use.name,

@@ -15,11 +15,12 @@ from statistics import fmean
 from typing import Any, Self, TypeVar
 
 from lr_backend.config import Limits, LoopConfig, Timeouts
+from lr_backend.contract import IntArray
 from lr_backend.emulated.texts import ScriptedSource, Texts
 from lr_backend.emulated.virtual import LoopThread, SharedCards, VirtualEngine
 from lr_backend.emulated.vocabulary import ALIGNED, END, VOCABULARY
 from lr_backend.emulated.workload import Workload
-from lr_backend.engine import EngineCall, Role
+from lr_backend.engine import Role
 from lr_backend.errors import ConfigError
 from lr_backend.hardware.machine import LinearTimes, Machine, Place
 from lr_backend.loop.answer import Outcome
@@ -44,9 +45,9 @@ class Scenario:
 
     Attributes:
         max_step_tokens: that a call for a step may bring; None: as many as the longest step has.
-        prompts_are_cached: all prompts are computed before the first request comes, as far as there is memory for them: what is
-            predicted is the reasoning behind them.
-        own_branches: as in :class:`~lr_backend.config.LoopConfig`.
+        prompts_are_cached: a prompt is in the KV memory of target and draft when its request comes, if there is room: what is
+            predicted is the reasoning behind it.
+        own_branches, engine_always_drafts: as in :class:`~lr_backend.config.LoopConfig`.
     """
 
     workload: Workload
@@ -54,6 +55,7 @@ class Scenario:
     max_step_tokens: int | None = None
     prompts_are_cached: bool = False
     own_branches: bool = True
+    engine_always_drafts: bool = False
 
     @classmethod
     def of(cls, config: LoopConfig, workload: Workload, machine: Machine, *, prompts_are_cached: bool = False) -> Self:
@@ -84,12 +86,14 @@ class Prediction:
         latency_s: mean over the requests.
         target_batch: mean number of sequences in a target iteration.
         traces: of each request, where traces were asked for.
+        before: of requests that were asked before these, and have been answered.
     """
 
     latency_s: float
     usages: tuple[Usage, ...]
     target_batch: float
     traces: tuple[Trace, ...] = ()
+    before: tuple[Usage, ...] = ()
 
     @property
     def step_acceptance_rate(self) -> float | None:
@@ -128,19 +132,24 @@ def side_by_side(
 
 
 def simulate_steady(
-    scenario: Scenario, policy: Policy, seed: int = 0, *, first: int = 0, num_before: int = 0, num_answers: int = 1
+    scenario: Scenario, policy: Policy, seed: int = 0, *, learns_from: int = 0, num_answers: int = 1
 ) -> Prediction:
     """Keep ``policy.num_requests`` in flight: as soon as one is answered the next is asked.
 
+    As many come before those that are predicted, so that requests are at different places of their answers.
+
     Args:
-        first: number of the first question.
-        num_before: so many are not part of the prediction: the server learns from them.
+        learns_from: so many questions at least come before, the same for every policy. Only a mode that learns is asked them all.
+        num_answers: so many are predicted.
 
     Raises:
         ConfigError, ValueError: as :func:`simulate`.
     """
     _require_range(policy)
-    return run_virtual(_keep_in_flight(scenario, policy, seed, first, num_before, num_answers))[0]
+    fewest = policy.num_requests if policy.num_requests > 1 else 0
+    first = max(learns_from, fewest)
+    asked_from = 0 if policy.mode.chooses else first - fewest
+    return run_virtual(_keep_in_flight(scenario, policy, seed, asked_from, range(first, first + num_answers)))
 
 
 def ms_a_token(usages: Iterable[Usage]) -> float:
@@ -162,7 +171,7 @@ def run_on_engines(scenario: Scenario, seed: int, work: Callable[[Engines, Texts
         texts = Texts(scenario.workload, seed)
         engines = virtual_engines(scenario.machine, texts)
         if scenario.prompts_are_cached:
-            await _compute(engines, texts, range(1))
+            _remember(engines, [texts.prompt(0)])
         started_s = asyncio.get_running_loop().time()
         result = await work(engines, texts)
         seconds = asyncio.get_running_loop().time() - started_s
@@ -200,10 +209,10 @@ class _Run:
         self.requests = [_request(workload, policy, self.seed, self.trace) for policy in policies]
         self.asked = [index for index, policy in enumerate(policies) for _ in range(policy.num_requests)]
 
-    async def compute(self, numbers: range) -> None:
-        """Their prompts, where the scenario has them computed before."""
+    def come(self, numbers: range) -> None:
+        """These questions are about to be asked."""
         if self.scenario.prompts_are_cached:
-            await _compute(self._engines, self._texts, numbers)
+            _remember(self._engines, map(self._texts.prompt, numbers))
 
     async def answer(self, number: int, index: int) -> None:
         loop = assemble(self.requests[index], self._texts.prompt(number), f"{number}", self._server, lambda committed: None)
@@ -229,33 +238,34 @@ async def _answer_all(
     size = len(run.asked)
     for start in range(first, first + num_sets * size, size):
         numbers = range(start, start + size)
-        await run.compute(numbers)
+        run.come(numbers)
         await asyncio.gather(*map(run.answer, numbers, run.asked))
     return await run.end(range(first, first + num_sets * size))
 
 
-async def _keep_in_flight(
-    scenario: Scenario, policy: Policy, seed: int, first: int, num_before: int, num_answers: int
-) -> list[Prediction]:
+async def _keep_in_flight(scenario: Scenario, policy: Policy, seed: int, asked_from: int, measured: range) -> Prediction:
     run = _Run(scenario, [policy], seed, trace=False)
-    numbers, measured = count(first), range(first + num_before, first + num_before + num_answers)
-    left = set(measured)
+    numbers, left = count(asked_from), set(measured)
     done = asyncio.Event()
 
     async def ask_on() -> None:
         for number in numbers:
-            await run.compute(range(number, number + 1))
+            run.come(range(number, number + 1))
             await run.answer(number, 0)
             left.discard(number)
             if not left:
                 done.set()
 
-    async with asyncio.TaskGroup() as group:
-        askers = [group.create_task(ask_on()) for _ in range(policy.num_requests)]
-        await done.wait()
-        for asker in askers:
-            asker.cancel()
-    return await run.end(measured)
+    try:
+        async with asyncio.TaskGroup() as group:
+            askers = [group.create_task(ask_on()) for _ in range(policy.num_requests)]
+            await done.wait()
+            for asker in askers:
+                asker.cancel()
+    except ExceptionGroup as failed:  # the first one ended all others
+        raise failed.exceptions[0] from None
+    before = tuple(run.outcomes[number][1].usage for number in range(asked_from, measured.start) if number in run.outcomes)
+    return replace((await run.end(measured))[0], before=before)
 
 
 def _request(workload: Workload, policy: Policy, seed: int, trace: bool) -> LookaheadRequest:
@@ -273,9 +283,11 @@ def _prediction(request: LookaheadRequest, outcomes: Sequence[Outcome], target_b
     return Prediction(fmean(usage.latency_s for usage in usages), usages, target_batch, traces)
 
 
-async def _compute(engines: Engines, texts: Texts, numbers: range) -> None:
-    calls = [EngineCall(f"prompt-{number}", texts.prompt(number), 1) for number in numbers]
-    await asyncio.gather(*(engine.generate(call) for engine in (engines.target, engines.draft) for call in calls))
+def _remember(engines: Engines, prompts: Iterable[IntArray]) -> None:
+    for prompt in prompts:
+        for engine in (engines.target, engines.draft):
+            assert isinstance(engine, VirtualEngine)
+            engine.remember(prompt)
 
 
 def virtual_engines(machine: Machine, texts: Texts, loop_thread: LoopThread | None = None) -> Engines:
@@ -339,5 +351,6 @@ def _config(scenario: Scenario) -> LoopConfig:
         timeouts=timeouts,
         draft_temperature=0.0,
         engine_drafts=True,
+        engine_always_drafts=scenario.engine_always_drafts,
         own_branches=scenario.own_branches,
     )

@@ -182,13 +182,9 @@ def _row(
 
 
 def _usages(scenario: Scenario, policy: Policy, num_answers: int) -> Sequence[Usage]:
-    """Of whole sets, the same questions for every mode. Some come before, so that those in flight are at different places."""
-    load = policy.num_requests
-    fewest = load if load > 1 else 0
-    most = max(LEARNS_FROM, fewest)
-    before = most if policy.mode.chooses else fewest
-    counted = load * ceil(num_answers / load)
-    return simulate_steady(scenario, policy, first=most - before, num_before=before, num_answers=counted).usages
+    """The same questions for every mode; a multiple of those in flight."""
+    counted = policy.num_requests * ceil(num_answers / policy.num_requests)
+    return simulate_steady(scenario, policy, learns_from=LEARNS_FROM, num_answers=counted).usages
 
 
 def _limit(scenario: Scenario, policy: Policy, num_answers: int, mean_s: float) -> str:

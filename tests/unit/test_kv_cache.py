@@ -159,6 +159,26 @@ def test_discarded_blocks_are_reported_and_not_cached() -> None:
     assert (harness.cache.num_cached, harness.cache.num_free) == (1, 7)
 
 
+def test_a_remembered_text_is_found_as_if_it_had_been_computed() -> None:
+    cache = KvCache(8, SIZE, reuse=True)
+    tokens = list(range(2 * SIZE + 2))
+    cache.remember(tokens)
+    assert (cache.num_held, cache.num_cached) == (0, 3)
+    table = BlockTable()
+    assert cache.take_prefix(table, tokens, prefix_keys(tokens, SIZE), len(tokens) - 1) == len(tokens) - 1
+    cache.check_integrity([table])
+
+
+def test_a_text_that_finds_no_room_is_not_remembered() -> None:
+    cache, table = KvCache(4, SIZE, reuse=True), BlockTable()
+    assert cache.extend(table, 2 * SIZE)
+    cache.remember(list(range(3 * SIZE)))
+    assert (cache.num_held, cache.num_cached) == (2, 0)
+    cache.remember(list(range(2 * SIZE)))
+    assert (cache.num_held, cache.num_cached) == (2, 2)
+    cache.check_integrity([table])
+
+
 def test_reuse_switched_off() -> None:
     harness = Harness(reuse=False)
     tokens = list(range(9))

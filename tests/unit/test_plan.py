@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
 
 from lr_backend.cli.app import app
+from lr_backend.embedded.stats import EngineStats
+from lr_backend.emulated.texts import Texts
+from lr_backend.emulated.virtual import VirtualEngine
+from lr_backend.engine import EngineCall, Generation
+from lr_backend.errors import EngineRejected
+from lr_backend.loop.assemble import Engines
 from lr_backend.plan import simulation, table
 from lr_backend.plan.fitting import Fitted
 from lr_backend.plan.losses import losses
@@ -170,6 +177,29 @@ def test_what_comes_after_the_reasoning_gains_nothing() -> None:
     scenario = changed(SHORT, answer_tokens=SHORT.workload.num_steps * SHORT.workload.step_tokens)
     gain, of_the_reasoning = (speedup(one, Policy(max_depth=4)) for one in (scenario, SHORT))
     assert gain == pytest.approx(2.0 / (1.0 + 1.0 / of_the_reasoning), rel=0.02)
+
+
+def test_prompts_that_are_cached_were_computed_before_at_no_cost() -> None:
+    scenario = changed(SHORT, prompt_tokens=1000).scenario
+
+    async def ask(engines: Engines, texts: Texts) -> EngineStats:
+        await engines.target.generate(EngineCall("one", texts.prompt(0), 1))
+        assert isinstance(engines.target, VirtualEngine)
+        return engines.target.timeline.stats()
+
+    ways = (scenario, replace(scenario, prompts_are_cached=True))
+    computed, cached = (simulation.run_on_engines(one, 0, ask)[0] for one in ways)
+    assert (computed.num_tokens_reused, cached.num_tokens_reused) == (0, 999)
+    assert cached.num_requests == cached.num_iterations == 1
+
+
+def test_a_steady_load_fails_as_its_first_answer_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(self: VirtualEngine, call: EngineCall) -> Generation:
+        raise EngineRejected("too long")
+
+    monkeypatch.setattr(VirtualEngine, "generate", refuse)
+    with pytest.raises(EngineRejected, match="too long"):
+        simulation.simulate_steady(SHORT.scenario, Policy(Mode.AR, num_requests=3), num_answers=3)
 
 
 def test_a_text_that_does_not_fit_the_memory_is_refused() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,20 +44,21 @@ def test_speculation_is_swept_in_both_placements() -> None:
 
 def test_so_many_are_in_flight_at_all_times() -> None:
     texts = replace(SHORT, num_steps=3)
-    found = simulate_steady(Scenario(texts), Policy(Mode.AR, 0, num_requests=4), num_before=4, num_answers=8)
+    found = simulate_steady(Scenario(texts), Policy(Mode.AR, 0, num_requests=4), num_answers=8)
     assert found.target_batch == pytest.approx(4.0, abs=0.2)
 
 
 def test_a_mode_that_learns_is_asked_the_same_questions() -> None:
-    texts, policy = replace(SHORT, step_spread=0.9), Policy(Mode.AR, 0, num_requests=2)
-    ways: tuple[Mapping[str, int], ...] = ({"first": 4}, {"num_before": 4}, {"first": 2, "num_before": 2})
-    lengths = [
-        [usage.completion_tokens for usage in simulate_steady(Scenario(texts), policy, num_answers=3, **way).usages]
-        for way in ways
+    texts = replace(SHORT, step_spread=0.9)
+    found = [
+        simulate_steady(Scenario(texts), Policy(mode, 0, num_requests=2), learns_from=4, num_answers=3)
+        for mode in (Mode.AR, Mode.AUTO)
     ]
-    assert lengths[0] == lengths[1] == lengths[2] and len(set(lengths[0])) > 1
-    found = sweep(stood_for("qwen3-32b"), "h200_sxm", SHORT, (2,), (Mode.LR, Mode.AUTO))
-    assert [row.mode for row in found.rows] == [Mode.LR, Mode.AUTO] * 2
+    lengths = [[usage.completion_tokens for usage in one.usages] for one in found]
+    assert lengths[0] == lengths[1] and len(set(lengths[0])) > 1
+    assert [len(one.before) for one in found] == [2, 4]
+    swept = sweep(stood_for("qwen3-32b"), "h200_sxm", SHORT, (2,), (Mode.LR, Mode.AUTO))
+    assert [row.mode for row in swept.rows] == [Mode.LR, Mode.AUTO] * 2
 
 
 def test_a_slow_step_loop_limits_until_more_processes_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
