@@ -181,6 +181,11 @@ class LookaheadRequest(BaseModel):
         return VerifierName.EXACT if self.mode is Mode.LOSSLESS else self.verifier
 
     @property
+    def is_watched(self) -> bool:
+        """Somebody waits for single steps: for their text, or for a stop string in it."""
+        return self.stream or bool(self.stop)
+
+    @property
     def sampling(self) -> Sampling:
         return Sampling(self.temperature, self.top_k, self.top_p)
 

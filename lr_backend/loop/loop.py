@@ -106,13 +106,13 @@ class LookaheadLoop:
         # Lookahead belongs to the reasoning; the answer after it is the target's alone, token for token.
         answer = self.answer
         while answer.finish is None and answer.is_reasoning and self.request.mode.speculates_steps:
-            await (self._reason() if self._depth or self._is_watched else self._write_alone(self._num_alone))
+            await (self._reason() if self._depth or self.request.is_watched else self._write_alone(self._num_alone))
         while answer.finish is None:
             await self._write_alone(answer.num_left)
 
     async def _write_alone(self, most: int) -> None:
         """A stretch of at most ``most`` tokens by the target alone, or no more than a step where somebody waits for it."""
-        prefix, watched = self.answer.prefix, self._is_watched
+        prefix, watched = self.answer.prefix, self.request.is_watched
         ending = self.rules.of_step if watched else self.rules.of_answer
         step = await self._target_step(prefix, self._budget(prefix) if watched else most, ending)
         self.answer.commit(step, Origin.TARGET, Reason.NONE)
@@ -269,11 +269,6 @@ class LookaheadLoop:
     # Small questions -----------------------------------------------------------------------------------------------
 
     @property
-    def _is_watched(self) -> bool:
-        """Somebody waits for single steps: for their text, or for a stop string in it."""
-        return self.request.stream or bool(self.request.stop)
-
-    @property
     def _depth(self) -> int:
         """How far to look ahead from here; 0: the target alone. A failed draft is never asked again."""
         return 0 if "draft" in self.ledger.degraded else self.policy.depth
@@ -290,7 +285,7 @@ class LookaheadLoop:
 
     def _has_come_to_rest(self, tree: Tree) -> bool:
         """Nothing is in flight and nothing would be but the target's next step, which then need not end where a step does."""
-        return tree.horizon.max_depth == 0 and not self._work and not self._is_watched
+        return tree.horizon.max_depth == 0 and not self._work and not self.request.is_watched
 
     def _budget(self, prefix: IntArray) -> int:
         """Tokens that a step after ``prefix`` may have."""

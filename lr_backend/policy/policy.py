@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import ceil, log2
 from typing import Protocol
 
 from lr_backend.clock import Clock
@@ -27,8 +28,12 @@ USUAL_STEP_TOKENS = 24
 """Of a step, before one was seen."""
 USUAL_CHANCE = 0.6
 """That work ahead is of use, before anything was measured."""
-STEPS_ALONE = 4
-"""In one go: half a span of a trial, so that the way is not followed for long after it has changed."""
+STEPS_ALONE, MOST_STEPS_ALONE = 4, 16
+"""In one go: half a span of a trial, so that a way that has changed is soon left. More where admissions are dear."""
+ADMISSIONS_SHARE = 0.1
+"""Of a call, at most: it has as many steps as that takes."""
+KNOWN_SPANS = 2
+"""Of a load, before calls have more steps."""
 
 
 class Learned:
@@ -41,14 +46,15 @@ class Learned:
         self._trials: dict[tuple[int, str, str, tuple[Way, ...]], Trial] = {}
 
     def trial(self, proposer: str, verifier: str, ways: tuple[Way, ...]) -> Trial:
-        """That of the present load: requests in flight, by powers of two."""
-        load, others = self.prices.num_requests.bit_length(), (proposer, verifier, ways)
+        """That of the present load: requests in flight, by the nearest power of two."""
+        load, others = round(log2(max(1, self.prices.num_requests))), (proposer, verifier, ways)
         key = (load, *others)
         if key not in self._trials:
             known = {key[0]: trial for key, trial in self._trials.items() if key[1:] == others and trial.num_spans}
             like = known[min(known, key=lambda one: abs(one - load))] if known else None
             # Nothing is known: the most speculation first, or the least where a row is likely to cost more than it brings.
-            self._trials[key] = Trial(ways if self.least_chance < USUAL_CHANCE else ways[::-1], like)
+            first = ways if self.least_chance < USUAL_CHANCE else ways[::-1]
+            self._trials[key] = Trial(first, like, drafts_by_calls=proposer != ProposerName.ENGINE)
         return self._trials[key]
 
     def learn_draft_length(
@@ -170,7 +176,7 @@ class Measured:
         drafts = (self.can_draft,) if self.must_draft or not self.can_draft else (True, False)
         self._ways = tuple(Way(ahead, one) for ahead in depths for one in drafts)
         self._since_s = self.shared.prices.clock()
-        self._way = self._trial.way
+        self._way = self._way_now
 
     @property
     def depth(self) -> int:
@@ -195,7 +201,7 @@ class Measured:
         return self.shared.least_chance
 
     def alone_steps(self) -> int | None:
-        return STEPS_ALONE
+        return self._steps_of_a_call(self.verifies_drafts) if self._trial.num_spans >= KNOWN_SPANS else STEPS_ALONE
 
     def committed(self, num_tokens: int, num_steps: int = 1, *, ahead: bool = False) -> None:
         trial, now_s = self._trial, self.shared.prices.clock()
@@ -203,11 +209,28 @@ class Measured:
         # What was drafted before looking ahead has stopped was paid for then.
         if self._way.ahead or not ahead:
             trial.committed(self._way, now_s - self._since_s, num_tokens, num_steps, self._predicted, num_requests)
-        self._since_s, self._way = now_s, trial.way
+        self._since_s, self._way = now_s, self._way_now
 
     @property
     def _trial(self) -> Trial:
         return self.shared.trial(self.request.proposer, self.verifier, self._ways)
+
+    @property
+    def _way_now(self) -> Way:
+        """What is done: the trial's way, but for steps that are taken for their price."""
+        return Way(self._trial.way.ahead, self.verifies_drafts)
+
+    def _steps_of_a_call(self, drafts: bool) -> int:
+        """That the target writes alone in one go, as far as nobody waits for each."""
+        if self.request.is_watched:
+            return 1
+        if drafts and self.request.proposer != ProposerName.ENGINE:
+            return STEPS_ALONE  # each verification is a call of its own
+        prices = self.shared.prices
+        crowding, step_tokens = prices.target[drafts].crowding, prices.step_tokens.value or USUAL_STEP_TOKENS
+        step_s = step_tokens * crowding.at(max(0, prices.num_requests - 1))
+        cheap = ceil(crowding.admission_s / (ADMISSIONS_SHARE * step_s)) if step_s else STEPS_ALONE
+        return min(MOST_STEPS_ALONE, max(STEPS_ALONE, cheap))
 
     def _predicted(self, way: Way) -> float:
         """Seconds a committed token."""
@@ -222,7 +245,7 @@ class Measured:
         # At the present load: what tokens have lately taken may be of another.
         num_requests = max(1, prices.num_requests)
         num_tokens, drafted = prices.step_tokens.value, prices.drafted_token_s.value
-        a_call = (num_tokens or USUAL_STEP_TOKENS) * (1 if way.ahead else STEPS_ALONE)
+        a_call = (num_tokens or USUAL_STEP_TOKENS) * (1 if way.ahead else self._steps_of_a_call(way.drafts))
         alone_s = off * crowding.at(num_requests - 1, a_call)
         if not way.ahead or num_tokens is None or drafted is None:
             return alone_s

@@ -25,8 +25,8 @@ PRIOR_SPANS = 2.0
 SPANS_A_FIRST_TRY = 2
 """Every second span tries a way that was never taken, if all requests together would lose no more than one of them takes."""
 CAUTION = 1.0 / 32.0
-"""Looking ahead and draft tokens are each expected to take so much longer for every request in flight beyond those at their last
-try."""
+"""Speculation by calls, of steps or of draft tokens, is expected to take so much longer for every request in flight beyond those
+at its last try."""
 EXPLORED_SHARE = 0.01
 """Trying other ways than the best may cost this share of the time at most."""
 COST_MEMORY = 256
@@ -50,13 +50,15 @@ class Trial:
 
     Args:
         like: the trial of a load near this one: its predictions are as wrong, until more is known.
+        drafts_by_calls: draft tokens are verified by calls of their own, and not inside the engine.
 
     Attributes:
         way: to take now.
     """
 
-    def __init__(self, ways: Sequence[Way], like: Trial | None = None) -> None:
+    def __init__(self, ways: Sequence[Way], like: Trial | None = None, *, drafts_by_calls: bool = True) -> None:
         self._ways = tuple(ways)
+        self._drafts_by_calls = drafts_by_calls
         self._usual = {way: like.off(way) if like is not None else None for way in self._ways}
         self._usually_at = {way: like.seen_at(way) if like is not None else 1 for way in self._ways}
         self._taken, self._off = ({way: Average(memory=MEMORY) for way in ways} for _ in range(2))
@@ -89,8 +91,8 @@ class Trial:
         return self._usually_at[way] if self._taken[way].value is None else self._num_requests
 
     def _caution(self, way: Way) -> float:
-        """What work that is done more than now costs the others is in no price before all of them have taken that way."""
-        more = (way.ahead - self.way.ahead, way.drafts - self.way.drafts)
+        """What calls that are made more than now cost the others is in no price before all of them have taken that way."""
+        more = (way.ahead - self.way.ahead, self._drafts_by_calls * (way.drafts - self.way.drafts))
         num_others = max(0, self._num_requests - self.seen_at(way))
         return 1.0 + CAUTION * num_others * max(0, sum(more)) if min(more) >= 0 else 1.0
 

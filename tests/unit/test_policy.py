@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import product
-from statistics import fmean
+from statistics import fmean, median
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lr_backend.plan.simulation import Policy, simulate
 from lr_backend.policy.policy import Fixed, Learned, Measured
-from lr_backend.policy.trial import EXPLORED_SHARE, SPAN_STEPS, Trial, Way
+from lr_backend.policy.trial import EXPLORED_SHARE, LEAST_STEPS, SPAN_STEPS, Trial, Way
 from lr_backend.request import LookaheadRequest, Mode, ProposerName, VerifierName
 from tests.support.scenarios import fitted
 from tests.support.servers import Conditions, Server, served
@@ -103,6 +103,17 @@ def test_a_crowd_does_not_try_what_may_cost_everybody(tried_alone: bool) -> None
     assert in_a_crowd(trial, truth, 20, predicted.__getitem__) == [ALONE] * 20
 
 
+def test_draft_tokens_inside_the_engine_need_no_caution() -> None:
+    """They make no call, so what the first ones took is what they take."""
+    truth = {way: 0.8 if way.drafts else 1.0 for way in WAYS}
+    trial = Trial(WAYS[::-1], drafts_by_calls=False)
+    trial.way = ALONE
+
+    followed = in_a_crowd(trial, truth, 20, truth.__getitem__)
+
+    assert followed[-10:].count(Way(False, True)) >= 8
+
+
 def test_a_crowd_takes_what_looks_much_better_and_then_knows_it() -> None:
     predicted = {way: 0.3 if way == Way(True, False) else 1.0 for way in WAYS}
     truth = {way: 0.6 if way == Way(True, False) else 1.0 for way in WAYS}
@@ -169,6 +180,59 @@ def test_both_kinds_of_steps_are_tried_before_they_are_compared() -> None:
         tried.append(drafts := policy.verifies_drafts)
         shared.prices.target[drafts].token_s.add(1.0)
     assert tried[:16] == [True] * 8 + [False] * 8
+
+
+def test_steps_that_are_taken_for_their_price_count_for_no_way() -> None:
+    clock = Clock()
+    shared = Learned(clock)
+    policy = Measured(request(), shared, 4, JUDGE, can_draft=True)
+    trial = shared.trial(policy.request.proposer, JUDGE, WAYS)
+
+    def commit(num_steps: int) -> None:
+        for _ in range(num_steps):
+            clock.now_s += 1.0
+            policy.committed(10)
+
+    def priced(*, drafts: bool) -> None:
+        for _ in range(LEAST_STEPS):
+            shared.prices.target[drafts].crowding.add(0, 1.0, 10)
+            shared.prices.target[drafts].token_s.add(1.0)
+
+    priced(drafts=True)
+    commit(1)  # it was begun before
+    commit(3 * SPAN_STEPS)
+    assert (trial.way.drafts, policy.verifies_drafts, trial.num_spans) == (True, False, 0)
+    priced(drafts=False)
+    commit(1 + SPAN_STEPS)
+    assert policy.verifies_drafts and trial.num_spans == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "drafts", "admission", "num_spans", "num_steps"),
+    [
+        pytest.param({}, False, 0.0, 2, 4, id="admissions are free"),
+        pytest.param({}, False, 20.0, 2, 8, id="an admission is a tenth of a call"),
+        pytest.param({}, False, 200.0, 2, 16, id="however dear an admission is"),
+        pytest.param({}, False, 200.0, 1, 4, id="the load is new"),
+        pytest.param({}, True, 200.0, 2, 4, id="each verification is a call"),
+        pytest.param({"proposer": "engine"}, True, 200.0, 2, 16, id="draft tokens inside the engine"),
+        pytest.param({"stream": True}, False, 200.0, 2, 1, id="somebody waits for each step"),
+    ],
+)
+def test_the_target_writes_alone_until_its_admission_is_cheap(
+    fields: dict[str, object], drafts: bool, admission: float, num_spans: int, num_steps: int
+) -> None:
+    clock = Clock()
+    shared = Learned(clock)
+    found = shared.prices.target[drafts]
+    for num_tokens in (24, 96) * 200:
+        found.crowding.add(0, 1.0 + admission / num_tokens, num_tokens)
+        found.token_s.add(1.0)
+    policy = Measured(request(**{"stream": False, **fields}), shared, 0, JUDGE, can_draft=drafts, must_draft=drafts)
+    for _ in range(num_spans * SPAN_STEPS):
+        clock.now_s += 1.0
+        policy.committed(24)
+    assert policy.alone_steps() == num_steps
 
 
 @pytest.mark.parametrize(("max_depth", "can_draft"), [(0, False), (0, True), (4, False)])
@@ -274,6 +338,11 @@ def test_it_is_nearly_as_fast_as_the_best_fixed_mode(conditions: Conditions) -> 
         await server.answer(num_questions=10, mode=mode)
         return await server.answer(num_questions=5, mode=mode)
 
-    modes = ("sd", "lr_sd", "auto")  # the others are slower in each of these
-    taken = {mode: served(Server(3, conditions, num_steps=12), partial(serve, mode=mode)) for mode in modes}
-    assert taken.pop("auto") <= 1.1 * min(taken.values()), taken
+    def over_best(salt: int) -> float:
+        modes = ("sd", "lr_sd", "auto")  # the others are slower in each of these
+        taken = {mode: served(Server(salt, conditions, num_steps=12), partial(serve, mode=mode)) for mode in modes}
+        return taken.pop("auto") / min(taken.values())
+
+    # Three servers, for a single one may take a span of bad luck for what a way takes.
+    found = [over_best(salt) for salt in range(3)]
+    assert median(found) <= 1.1, found
