@@ -42,7 +42,8 @@ STACK_BYTES = 64 << 20
 COMPILERS = ("cc", "gcc", "clang")
 CORES_A_LOOP = 2
 """A process of the step loop fills one, and what Triton does for it most of another."""
-CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
+OWN_GROUP = Path("/proc/self/cgroup")
 
 
 class Use(StrEnum):
@@ -61,7 +62,7 @@ class Needs:
     Attributes:
         placements: which engines have GPUs to themselves.
         ports: where the server is to listen, by the option that says so; 0 takes a free one.
-        num_loops: processes of the step loop.
+        num_loops: processes of the step loop; 0 where it runs elsewhere.
     """
 
     placements: tuple[Placement, ...] = ()
@@ -73,7 +74,8 @@ class Needs:
     @classmethod
     def of(cls, deployment: DeploymentSpec, host: str = "127.0.0.1", ports: Mapping[str, int] | None = None) -> Needs:
         """What one deployment asks for."""
-        return cls(deployment.placements, _decoder_use(deployment), host, ports or {}, deployment.server.num_loops)
+        num_loops = deployment.server.num_loops if deployment.runs_loop else 0
+        return cls(deployment.placements, _decoder_use(deployment), host, ports or {}, num_loops)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,7 @@ class Machine:
         cuda_visible_devices: of the environment.
         without_exec: folders that compiled libraries cannot be loaded from, by the variable that names another.
         mps: whether CUDA MPS runs; looked for where roles share a card.
-        num_cores: that this process may use, as its affinity and its container's quota have it.
+        num_cores: that this process may use, as :func:`probe_cores` finds them.
     """
 
     tritonserver: Path | None = None
@@ -223,14 +225,33 @@ def probe(tritonserver: Path | None, needs: Needs, environment: Mapping[str, str
     )
 
 
-def probe_cores(quota: Path = CPU_QUOTA) -> float:
-    """Cores that this process may use. ``quota``: the file of its control group (version 2), "max 100000" for none."""
-    cores = float(len(os.sched_getaffinity(0)))
+def probe_cores(mounted: Path = CONTROL_GROUPS, own: Path = OWN_GROUP) -> float:
+    """Cores that this process may use: by its affinity, and by the quotas of its control group and of those above it.
+
+    Of control groups version 2 alone. A container sees no group above its own, so a limit of its pod or slice is not found.
+    """
+    quotas = (_quota(group / "cpu.max") for group in _control_groups(mounted, own))
+    return min(float(len(os.sched_getaffinity(0))), *quotas)
+
+
+def _control_groups(mounted: Path, own: Path) -> list[Path]:
+    """This process's group and those above it, as far as they are mounted here. ``own`` has the line "0::/PATH"."""
     try:
-        limit_us, period_us = quota.read_text(encoding="ascii").split()
-        return min(cores, float(limit_us) / float(period_us)) if limit_us != "max" else cores
+        lines = own.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    path = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "/")
+    group = mounted / path.lstrip("/")
+    return [each for each in (group, *group.parents) if each.is_relative_to(mounted)]
+
+
+def _quota(file: Path) -> float:
+    """Cores by a line such as "150000 100000" (microseconds of each period) or "max 100000"; no bound without a file."""
+    try:
+        limit_us, period_us = file.read_text(encoding="ascii").split()
+        return math.inf if limit_us == "max" else float(limit_us) / float(period_us)
     except (OSError, ValueError):
-        return cores
+        return math.inf
 
 
 def shared_cards(placements: Sequence[Placement]) -> tuple[int, ...]:
@@ -355,9 +376,9 @@ def _ports(machine: Machine, needs: Needs) -> list[Finding]:
 
 def _cores(machine: Machine, needs: Needs) -> list[Finding]:
     """Where there are several step loops: whether each has its cores."""
-    wanted = CORES_A_LOOP * needs.num_loops
-    if needs.num_loops == 1:
+    if needs.num_loops <= 1:
         return []
+    wanted = CORES_A_LOOP * needs.num_loops
     if machine.num_cores >= wanted:
         return [Finding("cores", f"{machine.num_cores:g} for {needs.num_loops} step loops", Level.OK)]
     found = f"{machine.num_cores:g} for {needs.num_loops} step loops; {wanted} is better"

@@ -340,11 +340,37 @@ def test_step_loops_want_cores_of_their_own(num_loops: int, num_cores: float, le
     (found,) = (each for each in check(replace(GOOD, num_cores=num_cores), Needs(num_loops=num_loops)) if each.what == "cores")
     assert (found.level, found.found) == (level, says)
     assert (f"num_loops = {max(1, int(num_cores) // 2)}" in found.remedy) is (level is Level.WARNING)
-    assert "cores" not in {each.what for each in check(GOOD, Needs())}
 
 
-@pytest.mark.parametrize(("quota", "most"), [("50000 100000", 0.5), ("max 100000", math.inf), ("", math.inf)])
-def test_a_containers_quota_bounds_the_cores(tmp_path: Path, quota: str, most: float) -> None:
-    (file := tmp_path / "cpu.max").write_text(quota)
-    assert probe_cores(file) == min(most, len(os.sched_getaffinity(0)))
-    assert probe_cores(tmp_path / "absent") == len(os.sched_getaffinity(0))
+def test_a_server_with_one_step_loop_or_none_is_asked_for_no_cores(tmp_path: Path) -> None:
+    path = write_spec(tmp_path / "engines" / "tiny.toml", make_tiny_models(tmp_path / "models"), num_loops=4)
+    path.write_text(path.read_text().replace("[target]\n", '[target]\nurl = "grpc://target:8001"\n'))
+    spec = DeploymentSpec.load(path)
+    elsewhere = Needs.of(spec.only([Role.TARGET]))
+    assert (Needs.of(spec).num_loops, elsewhere.num_loops) == (4, 0)
+    for needs in (elsewhere, Needs(num_loops=1)):
+        assert "cores" not in {each.what for each in check(replace(GOOD, num_cores=0.5), needs)}
+
+
+@pytest.mark.parametrize(
+    ("own", "quotas", "most"),
+    [
+        ("0::/", {"": "50000 100000"}, 0.5),
+        ("1:cpu:/v1\n0::/pod/box", {"pod/box": "max 100000", "pod": "25000 100000", "": "50000 100000"}, 0.25),
+        ("0::/pod/box", {"pod/box": "50000 100000", "pod": "max 100000"}, 0.5),
+        ("0::/pod", {"pod/other": "1000 100000"}, math.inf),
+        ("0::/../above", {"": "max 100000"}, math.inf),
+        (None, {"": "50000 100000"}, 0.5),
+        ("0::/", {"": ""}, math.inf),
+        ("0::/", {}, math.inf),
+    ],
+)
+def test_the_least_quota_from_this_group_upwards_bounds_the_cores(
+    tmp_path: Path, own: str | None, quotas: dict[str, str], most: float
+) -> None:
+    if own is not None:
+        (tmp_path / "own").write_text(own)
+    for group, quota in quotas.items():
+        (folder := tmp_path / "mounted" / group).mkdir(parents=True, exist_ok=True)
+        (folder / "cpu.max").write_text(quota)
+    assert probe_cores(tmp_path / "mounted", tmp_path / "own") == min(most, len(os.sched_getaffinity(0)))
