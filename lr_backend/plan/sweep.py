@@ -2,7 +2,7 @@
 
 The real step loop runs on a virtual clock. Every placement has all of the deployment's cards, and its memory comes from
 :func:`~lr_backend.build.pace.machine_of`. So many requests are in flight at all times: as soon as one is answered the next is
-asked. The step loop takes its own time for each call, in turns: as many processes share it as the deployment has.
+asked. The step loop takes its own time for each call, in turns; the deployment's processes of it share the requests.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ SWEPT = (Mode.AR, Mode.SD, Mode.LR, Mode.LR_SD, Mode.AUTO)
 LEARNS_FROM = 16
 """Answers before those that count, where a mode learns from them."""
 CALL_CPU_S = 0.75e-3
-"""Processor time of the step loop for an engine call through Triton, on an EPYC (Zen 3): 41.5 ms for the 55 calls of a step of
-``lr_sd`` (``python -m bench loop_limit``). A faster core takes less."""
+"""Processor time of the step loop's process for an engine call through Triton, in ``lr_sd``: 41.5 ms for the 55 calls of a step
+(``python -m bench loop_limit``, on an EPYC, Zen 3). In ``lr`` it is 1.7 ms: 10.3 for 6. A faster core takes less."""
 TARGET_LIMITS = "target's iterations"
 LEAST_GAIN = 0.05
 """What brings less, taken away, is not what limits."""
@@ -96,26 +96,32 @@ def sweep(
     left_out: dict[str, str] = {}
     for name, tp_size, where in _placements(cards):
         try:
-            machine = with_loop(machine_of(placed(spec, system, tp_size, where, cards), system), spec.server.num_loops)
+            machine = machine_of(placed(spec, system, tp_size, where, cards), system)
         except ConfigError as error:
             left_out[name] = error.message
             continue
-        scenario = Scenario.of(spec.loop_config(), workload, machine)
         for mode in modes:
             if (mode is Mode.AR) is not (where is Where.NOWHERE):
                 continue
-            rows += (_row(scenario, name, mode, load, cards, num_answers, price, limits) for load in loads)
+            for load in loads:
+                behind = with_loop(machine, spec.server.num_loops, load)
+                scenario = Scenario.of(spec.loop_config(), workload, behind)
+                rows.append(_row(scenario, name, mode, load, cards, num_answers, price, limits))
     if not rows:
         raise ConfigError("; ".join(dict.fromkeys(left_out.values())) or "no mode to sweep")
     return Sweep(rows, left_out)
 
 
-def with_loop(machine: Machine, num_loops: int) -> Machine:
-    """The machine behind so many processes of the step loop.
+def with_loop(machine: Machine, num_loops: int, load: int) -> Machine:
+    """The machine behind so many processes of the step loop, with so many requests in flight.
 
-    The time of a call on its way there was measured with one call at a time. So it holds what the loop takes for it.
+    The processes at work count as one thread, as many times as fast. A request stays with one process, so more processes than
+    requests bring nothing. The time of a call on its way there was measured with one call at a time: it holds the loop's.
+
+    A call takes :data:`CALL_CPU_S` in every mode. In ``lr`` it takes 2.3 times as much, so there a real loop is full at less than
+    half of the load that fills this one.
     """
-    loop_s = CALL_CPU_S / num_loops
+    loop_s = CALL_CPU_S / min(num_loops, load)
     places = {
         role: replace(place, way=replace(place.way, there_s=max(0.0, place.way.there_s - loop_s)))
         for role, place in machine.places.items()

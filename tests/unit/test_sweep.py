@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from lr_backend.build.gpu_spec import GpuDeployment
 from lr_backend.build.pace import stood_for
 from lr_backend.cli.app import app
 from lr_backend.emulated.workload import Workload
 from lr_backend.hardware.machine import Way
 from lr_backend.plan.losses import LIMITS
 from lr_backend.plan.simulation import Policy, Scenario, simulate_steady
-from lr_backend.plan.sweep import TARGET_LIMITS, as_markdown, rank, sweep, with_loop
+from lr_backend.plan.sweep import CALL_CPU_S, TARGET_LIMITS, as_markdown, rank, sweep, with_loop
 from lr_backend.request import Mode
 
 SHORT = Workload(0.6, token_agreement=0.75, word_agreement=0.5, prompt_tokens=200, num_steps=4)
@@ -61,21 +62,32 @@ def test_a_mode_that_learns_is_asked_the_same_questions() -> None:
     assert [row.mode for row in swept.rows] == [Mode.LR, Mode.AUTO] * 2
 
 
+def behind_loops(spec_name: str, num_loops: int) -> GpuDeployment:
+    spec = stood_for(spec_name)
+    return spec.model_copy(update={"server": spec.server.model_copy(update={"num_loops": num_loops})})
+
+
 def test_a_slow_step_loop_limits_until_more_processes_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lr_backend.plan.sweep.CALL_CPU_S", 0.2)
-    spec = stood_for("qwen3-32b")
-    one, many = (spec.model_copy(update={"server": spec.server.model_copy(update={"num_loops": n})}) for n in (1, 400))
-    texts = replace(SHORT, num_steps=2)
-    slow, fast = (sweep(one, "h200_sxm", texts, (2,), (Mode.LR,), limits=True).rows[0] for one in (one, many))
+    monkeypatch.setattr("lr_backend.plan.sweep.CALL_CPU_S", 0.015)
+    specs, texts = (behind_loops("qwen3-32b-1gpu", number) for number in (1, 8)), replace(SHORT, num_steps=2)
+    slow, fast = (sweep(spec, "h200_sxm", texts, (8,), (Mode.LR,), limits=True).rows[0] for spec in specs)
     assert slow.limited_by == "step loop" and fast.limited_by != "step loop"
-    assert slow.p50_s > 1.5 * fast.p50_s
+    assert slow.p50_s > 1.2 * fast.p50_s
+
+
+def test_a_second_step_loop_helps_two_requests_and_not_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lr_backend.plan.sweep.CALL_CPU_S", 0.2)
+    specs, texts = (behind_loops("qwen3-32b-1gpu", number) for number in (1, 2)), replace(SHORT, num_steps=2)
+    (alone, crowded), (alone_of_two, shared) = (sweep(spec, "h200_sxm", texts, (1, 2), (Mode.LR,)).rows for spec in specs)
+    assert alone_of_two == alone
+    assert shared.p50_s < 0.8 * crowded.p50_s
 
 
 def test_what_the_loop_takes_alone_is_part_of_the_hop() -> None:
     machine = Scenario(SHORT).machine
     slow = {role: replace(place, way=Way(there_s=0.002)) for role, place in machine.places.items()}
-    behind = with_loop(replace(machine, places=slow), 3)
-    assert behind.loop_s == pytest.approx(0.25e-3)
+    behind = with_loop(replace(machine, places=slow), num_loops=3, load=8)
+    assert behind.loop_s == pytest.approx(CALL_CPU_S / 3)
     assert {place.way.there_s for place in behind.places.values()} == {0.002 - behind.loop_s}
 
 
