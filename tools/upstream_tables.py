@@ -215,7 +215,7 @@ def _cpp_kind(match: re.Match[str], source: str) -> Kind:
     if kind != "text" or variable is None or match["type"] != "std::string":
         return kind
     compared = re.findall(rf"\b{variable[1]}\s*==\s*\"(\w+)\"", source)
-    return list(dict.fromkeys(compared)) or kind
+    return sorted(set(compared)) or kind
 
 
 def booleans(source: str) -> list[str]:
@@ -235,7 +235,7 @@ def backend_tables(template: str | None, sources: Sequence[str]) -> Table:
     reads = [read for source in sources for read in parameter_reads(source)]
     kinds = {read.key: read.kind for read in reversed(reads)}
     if keys or kinds:
-        tables["parameters"] = {key: kinds.get(key, "text") for key in dict.fromkeys([*keys, *(read.key for read in reads)])}
+        tables["parameters"] = {key: kinds.get(key, "text") for key in sorted({*keys, *kinds})}
     if reads:
         required = sorted({read.key for read in reads if not read.guarded} - {read.key for read in reads if read.guarded})
         texts = [text for source in sources for text in booleans(source)]
