@@ -6,7 +6,7 @@ With ``dry_run`` nothing is run, and neither checkpoints nor a GPU are needed: w
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -244,6 +244,18 @@ def _drafter_waits(spec: GpuDeployment, target: CheckpointInfo | None, need_chec
 
 
 def _notes(spec: GpuDeployment, sources: Mapping[Role, Source], memory: tuple[GpuMemory, ...]) -> tuple[str, ...]:
+    return (*_spans(spec), *_drafts(spec, sources, memory))
+
+
+def _spans(spec: GpuDeployment) -> Iterator[str]:
+    for role in spec.roles_here:
+        engine = spec.engine(role)
+        if engine.num_nodes > 1:
+            cards = len(engine.gpu_device_ids)
+            yield f"{role} is over {engine.num_nodes} machines of {cards} cards: {engine.tp_size} ranks; the sums are of each"
+
+
+def _drafts(spec: GpuDeployment, sources: Mapping[Role, Source], memory: tuple[GpuMemory, ...]) -> tuple[str, ...]:
     if spec.speculation is not None and Role.TARGET in spec.roles_here:
         return (_drafts_itself(spec, sources[Role.TARGET], memory),)
     size = verification_bytes(spec.target, sources[Role.TARGET])

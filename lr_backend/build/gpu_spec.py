@@ -32,6 +32,7 @@ class HardwareSpec(Section):
 
     Attributes:
         gpu: the card, for people; the build compares the capability.
+        num_gpus: of one machine.
         gpu_memory_gib: of one card, as CUDA reports it: less than what is printed on it.
         compute_capability: as ``nvidia-smi --query-gpu=compute_cap`` prints it.
         reserve_gib: of each card, left to the driver and to fragments.
@@ -51,7 +52,8 @@ class GpuEngineSpec(EngineSpec):
         hub: where the checkpoint comes from; nothing is downloaded. While the checkpoint is not there, its shape is taken from
             the models known by this name.
         tp_size: GPUs over which each weight is split.
-        gpu_device_ids: those GPUs.
+        num_nodes: machines that these are on, as many on each; a role over several has servers of its own.
+        gpu_device_ids: those GPUs, as each of the machines counts its own.
         max_num_tokens: of one iteration.
         max_tokens_in_paged_kv_cache: absolute KV budget, or else
         kv_cache_free_gpu_mem_fraction: its share of what is free once this engine is loaded, which depends on who loaded before.
@@ -62,6 +64,7 @@ class GpuEngineSpec(EngineSpec):
     dtype: Literal["bfloat16", "float16"] = "bfloat16"
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     tp_size: int = Field(default=1, ge=1, le=64)
+    num_nodes: int = Field(default=1, ge=1, le=16)
     gpu_device_ids: tuple[int, ...]
     max_batch_size: int = Field(ge=1, le=2048)
     max_num_tokens: int = Field(ge=1)
@@ -80,8 +83,10 @@ class GpuEngineSpec(EngineSpec):
     @model_validator(mode="after")
     def _holds_a_sequence(self) -> Self:
         ids, budget = self.gpu_device_ids, self.max_tokens_in_paged_kv_cache
-        if len(ids) != self.tp_size or len(set(ids)) != len(ids) or any(number < 0 for number in ids):
-            raise ValueError(f"gpu_device_ids={list(ids)} must name tp_size = {self.tp_size} different GPUs")
+        # Upstream's executor asks for the same: device ids times nodes are its ranks.
+        if len(ids) * self.num_nodes != self.tp_size or len(set(ids)) != len(ids) or any(number < 0 for number in ids):
+            where = f" on num_nodes = {self.num_nodes} machines, so tp_size / num_nodes of each" if self.num_nodes > 1 else ""
+            raise ValueError(f"gpu_device_ids={list(ids)} must name tp_size = {self.tp_size} different GPUs{where}")
         if (budget is None) == (self.kv_cache_free_gpu_mem_fraction is None):
             raise ValueError("give one of max_tokens_in_paged_kv_cache and kv_cache_free_gpu_mem_fraction")
         if budget is not None and budget < self.max_seq_len:
@@ -110,6 +115,7 @@ class GpuEngineSpec(EngineSpec):
         budget, fraction = self.max_tokens_in_paged_kv_cache, self.kv_cache_free_gpu_mem_fraction
         return {
             "gpu_device_ids": ",".join(map(str, self.gpu_device_ids)),
+            **({"num_nodes": str(self.num_nodes)} if self.num_nodes > 1 else {}),
             "enable_chunked_context": _flag(self.enable_chunked_context),
             "enable_kv_cache_reuse": _flag(self.enable_kv_cache_reuse),
             "exclude_input_in_output": "true",
@@ -251,6 +257,12 @@ class LlmapiEngineSpec(GpuEngineSpec):
     cancellation_grace_ms: int = Field(default=1000, ge=0)
 
     @model_validator(mode="after")
+    def _on_one_machine(self) -> Self:
+        if self.num_nodes > 1:
+            raise ValueError("num_nodes: only an engine of the runtime tensorrtllm spans machines")
+        return self
+
+    @model_validator(mode="after")
     def _speculates(self) -> Self:
         if self.speculative is not None and (self.coupled_noise or self.sampler == "TRTLLMSampler"):
             raise ValueError("speculative excludes coupled_noise and sampler TRTLLMSampler: upstream has neither beside it")
@@ -305,7 +317,9 @@ class GpuDeployment(DeploymentSpec):
     def placements(self) -> tuple[Placement, ...]:
         """Where each role of this server runs."""
         engines = {role: self.engine(role) for role in self.roles_here}
-        return tuple(Placement(role, one.runtime, one.tp_size, one.gpu_device_ids) for role, one in engines.items())
+        return tuple(
+            Placement(role, one.runtime, one.tp_size, one.gpu_device_ids, one.num_nodes) for role, one in engines.items()
+        )
 
     def roles_on(self, gpu: int) -> tuple[Role, ...]:
         """Who of this server has a part of one GPU."""
@@ -368,7 +382,14 @@ class GpuDeployment(DeploymentSpec):
             engine = self.engine(role)
             where = engine.url
             if max(engine.gpu_device_ids) >= self.hardware.num_gpus:
-                raise ValueError(f"{role}.gpu_device_ids={list(engine.gpu_device_ids)}: there are {self.hardware.num_gpus} GPUs")
+                raise ValueError(
+                    f"{role}.gpu_device_ids={list(engine.gpu_device_ids)}: there are {self.hardware.num_gpus} GPUs on a machine"
+                    "; a compiled engine over more says num_nodes"
+                )
+            if engine.num_nodes > 1 and not engine.url:
+                raise ValueError(
+                    f"{role}.num_nodes={engine.num_nodes}: a role over several machines has servers of its own; give its url"
+                )
             if engine.max_tokens_in_paged_kv_cache is None and any(shared[where, number] > 1 for number in engine.gpu_device_ids):
                 raise ValueError(
                     f"{role} shares a GPU, where a kv_cache_free_gpu_mem_fraction depends on who loads first: "

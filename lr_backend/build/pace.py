@@ -65,8 +65,9 @@ def pace_of(spec: GpuDeployment, role: Role, system: str, *, drafts_itself: bool
         drafts_itself: as an engine of the LLM API does, with the deployment's draft model over the same cards.
 
     Raises:
-        ConfigError: there is no profile.
+        ConfigError: there is no profile, or the role spans machines.
     """
+    _require_one_machine(spec)
     engine = spec.engine(role)
     key = profile_key(spec, role, system)
     draft = profile_key(spec, Role.DRAFT, system, engine.tp_size) if drafts_itself else None
@@ -142,14 +143,21 @@ def on_system(spec: GpuDeployment, system: str) -> GpuDeployment:
     """The deployment on cards with the memory of that system's.
 
     Raises:
-        ConfigError: they are not known.
+        ConfigError: they are not known, or a role spans machines.
     """
+    _require_one_machine(spec)
     if system not in CARD_MEMORY_GIB:
         raise ConfigError(f"how much memory a card of {system} has is not known; known: {', '.join(CARD_MEMORY_GIB)}")
     hardware = spec.hardware.model_copy(update={"gpu_memory_gib": CARD_MEMORY_GIB[system]})
     there = spec.model_copy(update={"hardware": hardware})
     there._path = spec.path
     return there
+
+
+def _require_one_machine(spec: GpuDeployment) -> None:
+    for role in Role:
+        if (nodes := spec.engine(role).num_nodes) > 1:
+            raise ConfigError(f"{spec.name}: {role}.num_nodes={nodes}: the kernel tables are of one machine, so no pace is known")
 
 
 def _rules(engine: TrtllmEngineSpec | LlmapiEngineSpec) -> UpstreamRules:

@@ -138,7 +138,7 @@ def convert_command(
             output_dir=dirs.checkpoint,
             dtype=engine.dtype,
             tp_size=engine.tp_size,
-            workers=engine.tp_size,
+            workers=len(engine.gpu_device_ids),  # a build for several machines runs on one of them
         ),
     )
 
@@ -189,7 +189,7 @@ def build_command(engine: TrtllmEngineSpec, dirs: EngineDirs, tools: Toolchain) 
             multiple_profiles=_switch(engine.multiple_profiles),
             speculative_decoding_mode="draft_tokens_external" if drafts else None,
             max_draft_len=drafts or None,
-            workers=engine.tp_size,
+            workers=len(engine.gpu_device_ids),
             # Timings outlive a build that failed, so that the next one is quicker.
             input_timing_cache=cache,
             output_timing_cache=cache,

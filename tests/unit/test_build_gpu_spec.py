@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from lr_backend.build.gpu_build import build_gpu_deployment
+from lr_backend.build.memory import estimate
+from lr_backend.build.pace import on_system, pace_of
 from lr_backend.build.placement import Placement
+from lr_backend.build.shapes import find_sources
 from lr_backend.build.spec import PACKAGE_ROOT, DeploymentSpec, GpuDeployment, LlmapiEngineSpec, TrtllmEngineSpec
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError
@@ -42,6 +46,37 @@ def test_every_role_says_where_it_runs(spec_path: Path) -> None:
         Placement(Role.DRAFT, "tensorrtllm", 1, (1,)),
         Placement(Role.JUDGE, "tensorrtllm", 1, (1,)),
     )
+
+
+SPANS = (
+    ("tp_size = 2\n", 'tp_size = 4\nnum_nodes = 2\nurl = "grpc://one:8001"\n'),
+    ("[draft]\n", '[draft]\nurl = "grpc://two:8001"\n'),
+    ("[judge]\n", '[judge]\nurl = "grpc://two:8001"\n'),
+)
+
+
+def test_a_role_over_machines_names_the_cards_of_one_and_renders_upstreams_two_numbers(spec_path: Path) -> None:
+    spec = load(spec_path, *SPANS)
+    assert spec.only([Role.TARGET]).placements == (Placement(Role.TARGET, "tensorrtllm", 4, (0, 1), 2),)
+    parameters = spec.target.parameters(Path("/engine"))
+    assert (parameters["gpu_device_ids"], parameters["num_nodes"]) == ("0,1", "2")
+    assert "num_nodes" not in spec.draft.parameters(Path("/engine")), "upstream's default is one"
+
+
+def test_of_a_role_over_machines_each_card_holds_a_rank_and_no_pace_is_known(tmp_path: Path) -> None:
+    one = load(write_gpu_spec(tmp_path / "one"))
+    two = load(write_gpu_spec(tmp_path / "two"), *SPANS)
+    report = build_gpu_deployment(two.only([Role.TARGET]), dry_run=True)
+    assert "target is over 2 machines of 2 cards: 4 ranks; the sums are of each" in report.notes
+    (weights,) = {engine.weights for gpu in report.memory for engine in gpu.engines}
+    assert weights < next(engine.weights for gpu in estimate(one, find_sources(one)) for engine in gpu.engines)
+    convert, build = (step.command.argv for step in report.steps)
+    assert convert[convert.index("--tp_size") + 1] == "4"
+    assert {argv[argv.index("--workers") + 1] for argv in (convert, build)} == {"2"}, "built on one machine"
+    with pytest.raises(ConfigError, match=r"target\.num_nodes=2: the kernel tables are of one machine"):
+        on_system(two, "h200_sxm")
+    with pytest.raises(ConfigError, match=r"target\.num_nodes=2: the kernel tables are of one machine"):
+        pace_of(two, Role.TARGET, "h200_sxm")
 
 
 def test_a_role_may_have_another_runtime(spec_path: Path) -> None:
@@ -92,6 +127,22 @@ def test_a_default_of_sampled_lossless_answers_needs_noise_that_is_shared(spec_p
         ("gpu_device_ids = [0, 1]", "gpu_device_ids = [0]", "must name tp_size = 2 different GPUs"),
         ("gpu_device_ids = [0, 1]", "gpu_device_ids = [1, 1]", "must name tp_size = 2 different GPUs"),
         ("gpu_device_ids = [0, 1]", "gpu_device_ids = [1, 2]", "target.gpu_device_ids=[1, 2]: there are 2 GPUs"),
+        (
+            "tp_size = 2\n",
+            "tp_size = 4\nnum_nodes = 2\n",
+            "target.num_nodes=2: a role over several machines has servers of its own",
+        ),
+        (
+            "tp_size = 2\n",
+            "tp_size = 2\nnum_nodes = 2\n",
+            "tp_size = 2 different GPUs on num_nodes = 2 machines, so tp_size / num_nodes",
+        ),
+        ("gpu_device_ids = [0, 1]", "gpu_device_ids = [1, 2]", "a compiled engine over more says num_nodes"),
+        (
+            "[judge]\n",
+            '[judge]\nruntime = "llmapi"\ntp_size = 2\nnum_nodes = 2\n',
+            "judge: num_nodes: only an engine of the runtime tensorrtllm spans machines",
+        ),
         ("tokens_per_block = 32", "tokens_per_block = 48", "power of two"),
         ("max_tokens_in_paged_kv_cache = 4096", "", "give one of max_tokens_in_paged_kv_cache and"),
         (
