@@ -15,10 +15,27 @@ Open MPI 5 reads neither. There ``PRTE_MCA_rmaps_default_inherit=1`` does it und
 and with that variable nothing can be spawned.
 """
 
+_BY_SSH = {
+    # (Open MPI 4, Open MPI 5)
+    "agent": ("OMPI_MCA_plm_rsh_agent", "PRTE_MCA_plm_ssh_agent"),
+    # The leader reaches every node itself: no node needs to reach another.
+    "no tree": ("OMPI_MCA_plm_rsh_no_tree_spawn", "PRTE_MCA_plm_ssh_no_tree_spawn"),
+    # A name without its domain is nobody's name where a domain is a group's.
+    "whole names": ("OMPI_MCA_orte_keep_fqdn_hostnames", "PRTE_MCA_prte_keep_fqdn_hostnames"),
+    # A session lasts as long as what it started, so that the end of one is the end of the other.
+    "attached": ("OMPI_MCA_orte_leave_session_attached", "PRTE_MCA_prte_leave_session_attached"),
+}
+
 _JOB_PREFIXES = ("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "OMPI_MCA_orte_", "OMPI_FIRST_RANKS", "OMPI_APP_CTX_", "ORTE_", "PMI_")
 _SCHEDULER_PREFIX = "SLURM_"
 """Open MPI takes a process among them for a part of the scheduler's job, and then starts nothing."""
 _PMIX, _PMIX_SETTINGS = "PMIX_", "PMIX_MCA_"
+
+
+def by_ssh(agent: str) -> dict[str, str]:
+    """How ``mpirun`` starts what it needs on other machines. ``agent``: the ssh command, up to the host."""
+    values = {name: agent if name == "agent" else "1" for name in _BY_SSH}
+    return {variable: values[name] for name, variables in _BY_SSH.items() for variable in variables}
 
 
 def belongs_to_job(name: str) -> bool:

@@ -17,6 +17,7 @@ from lr_backend.cli.emulate import emulate
 from lr_backend.cli.errors import fail
 from lr_backend.cli.help import Command, Group
 from lr_backend.cli.init import init
+from lr_backend.cli.node import node
 from lr_backend.cli.plan import plan
 from lr_backend.cli.serve import serve
 from lr_backend.cli.trace import trace
@@ -73,7 +74,7 @@ def _main(
     pass
 
 
-_COMMANDS: tuple[Callable[..., None], ...] = (init, build, plan, emulate, workload, serve, doctor, health, trace, version)
+_COMMANDS: tuple[Callable[..., None], ...] = (init, build, plan, emulate, workload, serve, node, doctor, health, trace, version)
 for _command in _COMMANDS:
     app.command(cls=Command)(_command)
 checkout.add_to(app)

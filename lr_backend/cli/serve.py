@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -37,6 +35,7 @@ from lr_backend.cli.ports import (
     PortOption,
     by_option,
 )
+from lr_backend.cli.stop import StopRequest
 from lr_backend.engine import Role
 from lr_backend.engine.address import ENGINE_KEY_VARIABLE, key_from
 from lr_backend.errors import ConfigError, LookaheadError
@@ -49,6 +48,7 @@ from lr_backend.serve import mps
 from lr_backend.serve.keeper import StubKeeper
 from lr_backend.serve.launch import launch_plan
 from lr_backend.serve.mps import Mps
+from lr_backend.serve.nodes import Nodes, group_of, private_key
 from lr_backend.serve.remotes import wait_for_roles
 from lr_backend.serve.restrictions import admin_key, is_loopback, tls_arguments
 from lr_backend.serve.server import ServerError, ServerOptions, TritonServer, useful_lines
@@ -134,8 +134,10 @@ def serve(
                 tritonserver,
                 ended if start_mps else None,
             )
+            nodes = _nodes(deployment, ended)
             report = build_repository(deployment, repository, only_if_stale=True, command="lookahead serve")
             _say_built(console, report)
+            plan = launch_plan(deployment.placements, num_gpus=len(machine.visible_gpus) or None)
             options = ServerOptions(
                 host=host,
                 http_port=http_port,
@@ -145,14 +147,14 @@ def serve(
                 exit_timeout_s=deployment.server.exit_timeout_s,
                 tritonserver=tritonserver,
                 log_file=log_file or report.output.with_name(f"{report.output.name}.log"),
-                plan=launch_plan(deployment.placements, num_gpus=len(machine.visible_gpus) or None),
+                plan=plan if nodes is None else plan.across(nodes),
                 admin_key=admin_key(os.environ),
                 engine_key="" if deployment.runs_loop else _engine_key(deployment, host),
                 closes_engines=deployment.runs_loop,
                 arguments=tls_arguments(tls_cert, tls_key),
             )
             with FrontendProcess(settings, tls_cert) if deployment.runs_loop else nullcontext() as front:
-                status = _run(console, TritonServer(report.output, options), deployment, front)
+                status = _run(console, TritonServer(report.output, options), deployment, front, nodes)
     except LookaheadError as error:
         fail(error)
     raise typer.Exit(status)
@@ -177,6 +179,20 @@ def _paced(
             f"--workload: {deployment.name} has models that write its texts; a deployment on GPUs is emulated with it"
         )
     return paced(deployment, system, like, slow_motion=slow_motion)
+
+
+def _nodes(deployment: DeploymentSpec, ended: ExitStack) -> Nodes | None:
+    """The machines of a role whose engine spans several, which this server leads; None: there are none.
+
+    Raises:
+        ConfigError: the group is not the spec's, or its key is missing.
+    """
+    group = group_of(deployment.placements, os.environ)
+    if group is None:
+        return None
+    (engine,) = deployment.placements
+    folder = ended.enter_context(TemporaryDirectory(prefix="lookahead-nodes-"))
+    return Nodes.prepare(group.others, len(engine.gpu_device_ids), private_key(os.environ), Path(folder))
 
 
 def _engine_key(deployment: DeploymentSpec, host: str) -> str:
@@ -227,28 +243,25 @@ def _ready_machine(
     return machine
 
 
-class _StopRequest:
-    """SIGINT or SIGTERM, seen once: the second one no longer waits for requests in flight."""
-
-    def __init__(self) -> None:
-        self.event = threading.Event()
-        self.impatient = False
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._seen)
-
-    def _seen(self, number: int, frame: FrameType | None) -> None:
-        self.impatient = self.event.is_set()
-        self.event.set()
-
-
-def _run(console: Console, server: TritonServer, deployment: DeploymentSpec, front: FrontendProcess | None) -> int:
+def _run(
+    console: Console,
+    server: TritonServer,
+    deployment: DeploymentSpec,
+    front: FrontendProcess | None,
+    nodes: Nodes | None = None,
+) -> int:
     """Serve until asked to stop; the server's exit status. ``front``: None where there is no step loop to stand before.
 
     A signal ends every phase: while the models load as well as later.
     """
-    stop = _StopRequest()
+    stop = StopRequest()
     keeper = StubKeeper(server, lambda line: console.print(line, highlight=False, soft_wrap=True))
     try:
+        if nodes is not None:
+            console.print(f"waiting for {', '.join(nodes.others)}", highlight=False, soft_wrap=True)
+            nodes.wait(deployment.server.load_timeout_s, stop.event)
+            if stop.event.is_set():
+                return 0
         server.start()
         with console.status(f"starting {deployment.name} ..."):
             deployed = None if front is None else _deployed(deployment)  # while the models load
@@ -292,7 +305,7 @@ def _deployed(deployment: DeploymentSpec) -> Deployed:
     return Deployed.of(deployment.name, config, opens_reasoning=inside, needs=needs)
 
 
-def _warm_up(console: Console, server: TritonServer, deployment: DeploymentSpec, stop: _StopRequest) -> WarmupAnswer | None:
+def _warm_up(console: Console, server: TritonServer, deployment: DeploymentSpec, stop: StopRequest) -> WarmupAnswer | None:
     """Ask all that this server has; None where it has no step loop, or is to stop.
 
     Raises:
@@ -310,7 +323,7 @@ def _warm_up(console: Console, server: TritonServer, deployment: DeploymentSpec,
     return warm_loops(server, deployment.server.num_loops, without=missing)
 
 
-def _drain(server: TritonServer, keeper: StubKeeper, stop: _StopRequest, front: FrontendProcess | None) -> int:
+def _drain(server: TritonServer, keeper: StubKeeper, stop: StopRequest, front: FrontendProcess | None) -> int:
     """Let the step loop answer what it has, and only then tell Triton to end: it refuses the loop's calls from then on.
 
     A second signal stops the waiting. Returns the exit status: 0 where nothing was left unanswered.
@@ -331,7 +344,7 @@ def _drain(server: TritonServer, keeper: StubKeeper, stop: _StopRequest, front: 
     return 0 if drained else status or 0
 
 
-def _end_engines(server: TritonServer, keeper: StubKeeper, stop: _StopRequest) -> int:
+def _end_engines(server: TritonServer, keeper: StubKeeper, stop: StopRequest) -> int:
     """The end of a server without a step loop: Triton lets the calls in flight finish by itself."""
     keeper.stop()
     server.terminate()

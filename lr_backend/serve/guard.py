@@ -62,6 +62,11 @@ def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
+def become_subreaper() -> None:
+    """From now on this process inherits what its descendants leave behind."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
 def _die_with_guard() -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -154,7 +159,7 @@ def _drain(asked: int, signals: int, seconds: float) -> bool:
 def main(arguments: list[str]) -> int:
     lifeline, drain_s, command = int(arguments[0]), float(arguments[1]), arguments[6:]
     prefix, drained, folder = arguments[2:5]
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    become_subreaper()
     signals, wakeup = os.pipe()
     os.set_blocking(wakeup, False)
     signal.set_wakeup_fd(wakeup)

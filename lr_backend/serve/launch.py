@@ -16,9 +16,10 @@ to one core each (``mpirun(1)``), with the step loop on the same one: ``--bind-t
 that, and are told by their own variables (:data:`lr_backend.mpi.UNBOUND`).
 
 Upstream knows a second way for several engines: ``--disable-spawn-processes`` starts all ranks at once, a tritonserver each, and
-``participant_ids`` says whose they are. It is what engines over several machines need, and the draft logits that one engine hands
-another (``speculative_decoding_fast_logits``). Ours do neither, and upstream's guide for target and draft (NVIDIA/TensorRT-LLM
-pull request 3797) has ``--multi-model`` with spawned ranks for every TP above 1, equal or not. So one way is enough.
+``participant_ids`` says whose they are. It is what *several* engines over several machines need, and the draft logits that one
+engine hands another (``speculative_decoding_fast_logits``). Ours do neither: a role over machines has a server of its own, in
+leader mode (:meth:`LaunchPlan.across`). Upstream's guide for target and draft (NVIDIA/TensorRT-LLM pull request 3797) has
+``--multi-model`` with spawned ranks for every TP above 1, equal or not.
 
 Engines of the LLM API start their own ranks from their own process and need neither mode, and no ``mpirun``.
 """
@@ -26,11 +27,13 @@ Engines of the LLM API start their own ranks from their own process and need nei
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Self
 
 from lr_backend.build.placement import Placement
 from lr_backend.mpi import UNBOUND, without_job
+from lr_backend.serve.nodes import Nodes
 
 COMPILED, LLM_API = "tensorrtllm", "llmapi"
 MPIRUN = ("mpirun", "--allow-run-as-root", "--bind-to", "none")
@@ -57,6 +60,7 @@ class LaunchPlan:
         launcher: stands before the server's command; empty: it is run directly.
         num_ranks: tritonservers under ``launcher``.
         worker_models: what ranks other than 0 load.
+        num_nodes: machines that the ranks are on, as many on each.
     """
 
     mode: LaunchMode = LaunchMode.PLAIN
@@ -65,6 +69,12 @@ class LaunchPlan:
     launcher: tuple[str, ...] = ()
     num_ranks: int = 1
     worker_models: tuple[str, ...] = ()
+    num_nodes: int = 1
+
+    def across(self, nodes: Nodes) -> Self:
+        """The same, with its ranks on these machines: the first ones on the first."""
+        launcher = (*self.launcher, "--default-hostfile", str(nodes.hostfile))
+        return replace(self, launcher=launcher, environment={**self.environment, **nodes.environment})
 
     def over(self, environment: Mapping[str, str]) -> dict[str, str]:
         """``environment`` for the server, which under a launcher belongs to no job of SLURM or MPI but the launcher's own.
@@ -97,7 +107,7 @@ def launch_plan(placements: Sequence[Placement], *, num_gpus: int | None = None,
     if len(compiled) == 1:
         (only,) = compiled
         workers = (only.role.value,) if only.tp_size > 1 else ()
-        return LaunchPlan(LaunchMode.LEADER, {}, arguments, launcher or MPIRUN, only.tp_size, workers)
+        return LaunchPlan(LaunchMode.LEADER, {}, arguments, launcher or MPIRUN, only.tp_size, workers, only.num_nodes)
     named = 1 + max((device for each in on_gpus for device in each.gpu_device_ids), default=-1)
     pools = tuple(f"--cuda-memory-pool-byte-size={device}:0" for device in range(num_gpus or named))
     arguments += ("--pinned-memory-pool-byte-size=0", "--enable-peer-access=false", *pools)

@@ -48,6 +48,8 @@ PORT_ATTEMPTS = 4
 
 _REASON = re.compile(r"failed to load '(?P<model>[^']+)' version \d+: (?P<reason>.*)")
 _PORT_TAKEN = re.compile(r"failed to start (?P<service>\w+) service: .*?(?P<address>'\S+') already in use")
+_BY_SSH = re.compile(r"^(?:ssh: |Host key verification failed|\S+: Permission denied \().*", re.MULTILINE)
+"""What ssh says before mpirun's own page about why a node may not have started."""
 _TABLE = re.compile(r"^\s*[|+]")
 
 
@@ -140,12 +142,13 @@ def free_ports(options: ServerOptions) -> Ports:
 
 
 def useful_lines(log: str, limit: int = 12) -> str:
-    """What a person needs from a server's log: why each model failed, else the last lines that are not tables."""
+    """What a person needs from a server's log: why models failed or nodes were not reached, else its last lines."""
     models: dict[str, list[str]] = {}  # models often fail for one reason, which is said once
     for match in _REASON.finditer(log):
         models.setdefault(_unescape(match["reason"]), []).append(match["model"])
     reasons = [f"{', '.join(dict.fromkeys(names))}: {reason}" for reason, names in models.items()]
     reasons += [f"{match['service']}: {match['address']} is already in use" for match in _PORT_TAKEN.finditer(log)]
+    reasons += [match[0].strip() for match in _BY_SSH.finditer(log)]
     if reasons:
         return "\n".join(dict.fromkeys(reasons))
     lines = [line for line in log.splitlines() if line.strip() and not _TABLE.match(line)]
@@ -277,19 +280,21 @@ class TritonServer:
 
     def _command(self, binary: Path, backends: Path | None, secrets: tuple[str, ...]) -> list[str]:
         plan = self.options.plan
-        ranks = [[str(binary), *self._arguments(backends, rank), *secrets] for rank in range(plan.num_ranks)]
+        first, *others = ([str(binary), *self._arguments(backends, rank)] for rank in range(plan.num_ranks))
+        # The keys go to the rank that listens, and over no network.
+        ranks = [[*first, *secrets], *others]
         if not plan.launcher:
             return ranks[0]
         parts = [[*ONE_RANK, *rank] for rank in ranks]
         return [*plan.launcher, *parts[0], *(word for part in parts[1:] for word in (":", *part))]
 
     def _arguments(self, backends: Path | None, rank: int) -> list[str]:
-        """Options of one rank's tritonserver. Ranks other than 0 load the engine alone and never come to listening."""
+        """Options of one rank's tritonserver. Ranks other than 0, maybe on other machines, load the engine alone."""
         options, suffix = self.options, f"rank{rank}_" if rank else ""
+        if rank:
+            return self._follower_arguments(suffix)
         own_backends = [f"--backend-directory={backends}"] if backends else []
         control = ["--model-control-mode=explicit", "--load-model=*"]  # so that a model can be loaded anew
-        if rank:
-            control = ["--model-control-mode=explicit", *(f"--load-model={name}" for name in options.plan.worker_models)]
         return [
             f"--id={(self.shm_prefix + suffix).strip('_')}",
             f"--model-repository={self.repository}",
@@ -310,6 +315,22 @@ class TritonServer:
             f"--exit-timeout-secs={options.exit_timeout_s}",
             *options.plan.arguments,
             *options.arguments,
+        ]
+
+    def _follower_arguments(self, suffix: str) -> list[str]:
+        return [
+            f"--id={(self.shm_prefix + suffix).strip('_')}",
+            f"--model-repository={self.repository}",
+            "--allow-http=false",
+            "--allow-grpc=false",
+            "--allow-metrics=false",
+            f"--backend-config=python,shm-region-prefix-name={self.shm_prefix}{suffix}",
+            "--model-control-mode=explicit",
+            *(f"--load-model={name}" for name in self.options.plan.worker_models),
+            "--disable-auto-complete-config",
+            "--exit-on-error=true",
+            f"--exit-timeout-secs={self.options.exit_timeout_s}",
+            *self.options.plan.arguments,
         ]
 
     def wait_ready(self, timeout_s: float, give_up: threading.Event | None = None) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,7 @@ PLANS = {
     "embedded": (launch_plan(()), "24.10"),
     "orchestrator": (launch_plan(placements("tensorrtllm", 2)), "26.07"),
     "leader": (launch_plan(placements("tensorrtllm", 2)[:1] + placements("llmapi")[1:]), "26.07"),
+    "over two machines": (launch_plan([replace(placements("tensorrtllm", 4)[0], num_nodes=2)]), "26.07"),
     "llmapi": (launch_plan(placements("llmapi", 2)), "26.07"),
 }
 
@@ -46,6 +48,7 @@ def test_every_option_exists_in_the_release_that_it_is_for_and_takes_such_a_valu
     options = UPSTREAM["options"][release]
     given = [word[2:] for word in command(plan, tmp_path) if word.startswith("--") and word not in plan.launcher]
     assert len(given) > 15
+    assert len([word for word in given if word == "allow-http=false"]) == plan.num_ranks - 1
     for option in given:
         key, equals, value = option.partition("=")
         assert key in options, f"{release} has no --{key}"
@@ -107,6 +110,9 @@ def test_leader_mode_is_one_server_a_rank_and_the_others_load_the_engine_alone(t
     assert {"--model-control-mode=explicit", "--load-model=*"} <= set(first)
     assert {"--model-control-mode=explicit", "--load-model=target"} <= set(second)
     assert sum(word.startswith("--load-model") for word in first) == 1
+    assert {"--allow-http=false", "--allow-grpc=false", "--allow-metrics=false"} <= set(second)
+    assert any(KEY in word for word in first) and not any(KEY in word for word in second), "who does not listen has no key"
+    assert not any("/links" in word for word in second), "a folder of the first one's machine"
     prefixes = [next(word.split("=")[-1] for word in rank if "shm-region-prefix-name" in word) for rank in (first, second)]
     assert prefixes == ["lookahead_abc_", "lookahead_abc_rank1_"], "each rank's own, and both go with the server's prefix"
     assert second.count(":") == 0

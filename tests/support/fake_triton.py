@@ -1,5 +1,8 @@
 """A program that behaves like tritonserver from the outside, and misbehaves on demand.
 
+Told to listen nowhere, it is a rank that follows another: it writes its process id and its machine to ``FAKE_PIDS`` with its own
+name behind it, and waits.
+
 ``FAKE_MODE``: ``ok``; ``stubborn`` ignores SIGTERM; ``dies`` fails to load a model; ``exits`` ends without a reason;
 ``silent`` never opens its ports; ``port`` finds its port taken unless ``FAKE_MARKER`` exists, and makes it.
 Like the real one it leaves children behind when it is killed: one in its process group, one that left the group. Their
@@ -12,6 +15,7 @@ import http.server
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -57,6 +61,15 @@ def serve() -> None:
     servers[1].serve_forever()
 
 
+def follow() -> None:
+    rank = option("id").rpartition("_")[2]
+    target = Path(f"{os.environ['FAKE_PIDS']}.{rank}")
+    partial = target.with_suffix(f".partial-{rank}")
+    partial.write_text(f"{os.getpid()} {socket.gethostname()}")
+    partial.rename(target)
+    signal.pause()
+
+
 def end(*_: object) -> None:
     print("Signal (15) received.", flush=True)
     os._exit(0)
@@ -64,6 +77,8 @@ def end(*_: object) -> None:
 
 def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN if MODE == "stubborn" else end)
+    if "--allow-http=false" in sys.argv:
+        follow()
     if MODE == "dies":
         print('I0101 model_lifecycle.cc:472] "loading: target:1"')
         print("+----+\n| ab |\n+----+")

@@ -23,7 +23,7 @@ from lr_backend.cli.help import in_words, range_in_words
 from lr_backend.serve.warmup import QUESTION, WarmupAnswer, curl_line
 
 PROJECT = Path(__file__).resolve().parents[2]
-COMMANDS = ("init", "build", "plan", "emulate", "workload", "serve", "doctor", "health", "trace", "version")
+COMMANDS = ("init", "build", "plan", "emulate", "workload", "serve", "node", "doctor", "health", "trace", "version")
 
 
 def help_of(*command: str) -> str:

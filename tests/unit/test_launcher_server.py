@@ -356,5 +356,18 @@ def test_a_binary_that_cannot_run_is_an_error(repository: Path, tmp_path: Path) 
         TritonServer(repository, ServerOptions(tritonserver=repository)).start()
 
 
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "Host key verification failed.",
+        "pod@lr-target-0-1.lr-target.prod: Permission denied (publickey).",
+        "ssh: connect to host lr-target-0-1.lr-target.prod port 2222: Connection refused",
+    ],
+)
+def test_why_a_node_was_not_reached_is_said_and_not_mpiruns_page(reason: str) -> None:
+    page = "\n".join(f"* it may be reason {number}" for number in range(20))
+    assert useful_lines(f"{reason}\r\n----\nORTE was unable to reliably start one or more daemons.\n{page}\n") == reason
+
+
 def test_useful_lines_of_an_empty_log() -> None:
     assert useful_lines("") == ""

@@ -1,0 +1,25 @@
+"""How a command that runs until it is told to end is told so."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+
+
+class StopRequest:
+    """SIGINT or SIGTERM. The first lets what is in flight finish; the second no longer waits for it."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self.impatient = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._seen)
+
+    def _seen(self, number: int, frame: FrameType | None) -> None:
+        self.impatient = self.event.is_set()
+        self.event.set()
+
+    def asked(self) -> int:
+        """0: not; 1: once; 2: more often."""
+        return self.event.is_set() + self.impatient
