@@ -26,6 +26,7 @@ from lr_backend.engine.address import ENGINE_KEY_VARIABLE, Address
 from lr_backend.frontend import app as frontend
 from lr_backend.frontend.settings import Settings
 from lr_backend.serve import health
+from lr_backend.serve.nodes import GROUP_SIZE, KEY_VARIABLE, LEADER_ADDRESS, SSH_PORT, WORKER_INDEX, group_of
 from lr_backend.serve.server import CLEANUP_MARGIN_S
 from tests.support.observed import has_prometheus
 
@@ -55,7 +56,7 @@ EVERYTHING: dict[str, Any] = {
     "networkPolicy": {"metricsFrom": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]},
     "env": [{"name": "OTEL_EXPORTER_OTLP_ENDPOINT", "value": "http://collector:4318"}],
 }
-CUSTOM = {"ServiceMonitor", "PrometheusRule", "ScaledObject", "HTTPRoute"}
+CUSTOM = {"ServiceMonitor", "PrometheusRule", "ScaledObject", "HTTPRoute", "LeaderWorkerSet"}
 """Of operators: no schema of Kubernetes' own; their shape is said below."""
 
 Document = dict[str, Any]
@@ -87,19 +88,37 @@ def named(documents: list[Document], kind: str, name: str) -> Document:
 
 def pods(documents: list[Document]) -> Iterator[tuple[str, Document]]:
     for each in documents:
-        if "template" in each.get("spec", {}):
-            yield f"{each['kind']}/{each['metadata']['name']}", each["spec"]["template"]["spec"]
+        owner, spec = f"{each['kind']}/{each['metadata']['name']}", each.get("spec", {})
+        if "template" in spec:
+            yield owner, spec["template"]["spec"]
+        for part in ("leaderTemplate", "workerTemplate"):
+            if part in spec.get("leaderWorkerTemplate", {}):
+                yield f"{owner}/{part}", spec["leaderWorkerTemplate"][part]["spec"]
 
 
 def validate(documents: list[Document], version: str = KUBERNETES[0]) -> None:
     for each in documents:
-        if each["kind"] not in CUSTOM:
+        if each["kind"] == "LeaderWorkerSet":
+            for pods_of in pod_templates(each):
+                kubernetes_validate.validate(pods_of, version, strict=True)
+        elif each["kind"] not in CUSTOM:
             kubernetes_validate.validate(each, version, strict=True)
+
+
+def pod_templates(group: Document) -> Iterator[Document]:
+    """What the controller makes of a LeaderWorkerSet: a StatefulSet of leaders, and one of workers for each."""
+    for part in ("leaderTemplate", "workerTemplate"):
+        template = group["spec"]["leaderWorkerTemplate"][part]
+        labels = template["metadata"]["labels"]
+        spec = {"serviceName": group["metadata"]["name"], "selector": {"matchLabels": labels}, "template": template}
+        yield {"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": {"name": group["metadata"]["name"]}, "spec": spec}
 
 
 RENDERED: dict[str, list[Document]] = {name: render(profile(name)) for name in PROFILES}
 RENDERED |= {f"{name}, everything": render(profile(name, **EVERYTHING)) for name in PROFILES}
 RENDERED["roles-apart, by TLS"] = render(profile("roles-apart", roles={"tlsSecret": "roles-tls"}))
+OVER_NODES = {"nodeKeySecret": {"name": "node-key"}, "target": {"nodes": 2, "gpus": 1}}
+RENDERED["roles-apart, a target over two nodes"] = render(profile("roles-apart", **over(EVERYTHING, {"roles": OVER_NODES})))
 RENDERED["cpu, hpa"] = render(profile("cpu", autoscaling={"kind": "hpa"}))
 
 
@@ -162,6 +181,8 @@ def test_a_broken_template_is_seen(tmp_path: Path, template: str, right: str, wr
         {"openai": {"keys": ["sk-1"]}},
         {"roles": {"enabled": True, "target": {"replicas": 0}}},
         {"roles": {"key": "secret"}},
+        {"roles": {"target": {"nodes": 0}}},
+        {"roles": {"nodeKeySecret": "node-key"}},
         {"engines": {"accessModes": []}},
         {"download": {"repositories": [{"repository": "Qwen3-32B", "folder": "x"}]}},
         {"download": {"repositories": [{"repository": "Qwen/Qwen3-32B", "folder": "../x"}]}},
@@ -186,6 +207,7 @@ def test_the_schema_of_the_values_refuses(wrong: dict[str, Any]) -> None:
         (over(profile("cpu"), {"image": {"repository": ""}}), "image.repository"),
         (over(profile("cpu"), {"openai": {"keysSecret": {"name": ""}}}), "openai: give keysSecret.name"),
         (over(profile("roles-apart"), {"roles": {"keySecret": {"name": ""}}}), "roles.keySecret.name"),
+        (over(profile("roles-apart"), {"roles": {"target": {"nodes": 2}}}), "roles.nodeKeySecret.name"),
         (over(profile("roles-apart"), {"spec": {"name": "mine"}}), "the chart needs its text"),
         (over(profile("cpu"), {"build": {"enabled": True}}), "build: it needs engines.enabled"),
         (over(profile("cpu"), {"download": EVERYTHING["download"]}), "download: it needs checkpoints.enabled"),
@@ -286,7 +308,7 @@ def test_every_flag_is_the_commands(name: str) -> None:
         for container in pod["containers"]:
             if container["command"] == ["hf", "download"]:
                 continue
-            command = "build" if "build" in owner else "serve"
+            command = "build" if "build" in owner else "node" if owner.endswith("/workerTemplate") else "serve"
             assert " ".join(container["command"]).count(f"lookahead {command}") == 1
             given = {argument.partition("=")[0] for argument in container["args"]}
             assert given <= options_of(command), given - options_of(command)
@@ -366,6 +388,110 @@ def test_the_loop_finds_each_replica_of_a_role(name: str, scheme: str, tmp_path:
         (container,) = pods_of["template"]["spec"]["containers"]
         assert list(placement.gpu_device_ids) == list(range(container["resources"]["limits"]["nvidia.com/gpu"]))
         assert placement.tp_size == len(placement.gpu_device_ids)
+
+
+def labels_of(group: Document, part: str, **more: str) -> dict[str, str]:
+    """Labels of a pod of a LeaderWorkerSet: its template's, and those that the controller adds."""
+    added = {f"leaderworkerset.sigs.k8s.io/{name.replace('_', '-')}": value for name, value in more.items()}
+    of_the_set = {"leaderworkerset.sigs.k8s.io/name": group["metadata"]["name"]}
+    return {**group["spec"]["leaderWorkerTemplate"][part]["metadata"]["labels"], **of_the_set, **added}
+
+
+def chooses(selector: Document, labels: Mapping[str, str]) -> bool:
+    """Whether a selector of Kubernetes' takes a pod with these labels."""
+    if any(each["operator"] != "In" for each in selector.get("matchExpressions", ())):
+        raise NotImplementedError(selector)
+    named_too = all(labels.get(each["key"]) in each["values"] for each in selector.get("matchExpressions", ()))
+    return named_too and selector.get("matchLabels", {}).items() <= labels.items()
+
+
+def test_a_role_over_nodes_is_a_group_of_pods_a_replica(tmp_path: Path) -> None:
+    """Held by hand against the API leaderworkerset.x-k8s.io/v1: no schema of it is at hand."""
+    documents = RENDERED["roles-apart, a target over two nodes"]
+    (group,) = (each for each in documents if each["kind"] == "LeaderWorkerSet")
+    assert group["apiVersion"] == "leaderworkerset.x-k8s.io/v1"
+    assert group["metadata"]["name"] not in {each["metadata"]["name"] for each in documents if each["kind"] != "LeaderWorkerSet"}
+    assert set(group["spec"]) == {"replicas", "startupPolicy", "networkConfig", "rolloutStrategy", "leaderWorkerTemplate"}
+    assert group["spec"]["networkConfig"] == {"subdomainPolicy": "Shared"}
+    rollout = {"type": "RollingUpdate", "rollingUpdateConfiguration": {"maxUnavailable": 1, "maxSurge": 0}}
+    assert group["spec"]["rolloutStrategy"] == rollout
+    of = group["spec"]["leaderWorkerTemplate"]
+    assert set(of) == {"size", "restartPolicy", "leaderTemplate", "workerTemplate"}
+    assert (group["spec"]["replicas"], of["size"], of["restartPolicy"]) == (2, 2, "RecreateGroupOnPodRestart")
+    file = tmp_path / "engines" / "qwen3-32b-apart.toml"
+    file.parent.mkdir()
+    file.write_text(named(documents, "ConfigMap", "lr-lookahead")["data"]["spec.toml"], encoding="utf-8")
+    spec = DeploymentSpec.load(file)
+    (placement,) = spec.only([Role.TARGET]).placements
+    assert (placement.tp_size, placement.gpu_device_ids, placement.num_nodes) == (2, (0,), of["size"])
+    for index, url in enumerate(spec.remotes[Role.TARGET]):
+        address = Address.parse(url)
+        # The controller's name of a leader, from which the launcher makes the others'.
+        environment = {LEADER_ADDRESS: f"{address.host}.prod", GROUP_SIZE: str(of["size"]), WORKER_INDEX: "0"}
+        led = group_of([placement], environment)
+        assert led is not None
+        assert led.leader == f"lr-lookahead-target-nodes-{index}.lr-lookahead-target-nodes.prod"
+        assert led.others == (f"lr-lookahead-target-nodes-{index}-1.lr-lookahead-target-nodes.prod",)
+    assert {each["metadata"]["name"] for each in documents if each["kind"] == "StatefulSet"} == {
+        "lr-lookahead-draft",
+        "lr-lookahead-judge",
+    }
+
+
+def test_of_a_group_the_leader_alone_is_asked_and_a_node_has_no_key_but_the_groups() -> None:
+    documents = RENDERED["roles-apart, a target over two nodes"]
+    (group,) = (each for each in documents if each["kind"] == "LeaderWorkerSet")
+    leader, node = (pod["containers"][0] for _, pod in pods([group]))
+    probes = {"startupProbe", "readinessProbe", "livenessProbe"}
+    assert probes <= leader.keys() and not probes & node.keys()
+    assert leader["startupProbe"]["periodSeconds"] * leader["startupProbe"]["failureThreshold"] >= 2 * 900 + 30
+    assert node["ports"] == [{"name": "ssh", "containerPort": SSH_PORT}]
+    (service,) = (each for each in documents if each["kind"] == "Service" and each["metadata"]["name"] == "lr-lookahead-target")
+    selector = {"matchLabels": service["spec"]["selector"]}
+    assert chooses(selector, labels_of(group, "leaderTemplate", group_index="0", worker_index="0"))
+    assert not chooses(selector, labels_of(group, "workerTemplate", group_index="0", worker_index="1"))
+    for container in (leader, node):
+        assert {"name": KEY_VARIABLE, "value": "/run/secrets/node/ssh-privatekey"} in container["env"]
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == 1
+        # Set here, they would stand before those that the controller says.
+        assert not [variable for variable in container["env"] if variable["name"].startswith("LWS_")]
+    secrets = {volume["secret"]["secretName"] for volume in list(pods([group]))[1][1]["volumes"] if "secret" in volume}
+    assert secrets == {"node-key"}
+    graces = {pod["terminationGracePeriodSeconds"] for _, pod in pods([group])}
+    assert len(graces) == 1, "a node waits for its leader's drain"
+
+
+def test_a_groups_nodes_reach_each_other_and_no_other_group() -> None:
+    documents = RENDERED["roles-apart, a target over two nodes"]
+    (group,) = (each for each in documents if each["kind"] == "LeaderWorkerSet")
+    members = [
+        labels_of(group, part, group_index=str(index), worker_index=str(worker))
+        for index in range(2)
+        for worker, part in enumerate(("leaderTemplate", "workerTemplate"))
+    ]
+    policies = [each["spec"] for each in documents if each["kind"] == "NetworkPolicy"]
+
+    def allowed(one: Mapping[str, str], other: Mapping[str, str], direction: str, peers: str) -> bool:
+        """At every port: MPI and NCCL choose theirs."""
+        return any(
+            chooses(peer["podSelector"], other)
+            for policy in policies
+            if chooses(policy["podSelector"], one)
+            for rule in policy.get(direction, ())
+            if "ports" not in rule
+            for peer in rule[peers]
+        )
+
+    for one in members:
+        for other in members:
+            same = one["leaderworkerset.sigs.k8s.io/group-index"] == other["leaderworkerset.sigs.k8s.io/group-index"]
+            assert allowed(one, other, "ingress", "from") == allowed(one, other, "egress", "to") == same
+    (budget,) = (
+        each["spec"]
+        for each in documents
+        if each["kind"] == "PodDisruptionBudget" and each["metadata"]["name"] == "lr-lookahead-target"
+    )
+    assert all(chooses(budget["selector"], one) for one in members), "a node that is evicted takes its group along"
 
 
 @pytest.mark.parametrize("name", ["one-node", "cpu"])

@@ -30,7 +30,7 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- range $role := list "target" "draft" "judge" -}}
 {{- if hasPrefix (printf "%s]" $role) $section -}}
 {{- $of := index $.Values.roles $role -}}
-{{- $name := printf "%s-%s" (include "lookahead.fullname" $) $role -}}
+{{- $name := include "lookahead.roleSet" (dict "root" $ "role" $role "of" $of) -}}
 {{- $urls := list -}}
 {{- range $i := until (int $of.replicas) -}}
 {{- $urls = append $urls (printf "%s://%s-%d.%s:8001" $scheme $name $i $name) -}}
@@ -38,6 +38,10 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- $section = printf "%s]\nurl = %s%s" $role (toJson $urls) (trimPrefix (printf "%s]" $role) $section) -}}
 {{- $cards := printf "gpu_device_ids = %s" (toJson (until (int $of.gpus))) -}}
 {{- $section = regexReplaceAll "gpu_device_ids = \\[[^\\]]*\\]" $section $cards -}}
+{{- $section = regexReplaceAll "(?m)^num_nodes = .*$" $section "" -}}
+{{- if gt (int $of.nodes) 1 -}}
+{{- $section = replace $cards (printf "num_nodes = %d\n%s" (int $of.nodes) $cards) $section -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- $sections = append $sections $section -}}
@@ -46,6 +50,11 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- else -}}
 {{- $text -}}
 {{- end -}}
+{{- end }}
+
+{{/* The name of what owns a role's pods, and of the Service that names them. Where a role spans nodes it is another, so that an upgrade can go either way. */}}
+{{- define "lookahead.roleSet" -}}
+{{ include "lookahead.fullname" .root }}-{{ .role }}{{ if gt (int .of.nodes) 1 }}-nodes{{ end }}
 {{- end }}
 
 {{- define "lookahead.podSecurity" -}}
