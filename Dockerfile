@@ -148,6 +148,12 @@ LABEL org.opencontainers.image.title="lookahead-trtllm" \
       org.opencontainers.image.revision="${REVISION}" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.base.name="${BASE}"
+# By ssh mpirun reaches the further nodes of a role that spans several. No ssh server runs unless `lookahead node` starts one, and the
+# host keys that the package made would be the same in every container.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends openssh-client openssh-server \
+    && rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_*
 COPY --from=trtllm-app /opt/lookahead /opt/lookahead
 COPY deploy/openai.toml /opt/lookahead/
 ENV PATH=${PATH}:/opt/lookahead/bin \

@@ -90,6 +90,7 @@ class World:
             {
                 "PYTHONPATH": f"{ROOT}:{ROOT / 'client' / 'src'}",
                 "FAKE_PIDS": str(self.pids),
+                "TMPDIR": str(self.pids.parent),
                 "ONE_OF_ITS_OWN": 'a "b" c\\d $HOME',
                 LEADER_ADDRESS: f"{NAMES[0]}.{DOMAIN}",
                 GROUP_SIZE: "2",

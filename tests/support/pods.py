@@ -1,7 +1,7 @@
 """Two machines on one: Linux namespaces with a name, a network and users of their own, joined by a cable.
 
 What runs in them has no powers but to read files, as user 20777, who is in no group. That one power is for checkouts and
-interpreters in folders that are root's alone.
+interpreters in folders that are root's alone. The machines' root is read-only, but for the folder that they are made in.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ _POWERLESS = (
     *("--inh-caps=-all,+dac_read_search", "--ambient-caps=+dac_read_search", "--bounding-set=-all,+dac_read_search"),
 )
 _ENTER = 'hostname "$1" && ip link set lo up && mount --bind "$2/passwd" /etc/passwd && mount --bind "$2/hosts" /etc/hosts && '
+_ENTER += 'mount --bind "$2" "$2" && mount -o remount,bind,ro / && '
 _ENTER += 'shift 2 && touch "$1" && shift && exec "$@"'
 _PACKAGES = {
     "mpirun": "openmpi-bin",
