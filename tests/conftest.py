@@ -12,7 +12,7 @@ settings.load_profile("default")
 
 LONGEST = (
     *("test_hostile_clients", "test_lookahead_server", "test_page", "test_server_lifecycle", "test_death_and_drain"),
-    *("test_benches", "test_roles_apart", "test_sampler", "test_fair_shares", "test_policy", "test_fitting"),
+    *("test_benches", "test_roles_apart", "test_two_machines", "test_sampler", "test_fair_shares", "test_policy", "test_fitting"),
     *("test_embedded_model", "test_embedded_memory", "test_service", "test_evaluation_scoring", "test_ablation"),
     *("test_same_text", "test_plan"),
 )

@@ -35,6 +35,7 @@ ALIAS = "lookahead-node"
 LOOK_S = 1.0
 """Between two looks whether the nodes answer."""
 _BANNER_S = 5.0
+_NO_SHELLS = ("nologin", "false")
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,9 +214,12 @@ def login_name() -> str:
     """Who this process is by the list of users, which ssh looks into on both sides.
 
     Raises:
-        ConfigError: the list has no such user.
+        ConfigError: the list has no such user, or no shell of its own.
     """
     try:
-        return pwd.getpwuid(os.getuid()).pw_name
+        user = pwd.getpwuid(os.getuid())
     except KeyError:
         raise ConfigError(f"user {os.getuid()} is not in /etc/passwd, and ssh knows no other") from None
+    if Path(user.pw_shell).name in _NO_SHELLS:
+        raise ConfigError(f"user {user.pw_name} has the shell {user.pw_shell}, by which ssh can start nothing")
+    return user.pw_name

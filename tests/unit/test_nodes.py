@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import pwd
 import shutil
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lr_backend.build.placement import Placement
+from lr_backend.build.spec import DeploymentSpec
+from lr_backend.cli import serve
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError
 from lr_backend.serve import nodes as leading
@@ -22,6 +26,7 @@ from lr_backend.serve.launch import launch_plan
 from lr_backend.serve.nodes import KEY_VARIABLE, Group, Nodes, group_of, private_key, public_key, why_silent
 from lr_backend.serve.server import ServerOptions, TritonServer
 from tests.support import fake_mpirun, fake_triton
+from tests.support.fake_trtllm import write_gpu_spec
 
 TARGET = Placement(Role.TARGET, "tensorrtllm", 4, (0, 1), 2)
 POD = {"LWS_LEADER_ADDRESS": "lr-target-1.lr-target.prod", "LWS_GROUP_SIZE": "3", "LWS_WORKER_INDEX": "0"}
@@ -126,6 +131,39 @@ def test_without_ssh_nothing_is_tried(tmp_path: Path, key: Path, monkeypatch: py
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="apt-get install openssh-client"):
         Nodes.prepare(("host",), 8, key, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("user", "why"), [(None, "is not in /etc/passwd"), ("/usr/sbin/nologin", "by which ssh can start nothing")]
+)
+def test_ssh_needs_a_user_with_a_shell(
+    tmp_path: Path, key: Path, monkeypatch: pytest.MonkeyPatch, user: str | None, why: str
+) -> None:
+    def look_up(number: int) -> pwd.struct_passwd:
+        if user is None:
+            raise KeyError(number)
+        return pwd.struct_passwd(("someone", "x", number, number, "", "/", user))
+
+    monkeypatch.setattr(pwd, "getpwuid", look_up)
+    with pytest.raises(ConfigError, match=why):
+        Nodes.prepare(("host",), 8, key, tmp_path)
+
+
+def test_serve_leads_the_group_of_its_spec(tmp_path: Path, key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_gpu_spec(tmp_path / "spec", checkpoints=False)
+    text = path.read_text().replace("tp_size = 2\n", 'tp_size = 4\nnum_nodes = 2\nurl = "grpc://one:8001"\n')
+    path.write_text(text.replace("[draft]\n", '[draft]\nurl = "grpc://two:8001"\n'))
+    deployment = DeploymentSpec.load(path)
+    for name, value in {**POD, "LWS_GROUP_SIZE": "2", KEY_VARIABLE: str(key)}.items():
+        monkeypatch.setenv(name, value)
+    with ExitStack() as ended:
+        nodes = serve._nodes(deployment.only([Role.TARGET]), ended)
+        assert nodes is not None
+        assert (nodes.others, nodes.slots) == (("lr-target-1-1.lr-target.prod",), 2)
+        assert nodes.hostfile.is_file()
+    assert not nodes.hostfile.exists(), "it ends with the server"
+    with pytest.raises(ConfigError, match="no role here has num_nodes above 1"):
+        serve._nodes(deployment.only([Role.DRAFT]), ExitStack())
 
 
 # ------------------------------------------------------------------------------------------------------------ waiting for nodes
