@@ -6,12 +6,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import triton_python_backend_utils as pb_utils
 
 from lr_backend.embedded.config import EngineConfig
-from lr_backend.embedded.engine import EmbeddedEngine
 from lr_backend.emulated.engine import PacedEngine
 from lr_backend.emulated.open import open_engine
 from lr_backend.errors import LookaheadError
@@ -20,6 +19,9 @@ from lr_backend.triton.client_watch import ClientWatch
 from lr_backend.triton.contract_model import LOOP_KEY, ContractModel, batch_size_default, model_parameters, require_one_response
 from lr_backend.triton.engine_metrics import engine_metrics
 from lr_backend.triton.threads import share_interpreter
+
+if TYPE_CHECKING:
+    from lr_backend.embedded.engine import EmbeddedEngine
 
 
 def engine_config(model_config: Mapping[str, Any], model_dir: Path) -> EngineConfig:

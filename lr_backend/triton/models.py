@@ -12,6 +12,9 @@ from lr_backend.loop.assemble import Models
 from lr_backend.steps.rules import StepRules
 from lr_backend.verify.judge_prompt import JudgePrompt
 
+_PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""Names, before and since transformers 5, of the tokenizer that does what ``tokenizer.json`` says and nothing else."""
+
 
 def load_tokenizer(directory: Path) -> Any:
     """A Hugging Face tokenizer from a checkpoint directory; nothing is downloaded and no code of the checkpoint is run.
@@ -19,14 +22,26 @@ def load_tokenizer(directory: Path) -> Any:
     Raises:
         CheckpointError: there is none.
     """
-    from transformers import AutoTokenizer
-
     if not (directory / "tokenizer.json").exists() and not (directory / "tokenizer_config.json").exists():
         raise CheckpointError(f"{directory.name}: no tokenizer in the checkpoint directory")
     try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        return _class_for(directory).from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{directory.name}: the tokenizer cannot be loaded: {error}") from error
+
+
+def _class_for(directory: Path) -> Any:
+    """The class that the checkpoint itself names where that is the plain one; else transformers looks for it, and loads torch."""
+    config = directory / "tokenizer_config.json"
+    named = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
+    whole = (directory / "tokenizer.json").exists() and "auto_map" not in named
+    if whole and named.get("tokenizer_class") in _PLAIN_CLASSES:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
 
 
 def end_ids(tokenizer: Any, directory: Path) -> list[int]:

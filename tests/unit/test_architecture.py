@@ -151,11 +151,40 @@ def test_tensorrt_llm_is_imported_by_name_at_one_place_and_only_when_it_is_neede
     assert users == {"upstream.py"}
 
 
-def test_torch_is_loaded_by_no_engine_that_needs_none() -> None:
+WITHOUT_TORCH = {
+    "an LLM API engine": "import lr_backend.llmapi.engine",
+    "an emulated engine": """
+import tempfile
+from pathlib import Path
+from tests.support.fake_pb_utils import stub_module
+
+sys.modules["triton_python_backend_utils"] = stub_module()
+import lr_backend.triton.engine_model
+from lr_backend.build.emulated_spec import emulated
+from lr_backend.embedded.config import EngineConfig
+from lr_backend.emulated.open import open_engine
+from lr_backend.engine import Role
+
+with tempfile.TemporaryDirectory() as folder:
+    parameters = emulated("qwen3-32b-apart", "h200_sxm").engine_parameters(Role.TARGET, Path(folder))
+open_engine(EngineConfig.from_parameters(parameters)).close()
+""",
+    "the step loop": """
+import lr_backend.triton.service
+from lr_backend.build.spec import DeploymentSpec
+from lr_backend.triton.models import load_models
+
+load_models(DeploymentSpec.load("demo").loop_config())
+""",
+}
+
+
+@pytest.mark.parametrize("code", WITHOUT_TORCH.values(), ids=WITHOUT_TORCH)
+def test_torch_is_loaded_by_no_process_that_needs_none(code: str) -> None:
     """The LLM API's engine draws with torch where upstream calls it, which has loaded torch itself."""
-    code = "import sys, lr_backend.llmapi.engine, lr_backend.triton.service; print('torch' in sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
-    assert loaded.strip() == "False"
+    told = f"import sys\n{code}\nprint('torch' in sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert loaded.splitlines()[-1] == "False"
 
 
 ROOMS = ("lr_backend/loop", "lr_backend/propose", "lr_backend/policy")
