@@ -1,9 +1,14 @@
 """Settings that all tests share."""
 
 import gc
+import os
 
 import pytest
 from hypothesis import settings
+
+# Read when torch is loaded, so it stands before whatever loads it. Threads of torch that wait must not spin: the test's own
+# process, the other one and their servers share the cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Deterministic by default, and no wall-time limit: machines are noisy.
 settings.register_profile("default", deadline=None, max_examples=60, derandomize=True)
