@@ -21,6 +21,8 @@ import tritonclient.grpc as grpcclient
 from lr_client import Client, Options, TargetUnavailable
 from tritonclient.utils import InferenceServerException
 
+from bench.kit.serving import with_layout
+from lr_backend.build.base import Layout
 from lr_backend.build.repository import build_repository
 from lr_backend.build.spec import DeploymentSpec
 from lr_backend.engine import EngineCall, Role
@@ -91,7 +93,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         targets = [parts.role(Role.TARGET, f"target{number}") for number in range(2)]
         draft = parts.role(Role.DRAFT, "draft", arguments=tls_arguments(certificate, private))
         judge = parts.role(Role.JUDGE, "judge")
-        box = parts.serve(DeploymentSpec.load(together), "box")
+        box = parts.serve(with_layout(DeploymentSpec.load(together), Layout.ONE_PROCESS), "box")
         for each in (*targets, draft, judge, box):
             each.wait_ready(READY_S)
         loop = parts.loop("loop", targets, draft, judge)

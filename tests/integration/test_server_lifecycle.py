@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from lr_backend.build.emulated_spec import emulated
 from lr_backend.build.repository import build_repository
 from lr_backend.build.spec import DeploymentSpec
 from lr_backend.serve import server as launcher
@@ -32,6 +34,8 @@ pytestmark = pytest.mark.integration
 READY_S = 120.0
 BOUND_S = 60.0
 STUBS = 4
+EMULATED = ("qwen3-32b-apart", "b200_sxm")
+"""A deployment, and the system at whose pace it answers."""
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +50,15 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> DeploymentSpec:
 @pytest.fixture
 def server(spec: DeploymentSpec) -> Iterator[TritonServer]:
     with TritonServer(spec.built_dir, ServerOptions(exit_timeout_s=20)) as running:
+        running.wait_ready(READY_S)
+        yield running
+
+
+@pytest.fixture
+def emulated_server(tmp_path: Path) -> Iterator[TritonServer]:
+    """As many processes, ready sooner: none of them loads torch."""
+    report = build_repository(emulated(*EMULATED), tmp_path / "repository")
+    with TritonServer(report.output, ServerOptions(exit_timeout_s=20)) as running:
         running.wait_ready(READY_S)
         yield running
 
@@ -100,18 +113,20 @@ def bounded(reached: Callable[[], bool]) -> None:
         select.select([], [], [], 0.005)
 
 
-def test_a_killed_server_leaves_nothing(server: TritonServer) -> None:
-    processes, prefix = family(server), server.shm_prefix
+def test_a_killed_server_leaves_nothing(emulated_server: TritonServer) -> None:
+    processes, prefix = family(emulated_server), emulated_server.shm_prefix
     assert len(processes) >= 1 + STUBS
     processes[0].kill()
-    assert server.wait(BOUND_S) == 128 + signal.SIGKILL
+    assert emulated_server.wait(BOUND_S) == 128 + signal.SIGKILL
     assert_nothing_left(processes, prefix)
-    assert server.stop() == 128 + signal.SIGKILL
+    assert emulated_server.stop() == 128 + signal.SIGKILL
 
 
-def test_a_model_that_cannot_load_says_why(spec: DeploymentSpec, tmp_path: Path) -> None:
+def test_a_model_that_cannot_load_says_why(tmp_path: Path) -> None:
     path = write_spec(tmp_path / "engines" / "broken.toml", make_tiny_models(tmp_path / "checkpoints"), name="broken")
     report = build_repository(DeploymentSpec.load(path))
+    for other in ("target", "draft"):  # whether they load is nothing to it
+        shutil.rmtree(report.output / other)
     (tmp_path / "checkpoints" / "judge" / "model.safetensors").write_bytes(b"\x00" * 64)
     with TritonServer(report.output, ServerOptions(exit_timeout_s=2)) as server:
         with pytest.raises(ServerError, match=r"judge: .*LR_CHECKPOINT"):
@@ -162,10 +177,12 @@ def repository_index(server: TritonServer, key: str) -> int:
         connection.close()
 
 
-def test_the_serve_command_answers_and_ends_cleanly(spec: DeploymentSpec, tmp_path: Path) -> None:
+def test_the_serve_command_answers_and_ends_cleanly(tmp_path: Path) -> None:
     """By Ctrl-C. That SIGTERM ends it as cleanly, also while it is asked, is seen in tests/fault/test_death_and_drain.py."""
-    command = [sys.executable, "-c", "from lr_backend.cli.app import app; app()", "serve", "--spec", str(spec.path)]
-    command += ["--http-port=0", "--grpc-port=0", "--metrics-port=0", f"--log-file={tmp_path / 'server.log'}"]
+    name, system = EMULATED
+    command = [sys.executable, "-c", "from lr_backend.cli.app import app; app()", "serve", "--spec", name, "--pace", system]
+    command += ["--repository", str(tmp_path / "repository")]
+    command += ["--http-port=0", "--grpc-port=0", "--metrics-port=0", "--openai-port=0", f"--log-file={tmp_path / 'server.log'}"]
     environment = {**os.environ, "COLUMNS": "200", "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as serving:
         assert serving.stdout is not None
