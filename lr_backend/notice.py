@@ -2,8 +2,9 @@
 
 The launcher tells of models whose process has died: Triton tells its models nothing of it, and a call to such a model hangs until
 its client gives up. It also tells that the server is to end: Triton takes no BLS call once it is stopping, so answers must finish
-before it is told to stop. The processes of the loop tell how many requests each of them is answering (:class:`Seats`). Together
-they keep to the server's limit, and the launcher sees when all is answered.
+before it is told to stop. The processes of the loop tell how many requests each of them is answering (:class:`Seats`), and how
+many of its calls are lost with dead models. Together they keep to the server's limit, and the launcher sees when all is
+answered.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ NOTICE_VARIABLE = "LOOKAHEAD_NOTICE_FILE"
 """Names the file of deaths to the step loop, which is there from the first death on. That of the seats lies beside it."""
 MAX_LOOPS = 64
 """Processes of the step loop that one server may have."""
-_SIZE = 8 * (1 + 2 * MAX_LOOPS)
+_SIZE = 8 * (1 + 3 * MAX_LOOPS)
 
 
 def post(path: Path, dead: Iterable[str]) -> None:
@@ -40,9 +41,9 @@ def read(path: Path) -> frozenset[str]:
 class Seats:
     """Requests in flight of each process of the step loop, and whether the server is to end, in memory that all of them share.
 
-    The numbers are: whether the server is to end, and for each process its requests in flight, and whether it ever had one. Each
-    has one writer. A loop counts a request first and then looks whether the server is to end; the launcher says so first and then
-    looks at the counts. So it sees what was let in before, and nothing is let in after.
+    The numbers are: whether the server is to end, and for each process its requests in flight, whether it ever had one, and its
+    lost calls. Each has one writer. A loop counts a request first and then looks whether the server is to end; the launcher says
+    so first and then looks at the counts. So it sees what was let in before, and nothing is let in after.
     """
 
     numbers: memoryview
@@ -81,7 +82,12 @@ class Seats:
     @property
     def num_used(self) -> int:
         """Processes that have had a request."""
-        return sum(self.numbers[1 + MAX_LOOPS :])
+        return sum(self.numbers[1 + MAX_LOOPS : 1 + 2 * MAX_LOOPS])
+
+    @property
+    def most_lost(self) -> int:
+        """Calls that one process has lost with dead models, where it lost the most: none of them is ever answered."""
+        return max(self.numbers[1 + 2 * MAX_LOOPS :])
 
     def seat(self, loop: int) -> Seat:
         """The place of one process, counted from 0."""
@@ -103,6 +109,10 @@ class Seat:
     def leave(self) -> None:
         """It is answered."""
         self._seats.numbers[self._place] -= 1
+
+    def lose(self, num_calls: int) -> None:
+        """So many of its calls are lost now."""
+        self._seats.numbers[self._place + 2 * MAX_LOOPS] = num_calls
 
     @property
     def num_in_flight(self) -> int:

@@ -3,7 +3,8 @@
 Triton itself does neither: a model whose process is gone stays "ready", and calls to it hang. Here its death is known at once.
 The step loop is told, so that calls in flight fail and answers end or go on without; then the model is unloaded and loaded, which
 starts a new process. What cannot be mended so ends the server, and whoever supervises it starts it anew: a process of the step
-loop, whose answers are lost with it, and a model that does not load.
+loop, whose answers are lost with it, a model that does not load, and the loss of too many calls. Triton keeps a thread of the
+step loop for each call that a dead process was to answer.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from lr_backend.serve.server import TritonServer
 
 STUB = "triton_python_backend_stub"
 UNLOAD_S = 20.0
-"""For a dead model to be unloaded. Triton may wait for ever for a process that was killed while it handed over an answer."""
+"""For Triton to answer to the unload of a dead model. It does at once, and takes the model apart afterwards."""
 LOAD_S = 300.0
 """For a model to be loaded anew."""
 
@@ -113,6 +114,9 @@ class StubKeeper:
         self._dead.discard(model)
         post(self._server.notice_file, self._dead)
         self._say(f"{model} is back")
+        num_lost = self._server.seats.most_lost
+        if 2 * num_lost > self._server.options.thread_pool_size:
+            self._lose(f"{num_lost} calls were lost with dead processes, more than half of what the step loop may have in flight")
 
     def _lose(self, why: str) -> None:
         self.why = why

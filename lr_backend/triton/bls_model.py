@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +74,9 @@ class TritonReplies:
         self._sender.send(response, flags=pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0)
 
 
-async def infer(model_name: str, request_id: str, inputs: Arrays, wanted: tuple[str, ...]) -> dict[str, npt.NDArray[Any]]:
+async def infer(
+    gate: CallGate, model_name: str, request_id: str, inputs: Arrays, wanted: tuple[str, ...]
+) -> dict[str, npt.NDArray[Any]]:
     """One BLS call. Raises :class:`EngineError` by what Triton or the engine answered."""
     request = pb.InferenceRequest(
         model_name=model_name,
@@ -83,7 +86,7 @@ async def infer(model_name: str, request_id: str, inputs: Arrays, wanted: tuple[
         parameters=PARAMETERS,
     )
     try:
-        response = await request.async_exec()
+        response = await gate.answer(request.async_exec())
     except pb.TritonModelException as error:
         raise unavailable(model_name, error) from error
     if response.has_error():
@@ -174,7 +177,7 @@ class TritonPythonModel:
 
     def _by_calls(self) -> Engines:
         """The server's own models of these names by BLS, those that live elsewhere by gRPC."""
-        gate = CallGate(self._max_calls)
+        gate = CallGate(self._max_calls, self._seat.lose)
         tokens_per_block = self._config.tokens_per_block
         engines: dict[Role, Engine] = {}
         for role in Role:
@@ -183,7 +186,7 @@ class TritonPythonModel:
 
                 engines[role] = remote_engine(urls, role.value, gate, tokens_per_block, os.environ)
             else:
-                self._called[role] = TritonEngine(role.value, infer, gate, tokens_per_block=tokens_per_block)
+                self._called[role] = TritonEngine(role.value, partial(infer, gate), gate, tokens_per_block=tokens_per_block)
                 engines[role] = self._called[role]
         return Engines(engines[Role.TARGET], engines[Role.DRAFT], engines[Role.JUDGE])
 

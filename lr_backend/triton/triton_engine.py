@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy.typing as npt
 import structlog
@@ -23,6 +23,8 @@ from lr_backend.engine.upstream_errors import kind_of
 from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, NotFinite, Overloaded
 
 log = structlog.get_logger()
+
+Answer = TypeVar("Answer")
 
 CANCEL_REPEAT_S = 0.05
 MAX_CANCELS = 20
@@ -53,11 +55,21 @@ class CallGate:
 
     Triton holds one thread of its pool for each; past the pool the rest would wait unseen. Cancels do not pass the gate: the
     pool keeps a reserve for them.
+
+    A call to a process that died is never answered, and Triton keeps its thread. Such a lost call takes a place for as long, so
+    that no more calls are in flight than there are threads.
+
+    Attributes:
+        num_lost: calls that nobody waits for any more, and that Triton has not answered.
     """
 
-    def __init__(self, max_in_flight_calls: int) -> None:
+    def __init__(self, max_in_flight_calls: int, on_lost: Callable[[int], None] = lambda num: None) -> None:
+        """``on_lost`` is told each new ``num_lost``."""
         self._semaphore = asyncio.Semaphore(max_in_flight_calls)
-        self.num_in_flight = 0
+        self._on_lost = on_lost
+        self._owed = 0
+        """Places that lost calls take from the next ones that leave."""
+        self.num_in_flight = self.num_lost = 0
 
     async def enter(self) -> None:
         await self._semaphore.acquire()
@@ -65,7 +77,32 @@ class CallGate:
 
     def leave(self) -> None:
         self.num_in_flight -= 1
-        self._semaphore.release()
+        self._free()
+
+    async def answer(self, asked: asyncio.Future[Answer]) -> Answer:
+        """What Triton answers to a call, which is lost where this is cancelled first."""
+        try:
+            return await asyncio.shield(asked)
+        except asyncio.CancelledError:
+            if not asked.done():
+                self._owed += 1
+                self._count_lost(1)
+                asked.add_done_callback(self._found)
+            raise
+
+    def _found(self, _: asyncio.Future[Any]) -> None:
+        self._count_lost(-1)
+        self._free()
+
+    def _free(self) -> None:
+        if self._owed:
+            self._owed -= 1
+        else:
+            self._semaphore.release()
+
+    def _count_lost(self, change: int) -> None:
+        self.num_lost += change
+        self._on_lost(self.num_lost)
 
 
 class Breaker:

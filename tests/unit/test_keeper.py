@@ -1,7 +1,8 @@
-"""The keeper and a Triton that does not let a dead model go."""
+"""The keeper, a Triton that does not answer it, and calls that are lost with dead models."""
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from lr_backend.notice import Seats
 from lr_backend.serve import keeper as room
 from lr_backend.serve.keeper import StubKeeper
+from lr_backend.serve.server import ServerOptions
 
 
 @pytest.fixture
@@ -32,6 +34,25 @@ def test_a_model_that_is_not_let_go_is_lost_and_the_answers_in_flight_are_not(
     keeper._has_died(model)
     assert keeper.lost.is_set() and keeper.can_drain is drains
     assert f"{model} is back" not in said and "died" in keeper.why
+    keeper.stop()
+
+
+@pytest.mark.parametrize(("num_lost", "lasts"), [(0, True), (64, True), (65, False)])
+def test_a_server_that_has_lost_too_many_calls_ends_once_the_model_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_lost: int, lasts: bool
+) -> None:
+    """Each of them holds a thread of the step loop for good; without threads nothing is ever answered."""
+    monkeypatch.setattr(StubKeeper, "_call", lambda *_: None)
+    monkeypatch.setattr(room, "stubs_of", lambda _: {"draft": [os.getpid()]})
+    server = SimpleNamespace(pid=None, notice_file=tmp_path / "notice", running=True, options=ServerOptions(thread_pool_size=128))
+    server.seats = Seats.make(server.notice_file)
+    Seats.beside(server.notice_file).seat(1).lose(num_lost)
+    said: list[str] = []
+    keeper = StubKeeper(server, said.append)  # type: ignore[arg-type]
+    keeper._has_died("draft")
+    assert said[-1] == "draft is back"
+    assert keeper.lost.is_set() is not lasts
+    assert keeper.can_drain and (lasts or f"{num_lost} calls" in keeper.why)
     keeper.stop()
 
 

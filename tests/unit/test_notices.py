@@ -86,6 +86,18 @@ def test_the_end_is_seen_at_once_by_all_and_not_by_those_of_another_server(tmp_p
     assert not Seats.alone().seat(0).ending
 
 
+def test_the_launcher_sees_the_process_that_has_lost_the_most_calls(tmp_path: Path) -> None:
+    launcher = Seats.make(tmp_path / "notice")
+    first, last = (Seats.beside(tmp_path / "notice").seat(loop) for loop in (0, MAX_LOOPS - 1))
+    assert launcher.most_lost == 0
+    first.lose(3)
+    last.lose(7)
+    assert launcher.most_lost == 7
+    last.lose(0)
+    assert launcher.most_lost == 3
+    assert launcher.num_used == launcher.num_in_flight == 0
+
+
 def test_a_process_that_nobody_started_sees_itself_alone(tmp_path: Path) -> None:
     one, other = Seats.alone().seat(0), Seats.alone().seat(0)
     one.enter()

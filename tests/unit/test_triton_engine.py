@@ -191,3 +191,38 @@ def test_a_cancelled_call_that_waits_its_turn_is_no_sign_of_a_dead_engine() -> N
         await engine.close()
 
     run_virtual(main())
+
+
+def test_a_call_that_is_lost_with_its_process_keeps_its_place_until_triton_answers() -> None:
+    """Triton's thread for it is taken as long: else later calls would wait for a thread, unseen and for ever."""
+
+    async def main() -> None:
+        told, threads, triton = list[int](), list[asyncio.Future[dict[str, Any]]](), ScriptedTriton()
+        gate = CallGate(3, told.append)
+
+        async def unanswered(model: str, request_id: str, inputs: Any, wanted: Any) -> dict[str, Any]:
+            threads.append(asyncio.get_running_loop().create_future())
+            return await gate.answer(threads[-1])
+
+        mortal = TritonEngine("draft", unanswered, gate, tokens_per_block=32)
+        other = TritonEngine("target", triton.infer, gate, tokens_per_block=32)
+
+        async def most_at_once() -> int:
+            triton.max_running = 0
+            await asyncio.gather(*(other.generate(call(str(number))) for number in range(5)))
+            return triton.max_running
+
+        calls = [asyncio.create_task(mortal.generate(call(name))) for name in "ab"]
+        await asyncio.sleep(1)
+        assert told == []
+        mortal.has_died("it is gone")
+        assert [type(one) for one in await asyncio.gather(*calls, return_exceptions=True)] == [EngineUnavailable] * 2
+        assert gate.num_lost == 2 and told == [1, 2]
+        assert await most_at_once() == 1
+        threads[0].set_result(tokens([1]))
+        assert await most_at_once() == 2
+        threads[1].set_exception(EngineUnavailable("it is not healthy"))
+        assert await most_at_once() == 3
+        assert gate.num_lost == 0 and told == [1, 2, 1, 0]
+
+    run_virtual(main())
