@@ -5,6 +5,7 @@ A metric call crosses processes, and nobody who works may wait for one.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -90,7 +91,8 @@ class MetricSheet:
         name, _ = key
         if key not in self._metrics:
             self._metrics[key] = self._families[name].Metric(labels=self._labelled(key))
-            self._shown[key] = 0.0
+            # A gauge may still show what a process said that died; of a counter only what is new is sent.
+            self._shown[key] = 0.0 if name in self._counters else math.nan
         before = self._shown[key]
         if value == before:
             return

@@ -102,3 +102,24 @@ def test_results_and_the_rate_with_its_interval(counts: dict[str, AuditCounts], 
     metrics.touch()
     metrics.close()
     assert family.values == expected | {(AUDITS, "right", "judge"): 5.0, (AUDITS, "dropped", "judge"): 1.0}
+
+
+def test_a_gauge_that_is_nought_from_the_start_is_sent() -> None:
+    """The process before may have died, and Triton still shows what it said."""
+
+    class Left(Metrics):
+        def __call__(self, name: str, description: str, kind: str) -> Any:
+            return LeftFamily(self, name)
+
+    class LeftFamily(Family):
+        def Metric(self, labels: dict[str, str]) -> Family:
+            self.metrics.values[(self.name,)] = 7.0
+            return Family(self.metrics, self.name, (self.name,))
+
+    metrics = Left()
+    values = [((SPENT, ()), 0.0), ((RATE, ()), 0.0)]
+    sheet = MetricSheet(metrics, {SPENT: "spent"}, {RATE: "rate"}, lambda: values)
+    sheet.refresh()
+    sheet.refresh()
+    assert metrics.values == {(SPENT,): 7.0, (RATE,): 0.0} and metrics.num_calls == 1
+    sheet.close()
