@@ -83,7 +83,7 @@ def test_a_template_that_is_cut_off_is_no_template() -> None:
 
 def test_parameters_are_those_of_template_and_backend_by_kind() -> None:
     tables = tool.backend_tables(TEMPLATE, [INSTANCE])
-    assert tables["parameters"] == {"size": "int", "note": "text", "share": "float", "kind": ["small", "large"]}
+    assert tables["parameters"] == {"size": "int", "note": "text", "share": "float", "kind": ["large", "small"]}
     assert tables["rules"] == {"booleans": ["true", "1"], "required_parameters": ["kind", "size"]}
 
 
