@@ -33,7 +33,7 @@ contract: venv ## what is rendered and run for Triton and TensorRT-LLM, against 
 test-gpu: venv ## what needs a CUDA device, the conformance suite among it
 	$(BIN)/python -m pytest -m gpu
 
-fault: venv ## processes killed, the server told to end, storms: 25 minutes, both layouts; fails where a promise is missed
+fault: venv ## processes killed, the server told to end, storms: 20 minutes, both layouts; fails where a promise is missed
 	$(BIN)/python -m bench faults
 
 fault-long: venv ## the same with many more tries, requests and minutes
