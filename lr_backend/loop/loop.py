@@ -31,7 +31,7 @@ from lr_backend.loop.ledger import Ledger
 from lr_backend.loop.tree import Decision, Horizon, Node, Tree
 from lr_backend.loop.work import Change, WorkUnderWay
 from lr_backend.loop.writer import StepWriter
-from lr_backend.policy.policy import USUAL_STEP_TOKENS, Learned, RequestPolicy
+from lr_backend.policy.policy import Learned, RequestPolicy
 from lr_backend.propose.growing import GrowingText
 from lr_backend.request import FinishReason, LookaheadRequest, Origin
 from lr_backend.steps.rules import Ending, StepRules
@@ -116,7 +116,7 @@ class LookaheadLoop:
         ending = self.rules.of_step if watched else self.rules.of_answer
         step = await self._target_step(prefix, self._budget(prefix) if watched else most, ending)
         self.answer.commit(step, Origin.TARGET, Reason.NONE)
-        num_steps = 1 if watched else max(1, round(len(step.ids) / self._step_tokens))
+        num_steps = 1 if watched else max(1, round(len(step.ids) / self.shared.step_tokens))
         self.policy.committed(len(step.ids), num_steps)
 
     # The algorithm -------------------------------------------------------------------------------------------------
@@ -277,11 +277,7 @@ class LookaheadLoop:
     def _num_alone(self) -> int:
         """Tokens that the target writes before looking ahead may pay again."""
         steps = None if "draft" in self.ledger.degraded else self.policy.alone_steps()
-        return self.answer.num_left if steps is None else min(self.answer.num_left, ceil(steps * self._step_tokens))
-
-    @property
-    def _step_tokens(self) -> float:
-        return self.shared.prices.step_tokens.value or USUAL_STEP_TOKENS
+        return self.answer.num_left if steps is None else min(self.answer.num_left, ceil(steps * self.shared.step_tokens))
 
     def _has_come_to_rest(self, tree: Tree) -> bool:
         """Nothing is in flight and nothing would be but the target's next step, which then need not end where a step does."""

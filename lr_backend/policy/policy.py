@@ -74,6 +74,11 @@ class Learned:
         return self.draft_length[proposer].best(most) if most else 0
 
     @property
+    def step_tokens(self) -> float:
+        """Of a step, as they have lately been."""
+        return self.prices.step_tokens.value or USUAL_STEP_TOKENS
+
+    @property
     def price_of_row(self) -> float:
         """By which share one sequence more slows down the target, with those in flight."""
         prices = self.prices
@@ -227,8 +232,8 @@ class Measured:
         if drafts and self.request.proposer != ProposerName.ENGINE:
             return STEPS_ALONE  # each verification is a call of its own
         prices = self.shared.prices
-        crowding, step_tokens = prices.target[drafts].crowding, prices.step_tokens.value or USUAL_STEP_TOKENS
-        step_s = step_tokens * crowding.at(max(0, prices.num_requests - 1))
+        crowding = prices.target[drafts].crowding
+        step_s = self.shared.step_tokens * crowding.at(max(0, prices.num_requests - 1))
         cheap = ceil(crowding.admission_s / (ADMISSIONS_SHARE * step_s)) if step_s else STEPS_ALONE
         return min(MOST_STEPS_ALONE, max(STEPS_ALONE, cheap))
 
@@ -245,7 +250,7 @@ class Measured:
         # At the present load: what tokens have lately taken may be of another.
         num_requests = max(1, prices.num_requests)
         num_tokens, drafted = prices.step_tokens.value, prices.drafted_token_s.value
-        a_call = (num_tokens or USUAL_STEP_TOKENS) * (1 if way.ahead else self._steps_of_a_call(way.drafts))
+        a_call = self.shared.step_tokens * (1 if way.ahead else self._steps_of_a_call(way.drafts))
         alone_s = off * crowding.at(num_requests - 1, a_call)
         if not way.ahead or num_tokens is None or drafted is None:
             return alone_s
