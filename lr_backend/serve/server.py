@@ -291,13 +291,26 @@ class TritonServer:
     def _arguments(self, backends: Path | None, rank: int) -> list[str]:
         """Options of one rank's tritonserver. Ranks other than 0, maybe on other machines, load the engine alone."""
         options, suffix = self.options, f"rank{rank}_" if rank else ""
-        if rank:
-            return self._follower_arguments(suffix)
-        own_backends = [f"--backend-directory={backends}"] if backends else []
-        control = ["--model-control-mode=explicit", "--load-model=*"]  # so that a model can be loaded anew
+        listening = ["--allow-http=false", "--allow-grpc=false", "--allow-metrics=false"] if rank else self._listening(backends)
         return [
             f"--id={(self.shm_prefix + suffix).strip('_')}",
             f"--model-repository={self.repository}",
+            *listening,
+            f"--backend-config=python,shm-region-prefix-name={self.shm_prefix}{suffix}",
+            "--model-control-mode=explicit",  # so that a model can be loaded anew
+            *(f"--load-model={name}" for name in (options.plan.worker_models if rank else ("*",))),
+            "--disable-auto-complete-config",
+            "--exit-on-error=true",
+            *([] if rank else ["--strict-readiness=true"]),
+            f"--exit-timeout-secs={options.exit_timeout_s}",
+            *options.plan.arguments,
+            *([] if rank else options.arguments),
+        ]
+
+    def _listening(self, backends: Path | None) -> list[str]:
+        """Where the first rank listens, and what it has to answer there."""
+        options, own_backends = self.options, [f"--backend-directory={backends}"] if backends else []
+        return [
             *own_backends,
             f"--http-address={options.host}",
             f"--http-port={self.ports.http}",
@@ -307,30 +320,6 @@ class TritonServer:
             f"--metrics-address={options.host}",
             f"--metrics-port={self.ports.metrics}",
             f"--backend-config=python,thread-pool-size={options.thread_pool_size}",
-            f"--backend-config=python,shm-region-prefix-name={self.shm_prefix}{suffix}",
-            *control,
-            "--disable-auto-complete-config",
-            "--exit-on-error=true",
-            "--strict-readiness=true",
-            f"--exit-timeout-secs={options.exit_timeout_s}",
-            *options.plan.arguments,
-            *options.arguments,
-        ]
-
-    def _follower_arguments(self, suffix: str) -> list[str]:
-        return [
-            f"--id={(self.shm_prefix + suffix).strip('_')}",
-            f"--model-repository={self.repository}",
-            "--allow-http=false",
-            "--allow-grpc=false",
-            "--allow-metrics=false",
-            f"--backend-config=python,shm-region-prefix-name={self.shm_prefix}{suffix}",
-            "--model-control-mode=explicit",
-            *(f"--load-model={name}" for name in self.options.plan.worker_models),
-            "--disable-auto-complete-config",
-            "--exit-on-error=true",
-            f"--exit-timeout-secs={self.options.exit_timeout_s}",
-            *self.options.plan.arguments,
         ]
 
     def wait_ready(self, timeout_s: float, give_up: threading.Event | None = None) -> None:
