@@ -46,7 +46,7 @@ class Sets:
     def open(self) -> Engines:
         """On the running event loop's clock."""
         texts = Texts(self.workload, 0)
-        thread = LoopThread(self.machine.loop_s, SharedCards(self.machine.sharing), self.machine.call_demand)
+        thread = LoopThread(self.machine.loop_s, SharedCards(self.machine.law), self.machine.call_demand)
         found = [virtual_engines(self.machine, texts, thread) for _ in range(self.num_sets)]
         return Engines(
             OneOfSet([one.target for one in found]),

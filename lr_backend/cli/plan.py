@@ -20,7 +20,7 @@ from lr_backend.errors import LookaheadError
 from lr_backend.hardware.cost import Iteration, Join
 from lr_backend.hardware.machine import LinearTimes, Machine, Place
 from lr_backend.hardware.profile import find, label_of
-from lr_backend.hardware.sharing import CardSharing
+from lr_backend.hardware.sharing import LAWS, CardSharing
 from lr_backend.plan.fit_texts import by_verifier, fit_workload
 from lr_backend.plan.fitting import Fitted, fit_by_verifier
 from lr_backend.plan.losses import Without, losses
@@ -33,7 +33,7 @@ from lr_backend.trace.schema import Trace
 
 ASSUMED_SPREAD = 0.3
 ROUGH = "a rough fit: these answers made few engine calls; a longer answer, or more --trace, tells more"
-_SHARED = {CardSharing.MPS: "CUDA MPS, the better bound", CardSharing.TIME_SLICES: "turns, the worse bound"}
+_SHARED = {LAWS[CardSharing.MPS]: "with CUDA MPS", LAWS[CardSharing.TIME_SLICES]: "in turns"}
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def plan(
     ] = "qwen3-32b-apart",
     card_sharing: Annotated[
         CardSharing,
-        typer.Option(help="With --system: what runs where roles share cards; the two are bounds of what a card does."),
+        typer.Option(help="With --system: what runs where roles share cards."),
     ] = CardSharing.MPS,
     mode: Annotated[Mode, typer.Option(help="What is predicted.")] = Mode.LR,
     proposer: Annotated[ProposerName, typer.Option(help="Of draft tokens, in modes that have them.")] = ProposerName.DRAFT_MODEL,
@@ -240,7 +240,7 @@ def _system_line(scenario: Scenario, policy: Policy) -> str:
     }
     told = f"behind {behind} tokens: " + ", ".join(f"{name} {1e3 * one:.3g} ms" for name, one in seconds.items())
     shared = any(place.cards for place in machine.places.values())
-    return f"{told}; roles share cards: {_SHARED[machine.sharing]}" if shared else told
+    return f"{told}; roles share cards {_SHARED[machine.law]}" if shared else told
 
 
 def _verification(target: Place, behind: int, policy: Policy) -> dict[str, float]:

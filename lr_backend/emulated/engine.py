@@ -33,6 +33,7 @@ from lr_backend.engine.upstream_errors import queue_full
 from lr_backend.errors import EngineRejected, EngineUnavailable, LookaheadError, Overloaded
 from lr_backend.hardware.lateness import Lateness
 from lr_backend.hardware.pace import EnginePace, Runtime
+from lr_backend.hardware.sharing import IDLE
 
 SPIN_S = 100e-6
 """Before an event the clock is watched for so long: a wait ends some 60 us late."""
@@ -310,7 +311,7 @@ class PacedEngine:
             else:
                 break
         if self._board:
-            self._board.write(0.0)
+            self._board.write(IDLE)
         return due_s, computed
 
     def _wait_until(self, due_s: float, *, for_news: bool = False) -> None:

@@ -21,6 +21,7 @@ from lr_backend.emulated.scheduler import UpstreamScheduler
 from lr_backend.errors import LookaheadError
 from lr_backend.hardware.cost import CostModel, Iteration, Join
 from lr_backend.hardware.rules import OWN_RULES, UpstreamRules
+from lr_backend.hardware.sharing import Demand
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,14 +138,24 @@ class Timeline:
         return [self._feeds[chunk.sequence] for chunk in self._chunks if chunk.num_logits]
 
     @property
-    def seconds(self) -> float:
-        """What the iteration takes, as far as its passes are known."""
-        return self._costs.seconds(self._with_drafts())
+    def iteration(self) -> Iteration:
+        """The iteration with what the engine itself has drafted in it, as far as that is known."""
+        known = [feed.peek() for feed in self.awaited if feed.num_ready]
+        num_proposed = [one.num_proposed for one in known]
+        if not any(num_proposed):
+            return self._iteration
+        it = self._iteration
+        return Iteration(it.joins, it.num_decodes, it.kv_tokens, sum(num_proposed), max(num_proposed))
 
     @property
-    def demand(self) -> float:
+    def seconds(self) -> float:
+        """What the iteration takes, as far as its passes are known."""
+        return self._costs.seconds(self.iteration)
+
+    @property
+    def demand(self) -> Demand:
         """What it asks of its cards."""
-        return self._costs.demand(self._with_drafts())
+        return self._costs.demand(self.iteration)
 
     def end(self, now_ns: int, num_alike: int = 1) -> list[Ended]:
         """So many iterations are over, and all :attr:`awaited` feeds are ready; returns who has left."""
@@ -194,15 +205,6 @@ class Timeline:
         self._doomed.discard(sequence)
         self._scheduler.remove(sequence)
         self.counters.num_requests += 1
-
-    def _with_drafts(self) -> Iteration:
-        """The iteration with what the engine itself has drafted in it, as far as that is known."""
-        known = [feed.peek() for feed in self.awaited if feed.num_ready]
-        num_proposed = [one.num_proposed for one in known]
-        if not any(num_proposed):
-            return self._iteration
-        it = self._iteration
-        return Iteration(it.joins, it.num_decodes, it.kv_tokens, sum(num_proposed), max(num_proposed))
 
 
 def described(chunks: list[Chunk], *, one_hot: bool = False) -> Iteration:

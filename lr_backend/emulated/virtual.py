@@ -17,7 +17,7 @@ from lr_backend.engine import EngineCall, Generation
 from lr_backend.engine.request import EngineRequest, EngineResponse
 from lr_backend.errors import EngineError, LookaheadError
 from lr_backend.hardware.machine import Place
-from lr_backend.hardware.sharing import CardSharing, slowdown
+from lr_backend.hardware.sharing import IDLE, Demand, Law
 
 LOOKS = 4
 """Into so many parts work on shared cards is cut; before each it is seen what the others ask of them by then."""
@@ -26,37 +26,40 @@ LOOKS = 4
 class SharedCards:
     """What is asked of each card just now, and how much that slows down whoever runs on it."""
 
-    def __init__(self, sharing: CardSharing) -> None:
-        self._sharing = sharing
-        self._busy: dict[int, tuple[tuple[int, ...], float]] = {}
+    def __init__(self, law: Law) -> None:
+        self._law = law
+        self._busy: dict[int, tuple[tuple[int, ...], Demand]] = {}
         self._numbers = count()
 
-    async def work(self, seconds: float, cards: tuple[int, ...], demand: float) -> None:
+    async def work(self, seconds: float, cards: tuple[int, ...], demand: Demand) -> None:
         """Take so long alone, or longer where others are busy on the same cards."""
-        if not cards or not demand:
+        if not cards or not demand.share:
             await asyncio.sleep(seconds)
             return
-        with self._asking(cards, demand):
+        with self._asking(cards, demand) as number:
             for _ in range(LOOKS):
-                await asyncio.sleep(seconds / LOOKS * self._slowdown(cards))
+                await asyncio.sleep(seconds / LOOKS * self._slowdown(number))
 
     @contextmanager
-    def _asking(self, cards: tuple[int, ...], demand: float) -> Iterator[None]:
+    def _asking(self, cards: tuple[int, ...], demand: Demand) -> Iterator[int]:
         number = next(self._numbers)
         self._busy[number] = (cards, demand)
         try:
-            yield
+            yield number
         finally:
             del self._busy[number]
 
-    def _slowdown(self, cards: tuple[int, ...]) -> float:
-        return max(slowdown((demand for those, demand in self._busy.values() if card in those), self._sharing) for card in cards)
+    def _slowdown(self, number: int) -> float:
+        """Of the work with this number: as on the busiest of its cards."""
+        cards, own = self._busy[number]
+        others = [one for key, one in self._busy.items() if key != number]
+        return max(self._law(own, [demand for those, demand in others if card in those]) for card in cards)
 
 
 class LoopThread:
     """What makes all engine calls, one after another; each takes it so long."""
 
-    def __init__(self, seconds: float, shared: SharedCards, demand: float) -> None:
+    def __init__(self, seconds: float, shared: SharedCards, demand: Demand) -> None:
         self._seconds, self._shared, self._demand = seconds, shared, demand
         self._turn = asyncio.Lock()
 
@@ -70,7 +73,7 @@ class VirtualEngine:
     """One role's engine on the running event loop's clock."""
 
     def __init__(
-        self, place: Place, source: TextSource, shared: SharedCards, loop_thread: LoopThread, call_demand: float = 0.0
+        self, place: Place, source: TextSource, shared: SharedCards, loop_thread: LoopThread, call_demand: Demand = IDLE
     ) -> None:
         self._place, self._source, self._shared, self._loop_thread = place, source, shared, loop_thread
         self._call_demand = call_demand
@@ -97,6 +100,10 @@ class VirtualEngine:
     def remember(self, tokens: IntArray) -> None:
         """Have a text in the KV cache, without having taken time for it."""
         self.timeline.remember(tokens)
+
+    async def compute(self) -> None:
+        """Let the iteration that has begun pass. Overridden where it is computed on a real card."""
+        await self._shared.work(self.timeline.seconds, self._place.cards, self.timeline.demand)
 
     async def close(self) -> None:
         """Wait until the last iteration is over."""
@@ -151,7 +158,7 @@ class VirtualEngine:
             if num_alike > 1:
                 num_alike = await self._alike(timeline.seconds_each(num_alike))
             else:
-                await self._shared.work(timeline.seconds, self._place.cards, timeline.demand)
+                await self.compute()
             for one in timeline.end(_now_ns(), num_alike):
                 one.sequence.on_done(one.failure or one.sequence.response())
             await asyncio.sleep(0)  # whoever was answered may join the next iteration

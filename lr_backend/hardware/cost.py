@@ -16,6 +16,7 @@ from typing import Protocol
 
 from lr_backend.hardware.overheads import Overheads
 from lr_backend.hardware.profile import Profile
+from lr_backend.hardware.sharing import Demand
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +64,8 @@ class CostModel(Protocol):
         """The iteration's time, alone on its cards."""
         ...
 
-    def demand(self, iteration: Iteration) -> float:
-        """How much of what limits a card the iteration uses while it runs alone, from 0 to 1."""
+    def demand(self, iteration: Iteration) -> Demand:
+        """What the iteration asks of its cards, for others on them."""
         ...
 
 
@@ -96,12 +97,9 @@ class ProfileCosts:
             found += profile.decode_attention_ms.at(iteration.num_decodes, iteration.kv_tokens / iteration.num_decodes)
         return found
 
-    def demand(self, iteration: Iteration) -> float:
-        card, work = self.profile.card, self.profile.work
-        kv_tokens = iteration.kv_tokens + sum(join.num_cached + join.num_new for join in iteration.joins)
-        read_s = (work.weight_bytes + work.kv_bytes_per_token * kv_tokens) / card.memory_bytes_per_s
-        computed_s = work.flop_per_token * iteration.num_tokens / card.flop_per_s
-        return min(1.0, max(read_s, computed_s) / self.seconds(iteration))
+    def demand(self, iteration: Iteration) -> Demand:
+        kernels_s = self.kernels_ms(iteration) / 1e3
+        return Demand(kernels_s / self.seconds(iteration), kernels_s / self.profile.num_layers)
 
 
 @dataclass(frozen=True)
@@ -128,16 +126,21 @@ class DraftingCosts:
             found_ms += overheads.round_ms + iteration.num_draft_passes * (one_pass_ms + overheads.draft_pass_ms)
         return found_ms / 1e3
 
-    def demand(self, iteration: Iteration) -> float:
+    def demand(self, iteration: Iteration) -> Demand:
         """Of its two parts, each by its time."""
-        verifying_s, drafting_s = self.target.seconds(iteration), self._drafting_s(iteration)
+        drafting_s = self._drafting_s(iteration)
+        own = self.target.demand(iteration)
+        if not drafting_s:
+            return own
         passes = (
             Iteration((), iteration.num_decodes, iteration.kv_tokens)
             if iteration.num_draft_passes
             else Iteration(iteration.joins)
         )
-        draft_demand = ProfileCosts(self.draft, self.target.overheads).demand(passes) if drafting_s else 0.0
-        return (self.target.demand(iteration) * verifying_s + draft_demand * drafting_s) / (verifying_s + drafting_s)
+        other = ProfileCosts(self.draft, self.target.overheads).demand(passes)
+        part = drafting_s / (self.target.seconds(iteration) + drafting_s)
+        kernel_s = (1.0 - part) * own.kernel_s + part * other.kernel_s
+        return Demand((1.0 - part) * own.share + part * other.share, kernel_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,5 +167,5 @@ class LinearCosts:
         verifying_s = self.verification_s if any(join.num_drafts for join in iteration.joins) else 0.0
         return self.token_s * (1.0 + self.crowding * (num_sequences - 1)) + self.prompt_token_s * num_new + verifying_s
 
-    def demand(self, iteration: Iteration) -> float:
-        return self.share_of_cores
+    def demand(self, iteration: Iteration) -> Demand:
+        return Demand(self.share_of_cores)

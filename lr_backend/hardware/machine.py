@@ -11,7 +11,7 @@ from lr_backend.hardware.cost import CostModel, Iteration, LinearCosts
 from lr_backend.hardware.overheads import BLS_MS, at
 from lr_backend.hardware.pace import EnginePace
 from lr_backend.hardware.rules import OWN_RULES, UpstreamRules
-from lr_backend.hardware.sharing import CardSharing
+from lr_backend.hardware.sharing import IDLE, LAWS, Demand, Law, adding_up, waiting_for_kernels
 
 
 class Sizes(Protocol):
@@ -70,15 +70,15 @@ class Machine:
 
     Attributes:
         places: of each role.
-        sharing: what runs on a card that several roles use.
+        law: how roles that use the same card slow one another down.
         loop_s: what the step loop takes before it makes a call. It is one thread for all requests, so this goes in turns.
-        call_demand: of what all roles share, what a call takes while it is on its way; 0: nothing.
+        call_demand: of what all roles share, what a call takes while it is on its way.
     """
 
     places: Mapping[Role, Place]
-    sharing: CardSharing = CardSharing.MPS
+    law: Law = waiting_for_kernels
     loop_s: float = 0.0
-    call_demand: float = 0.0
+    call_demand: Demand = IDLE
 
     @classmethod
     def paced(
@@ -110,7 +110,7 @@ class Machine:
                 max_num_tokens=size.max_num_tokens,
                 tokens_per_block=size.tokens_per_block,
             )
-        return cls(places, next(iter(paces.values())).sharing)
+        return cls(places, LAWS[next(iter(paces.values())).sharing])
 
     def cost_ratio(self, kv_tokens: int) -> float:
         """c: time of a drafted token over that of a target's, each model alone with so many tokens behind it."""
@@ -166,4 +166,4 @@ class LinearTimes:
             Role.DRAFT: place(self.draft_token_s, self.draft_prompt_s),
             Role.JUDGE: place(self.verdict_s, 0.0),
         }
-        return Machine(places, loop_s=self.loop_s, call_demand=demand)
+        return Machine(places, adding_up, self.loop_s, Demand(demand))

@@ -1,7 +1,7 @@
 """Engines that share cards: how much each slows the others down.
 
-With CUDA MPS the kernels of all run at once: what they ask of the card adds up, and beyond one card all slow down in proportion.
-Without it they take turns, a slice each, and every change costs time. The two are bounds of what a real card does.
+With CUDA MPS the kernels of all run at once, and each waits for those of the others that are on the card already. Without it
+processes take turns, a slice each, and every change costs time. Both laws were measured on an H200 (``python -m bench card``).
 """
 
 from __future__ import annotations
@@ -9,13 +9,51 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Self
 
 from lr_backend.errors import ConfigError
-from lr_backend.hardware.overheads import TIME_SLICE_SWITCH_SHARE
+from lr_backend.hardware.overheads import MPS_OVERLAP, TIME_SLICE_SWITCH_SHARE
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What an engine asks of its cards in an iteration.
+
+    Attributes:
+        share: of the time that the iteration takes alone, in which the card computes; of cores that are shared, how much of them.
+        kernel_s: mean time of the kernels of one layer, alone.
+    """
+
+    share: float
+    kernel_s: float = 0.0
+
+
+IDLE = Demand(0.0)
+Law = Callable[[Demand, Sequence[Demand]], float]
+"""(what an engine asks, what each other engine that is busy asks) -> how much longer it takes than alone."""
+
+
+def waiting_for_kernels(own: Demand, others: Sequence[Demand]) -> float:
+    """CUDA MPS: a kernel waits for the other's that runs, but never for long: blocks of both take turns on the card."""
+    ratios = [(other.share, other.kernel_s / own.kernel_s) for other in others] if own.kernel_s else []
+    return 1.0 + own.share * sum(share * ratio / (1.0 + MPS_OVERLAP.value * ratio) for share, ratio in ratios)
+
+
+def taking_turns(own: Demand, others: Sequence[Demand]) -> float:
+    """Time slices: each process has the card to itself for a while."""
+    if not others:
+        return 1.0
+    busy = sum(other.share for other in others)
+    return 1.0 + own.share * (busy + TIME_SLICE_SWITCH_SHARE.value * (1.0 + busy))
+
+
+def adding_up(own: Demand, others: Sequence[Demand]) -> float:
+    """Cores: each has what it asks for until there are no more, and then all slow down in proportion."""
+    return max(1.0, own.share + sum(other.share for other in others))
 
 
 class CardSharing(StrEnum):
@@ -25,25 +63,16 @@ class CardSharing(StrEnum):
     TIME_SLICES = "time_slices"
 
 
-def slowdown(demands: Iterable[float], sharing: CardSharing) -> float:
-    """How much longer everything on a card takes than alone.
-
-    Args:
-        demands: of each engine that is busy on it, what it would use of the card alone, above 0 and at most 1.
-    """
-    busy = [demand for demand in demands if demand > 0.0]
-    if sharing is CardSharing.MPS or len(busy) < 2:
-        return max(1.0, sum(busy))
-    return len(busy) * (1.0 + TIME_SLICE_SWITCH_SHARE.value)
+LAWS: Mapping[CardSharing, Law] = {CardSharing.MPS: waiting_for_kernels, CardSharing.TIME_SLICES: taking_turns}
 
 
 class Board:
     """A small file on which the engines of some processes tell one another what they ask of their cards just now.
 
-    Each writes its own place and reads all; a number is written at once, so that nobody needs a lock.
+    Each writes its own place and reads all. Nobody needs a lock: what is read while it is written is wrong for one look.
     """
 
-    _NUMBER = struct.Struct("=d")
+    _DEMAND = struct.Struct("=dd")
 
     def __init__(self, path: Path, own_place: int, cards: Sequence[Iterable[int]], sharing: CardSharing) -> None:
         """Args: cards: of every place, those that its engine runs on.
@@ -51,7 +80,7 @@ class Board:
         Raises:
             ConfigError: the file cannot be written.
         """
-        size = len(cards) * self._NUMBER.size
+        size = len(cards) * self._DEMAND.size
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
             try:
@@ -63,23 +92,24 @@ class Board:
             raise ConfigError(f"the file {path} on which engines share cards cannot be written: {error.strerror}") from error
         self._own = own_place
         self._cards = [frozenset(those) for those in cards]
-        self._sharing = sharing
-        self.write(0.0)
+        self._law = LAWS[sharing]
+        self.write(IDLE)
 
-    def write(self, demand: float) -> None:
-        """Say what this engine asks of its cards from now on; 0 while it is idle."""
-        self._NUMBER.pack_into(self._memory, self._own * self._NUMBER.size, demand)
+    def write(self, demand: Demand) -> None:
+        """Say what this engine asks of its cards from now on; nothing while it is idle."""
+        self._DEMAND.pack_into(self._memory, self._own * self._DEMAND.size, demand.share, demand.kernel_s)
 
     def slowdown(self) -> float:
         """How much longer this engine takes just now: as on the busiest of its cards."""
-        demands = [demand for (demand,) in self._NUMBER.iter_unpack(self._memory[:])]
+        demands = [Demand(*numbers) for numbers in self._DEMAND.iter_unpack(self._memory[:])]
+        asked = list(zip(demands, self._cards, strict=True))
+        busy = [one for place, one in enumerate(asked) if place != self._own and one[0].share]
         return max(
-            slowdown((demand for demand, cards in zip(demands, self._cards, strict=True) if card in cards), self._sharing)
-            for card in self._cards[self._own]
+            self._law(demands[self._own], [demand for demand, cards in busy if card in cards]) for card in self._cards[self._own]
         )
 
     def close(self) -> None:
-        self.write(0.0)
+        self.write(IDLE)
         self._memory.close()
 
     @classmethod

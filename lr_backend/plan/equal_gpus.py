@@ -20,7 +20,7 @@ from lr_backend.engine import Role
 from lr_backend.errors import ConfigError
 from lr_backend.hardware.cost import DraftingCosts, Iteration, ProfileCosts
 from lr_backend.hardware.machine import Machine
-from lr_backend.hardware.sharing import CardSharing
+from lr_backend.hardware.sharing import CardSharing, Demand
 from lr_backend.plan.simulation import Policy, Scenario, ms_a_token, simulate_steady
 from lr_backend.request import Mode
 
@@ -50,7 +50,7 @@ class HeadCosts:
         pass_ms = EAGLE_LAYERS * profile.dense_ms.at(1) / profile.num_layers + self.target.overheads.draft_pass_ms
         return self.target.seconds(iteration) + iteration.num_draft_passes * pass_ms / 1e3
 
-    def demand(self, iteration: Iteration) -> float:
+    def demand(self, iteration: Iteration) -> Demand:
         return self.target.demand(iteration)
 
 

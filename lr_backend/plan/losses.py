@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from lr_backend.engine import Role
 from lr_backend.hardware.cost import CostModel, Iteration, LinearCosts
 from lr_backend.hardware.machine import Machine, Place, Way
+from lr_backend.hardware.sharing import IDLE, Demand
 from lr_backend.plan.simulation import Policy, Scenario
 from lr_backend.plan.table import plan_row
 
@@ -21,7 +22,7 @@ class FreePrompts:
     def seconds(self, iteration: Iteration) -> float:
         return self.costs.seconds(self._decoding(iteration))
 
-    def demand(self, iteration: Iteration) -> float:
+    def demand(self, iteration: Iteration) -> Demand:
         return self.costs.demand(self._decoding(iteration))
 
     @staticmethod
@@ -41,7 +42,7 @@ class FreeCompany:
     def seconds(self, iteration: Iteration) -> float:
         return self.costs.seconds(self._alone(iteration))
 
-    def demand(self, iteration: Iteration) -> float:
+    def demand(self, iteration: Iteration) -> Demand:
         return self.costs.demand(self._alone(iteration))
 
     @staticmethod
@@ -62,7 +63,7 @@ class FreeReads:
     def seconds(self, iteration: Iteration) -> float:
         return self.costs.seconds(self._unread(iteration))
 
-    def demand(self, iteration: Iteration) -> float:
+    def demand(self, iteration: Iteration) -> Demand:
         return self.costs.demand(self._unread(iteration))
 
     @staticmethod
@@ -116,7 +117,7 @@ def _with_costs(wrap: Callable[[CostModel], CostModel]) -> Callable[[Machine], M
 
 
 def _alone_on_cards(machine: Machine) -> Machine:
-    return replace(_own_cards(machine), call_demand=0.0)
+    return replace(_own_cards(machine), call_demand=IDLE)
 
 
 FREE: Mapping[str, Callable[[Machine], Machine]] = {

@@ -36,6 +36,7 @@ from lr_backend.verify.judge_prompt import JudgePrompt
 MAX_DEPTH, MAX_WIDTH, MAX_DRAFT_LEN = 16, 8, 64
 FOREVER_S = 1e12
 Result = TypeVar("Result")
+EnginesOf = Callable[[Machine, Texts], Engines]
 RULES = StepRules.from_tokenizer(VOCABULARY, [END])
 
 
@@ -145,11 +146,7 @@ def simulate_steady(
     Raises:
         ConfigError, ValueError: as :func:`simulate`.
     """
-    _require_range(policy)
-    fewest = policy.num_requests if policy.num_requests > 1 else 0
-    first = max(learns_from, fewest)
-    asked_from = 0 if policy.mode.chooses else first - fewest
-    return run_virtual(_keep_in_flight(scenario, policy, seed, asked_from, range(first, first + num_answers)))
+    return run_virtual(keep_in_flight(scenario, policy, seed, learns_from=learns_from, num_answers=num_answers))
 
 
 def ms_a_token(usages: Iterable[Usage]) -> float:
@@ -190,6 +187,7 @@ class _Run:
     policies: Sequence[Policy]
     seed: int
     trace: bool
+    engines_of: EnginesOf
     outcomes: dict[int, tuple[int, Outcome]] = field(default_factory=dict)
     """Which policy's each is, and how it ended."""
     requests: list[LookaheadRequest] = field(init=False)
@@ -200,7 +198,7 @@ class _Run:
         workload, policies = self.scenario.workload, self.policies
         _require_memory(self.scenario)
         self._texts = Texts(workload, self.seed)
-        self._engines = virtual_engines(self.scenario.machine, self._texts)
+        self._engines = self.engines_of(self.scenario.machine, self._texts)
         # Whether noise is shared shows in the workload: in how many drafted steps are the target's word for word.
         coupled = all(policy.mode is Mode.LOSSLESS for policy in policies)
         config = _config(self.scenario).model_copy(update={"coupled_noise": coupled})
@@ -234,7 +232,7 @@ class _Run:
 async def _answer_all(
     scenario: Scenario, policies: Sequence[Policy], seed: int, first: int, num_sets: int, trace: bool
 ) -> list[Prediction]:
-    run = _Run(scenario, policies, seed, trace)
+    run = _Run(scenario, policies, seed, trace, virtual_engines)
     size = len(run.asked)
     for start in range(first, first + num_sets * size, size):
         numbers = range(start, start + size)
@@ -243,8 +241,26 @@ async def _answer_all(
     return await run.end(range(first, first + num_sets * size))
 
 
-async def _keep_in_flight(scenario: Scenario, policy: Policy, seed: int, asked_from: int, measured: range) -> Prediction:
-    run = _Run(scenario, [policy], seed, trace=False)
+async def keep_in_flight(
+    scenario: Scenario,
+    policy: Policy,
+    seed: int = 0,
+    *,
+    learns_from: int = 0,
+    num_answers: int = 1,
+    engines_of: EnginesOf | None = None,
+) -> Prediction:
+    """What :func:`simulate_steady` runs, on the clock of the running event loop.
+
+    Args:
+        engines_of: makes the engines of a machine over some texts; by default they only take time.
+    """
+    _require_range(policy)
+    fewest = policy.num_requests if policy.num_requests > 1 else 0
+    first = max(learns_from, fewest)
+    asked_from = 0 if policy.mode.chooses else first - fewest
+    measured = range(first, first + num_answers)
+    run = _Run(scenario, [policy], seed, trace=False, engines_of=engines_of or virtual_engines)
     numbers, left = count(asked_from), set(measured)
     done = asyncio.Event()
 
@@ -290,24 +306,30 @@ def _remember(engines: Engines, prompts: Iterable[IntArray]) -> None:
             engine.remember(prompt)
 
 
-def virtual_engines(machine: Machine, texts: Texts, loop_thread: LoopThread | None = None) -> Engines:
+def virtual_engines(
+    machine: Machine,
+    texts: Texts,
+    loop_thread: LoopThread | None = None,
+    engine_of: Callable[[Role, Place, ScriptedSource, SharedCards, LoopThread], VirtualEngine] | None = None,
+) -> Engines:
     """The engines of a machine on the running event loop's clock.
 
     Args:
         loop_thread: that makes the calls of other machines too; None: one for this machine alone.
+        engine_of: makes one; by default it only takes time.
     """
-    shared = SharedCards(machine.sharing)
+    shared = SharedCards(machine.law)
     thread = loop_thread or LoopThread(machine.loop_s, shared, machine.call_demand)
     writers = {Role.TARGET: texts.target, Role.DRAFT: texts.draft, Role.JUDGE: texts.judge}
 
-    def source(role: Role, place: Place) -> ScriptedSource:
+    def engine(role: Role, place: Place) -> VirtualEngine:
         drafted = texts.draft if role is Role.TARGET else None
-        return ScriptedSource(writers[role], texts.looked_up if place.looks_up else drafted)
+        source = ScriptedSource(writers[role], texts.looked_up if place.looks_up else drafted)
+        if engine_of is not None:
+            return engine_of(role, place, source, shared, thread)
+        return VirtualEngine(place, source, shared, thread, machine.call_demand)
 
-    engines = {
-        role: VirtualEngine(place, source(role, place), shared, thread, machine.call_demand)
-        for role, place in machine.places.items()
-    }
+    engines = {role: engine(role, place) for role, place in machine.places.items()}
     return Engines(engines[Role.TARGET], engines[Role.DRAFT], engines[Role.JUDGE])
 
 

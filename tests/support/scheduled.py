@@ -18,7 +18,7 @@ from lr_backend.engine.drawing import next_tokens
 from lr_backend.engine.request import EngineRequest
 from lr_backend.hardware.cost import LinearCosts
 from lr_backend.hardware.machine import Place
-from lr_backend.hardware.sharing import CardSharing
+from lr_backend.hardware.sharing import IDLE, waiting_for_kernels
 from lr_backend.testing import RecordedCall, Script, ScriptedEngine
 from tests.support.world import TOKENIZER, World, storyteller
 
@@ -83,7 +83,7 @@ class ScheduledEngine(ScriptedEngine):
             assert not self._engine.timeline.stats().num_blocks_used
 
     def _made(self) -> VirtualEngine:
-        sizes, shared = self.sizes, SharedCards(CardSharing.MPS)
+        sizes, shared = self.sizes, SharedCards(waiting_for_kernels)
         place = Place(
             LinearCosts(0.05, crowding=0.1, prompt_token_s=0.001),
             kv_tokens=sizes.kv_tokens,
@@ -91,7 +91,7 @@ class ScheduledEngine(ScriptedEngine):
             max_num_tokens=sizes.max_num_tokens,
             tokens_per_block=sizes.block_tokens,
         )
-        return VirtualEngine(place, _Source(self.script, self.draft_script), shared, LoopThread(0.0, shared, 0.0))
+        return VirtualEngine(place, _Source(self.script, self.draft_script), shared, LoopThread(0.0, shared, IDLE))
 
 
 class _Source(ScriptedSource):

@@ -13,6 +13,7 @@ from lr_backend.hardware import overheads as constants
 from lr_backend.hardware.cost import Iteration, Join, LinearCosts, ProfileCosts
 from lr_backend.hardware.overheads import Bound, Constant, Overheads
 from lr_backend.hardware.profile import ProfileKey, available, find
+from lr_backend.hardware.sharing import IDLE, Demand
 
 TARGET = find(ProfileKey("h200_sxm", "Qwen3-32B", 2, "bfloat16"))
 DRAFT = find(ProfileKey("h200_sxm", "Qwen3-1.7B", 1, "bfloat16"))
@@ -69,8 +70,10 @@ def test_more_work_never_takes_less_time(iteration: Iteration, join: Join) -> No
 
 
 @given(iterations)
-def test_a_card_is_never_used_beyond_its_limits(iteration: Iteration) -> None:
-    assert 0.0 < COMPILED.demand(iteration) <= 1.0
+def test_a_card_computes_for_a_part_of_an_iteration(iteration: Iteration) -> None:
+    demand = COMPILED.demand(iteration)
+    assert 0.0 < demand.share <= 1.0
+    assert demand.kernel_s * TARGET.num_layers == pytest.approx(demand.share * COMPILED.seconds(iteration))
 
 
 @given(iterations)
@@ -139,5 +142,5 @@ def test_linear_costs_count_sequences_and_prompt_tokens() -> None:
     costs = LinearCosts(token_s=0.01, crowding=0.1, prompt_token_s=0.001)
     assert costs.seconds(Iteration((), 1, 500)) == 0.01
     assert costs.seconds(Iteration((Join(20, 100),), 2, 500)) == pytest.approx(0.012 + 0.02)
-    assert costs.demand(Iteration((), 1, 500)) == 0.0
-    assert LinearCosts(0.01, share_of_cores=0.5).demand(Iteration((), 1, 500)) == 0.5
+    assert costs.demand(Iteration((), 1, 500)) == IDLE
+    assert LinearCosts(0.01, share_of_cores=0.5).demand(Iteration((), 1, 500)) == Demand(0.5)

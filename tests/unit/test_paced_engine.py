@@ -14,10 +14,10 @@ from lr_backend.emulated.engine import MAX_JITTER_S
 from lr_backend.engine.request import EngineResponse
 from lr_backend.errors import ConfigError, EngineError, EngineRejected, EngineUnavailable, Overloaded
 from lr_backend.hardware.cost import Iteration, Join
-from lr_backend.hardware.overheads import TIME_SLICE_SWITCH_SHARE, Bound
+from lr_backend.hardware.overheads import Bound
 from lr_backend.hardware.pace import EnginePace, Runtime
 from lr_backend.hardware.profile import ProfileKey
-from lr_backend.hardware.sharing import Board, CardSharing
+from lr_backend.hardware.sharing import LAWS, Board, CardSharing, Demand
 from tests.support.paced import TARGET, Bench
 
 COSTS, OVERHEADS = TARGET.costs(), TARGET.overheads()
@@ -254,24 +254,23 @@ def test_a_callers_failure_is_not_the_engines(make: MakeBench, caplog: pytest.Lo
 
 @pytest.mark.parametrize("sharing", CardSharing)
 def test_who_shares_a_card_is_slowed_by_the_other(make: MakeBench, tmp_path: Path, sharing: CardSharing) -> None:
-    """The other asks for all of the card. This one, which fetches weights, asks for most of it."""
+    """The other's kernels are as long as this one's, and it is never idle."""
     cards = {"target": (0, 1), "draft": (1,), "judge": (2,)}
     pace = replace(TARGET, role="target", cards=cards, board=tmp_path / "board", sharing=sharing)
     bench = make(pace=pace)
     other = Board.of(tmp_path / "board", "draft", cards, sharing)
     elsewhere = Board.of(tmp_path / "board", "judge", cards, sharing)
-    elsewhere.write(1.0)
+    own = COSTS.demand(Iteration((), 1, 30))
+    other_demand = Demand(1.0, own.kernel_s)
+    elsewhere.write(other_demand)
     bench.time.at(0.0, lambda: bench.ask("alone", 20, 20))
     alone_s = bench.answer("alone").at_s - 2 * HOP_S
     assert alone_s == pytest.approx(run_s(20, 20), abs=2 * WITHIN_S)
 
-    other.write(1.0)
+    other.write(other_demand)
     bench.time.at(1.0, lambda: bench.ask("shared", 20, 20))
     shared_s = bench.answer("shared").at_s - 1.0 - 2 * HOP_S
-    demand = COSTS.demand(Iteration((), 1, 30))
-    assert 0.5 < demand < 1.0
-    slower = 1.0 + demand if sharing is CardSharing.MPS else 2.0 * (1.0 + TIME_SLICE_SWITCH_SHARE.value)
-    assert shared_s / alone_s == pytest.approx(slower, rel=0.06)
+    assert shared_s / alone_s == pytest.approx(LAWS[sharing](own, [other_demand]), rel=0.06)
     other.close()
     elsewhere.close()
 

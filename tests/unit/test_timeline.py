@@ -21,10 +21,9 @@ from lr_backend.engine.request import EngineRequest
 from lr_backend.errors import EngineError
 from lr_backend.hardware.cost import CostModel, Iteration, Join, LinearCosts
 from lr_backend.hardware.machine import Place, Way
-from lr_backend.hardware.overheads import TIME_SLICE_SWITCH_SHARE
 from lr_backend.hardware.pace import Runtime
 from lr_backend.hardware.profile import ProfileKey
-from lr_backend.hardware.sharing import CardSharing
+from lr_backend.hardware.sharing import IDLE, Law, adding_up
 from lr_backend.testing import run_virtual
 from tests.support.embedded_engines import request
 from tests.support.paced import TARGET
@@ -182,9 +181,9 @@ def test_a_cancelled_call_leaves_its_blocks_to_others() -> None:
 class Machine:
     """Virtual engines that share what they are given."""
 
-    def __init__(self, sharing: CardSharing = CardSharing.MPS, loop_s: float = 0.0) -> None:
-        self.shared = SharedCards(sharing)
-        self.thread = LoopThread(loop_s, self.shared, 0.0)
+    def __init__(self, law: Law = adding_up, loop_s: float = 0.0) -> None:
+        self.shared = SharedCards(law)
+        self.thread = LoopThread(loop_s, self.shared, IDLE)
 
     def engine(self, place: Place) -> VirtualEngine:
         source = ScriptedSource(lambda context, request: (FIRST_WORD + len(context) % 7,))
@@ -237,14 +236,12 @@ def test_a_call_takes_its_way_there_its_iterations_and_its_way_back() -> None:
     assert drafted_s == plain_s + 6.25 + 0.25 + 2 * 0.125 + 1.0 + 0.5
 
 
-@pytest.mark.parametrize(
-    ("sharing", "slower"), [(CardSharing.MPS, 1.5), (CardSharing.TIME_SLICES, 2.0 * (1.0 + TIME_SLICE_SWITCH_SHARE.value))]
-)
-def test_engines_on_one_card_slow_each_other_down(sharing: CardSharing, slower: float) -> None:
+@pytest.mark.parametrize(("law", "slower"), [(adding_up, 1.5), (lambda own, others: 1.0 + len(others) * own.share, 1.75)])
+def test_engines_on_one_card_slow_each_other_down(law: Law, slower: float) -> None:
     """Each would use three quarters of it."""
 
     async def body() -> float:
-        machine = Machine(sharing)
+        machine = Machine(law)
         engines = [machine.engine(Place(LinearCosts(1.0, share_of_cores=0.75), cards=(0,))) for _ in range(2)]
         return max(max(one) for one in await asyncio.gather(*(timed(engine, (0.0, call("a", 3, 8))) for engine in engines)))
 

@@ -28,6 +28,7 @@ from lr_backend.engine.upstream_errors import UpstreamFailure, kind_of, prompt_t
 from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, LookaheadError, Overloaded
 from lr_backend.hardware.cost import Iteration, Join
 from lr_backend.hardware.rules import OWN_RULES, UpstreamRules
+from lr_backend.hardware.sharing import IDLE, Demand
 from lr_backend.testing import run_virtual
 from lr_backend.triton.triton_engine import RETRY_S, CallGate, TritonEngine
 from tests.support.embedded_engines import KERNELS, ask, engine_config, greedy, prompt, request, tiny_checkpoint, tiny_engine
@@ -47,8 +48,8 @@ class Seen:
         self.iterations.append(iteration)
         return 1.0
 
-    def demand(self, iteration: Iteration) -> float:
-        return 0.0
+    def demand(self, iteration: Iteration) -> Demand:
+        return IDLE
 
 
 class Driven:
