@@ -76,10 +76,12 @@ class Line:
 
 
 def short_tables(folder: Path) -> list[Check]:
-    """Every registered table in its short form, with its figures in ``folder``."""
+    """Every registered table that this machine can make in its short form, with its figures in ``folder``."""
     folders = {"load": "--folder", "evaluation": "--out", "quality": "--out", "trial": "--out"}
     checks = []
     for table in TABLES:
+        if table.needs_card and not shutil.which("nvidia-smi"):
+            continue
         kept = (folders[table.name], str(folder / table.name)) if table.name in folders else ()
         options = (*table.short, *kept, "--output", str(folder / f"{table.name}.json"))
         checks.append(Check(table.name, (*PYTHON, "bench", table.name, *options), table.figure))

@@ -18,6 +18,7 @@ class Table:
         json: that it writes beside that page, under ``docs/benchmarks``.
         short: options of its short form.
         figure: keys of one figure in the last line of JSON, with dots between.
+        needs_card: it measures a GPU.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Table:
     json: str
     short: tuple[str, ...]
     figure: str
+    needs_card: bool = False
 
 
 def _options(text: str) -> tuple[str, ...]:
@@ -44,6 +46,17 @@ TABLES = (
         "pace.json",
         _options("--problems 2 --slow-motion 4 --compiled-only"),
         "lr_sd",
+    ),
+    Table(
+        "card",
+        "bench.card",
+        "hardware profiles and laws of sharing beside a real card",
+        10,
+        "benchmarks/card.md",
+        "card.json",
+        _options("--part constants"),
+        "constants.LAUNCH_US",
+        needs_card=True,
     ),
     Table(
         "maps",

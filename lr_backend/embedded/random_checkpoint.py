@@ -78,14 +78,18 @@ def write_random_config(
 
 def random_model(spec: ModelSpec, *, dtype: torch.dtype, device: str, max_seq_len: int, seed: int = 0) -> DecoderModel:
     """A model made where it computes, without files; it costs what a checkpoint of ``spec`` does."""
+    return DecoderModel(spec, random_weights(spec, dtype=dtype, device=device, seed=seed), max_seq_len=max_seq_len)
+
+
+def random_weights(spec: ModelSpec, *, dtype: torch.dtype, device: str, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Its weights by their names in a checkpoint."""
     generator = torch.Generator(device).manual_seed(seed)
-    weights = {
+    return {
         name: torch.empty(shape, dtype=dtype, device=device).normal_(0.0, 1.0 / math.sqrt(shape[-1]), generator=generator)
         if len(shape) > 1
         else torch.ones(shape, dtype=dtype, device=device)
         for name, shape in tensor_shapes(spec).items()
     }
-    return DecoderModel(spec, weights, max_seq_len=max_seq_len)
 
 
 def _random(shape: tuple[int, ...], gain: float, generator: torch.Generator) -> torch.Tensor:

@@ -163,7 +163,7 @@ def test_a_page_keeps_the_last_line_of_each_check(tmp_path: Path) -> None:
 
 def test_the_short_forms_leave_the_published_figures_alone(tmp_path: Path) -> None:
     checks = short_tables(tmp_path)
-    assert [check.name for check in checks] == [table.name for table in TABLES]
+    assert [check.name for check in checks] == [table.name for table in TABLES if not table.needs_card]
     for check in checks:
         assert check.command[check.command.index("--output") + 1] == str(tmp_path / f"{check.name}.json")
 

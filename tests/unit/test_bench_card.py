@@ -1,0 +1,93 @@
+"""The model whose iterations are timed on cards computes what the reference does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.kit.card import FusedModel, like, shard_of
+from lr_backend.embedded.checkpoint import ModelSpec
+from lr_backend.embedded.random_checkpoint import random_weights
+from lr_backend.embedded.reference.attention import ChunkAttention
+from lr_backend.embedded.reference.kv_store import KvStore
+from lr_backend.embedded.reference.model import DecoderModel
+from lr_backend.embedded.runner import Span
+from lr_backend.hardware.cost import Iteration, Join
+
+
+def tiny(architecture: str) -> ModelSpec:
+    rope = {"rope_type": "default", "rope_theta": 1e6, "original_max_position_embeddings": 512}
+    return ModelSpec(architecture, 64, 3, 4, 2, 16, 96, 300, 1e-6, 512, architecture == "Qwen3ForCausalLM", rope)
+
+
+def expected(spec: ModelSpec, weights: dict[str, torch.Tensor], iteration: Iteration) -> torch.Tensor:
+    """Logits by the reference, of a memory that holds zeros but for the new tokens."""
+    model = DecoderModel(spec, weights, max_seq_len=512)
+    store = KvStore(spec, num_blocks=512, tokens_per_block=1, dtype=model.dtype, device=model.device)
+    spans, positions, wanted, slot = [], [], [], 0
+    parts = [(1, join.num_new, join.num_cached + join.num_new, join.num_drafts) for join in iteration.joins]
+    if iteration.num_decodes:
+        parts.append((iteration.num_decodes, 1, iteration.kv_tokens // iteration.num_decodes, 0))
+    for num_sequences, num_new, length, num_drafts in parts:
+        for _ in range(num_sequences):
+            spans.append(Span(length - num_new, num_new, range(slot, slot + length)))
+            positions += range(length - num_new, length)
+            wanted += range(len(positions) - 1 - num_drafts, len(positions))
+            slot += length
+    ids = torch.tensor([(7 * row + 3) % spec.vocab_size for row in range(len(positions))])
+    return model.forward(ids, torch.tensor(positions), ChunkAttention(store, spans), torch.tensor(wanted))
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen2ForCausalLM"])
+@pytest.mark.parametrize(
+    "iteration",
+    [
+        Iteration((), 3, 60),
+        Iteration((Join(5, 0),)),
+        Iteration((Join(4, 17, 3), Join(1, 9))),
+        Iteration((Join(6, 11, 2), Join(3, 0)), 2, 26),
+    ],
+)
+def test_it_computes_what_the_reference_does(architecture: str, iteration: Iteration) -> None:
+    spec = tiny(architecture)
+    weights = random_weights(spec, dtype=torch.float32, device="cpu")
+    reference = expected(spec, dict(weights), iteration)
+
+    model = FusedModel(spec, weights, max_kv_tokens=128, max_positions=512)
+
+    assert not weights
+    torch.testing.assert_close(model.prepared(iteration)(), reference, rtol=1e-4, atol=1e-4)
+
+
+@given(
+    joins=st.lists(st.builds(Join, st.integers(1, 300), st.integers(0, 3000)), max_size=12),
+    num_decodes=st.integers(0, 40),
+    length=st.integers(1, 3000),
+)
+def test_what_stands_for_an_iteration_is_no_less_and_fits(joins: list[Join], num_decodes: int, length: int) -> None:
+    iteration = Iteration(tuple(joins), num_decodes, num_decodes * length)
+
+    found = like(iteration, 1 << 18)
+
+    assert found.num_decodes >= num_decodes
+    assert len(found.joins) >= len(joins)
+    assert found.num_tokens >= iteration.num_tokens
+    assert found.kv_tokens >= iteration.kv_tokens
+    assert found.kv_tokens + sum(join.num_new + join.num_cached for join in found.joins) <= 1 << 18
+    assert like(found, 1 << 18) == found
+
+
+def test_lengths_are_cut_where_memory_ends() -> None:
+    assert like(Iteration((Join(8, 92),), 3, 1000), 600) == Iteration((Join(8, 128),), 3, 3 * 150)
+    model = FusedModel.random(tiny("Qwen3ForCausalLM"), device="cpu", max_kv_tokens=512, max_positions=512)
+    with pytest.raises(ValueError, match="there is memory for 512"):
+        model.prepared(Iteration((), 2, 600))
+
+
+def test_a_shard_has_its_share_of_what_tensor_parallelism_splits() -> None:
+    whole, half = shard_of("Qwen/Qwen3-32B"), shard_of("Qwen/Qwen3-32B", 2)
+
+    assert (whole.num_heads, whole.num_kv_heads, whole.intermediate_size) == (64, 8, 25600)
+    assert (half.num_heads, half.num_kv_heads, half.intermediate_size, half.hidden_size) == (32, 4, 12800, whole.hidden_size)
