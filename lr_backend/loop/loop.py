@@ -171,7 +171,7 @@ class LookaheadLoop:
                 self.shared.acceptance[self.audit.decides].decided(accepted, drafted.log_prob if drafted is not None else None)
             origin = Origin.DRAFT if accepted else Origin.CORRECTION if compared is not None else Origin.TARGET
             answer.commit(decision.step, origin, decision.reason, decision)
-            self.policy.committed(len(decision.step.ids), ahead=compared is not None)
+            self.policy.committed(len(decision.step.ids), accepted=accepted if compared is not None else None)
             self._look_ahead(tree)
 
     def _cancel(self, nodes: Iterable[Node]) -> None:

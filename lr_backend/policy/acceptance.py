@@ -9,6 +9,8 @@ USUAL_ALPHA, USUAL_STEPS, USUAL_UNTIL = 0.6, 8.0, 64
 """What is expected of a verifier that has decided nothing yet; as how many of its steps that counts at first, and after how many
 it counts no more."""
 MAX_ALPHA = 0.98
+LATELY = 32
+"""Steps that tell luck from change."""
 
 
 class Acceptance:
@@ -19,7 +21,7 @@ class Acceptance:
     """
 
     def __init__(self) -> None:
-        self._accepted = Average(memory=256)
+        self._accepted, self._lately = Average(memory=256), Average(memory=LATELY)
         self.confidence = Confidence()
 
     @property
@@ -29,6 +31,11 @@ class Acceptance:
         weight = USUAL_STEPS * max(0.0, 1.0 - count / USUAL_UNTIL)
         return min(MAX_ALPHA, (count * value + weight * USUAL_ALPHA) / (count + weight))
 
+    @property
+    def rate_lately(self) -> float:
+        """The same of the last few steps: luck, or a change that has come."""
+        return self.rate if self._lately.count < LATELY else self._lately.value or 0.0
+
     def chance(self, log_prob: float | None) -> float:
         """Of one drafted step, by the draft's log-probability of it where that is known."""
         known = self.confidence.chance(log_prob)
@@ -37,5 +44,6 @@ class Acceptance:
     def decided(self, accepted: bool, log_prob: float | None) -> None:
         """A drafted step at the root was accepted, or not."""
         self._accepted.add(float(accepted))
+        self._lately.add(float(accepted))
         if log_prob is not None:
             self.confidence.decided(log_prob, accepted)

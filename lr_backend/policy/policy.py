@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from math import ceil, log2
+from math import log2
 from typing import Protocol
 
 from lr_backend.clock import Clock
@@ -28,12 +28,9 @@ USUAL_STEP_TOKENS = 24
 """Of a step, before one was seen."""
 USUAL_CHANCE = 0.6
 """That work ahead is of use, before anything was measured."""
-STEPS_ALONE, MOST_STEPS_ALONE = 4, 16
-"""In one go: half a span of a trial, so that a way that has changed is soon left. More where admissions are dear."""
-ADMISSIONS_SHARE = 0.1
-"""Of a call, at most: it has as many steps as that takes."""
-KNOWN_SPANS = 2
-"""Of a load, before calls have more steps."""
+STEPS_ALONE = (4, 8, 16)
+"""In one go: half a span of a trial at first, so that a way that has changed is soon left. More after each span that has kept to
+the way, for each call pays an admission."""
 
 
 class Learned:
@@ -118,8 +115,8 @@ class RequestPolicy(Protocol):
         """Steps that the target writes alone in one go, where the depth is 0; None: all the rest."""
         ...
 
-    def committed(self, num_tokens: int, num_steps: int = 1, *, ahead: bool = False) -> None:
-        """Steps were committed; ``ahead``: a drafted one was compared."""
+    def committed(self, num_tokens: int, num_steps: int = 1, *, accepted: bool | None = None) -> None:
+        """Steps were committed; ``accepted``: whether a drafted one was, where one was compared."""
         ...
 
 
@@ -152,7 +149,7 @@ class Fixed:
     def alone_steps(self) -> int | None:
         return None
 
-    def committed(self, num_tokens: int, num_steps: int = 1, *, ahead: bool = False) -> None:
+    def committed(self, num_tokens: int, num_steps: int = 1, *, accepted: bool | None = None) -> None:
         pass
 
 
@@ -206,14 +203,15 @@ class Measured:
         return self.shared.least_chance
 
     def alone_steps(self) -> int | None:
-        return self._steps_of_a_call(self.verifies_drafts) if self._trial.num_spans >= KNOWN_SPANS else STEPS_ALONE
+        return self._steps_of_a_call(self.verifies_drafts)
 
-    def committed(self, num_tokens: int, num_steps: int = 1, *, ahead: bool = False) -> None:
+    def committed(self, num_tokens: int, num_steps: int = 1, *, accepted: bool | None = None) -> None:
         trial, now_s = self._trial, self.shared.prices.clock()
         num_requests = self.shared.prices.num_requests
         # What was drafted before looking ahead has stopped was paid for then.
-        if self._way.ahead or not ahead:
-            trial.committed(self._way, now_s - self._since_s, num_tokens, num_steps, self._predicted, num_requests)
+        if self._way.ahead or accepted is None:
+            seconds = now_s - self._since_s - (0.0 if accepted is None else self._luck_s(accepted))
+            trial.committed(self._way, seconds, num_tokens, num_steps, self._predicted, num_requests, fresh=not accepted)
         self._since_s, self._way = now_s, self._way_now
 
     @property
@@ -230,12 +228,21 @@ class Measured:
         if self.request.is_watched:
             return 1
         if drafts and self.request.proposer != ProposerName.ENGINE:
-            return STEPS_ALONE  # each verification is a call of its own
+            return STEPS_ALONE[0]  # each verification is a call of its own
+        return STEPS_ALONE[min(self._trial.num_kept, len(STEPS_ALONE) - 1)]
+
+    def _luck_s(self, accepted: bool) -> float:
+        """What a verdict cost beyond what one costs on average: after a rejection a step is the target's, not the draft's.
+
+        How often drafts are accepted is the same in all ways, and is known from all of them. So the luck of the steps that one
+        way happened to have is taken off the time that they took.
+        """
         prices = self.shared.prices
-        crowding = prices.target[drafts].crowding
-        step_s = self.shared.step_tokens * crowding.at(max(0, prices.num_requests - 1))
-        cheap = ceil(crowding.admission_s / (ADMISSIONS_SHARE * step_s)) if step_s else STEPS_ALONE
-        return min(MOST_STEPS_ALONE, max(STEPS_ALONE, cheap))
+        token_s, drafted = prices.target[self._way.drafts].token_s.value, prices.drafted_token_s.value
+        if token_s is None or drafted is None:
+            return 0.0
+        alpha = self.shared.acceptance[self.verifier].rate_lately
+        return (alpha - accepted) * self.shared.step_tokens * max(0.0, token_s - drafted)
 
     def _predicted(self, way: Way) -> float:
         """Seconds a committed token."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import sqrt
 
 from lr_backend.policy.average import Average
 
@@ -18,17 +19,22 @@ BAD_STEPS, BAD_SHARE = 2, 1.5
 """A span ends after so many steps of each request where it takes longer than the best way is expected to, by so much."""
 LEAST_STEPS = 8
 """Of each kind of target step before its price is believed."""
+CHANGED_SHARE, CHANGED_SPANS = 1.5, 3
+"""What a way takes has changed where it takes so much longer or shorter than usual, so many spans in a row."""
 MEMORY = 24
 """Spans after which a way's older ones have faded to about a third."""
 PRIOR_SPANS = 2.0
 """A prediction counts as much as so many spans at first, and no more once a way's memory is full."""
 SPANS_A_FIRST_TRY = 2
 """Every second span tries a way that was never taken, if all requests together would lose no more than one of them takes."""
+DOUBT, KNOWN_SPANS, SPANS_A_TRY = 0.3, 8, 4
+"""By which share the time of one span may be wrong; after how many spans a way is known; one span of so many tries a way that is
+not known yet and may be the best."""
 CAUTION = 1.0 / 32.0
 """Speculation by calls, of steps or of draft tokens, is expected to take so much longer for every request in flight beyond those
 at its last try."""
 EXPLORED_SHARE = 0.01
-"""Trying other ways than the best may cost this share of the time at most."""
+"""Trying ways that are known to be slower may cost this share of the time at most."""
 COST_MEMORY = 256
 """Spans after which what trying has cost has faded to about a third."""
 
@@ -54,6 +60,7 @@ class Trial:
 
     Attributes:
         way: to take now.
+        num_kept: spans in a row that have taken it.
     """
 
     def __init__(self, ways: Sequence[Way], like: Trial | None = None, *, drafts_by_calls: bool = True) -> None:
@@ -63,12 +70,15 @@ class Trial:
         self._usually_at = {way: like.seen_at(way) if like is not None else 1 for way in self._ways}
         self._taken, self._off = ({way: Average(memory=MEMORY) for way in ways} for _ in range(2))
         """Seconds a token, and the same over those that were predicted, by spans."""
+        self._surprises = dict.fromkeys(self._ways, 0)
+        """How many spans of each way in a row took far longer than usual, or far shorter (negative)."""
         self._spent_s = self._lost_s = 0.0
         self._num_spans = self._num_steps = self._num_tokens = 0
         self._seconds = 0.0
         self._num_requests = 1
-        self._is_try = False
-        """The way that is taken was not the best when it was chosen."""
+        self.num_kept = 0
+        self._is_charged = False
+        """The way that is taken was not the best when it was chosen, and is tried for its low price."""
         self.way: Way = like.way if like is not None else self._ways[0]
 
     @property
@@ -103,8 +113,22 @@ class Trial:
         weight = PRIOR_SPANS * (1.0 - found.count / MEMORY)
         return (found.count * found.value + weight * prior) / (found.count + weight)
 
-    def committed(self, way: Way, seconds: float, num_tokens: int, num_steps: int, predict: Predict, num_requests: int) -> None:
-        """One request took ``seconds`` for so many tokens, the steps of one or more commits, in that way."""
+    def committed(
+        self,
+        way: Way,
+        seconds: float,
+        num_tokens: int,
+        num_steps: int,
+        predict: Predict,
+        num_requests: int,
+        *,
+        fresh: bool = True,
+    ) -> None:
+        """One request took ``seconds`` for so many tokens, the steps of one or more commits, in that way.
+
+        Args:
+            fresh: nothing is under way behind these steps. Where a span ends so, no work of it is left to the next one.
+        """
         if way != self.way:
             return
         self._num_requests = max(1, num_requests)
@@ -112,7 +136,8 @@ class Trial:
         self._num_tokens += num_tokens
         self._num_steps += num_steps
         num_steps, requests = self._num_steps, max(1, num_requests)
-        is_long = num_steps >= max(FEWEST_STEPS * requests, min(SPAN_STEPS * requests, ENOUGH_STEPS))
+        enough = max(FEWEST_STEPS * requests, min(SPAN_STEPS * requests, ENOUGH_STEPS))
+        is_long = num_steps >= enough and (fresh or num_steps >= 2 * enough)
         if self._num_tokens and (is_long or (num_steps >= max(SPAN_STEPS, BAD_STEPS * requests) and self._is_bad(predict))):
             self._end_span(predict)
 
@@ -124,13 +149,20 @@ class Trial:
             others = [way for way in self._ways if way != best]
             most = (1.0 + 1.0 / self._num_requests) * expected[best]
             new = [way for way in others if self.off(way) is None and expected[way] < most]
-            fresh = new if self._num_spans % SPANS_A_FIRST_TRY == 0 else []
+            close = [way for way in others if expected[way] < most and self._may_be_best(way, expected[way], expected[best])]
+            free = new if self._num_spans % SPANS_A_FIRST_TRY == 0 else []
+            free = free or (close if self._num_spans % SPANS_A_TRY == 0 else [])
             # A span of a way that is slower by some share costs that share of a span.
             cheap = [way for way in others if self._affords(expected[way] / expected[best] - 1.0)]
-            if tried := fresh or cheap:
-                self.way, self._is_try = min(tried, key=lambda way: self._taken[way].count), True
+            if tried := free or cheap:
+                self.way, self._is_charged = min(tried, key=lambda way: self._taken[way].count), not free
                 return
-        self.way, self._is_try = best, False
+        self.way, self._is_charged = best, False
+
+    def _may_be_best(self, way: Way, expected: float, best: float) -> bool:
+        """Too few spans were timed to say that it is slower."""
+        count = self._taken[way].count
+        return 0 < count < KNOWN_SPANS and expected * (1.0 - DOUBT / sqrt(count)) < best
 
     def _is_bad(self, predict: Predict) -> bool:
         """This span takes much longer than the best other way is expected to."""
@@ -141,16 +173,27 @@ class Trial:
         """A span that costs that share of the last one."""
         return self._lost_s + share * self._seconds <= EXPLORED_SHARE * self._spent_s
 
+    def _look_for_change(self, taken: float) -> None:
+        """Some spans in a row that are far from what a way used to take tell of another world: what was before says nothing."""
+        usual, before = self._taken[self.way].value or taken, self._surprises[self.way]
+        surprise = (taken > CHANGED_SHARE * usual) - (taken * CHANGED_SHARE < usual)
+        self._surprises[self.way] = before + surprise if surprise and before * surprise >= 0 else surprise
+        if abs(self._surprises[self.way]) >= CHANGED_SPANS:
+            self._taken[self.way], self._surprises[self.way] = Average(memory=MEMORY), 0
+
     def _end_span(self, predict: Predict) -> None:
         expected = {way: self.expected(way, predict) for way in self._ways}
         best, taken = min(expected.values()), self._seconds / self._num_tokens
+        self._look_for_change(taken)
         self._taken[self.way].add(taken)
         self._off[self.way].add(taken / predict(self.way))
         fade = 1.0 - 1.0 / COST_MEMORY
         self._spent_s, self._lost_s = fade * self._spent_s + self._seconds, fade * self._lost_s
         self._num_spans += 1
-        if self._is_try:  # what a way loses that has been the best until now is no price of trying
+        before = self.way
+        if self._is_charged:  # what a way loses that has been the best until now is no price of trying
             self._lost_s += max(0.0, self._seconds - best * self._num_tokens)
         if taken >= best:  # a way that was faster than any is expected to be gets one more span
             self.choose(predict)
+        self.num_kept = self.num_kept + 1 if self.way == before else 0
         self._seconds, self._num_steps, self._num_tokens = 0.0, 0, 0

@@ -208,26 +208,22 @@ def test_steps_that_are_taken_for_their_price_count_for_no_way() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "drafts", "admission", "num_spans", "num_steps"),
+    ("fields", "drafts", "num_spans", "num_steps"),
     [
-        pytest.param({}, False, 0.0, 2, 4, id="admissions are free"),
-        pytest.param({}, False, 20.0, 2, 8, id="an admission is a tenth of a call"),
-        pytest.param({}, False, 200.0, 2, 16, id="however dear an admission is"),
-        pytest.param({}, False, 200.0, 1, 4, id="the load is new"),
-        pytest.param({}, True, 200.0, 2, 4, id="each verification is a call"),
-        pytest.param({"proposer": "engine"}, True, 200.0, 2, 16, id="draft tokens inside the engine"),
-        pytest.param({"stream": True}, False, 200.0, 2, 1, id="somebody waits for each step"),
+        pytest.param({}, False, 0, 4, id="nothing is known"),
+        pytest.param({}, False, 1, 8, id="a span has kept to it"),
+        pytest.param({}, False, 2, 16, id="two spans have"),
+        pytest.param({}, False, 9, 16, id="many spans have"),
+        pytest.param({}, True, 9, 4, id="each verification is a call"),
+        pytest.param({"proposer": "engine"}, True, 9, 16, id="draft tokens inside the engine"),
+        pytest.param({"stream": True}, False, 9, 1, id="somebody waits for each step"),
     ],
 )
-def test_the_target_writes_alone_until_its_admission_is_cheap(
-    fields: dict[str, object], drafts: bool, admission: float, num_spans: int, num_steps: int
+def test_the_target_writes_alone_for_longer_the_longer_that_has_paid(
+    fields: dict[str, object], drafts: bool, num_spans: int, num_steps: int
 ) -> None:
     clock = Clock()
     shared = Learned(clock)
-    found = shared.prices.target[drafts]
-    for num_tokens in (24, 96) * 200:
-        found.crowding.add(0, 1.0 + admission / num_tokens, num_tokens)
-        found.token_s.add(1.0)
     policy = Measured(request(**{"stream": False, **fields}), shared, 0, JUDGE, can_draft=drafts, must_draft=drafts)
     for _ in range(num_spans * SPAN_STEPS):
         clock.now_s += 1.0
@@ -343,6 +339,6 @@ def test_it_is_nearly_as_fast_as_the_best_fixed_mode(conditions: Conditions) -> 
         taken = {mode: served(Server(salt, conditions, num_steps=12), partial(serve, mode=mode)) for mode in modes}
         return taken.pop("auto") / min(taken.values())
 
-    # Three servers, for a single one may take a span of bad luck for what a way takes.
-    found = [over_best(salt) for salt in range(3)]
+    # Five servers, for a single one may take a span of bad luck for what a way takes.
+    found = [over_best(salt) for salt in range(5)]
     assert median(found) <= 1.1, found
