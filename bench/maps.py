@@ -48,8 +48,8 @@ CONTEXTS = (1_000, 4_000, 16_000, 32_000)
 ALPHAS = (0.3, 0.6, 0.9)
 NUM_STEPS = 12
 """Of every answer, whatever the load: a window fills at its beginning and runs empty at its end, at each load alike."""
-MIN_ANSWERS = 4
-"""Where few are in flight."""
+ANSWERS_ALONE = 12
+"""Of one request after another; of more in flight, as many at least as are."""
 EQUAL_CONTEXT, EQUAL_ALPHA = 1_000, 0.6
 TEXTS = Workload(
     0.6,
@@ -160,8 +160,12 @@ def learn(one: Found) -> dict[str, Any]:
     return {**asdict(cell), "best": best, "best_ms_a_token": one.ms_a_token[best], "auto_ms_a_token": sets}
 
 
+def _num_answers(load: int) -> int:
+    return max(load, ANSWERS_ALONE // load)
+
+
 def _predicted(asked: Scenario, policy: Policy) -> Prediction:
-    return simulate_steady(asked, policy, learns_from=LEARNS_FROM, num_answers=max(MIN_ANSWERS, policy.num_requests))
+    return simulate_steady(asked, policy, learns_from=LEARNS_FROM, num_answers=_num_answers(policy.num_requests))
 
 
 def _limit(asked: Scenario, load: int, gain: float) -> tuple[str, float]:
@@ -202,7 +206,7 @@ def equal_gpus(num_cards: int, load: int, system: str = "h200_sxm") -> list[Used
         turns = uses(spec, system, num_cards, CardSharing.TIME_SLICES).found
         found += [replace(use, name=f"{use.name}, taking turns") for use in turns if Where.TARGETS_CARDS in use.name]
     found += [replace(use, policy=replace(use.policy, mode=Mode.AUTO)) for use in found if use.policy.mode is Mode.LR_SD]
-    return [measure(spec, use, texts, load, max(MIN_ANSWERS, load), LEARNS_FROM) for use in found]
+    return [measure(spec, use, texts, load, _num_answers(load), LEARNS_FROM) for use in found]
 
 
 # What is shown ---------------------------------------------------------------------------------------------------------
