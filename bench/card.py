@@ -316,7 +316,7 @@ def sharing(those: Mapping[Role, Worker], how: CardSharing, system: str) -> list
     costs = {role: _costs(MODELS[role], system) for role in those}
     rows = []
     for together in TOGETHER:
-        demands = {role: costs[role].demand(WORK[role]) for role in together}
+        demands = {role: replace(costs[role].demand(WORK[role]), share=1.0) for role in together}  # nobody is ever idle here
         law = {
             role.value: LAWS[how](own, [other for one, other in demands.items() if one is not role])
             for role, own in demands.items()
@@ -336,11 +336,9 @@ def show_sharing(console: Console, how: str, rows: Sequence[Mapping[str, Any]]) 
     alone = ", ".join(f"{name} {ms:.2f} ms" for name, ms in rows[0]["alone_ms"].items())
     table = Table("busy together", "slowdown of each", "by the law", "throughput", title=f"{how} (alone: {alone})")
     for row in rows[1:]:
-        slower = row["slowdown"]
-        each = ", ".join(f"{name} {value:.2f}" for name, value in slower.items())
-        table.add_row(
-            " + ".join(row["together"]), each, f"{sum(1 / value for value in slower.values()):.2f}", f"{row['law']:.2f}"
-        )
+        each, said = (", ".join(f"{name} {value:.2f}" for name, value in row[key].items()) for key in ("slowdown", "law"))
+        throughput = sum(1.0 / value for value in row["slowdown"].values())
+        table.add_row(" + ".join(row["together"]), each, said, f"{throughput:.2f}")
     console.print(table)
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
+from bench import card
 from bench.kit.card import FusedModel, like, shard_of
+from bench.kit.output import PAGES
 from lr_backend.embedded.checkpoint import ModelSpec
 from lr_backend.embedded.random_checkpoint import random_weights
 from lr_backend.embedded.reference.attention import ChunkAttention
@@ -15,6 +20,7 @@ from lr_backend.embedded.reference.kv_store import KvStore
 from lr_backend.embedded.reference.model import DecoderModel
 from lr_backend.embedded.runner import Span
 from lr_backend.hardware.cost import Iteration, Join
+from lr_backend.hardware.profile import ProfileKey, find
 
 
 def tiny(architecture: str) -> ModelSpec:
@@ -84,6 +90,32 @@ def test_lengths_are_cut_where_memory_ends() -> None:
     model = FusedModel.random(tiny("Qwen3ForCausalLM"), device="cpu", max_kv_tokens=512, max_positions=512)
     with pytest.raises(ValueError, match="there is memory for 512"):
         model.prepared(Iteration((), 2, 600))
+
+
+def test_what_was_published_can_be_shown() -> None:
+    console, published = Console(record=True, width=160), json.loads((PAGES / "card.json").read_text())
+    for name, found in published.items():
+        if "num_kernels" in found:
+            card.show_iterations(console, name, found)
+        elif name.startswith("sharing"):
+            card.show_sharing(console, name, found["rows"])
+    card.show_constants(console, published["constants"])
+    rows = [{"mode": mode, "load": 1, "predicted_ms": 10.0, "ms_a_token": 9.0} for mode in card.POLICIES]
+    card.show_modes(console, "mps", rows)
+
+    shown = console.export_text()
+    assert all(heading in shown for heading in ("measured / table", "by the law", "LAUNCH_US", "on the card / predicted"))
+
+
+def test_an_iteration_in_words() -> None:
+    mixed = Iteration((Join(9, 1000, 8), Join(9, 1000, 8)), 8, 8000)
+    assert card.in_words(mixed) == "2 x 9 new behind 1,000 + 8 decodes of 1,000"
+
+
+def test_a_model_is_timed_beside_its_profile() -> None:
+    model = FusedModel.random(tiny("Qwen3ForCausalLM"), device="cpu", max_kv_tokens=512, max_positions=512)
+    found = card.timed(model, Iteration((), 2, 200), find(ProfileKey("h200_sxm", "Qwen3-1.7B", 1, "bfloat16")))
+    assert found.graph_ms > 0.0 and found.eager_ms > 0.0 and found.table_ms == pytest.approx(1.9, rel=0.1)
 
 
 def test_a_shard_has_its_share_of_what_tensor_parallelism_splits() -> None:
