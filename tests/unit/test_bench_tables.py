@@ -69,7 +69,7 @@ def test_the_command_lists_all_tables_and_hands_on_options() -> None:
 def test_the_command_refuses_what_it_does_not_know() -> None:
     told = subprocess.run([sys.executable, "-m", "bench", "nothing"], capture_output=True, text=True, cwd=ROOT, check=False)
     assert told.returncode == 2
-    assert told.stderr.startswith("error: no table 'nothing'; there are pace, maps,")
+    assert told.stderr.startswith("error: no table 'nothing'; there are pace, card, maps,")
     told = subprocess.run(
         [sys.executable, "-m", "bench", "paper", "--cell", "none"], capture_output=True, text=True, cwd=ROOT, check=False
     )
