@@ -37,10 +37,9 @@ from bench.kit.card import FusedModel
 from bench.kit.card_engines import Busy, EnginesOnCard, ModelOnCard, PunctualLoop, Worker, workers
 from bench.kit.hardware import processor_line
 from bench.kit.output import PAGES, console_of_any_width, keep_json, print_line
-from bench.maps import TEXTS
+from bench.maps import EQUAL_ALPHA, EQUAL_CONTEXT, FIXED, NUM_STEPS, POLICIES, TEXTS
 from lr_backend.build.pace import machine_of, stood_for, system_of
 from lr_backend.build.placements import Where, placed
-from lr_backend.emulated.workload import Workload
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError
 from lr_backend.hardware.cost import Iteration, Join, ProfileCosts
@@ -48,9 +47,7 @@ from lr_backend.hardware.overheads import COPY_BYTES_PER_S, EAGER_GAP_US, LAUNCH
 from lr_backend.hardware.profile import Profile, ProfileKey, find
 from lr_backend.hardware.sharing import LAWS, CardSharing
 from lr_backend.nvidia import probe_gpus
-from lr_backend.plan.equal_gpus import DRAFT_TOKENS
-from lr_backend.plan.simulation import Policy, Scenario, keep_in_flight, ms_a_token, simulate_steady, virtual_engines
-from lr_backend.request import Mode
+from lr_backend.plan.simulation import Policy, Scenario, keep_in_flight, ms_a_token, simulate_steady
 from lr_backend.serve import mps
 
 DEPLOYMENT = "qwen3-32b-1gpu"
@@ -118,13 +115,6 @@ WAYS: Mapping[str, Way] = {
     ),
 }
 """By name: in turns; at the same time; with the target below normal priority; with multiprocessors of its own for each side."""
-CONTEXT, ALPHA, NUM_STEPS = 1_000, 0.6, 12
-POLICIES: Mapping[str, Policy] = {
-    "ar": Policy(Mode.AR),
-    "sd": Policy(Mode.SD, 0, fields=DRAFT_TOKENS),
-    "lr": Policy(Mode.LR, 8),
-    "lr_sd": Policy(Mode.LR_SD, 8, fields=DRAFT_TOKENS),
-}
 LOADS = (1, 8)
 
 
@@ -137,7 +127,7 @@ class Timed:
 
     Attributes:
         table_ms: of its kernels, by the profile.
-        graph_ms, eager_ms: measured, replayed as a graph and launched kernel by kernel; None: not measured.
+        graph_ms, eager_ms: measured, replayed as a graph and launched kernel by kernel.
         spread_ms: between the shortest and the longest time by graph.
     """
 
@@ -345,11 +335,11 @@ def show_sharing(console: Console, how: str, rows: Sequence[Mapping[str, Any]]) 
 # Modes -------------------------------------------------------------------------------------------------------------------
 
 
-def scenario(system: str, how: CardSharing, context: int = CONTEXT) -> Scenario:
+def scenario(system: str, how: CardSharing) -> Scenario:
     """One card for all three models, and texts whose steps are accepted with a given probability."""
     spec = placed(stood_for(DEPLOYMENT), system, 1, Where.TARGETS_CARDS, 1)
     machine = machine_of(spec, system, card_sharing=how)
-    workload: Workload = replace(TEXTS, acceptance_rate=ALPHA, prompt_tokens=context, num_steps=NUM_STEPS)
+    workload = replace(TEXTS, acceptance_rate=EQUAL_ALPHA, prompt_tokens=EQUAL_CONTEXT, num_steps=NUM_STEPS)
     return Scenario.of(spec.loop_config(), workload, machine, prompts_are_cached=True)
 
 
@@ -359,13 +349,7 @@ def on_card(those: Mapping[Role, Worker], what: Scenario, policy: Policy, num_an
     with asyncio.Runner(loop_factory=PunctualLoop) as runner:
         loop = runner.get_loop()
         assert isinstance(loop, PunctualLoop), loop
-        work = keep_in_flight(
-            what,
-            policy,
-            num_answers=num_answers,
-            engines_of=lambda machine, texts: virtual_engines(machine, texts, engine_of=engines.engine),
-        )
-        found = runner.run(work)
+        found = runner.run(keep_in_flight(what, policy, num_answers=num_answers, engine_of=engines.engine))
     return {
         "ms_a_token": ms_a_token(found.usages),
         "recording_s": loop.stopped_s,
@@ -384,7 +368,7 @@ def modes(
     what = scenario(system, how)
     rows = []
     with ProcessPoolExecutor(4, get_context("spawn")) as apart:
-        asked = [(load, name, replace(policy, num_requests=load)) for load in loads for name, policy in POLICIES.items()]
+        asked = [(load, name, replace(POLICIES[name], num_requests=load)) for load in loads for name in FIXED]
         predicted = [apart.submit(predicted_ms, what, policy, max(num_answers, load)) for load, _, policy in asked]
         for (load, name, policy), said in zip(asked, predicted, strict=True):
             on_card(those, what, policy, 1)  # records graphs, and lets compilers do their work

@@ -23,6 +23,7 @@ from torch.nn.attention.bias import causal_lower_right
 from lr_backend.build.shapes import ModelShape, known_models
 from lr_backend.embedded.checkpoint import ModelSpec
 from lr_backend.embedded.random_checkpoint import random_weights
+from lr_backend.embedded.reference.model import rms_normed, rotated
 from lr_backend.embedded.rope import rope_table
 from lr_backend.hardware.cost import Iteration, Join
 
@@ -326,12 +327,7 @@ def _between(*, compiles: bool) -> tuple[Callable[..., Any], ...]:
 def _add_norm(hidden: Tensor, change: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """The sum, and its RMS norm in float32."""
     total = hidden + change
-    return total, _normed(total, weight)
-
-
-def _normed(rows: Tensor, weight: Tensor) -> Tensor:
-    exact = rows.float()
-    return (exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + NORM_EPS)).to(rows.dtype) * weight
+    return total, rms_normed(total, weight, NORM_EPS)
 
 
 # Its parameters are what one kernel reads.
@@ -341,13 +337,8 @@ def _rotate(
     """Queries, and keys with values behind them; queries and keys are normed where the model does so, and rotated."""
     queries, keys, values = torch.split(mixed, [num_heads, num_kv_heads, num_kv_heads], 1)
     if q_norm is not None and k_norm is not None:
-        queries, keys = _normed(queries, q_norm), _normed(keys, k_norm)
-    return _turned(queries, cosines, sines), torch.cat([_turned(keys, cosines, sines), values], 1)
-
-
-def _turned(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    first, second = heads.float().chunk(2, -1)
-    return torch.cat([first * cosines - second * sines, second * cosines + first * sines], -1).to(heads.dtype)
+        queries, keys = rms_normed(queries, q_norm, NORM_EPS), rms_normed(keys, k_norm, NORM_EPS)
+    return rotated(queries, cosines, sines), torch.cat([rotated(keys, cosines, sines), values], 1)
 
 
 def _gate(gate_up: Tensor) -> Tensor:

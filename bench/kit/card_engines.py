@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
 import selectors
 import time
 from collections.abc import Iterator, Mapping
@@ -97,8 +98,6 @@ class Worker:
 
 
 def _serve(model: ModelOnCard, connection: Connection, environment: dict[str, str]) -> None:
-    import os
-
     os.environ |= environment  # before the card is touched
     try:
         loaded = model.load()
@@ -150,9 +149,6 @@ class Computed:
     num_iterations: int = 0
     card_s: float = 0.0
     predicted_s: float = 0.0
-
-    def reset(self) -> None:
-        self.num_iterations, self.card_s, self.predicted_s = 0, 0.0, 0.0
 
 
 class CardEngine(VirtualEngine):
@@ -228,7 +224,7 @@ class PunctualLoop(asyncio.SelectorEventLoop):
 
 @dataclass(frozen=True)
 class EnginesOnCard:
-    """Makes engines of these workers, as :func:`~lr_backend.plan.simulation.virtual_engines` wants them."""
+    """Makes engines of these workers, one at a time, as :func:`~lr_backend.plan.simulation.virtual_engines` wants them."""
 
     workers: Mapping[Role, Worker]
     computed: Mapping[Role, Computed]

@@ -103,7 +103,8 @@ class VirtualEngine:
 
     async def compute(self) -> None:
         """Let the iteration that has begun pass. Overridden where it is computed on a real card."""
-        await self._shared.work(self.timeline.seconds, self._place.cards, self.timeline.demand)
+        cards = self._place.cards
+        await self._shared.work(self.timeline.seconds, cards, self.timeline.demand if cards else IDLE)
 
     async def close(self) -> None:
         """Wait until the last iteration is over."""

@@ -36,7 +36,7 @@ from lr_backend.verify.judge_prompt import JudgePrompt
 MAX_DEPTH, MAX_WIDTH, MAX_DRAFT_LEN = 16, 8, 64
 FOREVER_S = 1e12
 Result = TypeVar("Result")
-EnginesOf = Callable[[Machine, Texts], Engines]
+EngineOf = Callable[[Role, Place, ScriptedSource, SharedCards, LoopThread], VirtualEngine]
 RULES = StepRules.from_tokenizer(VOCABULARY, [END])
 
 
@@ -187,7 +187,7 @@ class _Run:
     policies: Sequence[Policy]
     seed: int
     trace: bool
-    engines_of: EnginesOf
+    engine_of: EngineOf | None = None
     outcomes: dict[int, tuple[int, Outcome]] = field(default_factory=dict)
     """Which policy's each is, and how it ended."""
     requests: list[LookaheadRequest] = field(init=False)
@@ -198,7 +198,7 @@ class _Run:
         workload, policies = self.scenario.workload, self.policies
         _require_memory(self.scenario)
         self._texts = Texts(workload, self.seed)
-        self._engines = self.engines_of(self.scenario.machine, self._texts)
+        self._engines = virtual_engines(self.scenario.machine, self._texts, engine_of=self.engine_of)
         # Whether noise is shared shows in the workload: in how many drafted steps are the target's word for word.
         coupled = all(policy.mode is Mode.LOSSLESS for policy in policies)
         config = _config(self.scenario).model_copy(update={"coupled_noise": coupled})
@@ -232,7 +232,7 @@ class _Run:
 async def _answer_all(
     scenario: Scenario, policies: Sequence[Policy], seed: int, first: int, num_sets: int, trace: bool
 ) -> list[Prediction]:
-    run = _Run(scenario, policies, seed, trace, virtual_engines)
+    run = _Run(scenario, policies, seed, trace)
     size = len(run.asked)
     for start in range(first, first + num_sets * size, size):
         numbers = range(start, start + size)
@@ -248,19 +248,19 @@ async def keep_in_flight(
     *,
     learns_from: int = 0,
     num_answers: int = 1,
-    engines_of: EnginesOf | None = None,
+    engine_of: EngineOf | None = None,
 ) -> Prediction:
     """What :func:`simulate_steady` runs, on the clock of the running event loop.
 
     Args:
-        engines_of: makes the engines of a machine over some texts; by default they only take time.
+        engine_of: as in :func:`virtual_engines`.
     """
     _require_range(policy)
     fewest = policy.num_requests if policy.num_requests > 1 else 0
     first = max(learns_from, fewest)
     asked_from = 0 if policy.mode.chooses else first - fewest
     measured = range(first, first + num_answers)
-    run = _Run(scenario, [policy], seed, trace=False, engines_of=engines_of or virtual_engines)
+    run = _Run(scenario, [policy], seed, trace=False, engine_of=engine_of)
     numbers, left = count(asked_from), set(measured)
     done = asyncio.Event()
 
@@ -310,7 +310,7 @@ def virtual_engines(
     machine: Machine,
     texts: Texts,
     loop_thread: LoopThread | None = None,
-    engine_of: Callable[[Role, Place, ScriptedSource, SharedCards, LoopThread], VirtualEngine] | None = None,
+    engine_of: EngineOf | None = None,
 ) -> Engines:
     """The engines of a machine on the running event loop's clock.
 

@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +19,7 @@ from rich.console import Console
 
 from bench import card
 from bench.kit.card import FusedModel, like, shard_of
+from bench.kit.card_engines import ModelOnCard, workers
 from bench.kit.output import PAGES
 from lr_backend.embedded.checkpoint import ModelSpec
 from lr_backend.embedded.random_checkpoint import random_weights
@@ -19,8 +27,12 @@ from lr_backend.embedded.reference.attention import ChunkAttention
 from lr_backend.embedded.reference.kv_store import KvStore
 from lr_backend.embedded.reference.model import DecoderModel
 from lr_backend.embedded.runner import Span
+from lr_backend.engine import Role
 from lr_backend.hardware.cost import Iteration, Join
 from lr_backend.hardware.profile import ProfileKey, find
+from lr_backend.hardware.sharing import CardSharing
+from lr_backend.plan.simulation import Policy
+from lr_backend.request import Mode
 
 
 def tiny(architecture: str) -> ModelSpec:
@@ -100,7 +112,7 @@ def test_what_was_published_can_be_shown() -> None:
         elif name.startswith("sharing"):
             card.show_sharing(console, name, found["rows"])
     card.show_constants(console, published["constants"])
-    rows = [{"mode": mode, "load": 1, "predicted_ms": 10.0, "ms_a_token": 9.0} for mode in card.POLICIES]
+    rows = [{"mode": mode, "load": 1, "predicted_ms": 10.0, "ms_a_token": 9.0} for mode in card.FIXED]
     card.show_modes(console, "mps", rows)
 
     shown = console.export_text()
@@ -123,3 +135,28 @@ def test_a_shard_has_its_share_of_what_tensor_parallelism_splits() -> None:
 
     assert (whole.num_heads, whole.num_kv_heads, whole.intermediate_size) == (64, 8, 25600)
     assert (half.num_heads, half.num_kv_heads, half.intermediate_size, half.hidden_size) == (32, 4, 12800, whole.hidden_size)
+
+
+class _InAThread(Thread):
+    """In place of a process, with an end of the pipe of its own: for a tiny model none need be started."""
+
+    def __init__(self, target: Any, args: tuple[Any, Connection, Any], daemon: bool) -> None:
+        model, theirs, environment = args
+        super().__init__(target=target, args=(model, Connection(os.dup(theirs.fileno())), environment), daemon=daemon)
+
+    def kill(self) -> None:
+        pass
+
+
+def test_the_loop_runs_over_iterations_that_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = SimpleNamespace(Pipe=multiprocessing.Pipe, Process=_InAThread)
+    monkeypatch.setattr("bench.kit.card_engines.multiprocessing.get_context", lambda method: here)
+    model = ModelOnCard("", device="cpu", spec=tiny("Qwen3ForCausalLM"), max_kv_tokens=4096, max_positions=512)
+    what = card.scenario("h200_sxm", CardSharing.MPS)
+    short = replace(what, workload=replace(what.workload, prompt_tokens=20, step_tokens=4, num_steps=2))
+
+    with workers(dict.fromkeys(Role, model)) as those:
+        found = card.on_card(those, short, Policy(Mode.LR, 2), 1)
+
+    assert found["ms_a_token"] > 0.0
+    assert all(found["num_iterations"][role] > 0 for role in ("target", "draft", "judge"))

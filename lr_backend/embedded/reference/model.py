@@ -73,7 +73,7 @@ class DecoderModel:
         )
         if self.spec.qk_norm:
             query, key = self._normed(query, f"{prefix}q_norm"), self._normed(key, f"{prefix}k_norm")
-        heads = attention(layer, _rotated(query, *rotation), _rotated(key, *rotation), value)
+        heads = attention(layer, rotated(query, *rotation), rotated(key, *rotation), value)
         return self._product(heads.flatten(1), f"{prefix}o_proj")
 
     def _mlp(self, prefix: str, rows: Tensor) -> Tensor:
@@ -85,12 +85,16 @@ class DecoderModel:
 
     def _normed(self, rows: Tensor, name: str) -> Tensor:
         """RMS norm over the last dimension, computed in float32."""
-        exact = rows.float()
-        normed = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + self.spec.rms_norm_eps)
-        return normed.to(rows.dtype) * self.weights[f"{name}.weight"]
+        return rms_normed(rows, self.weights[f"{name}.weight"], self.spec.rms_norm_eps)
 
 
-def _rotated(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+def rms_normed(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm over the last dimension, computed in float32."""
+    exact = rows.float()
+    return (exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)).to(rows.dtype) * weight
+
+
+def rotated(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     """Rotate each pair (i, i + head_dim / 2) of ``heads`` [T, heads, head_dim] by its position's angle."""
     first, second = heads.float().chunk(2, -1)
     return torch.cat([first * cosines - second * sines, second * cosines + first * sines], -1).to(heads.dtype)
