@@ -8,24 +8,20 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from queue import Queue
 from typing import Any
-from urllib.request import urlopen
 
 import numpy as np
 import psutil
 import pytest
 import tritonclient.grpc as grpcclient
 from lr_client import Client, ClientError, Options, Overloaded, ServerUnreachable, TargetUnavailable
-from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.samples import Sample
 from tritonclient.utils import InferenceServerException
 
 from lr_backend.build.base import Layout
@@ -38,6 +34,7 @@ from lr_backend.serve.server import ServerOptions, TritonServer
 from lr_backend.serve.warmup import warm_engines, warm_loop
 from lr_backend.triton.remote_engine import grpc_inputs
 from tests.support.deployed import said_when_ready
+from tests.support.observed import reached_within, samples
 from tests.support.tiny_models import make_tiny_models, write_spec
 
 pytestmark = pytest.mark.integration
@@ -46,6 +43,7 @@ READY_S = 120.0
 NUM_CLIENTS = 8
 NEEDED = ("lookahead", "target")
 """What the front end wants to be ready."""
+bounded = partial(reached_within, READY_S)
 OPTIONS = Options(mode="lr", max_tokens=64, stream=False, seed=1)
 
 
@@ -88,13 +86,6 @@ class Crowd:
         bounded(lambda: sum(not whole or not degraded for degraded in self.answered[first:]) >= num)
 
 
-def samples(metrics_url: str, name: str) -> list[Sample]:
-    """What a server's page says now of one metric."""
-    with urlopen(metrics_url, timeout=READY_S) as page:
-        families = text_string_to_metric_families(page.read().decode())
-        return [sample for family in families for sample in family.samples if sample.name == name]
-
-
 def answers_by_loop(server: TritonServer) -> list[int]:
     """How many answers each process of the step loop has given, by its counters."""
     found = Counter[str]()
@@ -102,13 +93,6 @@ def answers_by_loop(server: TritonServer) -> list[int]:
         if sample.labels["end"] in ("stop", "length"):
             found[sample.labels["loop"]] += int(sample.value)
     return list(found.values())
-
-
-def bounded(reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + READY_S
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 SEVERAL = "several_loops"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,10 +17,12 @@ from lr_backend.emulated.texts import Texts
 from lr_backend.emulated.workload import Workload
 from lr_backend.serve.keeper import StubKeeper, stubs_of
 from lr_backend.serve.server import ServerOptions, TritonServer
+from tests.support.observed import reached_within, samples
 
 pytestmark = pytest.mark.integration
 
 WAIT_S = 60.0
+wait = partial(reached_within, WAIT_S)
 LONG = Workload(0.7, prompt_tokens=40, step_tokens=10, num_steps=200)
 SLOW_MOTION = 20.0
 """An answer takes minutes, so that all calls are in flight when the target dies."""
@@ -74,10 +75,15 @@ def ends_of_a_kill(server: TritonServer) -> list[type[ClientError]]:
     (target,) = stubs_of(server)["target"]
     with ThreadPoolExecutor(NUM_ASKED) as pool:
         asked = [pool.submit(ask, number) for number in range(NUM_ASKED)]
-        wait(lambda: server.seats.num_in_flight == NUM_ASKED)
-        time.sleep(1.0)  # a request in flight has made its call by then
+        wait(lambda: running(server) == NUM_ASKED)
         os.kill(target, signal.SIGKILL)
         return [one.result() for one in asked]
+
+
+def running(server: TritonServer) -> int:
+    """Calls that the target has in its batch."""
+    found = samples(f"http://{server.metrics_url}/metrics", "lr_engine_running")
+    return sum(int(sample.value) for sample in found if sample.labels["role"] == "target")
 
 
 def answers(server: TritonServer) -> bool:
@@ -91,10 +97,3 @@ def answers(server: TritonServer) -> bool:
 
 def question(number: int) -> str:
     return Texts(LONG, 0).question(number)
-
-
-def wait(reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

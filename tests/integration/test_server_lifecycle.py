@@ -6,15 +6,14 @@ import dataclasses
 import http.client
 import json
 import os
-import select
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -27,12 +26,14 @@ from lr_backend.serve import server as launcher
 from lr_backend.serve.restrictions import HEADER
 from lr_backend.serve.server import ServerError, ServerOptions, TritonServer
 from lr_backend.serve.warmup import post_json, warm_engines, warm_loop
+from tests.support.observed import reached_within
 from tests.support.tiny_models import make_tiny_models, write_spec
 
 pytestmark = pytest.mark.integration
 
 READY_S = 120.0
 BOUND_S = 60.0
+bounded = partial(reached_within, BOUND_S)
 STUBS = 4
 EMULATED = ("qwen3-32b-apart", "b200_sxm")
 """A deployment, and the system at whose pace it answers."""
@@ -104,13 +105,6 @@ def requests_seen(server: TritonServer) -> int:
     """Calls that the target has been handed: a question in flight makes them."""
     statistics = json.loads(server._get("/v2/models/target/stats") or b"{}")
     return int(statistics["model_stats"][0]["inference_stats"]["queue"]["count"])
-
-
-def bounded(reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + BOUND_S
-    while not reached():
-        assert time.monotonic() < deadline
-        select.select([], [], [], 0.005)
 
 
 def test_a_killed_server_leaves_nothing(emulated_server: TritonServer) -> None:

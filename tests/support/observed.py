@@ -11,17 +11,37 @@ import threading
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from lr_backend.serve.server import ServerOptions, free_ports
 
 PROJECT = Path(__file__).parents[2]
+POLL_S = 0.005
+
+
+def reached_within(limit_s: float, reached: Callable[[], bool]) -> None:
+    """Wait for what another process does; it takes no longer than that, or the test fails."""
+    deadline = time.monotonic() + limit_s
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(POLL_S)
+
+
+def samples(metrics_url: str, name: str) -> list[Sample]:
+    """What a server's page says now of one metric."""
+    with urllib.request.urlopen(metrics_url, timeout=60.0) as page:
+        families = text_string_to_metric_families(page.read().decode())
+        return [sample for family in families for sample in family.samples if sample.name == name]
+
+
 DASHBOARD = PROJECT / "deploy" / "grafana" / "dashboard.json"
 ALERTS = PROJECT / "deploy" / "prometheus" / "alerts.yaml"
 ALERTS_TEST = ALERTS.with_name("alerts_test.yaml")
