@@ -30,7 +30,7 @@ from lr_backend.hardware.cost import Iteration, Join
 KV_STEP, NEW_STEP = 512, 16
 """Lengths and new tokens are rounded up to multiples of these, so that few graphs serve all iterations."""
 FEW = 4
-"""Up to so many sequences are counted exactly, more are rounded up to an even number, and from twice as many on to a multiple."""
+"""Up to so many sequences are counted exactly. More are rounded up to an even number, and beyond twice as many to a multiple."""
 DTYPE = torch.bfloat16
 NORM_EPS = 1e-6
 
