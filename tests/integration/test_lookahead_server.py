@@ -28,6 +28,7 @@ from lr_backend.serve.warmup import ANSWER, QUESTION
 from lr_backend.trace.analysis import analyse
 from lr_backend.trace.html import page
 from lr_backend.trace.schema import Purpose, Trace
+from tests.support.observed import reached_within
 
 pytestmark = pytest.mark.integration
 WAIT_S = 120.0
@@ -261,7 +262,7 @@ def test_what_triton_and_its_clients_add_is_no_unknown_field(server: TritonServe
             assert error is None
             if result.as_numpy("finish_reason") is not None:
                 break
-    assert "q" * 80 in server.log_text()
+    reached_within(WAIT_S, lambda: "q" * 80 in server.log_text())  # the line comes after the answer
     assert "q" * 81 not in server.log_text()
 
 
