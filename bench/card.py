@@ -93,8 +93,8 @@ BUSY_S = 1.5
 
 
 @dataclass(frozen=True)
-class Way:
-    """A way in which processes share the card.
+class Arrangement:
+    """How the roles' processes share the card.
 
     Attributes:
         law: that is held against it.
@@ -105,16 +105,20 @@ class Way:
     environments: Mapping[Role, Mapping[str, str]] = field(default_factory=dict)
 
 
-WAYS: Mapping[str, Way] = {
-    "time_slices": Way(CardSharing.TIME_SLICES),
-    "mps": Way(CardSharing.MPS),
-    "mps_priority": Way(CardSharing.MPS, {Role.TARGET: {"CUDA_MPS_CLIENT_PRIORITY": "1"}}),
-    "mps_split": Way(
-        CardSharing.MPS,
-        {role: {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "80" if role is Role.TARGET else "20"} for role in Role},
-    ),
+def _split(percent: int) -> Arrangement:
+    """So much of the card's multiprocessors for the target, and the rest for draft and judge."""
+    shares = {role: percent if role is Role.TARGET else 100 - percent for role in Role}
+    return Arrangement(CardSharing.MPS, {role: {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": f"{share}"} for role, share in shares.items()})
+
+
+ARRANGEMENTS: Mapping[str, Arrangement] = {
+    "time_slices": Arrangement(CardSharing.TIME_SLICES),
+    "mps": Arrangement(CardSharing.MPS),
+    "mps_priority": Arrangement(CardSharing.MPS, {Role.TARGET: {"CUDA_MPS_CLIENT_PRIORITY": "1"}}),
+    **{f"mps_split_{percent}": _split(percent) for percent in (80, 65, 50)},
 }
-"""By name: in turns; at the same time; with the target below normal priority; with multiprocessors of its own for each side."""
+"""By name: in turns; at the same time; with the target below normal priority; with multiprocessors of its own for each side, so
+many in a hundred for the target."""
 LOADS = (1, 8)
 
 
@@ -269,13 +273,13 @@ def show_constants(console: Console, found: Mapping[str, float]) -> None:
 
 
 @contextmanager
-def side_by_side(way: Way) -> Iterator[dict[str, str]]:
+def side_by_side(how: Arrangement) -> Iterator[dict[str, str]]:
     """Variables of the environment in which processes share the card so: for CUDA MPS, those of a daemon of our own.
 
     Raises:
         ConfigError: its daemon does not start.
     """
-    if way.law is not CardSharing.MPS:
+    if how.law is not CardSharing.MPS:
         yield {}
         return
     with tempfile.TemporaryDirectory(prefix="lookahead-mps-") as folder:
@@ -401,12 +405,12 @@ def show_modes(console: Console, how: str, rows: Sequence[Mapping[str, Any]]) ->
 def main(
     parts: Annotated[list[str] | None, typer.Option("--part", help=f"{', '.join(PARTS)}; by default all.")] = None,
     loads: Annotated[list[int] | None, typer.Option("--load", min=1, help="Requests in flight; by default 1 and 8.")] = None,
-    ways: Annotated[list[str] | None, typer.Option("--sharing", help=f"{', '.join(WAYS)}; by default all.")] = None,
+    shared: Annotated[list[str] | None, typer.Option("--sharing", help=f"{', '.join(ARRANGEMENTS)}; by default all.")] = None,
     num_answers: Annotated[int, typer.Option("--answers", min=1, help="Of each mode, or as many as are in flight.")] = 3,
     output: Annotated[Path, typer.Option(help="Where the figures go.")] = PAGES / "card.json",
 ) -> None:
     """Time models of real shapes on this card, beside the hardware profile of its kind."""
-    for asked, known, option in ((parts, PARTS, "--part"), (ways, tuple(WAYS), "--sharing")):
+    for asked, known, option in ((parts, PARTS, "--part"), (shared, tuple(ARRANGEMENTS), "--sharing")):
         if unknown := set(asked or ()) - set(known):
             raise typer.BadParameter(f"{', '.join(sorted(unknown))}; there are {', '.join(known)}", param_hint=option)
     cards = probe_gpus()
@@ -428,16 +432,16 @@ def main(
         show_iterations(console, name, timings)
         keep_json(output, name, timings)
     models = {role: ModelOnCard(hub) for role, hub in MODELS.items()}
-    for name in ways or WAYS if {"sharing", "modes"} & set(wanted) else ():
-        way = WAYS[name]
+    for name in shared or ARRANGEMENTS if {"sharing", "modes"} & set(wanted) else ():
+        arrangement = ARRANGEMENTS[name]
         try:
-            with side_by_side(way) as environment, workers(models, environment, way.environments) as those:
+            with side_by_side(arrangement) as environment, workers(models, environment, arrangement.environments) as those:
                 if "sharing" in wanted:
-                    rows = sharing(those, way.law, system)
+                    rows = sharing(those, arrangement.law, system)
                     show_sharing(console, name, rows)
                     keep_json(output, f"sharing, {name}", {"rows": rows})
                 if "modes" in wanted:
-                    rows = modes(those, way.law, system, loads or LOADS, num_answers)
+                    rows = modes(those, arrangement.law, system, loads or LOADS, num_answers)
                     show_modes(console, name, rows)
                     keep_json(output, f"modes, {name}", {"rows": rows})
         except ConfigError as error:

@@ -136,7 +136,10 @@ class FusedModel:
     @classmethod
     def random(cls, spec: ModelSpec, *, device: str, max_kv_tokens: int, max_positions: int) -> FusedModel:
         weights = random_weights(spec, dtype=DTYPE if device == "cuda" else torch.float32, device=device)
-        return cls(spec, weights, max_kv_tokens=max_kv_tokens, max_positions=max_positions)
+        model = cls(spec, weights, max_kv_tokens=max_kv_tokens, max_positions=max_positions)
+        if model._on_card:
+            torch.cuda.empty_cache()  # what loading leaves behind; models of other processes want the memory
+        return model
 
     def prepared(self, iteration: Iteration) -> Callable[[], Tensor | None]:
         """What computes this iteration kernel by kernel, as often as it is called; it returns logits."""

@@ -67,7 +67,7 @@ class Worker:
     """A process that computes iterations of one model, one at a time."""
 
     def __init__(self, model: ModelOnCard, environment: Mapping[str, str] | None = None) -> None:
-        """Starts the process; :meth:`wait` for it."""
+        """Starts the process; :meth:`wait` for it before another is started: a model that loads takes twice its memory."""
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(model, theirs, dict(environment or {})), daemon=True)
@@ -129,10 +129,11 @@ def workers(
 ) -> Iterator[dict[Role, Worker]]:
     """A process for each role, ready; with these variables in its environment, all roles' and its own."""
     own = environments or {}
-    started = {role: Worker(model, {**(environment or {}), **own.get(role, {})}) for role, model in models.items()}
+    started: dict[Role, Worker] = {}
     try:
-        for worker in started.values():
-            worker.wait()
+        for role, model in models.items():
+            started[role] = Worker(model, {**(environment or {}), **own.get(role, {})})
+            started[role].wait()
         yield started
     finally:
         for worker in started.values():
