@@ -108,7 +108,9 @@ class Arrangement:
 def _split(percent: int) -> Arrangement:
     """So much of the card's multiprocessors for the target, and the rest for draft and judge."""
     shares = {role: percent if role is Role.TARGET else 100 - percent for role in Role}
-    return Arrangement(CardSharing.MPS, {role: {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": f"{share}"} for role, share in shares.items()})
+    return Arrangement(
+        CardSharing.MPS, {role: {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": f"{share}"} for role, share in shares.items()}
+    )
 
 
 ARRANGEMENTS: Mapping[str, Arrangement] = {

@@ -91,7 +91,7 @@ def virtual(deployment: EmulatedDeployment) -> Scenario:
     # Triton's own hop is real, and is not in slow motion with the rest.
     faster_s = BLS_MS.value * (1.0 - 1.0 / deployment.slow_motion) / 2e3
     places = {
-        role: replace(place, way=replace(place.way, there_s=place.way.there_s - faster_s, back_s=place.way.back_s - faster_s))
+        role: replace(place, hops=replace(place.hops, there_s=place.hops.there_s - faster_s, back_s=place.hops.back_s - faster_s))
         for role, place in machine.places.items()
     }
     return Scenario.of(deployment.loop_config(), deployment.texts, replace(machine, places=places))

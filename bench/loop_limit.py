@@ -90,7 +90,7 @@ class Setting:
         machine = machine_of(stood_for(deployment.emulates), deployment.system)
         hop_s = BLS_MS.value / 2e3
         places = {
-            role: replace(place, way=replace(place.way, there_s=place.way.there_s - hop_s, back_s=place.way.back_s - hop_s))
+            role: replace(place, hops=replace(place.hops, there_s=place.hops.there_s - hop_s, back_s=place.hops.back_s - hop_s))
             for role, place in machine.places.items()
         }
         config = deployment.loop_config()

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
-from bench.kit.pace import AHEAD, BASELINE, ROWS, SYSTEM, Hops, Paced, Row, compare, hops, stage
+from bench.kit.pace import AHEAD, BASELINE, ROWS, SYSTEM, MeasuredHops, Paced, Row, compare, hops, stage
 from bench.kit.rows import PROBLEM_SEED
 from bench.kit.serving import demo_spec
 from demo.problems import Problem, problems
@@ -161,14 +161,14 @@ def _gain(scenario: Scenario, policy: Policy, machine: Machine) -> float:
     return alone / ours
 
 
-def with_hops(machine: Machine, measured: Iterable[Hops]) -> Machine:
+def with_hops(machine: Machine, measured: Iterable[MeasuredHops]) -> Machine:
     """The machine with calls that are on their way for as long as they were here."""
     places = dict(machine.places)
     for one in measured:
         place = places[one.role]
         beyond_s = (one.mean_ms - one.constant_ms) / 2e3
-        way = replace(place.way, there_s=place.way.there_s + beyond_s, back_s=place.way.back_s + beyond_s)
-        places[one.role] = replace(place, way=way)
+        longer = replace(place.hops, there_s=place.hops.there_s + beyond_s, back_s=place.hops.back_s + beyond_s)
+        places[one.role] = replace(place, hops=longer)
     return replace(machine, places=places)
 
 

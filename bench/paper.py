@@ -31,7 +31,7 @@ from lr_backend.cli.errors import refuse
 from lr_backend.emulated.workload import Workload, published
 from lr_backend.engine import Role
 from lr_backend.hardware.cost import ProfileCosts
-from lr_backend.hardware.machine import Machine, Place, Way
+from lr_backend.hardware.machine import Hops, Machine, Place
 from lr_backend.hardware.overheads import Bound, Overheads
 from lr_backend.hardware.profile import PROFILES, Profile, ProfileKey, find, label_of
 from lr_backend.plan.simulation import Policy, Prediction, Scenario, simulate
@@ -132,7 +132,7 @@ def place_of(profile: Profile, num_draft_tokens: int, *, http: bool, bound: Boun
     hop_s = overheads.hop_ms / 1e3
     return Place(
         ProfileCosts(profile, overheads),
-        Way(hop_s, hop_s),
+        Hops(hop_s, hop_s),
         num_draft_tokens=num_draft_tokens,
         looks_up=num_draft_tokens > 0,
         kv_tokens=KV_TOKENS,

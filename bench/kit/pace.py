@@ -158,7 +158,7 @@ class Paced:
 
 
 @dataclass(frozen=True, slots=True)
-class Hops:
+class MeasuredHops:
     """Milliseconds that calls of one role are on their way, there and back.
 
     Attributes:
@@ -177,17 +177,17 @@ class Hops:
         return f"{self.role} calls on their way: {found}; planned with {self.constant_ms:.2f} ms"
 
 
-def hops(found: Paced) -> list[Hops]:
+def hops(found: Paced) -> list[MeasuredHops]:
     """Of each role; calls that carry logits of draft tokens are left out."""
     machine = found.machine()
     result = []
     for role in Role:
-        way = machine.places[role].way
+        constant = machine.places[role].hops
         on_the_way = [call.way_ms / found.spec.slow_motion for call in _plain_calls(found, role)]
         if on_the_way:
             p50, p99 = np.percentile(on_the_way, (50, 99))
-            constant_ms = 1e3 * (way.there_s + way.back_s)
-            result.append(Hops(role, len(on_the_way), fmean(on_the_way), float(p50), float(p99), constant_ms))
+            constant_ms = 1e3 * (constant.there_s + constant.back_s)
+            result.append(MeasuredHops(role, len(on_the_way), fmean(on_the_way), float(p50), float(p99), constant_ms))
     return result
 
 

@@ -24,7 +24,7 @@ from lr_backend.emulated.workload import Workload
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError, LookaheadError
 from lr_backend.hardware.profile import find, label_of
-from lr_backend.plan.both_ways import both_ways, ways_table
+from lr_backend.plan.both_placements import both_placements, placements_table
 from lr_backend.plan.equal_gpus import measure, uses, uses_table
 from lr_backend.request import Mode
 from lr_backend.serve.startup_check import Level, Needs, check_decoder, probe_decoder, require_ready
@@ -106,15 +106,15 @@ def _print_uses(console: Console, deployment: GpuDeployment) -> None:
             raise ConfigError(f"there are no kernel tables of {deployment.hardware.gpu}")
         chosen = uses(deployment, system, cards)
         rows = [measure(deployment, use, USES_TEXTS, 1) for use in chosen.found]
-        ways = both_ways(deployment, system, USES_TEXTS)
+        both = both_placements(deployment, system, USES_TEXTS)
     except ConfigError as error:
         console.print(f"[yellow]other uses of its cards are not compared:[/] {escape(error.message)}", soft_wrap=True)
         return
     wide = _wide(console)
     alone_ms = min((row.ms_a_token for row in rows if row.mode == Mode.AR), default=nan)
-    wide.print(ways_table(ways.found, alone_ms))
+    wide.print(placements_table(both.found, alone_ms))
     wide.print(uses_table(rows, f"{cards} x {deployment.hardware.gpu}: one request, acceptance {USES_TEXTS.acceptance_rate:g}"))
-    for name, why in (*ways.left_out.items(), *chosen.left_out.items()):
+    for name, why in (*both.left_out.items(), *chosen.left_out.items()):
         console.print(f"[yellow]left out[/] {name}: {escape(why)}", highlight=False, soft_wrap=True)
     profiles = [find(pace_of(deployment, role, system).profile) for role in Role]
     console.print(f"[dim]predicted by the step loop over scripted texts; {label_of(profiles)}[/]", soft_wrap=True)

@@ -236,7 +236,7 @@ def _system_line(scenario: Scenario, policy: Policy) -> str:
         "a draft token": draft.costs.seconds(Iteration((), 1, behind)),
         **_verification(target, behind, policy),
         "a verdict": judge.costs.seconds(Iteration((verdict,))),
-        "a call": target.way.there_s + target.way.back_s,
+        "a call": target.hops.there_s + target.hops.back_s,
     }
     told = f"behind {behind} tokens: " + ", ".join(f"{name} {1e3 * one:.3g} ms" for name, one in seconds.items())
     shared = any(place.cards for place in machine.places.values())
@@ -252,7 +252,7 @@ def _verification(target: Place, behind: int, policy: Policy) -> dict[str, float
         round_s = target.costs.seconds(Iteration((), 1, behind, num_drafts, num_drafts))
         return {f"a round of {num_drafts} draft tokens of its own": round_s}
     join = Join(num_drafts + 1, behind, num_drafts, target.one_hot)
-    on_the_way_s = num_drafts * target.way.draft_token_s
+    on_the_way_s = num_drafts * target.hops.draft_token_s
     return {f"a verification of {num_drafts} draft tokens": on_the_way_s + target.costs.seconds(Iteration((join,)))}
 
 

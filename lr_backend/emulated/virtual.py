@@ -86,15 +86,15 @@ class VirtualEngine:
         self._news: asyncio.Future[None] | None = None
 
     async def generate(self, call: EngineCall) -> Generation:
-        request, way = EngineRequest.from_call(call), self._place.way
+        request, hops = EngineRequest.from_call(call), self._place.hops
         if self._place.num_draft_tokens and not request.draft_ids:
             request = replace(request, num_draft_tokens=self._place.num_draft_tokens)
         await self._loop_thread.make_call()
         num_drafts = len(request.draft_ids) if self._place.one_hot and not request.sampling.greedy else 0
-        await self._shared.work(way.there_s + num_drafts * way.draft_token_s, (0,), self._call_demand)
+        await self._shared.work(hops.there_s + num_drafts * hops.draft_token_s, (0,), self._call_demand)
         result = await self._run(request)
-        if way.back_s:
-            await asyncio.sleep(way.back_s)
+        if hops.back_s:
+            await asyncio.sleep(hops.back_s)
         return result.generation()
 
     def remember(self, tokens: IntArray) -> None:
@@ -139,7 +139,7 @@ class VirtualEngine:
         try:
             return await done
         except asyncio.CancelledError:
-            asyncio.get_running_loop().call_later(self._place.way.there_s, self._cancel, sequence)
+            asyncio.get_running_loop().call_later(self._place.hops.there_s, self._cancel, sequence)
             raise
 
     def _cancel(self, sequence: Sequence) -> None:

@@ -26,8 +26,8 @@ class Sizes(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """What a call takes on its way to an engine and back, in seconds.
+class Hops:
+    """A call's way to an engine and back, in seconds.
 
     Attributes:
         draft_token_s: of each draft token that brings logits, on the way there.
@@ -40,7 +40,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Place:
-    """One role's engine: its costs, the way to it, and the cards that it runs on.
+    """One role's engine: its costs, the hops to it, and the cards that it runs on.
 
     Attributes:
         one_hot: sampled draft tokens of a call are charged for logits.
@@ -52,7 +52,7 @@ class Place:
     """
 
     costs: CostModel
-    way: Way = field(default_factory=Way)
+    hops: Hops = field(default_factory=Hops)
     cards: tuple[int, ...] = ()
     one_hot: bool = False
     rules: UpstreamRules = OWN_RULES
@@ -98,10 +98,10 @@ class Machine:
             one_way_s = (at(BLS_MS, pace.bound) / 2.0 + overheads.hop_ms) / 1e3
             draft_token_s = overheads.draft_logits_ms(1) / 1e3 if pace.one_hot else 0.0
             cards = pace.cards.get(pace.role, ())
-            way, size = Way(one_way_s, one_way_s, draft_token_s), sizes[role]
+            hops, size = Hops(one_way_s, one_way_s, draft_token_s), sizes[role]
             places[role] = Place(
                 pace.costs(),
-                way,
+                hops,
                 cards,
                 pace.one_hot,
                 pace.rules,
@@ -159,7 +159,7 @@ class LinearTimes:
         cards = (0,) if self.num_cores else ()
 
         def place(token_s: float, prompt_s: float, verification_s: float = 0.0) -> Place:
-            return Place(LinearCosts(token_s, self.crowding, prompt_s, verification_s, demand), Way(there_s=self.call_s), cards)
+            return Place(LinearCosts(token_s, self.crowding, prompt_s, verification_s, demand), Hops(there_s=self.call_s), cards)
 
         places = {
             Role.TARGET: place(self.target_token_s, self.target_prompt_s, self.verification_s),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from lr_backend.engine import Role
 from lr_backend.hardware.cost import CostModel, Iteration, LinearCosts
-from lr_backend.hardware.machine import Machine, Place, Way
+from lr_backend.hardware.machine import Hops, Machine, Place
 from lr_backend.hardware.sharing import IDLE, Demand
 from lr_backend.plan.simulation import Policy, Scenario
 from lr_backend.plan.table import plan_row
@@ -91,7 +91,7 @@ def _everywhere(change: Callable[[Place], Place]) -> Callable[[Machine], Machine
     return lambda machine: replace(machine, places={role: change(place) for role, place in machine.places.items()})
 
 
-_free_hand_overs = _everywhere(lambda place: replace(place, way=Way()))
+_free_hand_overs = _everywhere(lambda place: replace(place, hops=Hops()))
 _whole_budget = _everywhere(lambda place: replace(place, rules=replace(place.rules, charges_whole_prefix=False)))
 _large_batch = _everywhere(lambda place: replace(place, max_batch_size=1 << 16))
 _free_memory = _everywhere(lambda place: replace(place, rules=replace(place.rules, reserves_kv_in_full=False), kv_tokens=1 << 26))

@@ -124,7 +124,7 @@ def with_loop(machine: Machine, num_loops: int, load: int, call_s: float) -> Mac
     """
     loop_s = call_s / min(num_loops, load)
     places = {
-        role: replace(place, way=replace(place.way, there_s=max(0.0, place.way.there_s - loop_s)))
+        role: replace(place, hops=replace(place.hops, there_s=max(0.0, place.hops.there_s - loop_s)))
         for role, place in machine.places.items()
     }
     return replace(machine, places=places, loop_s=loop_s)

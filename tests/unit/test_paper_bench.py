@@ -108,7 +108,7 @@ def test_ngrams_cost_where_nothing_repeats_and_pay_where_much_does() -> None:
 def test_only_target_and_draft_look_up() -> None:
     places = machine_of("h100_sxm", "r1", 8).places
     assert {role for role, place in places.items() if place.looks_up and place.num_draft_tokens == 8} == {Role.TARGET, Role.DRAFT}
-    assert places[Role.JUDGE].way.there_s > places[Role.DRAFT].way.there_s == places[Role.TARGET].way.there_s
+    assert places[Role.JUDGE].hops.there_s > places[Role.DRAFT].hops.there_s == places[Role.TARGET].hops.there_s
 
 
 def test_the_fitted_rate_brings_token_speculation_to_what_was_published() -> None:

@@ -13,7 +13,7 @@ from lr_backend.build.gpu_spec import GpuDeployment
 from lr_backend.build.pace import stood_for
 from lr_backend.cli.app import app
 from lr_backend.emulated.workload import Workload
-from lr_backend.hardware.machine import Way
+from lr_backend.hardware.machine import Hops
 from lr_backend.plan.losses import LIMITS
 from lr_backend.plan.simulation import Policy, Scenario, simulate, simulate_steady
 from lr_backend.plan.sweep import CALL_CPU_S, TARGET_LIMITS, as_markdown, rank, sweep, with_loop
@@ -87,10 +87,10 @@ def test_a_second_step_loop_helps_two_requests_and_not_one(monkeypatch: pytest.M
 
 def test_what_the_loop_takes_alone_is_part_of_the_hop() -> None:
     machine = Scenario(SHORT).machine
-    slow = {role: replace(place, way=Way(there_s=0.002)) for role, place in machine.places.items()}
+    slow = {role: replace(place, hops=Hops(there_s=0.002)) for role, place in machine.places.items()}
     behind = with_loop(replace(machine, places=slow), num_loops=3, load=8, call_s=CALL_CPU_S)
     assert behind.loop_s == pytest.approx(CALL_CPU_S / 3)
-    assert {place.way.there_s for place in behind.places.values()} == {0.002 - behind.loop_s}
+    assert {place.hops.there_s for place in behind.places.values()} == {0.002 - behind.loop_s}
 
 
 def test_a_quantile_is_one_of_the_values() -> None:

@@ -20,7 +20,7 @@ from lr_backend.engine import EngineCall, Sampling
 from lr_backend.engine.request import EngineRequest
 from lr_backend.errors import EngineError
 from lr_backend.hardware.cost import CostModel, Iteration, Join, LinearCosts
-from lr_backend.hardware.machine import Place, Way
+from lr_backend.hardware.machine import Hops, Place
 from lr_backend.hardware.pace import Runtime
 from lr_backend.hardware.profile import ProfileKey
 from lr_backend.hardware.sharing import IDLE, Law, adding_up
@@ -216,7 +216,7 @@ def test_skipping_over_iterations_changes_no_time(shapes: list[tuple[float, int,
     """An engine on a card of its own skips; one that names its card looks at every iteration."""
 
     async def body(cards: tuple[int, ...]) -> list[float]:
-        engine = Machine().engine(Place(COSTS, Way(0.001, 0.002), cards))
+        engine = Machine().engine(Place(COSTS, Hops(0.001, 0.002), cards))
         calls = [(at, call(f"{index}", prompt, new)) for index, (at, prompt, new) in enumerate(shapes)]
         return await timed(engine, *calls)
 
@@ -224,7 +224,7 @@ def test_skipping_over_iterations_changes_no_time(shapes: list[tuple[float, int,
 
 
 def test_a_call_takes_its_way_there_its_iterations_and_its_way_back() -> None:
-    place = Place(LinearCosts(1.0), Way(0.25, 0.5, 0.125), one_hot=True)
+    place = Place(LinearCosts(1.0), Hops(0.25, 0.5, 0.125), one_hot=True)
 
     async def body() -> list[float]:
         engine = Machine().engine(place)

@@ -16,7 +16,7 @@ from lr_backend.build.spec import DeploymentSpec, GpuDeployment
 from lr_backend.cli.build import USES_TEXTS
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError
-from lr_backend.plan.both_ways import both_ways, ways_table
+from lr_backend.plan.both_placements import both_placements, placements_table
 from lr_backend.plan.equal_gpus import LLM_API, uses
 
 TEXTS = replace(USES_TEXTS, num_steps=2)
@@ -54,7 +54,7 @@ def test_roles_that_share_get_budgets_in_tokens_and_the_others_a_share_of_their_
 
 def test_a_target_that_drafts_by_itself_is_shown_with_its_own_drafts_alone() -> None:
     spec = deployment("qwen3-32b-llmapi")
-    written, other = both_ways(spec, SYSTEM, TEXTS).found
+    written, other = both_placements(spec, SYSTEM, TEXTS).found
     assert [[used.mode for used in way.used] for way in (written, other)] == [["lr_sd"], ["lr_sd"]]
     assert written.used[0].ms_a_token < other.used[0].ms_a_token < 20.0
     assert {use.runtime for use in uses(spec, SYSTEM, 4).found} == {LLM_API}
@@ -62,11 +62,11 @@ def test_a_target_that_drafts_by_itself_is_shown_with_its_own_drafts_alone() -> 
     ngrams = spec.target.speculative.model_copy(update={"kind": "ngram"})
     without = spec.model_copy(update={"target": spec.target.model_copy(update={"speculative": ngrams})})
     with pytest.raises(ConfigError, match=r"only of the deployment's own draft a pace is known, not of ngram"):
-        both_ways(without, SYSTEM, TEXTS)
+        both_placements(without, SYSTEM, TEXTS)
 
 
 def test_four_cards_are_shown_both_ways_and_what_turns_would_cost() -> None:
-    found = both_ways(deployment("qwen3-32b"), SYSTEM, TEXTS)
+    found = both_placements(deployment("qwen3-32b"), SYSTEM, TEXTS)
     written, other = found.found
     assert not found.left_out
     assert (written.name, other.name) == ("as written: TP 4, beside the target", "otherwise: TP 2, apart")
@@ -75,7 +75,7 @@ def test_four_cards_are_shown_both_ways_and_what_turns_would_cost() -> None:
     assert other.in_turns is None, "no card is shared"
     assert written.in_turns is not None and written.in_turns.ms_a_token > written.used[0].ms_a_token
     out = io.StringIO()
-    Console(file=out, width=150).print(ways_table(found.found, alone_ms=10.0))
+    Console(file=out, width=150).print(placements_table(found.found, alone_ms=10.0))
     lines = [line for line in out.getvalue().splitlines() if "TP" in line]
     assert len(lines) == 2
     assert f"{written.used[0].ms_a_token:.2f} ({10.0 / written.used[0].ms_a_token:.2f})" in lines[0]
@@ -83,10 +83,10 @@ def test_four_cards_are_shown_both_ways_and_what_turns_would_cost() -> None:
 
 
 def test_the_other_way_may_not_fit_and_one_card_has_none() -> None:
-    alone = both_ways(deployment("qwen3-32b-fp8"), SYSTEM, TEXTS)
+    alone = both_placements(deployment("qwen3-32b-fp8"), SYSTEM, TEXTS)
     assert [way.name for way in alone.found] == ["as written: TP 1, beside the target"] and not alone.left_out
     two = deployment("qwen3-32b-2gpu")
     smaller = two.model_copy(update={"target": two.target.model_copy(update={"max_batch_size": 256})})
-    found = both_ways(smaller, SYSTEM, TEXTS)
+    found = both_placements(smaller, SYSTEM, TEXTS)
     assert len(found.found) == 1
     assert list(found.left_out) == ["otherwise: TP 1, apart"] and "target" in found.left_out["otherwise: TP 1, apart"]

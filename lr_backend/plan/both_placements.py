@@ -28,8 +28,8 @@ BY_ITSELF_POLICIES = (Policy(Mode.LR_SD, MAX_DEPTH, fields=BY_ITSELF),)
 
 
 @dataclass(frozen=True)
-class Way:
-    """One placement.
+class PricedPlacement:
+    """A placement, and what answers cost there.
 
     Attributes:
         name: as the table has it.
@@ -49,14 +49,14 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Ways:
+class BothPlacements:
     """As written first, and why the other is not there."""
 
-    found: Sequence[Way]
+    found: Sequence[PricedPlacement]
     left_out: Mapping[str, str] = field(default_factory=dict)
 
 
-def both_ways(spec: GpuDeployment, system: str, workload: Workload) -> Ways:
+def both_placements(spec: GpuDeployment, system: str, workload: Workload) -> BothPlacements:
     """The placement as written, and the other one on as many cards; on one card there is no other.
 
     Raises:
@@ -64,19 +64,19 @@ def both_ways(spec: GpuDeployment, system: str, workload: Workload) -> Ways:
             fit the system's cards as it is written.
     """
     cards, here = spec.hardware.num_gpus, where(spec)
-    written = _way(f"as written: TP {spec.target.tp_size}, {SHORT[here]}", on_system(spec, system), system, workload)
+    written = _priced(f"as written: TP {spec.target.tp_size}, {SHORT[here]}", on_system(spec, system), system, workload)
     if cards == 1:
-        return Ways((written,))
+        return BothPlacements((written,))
     there = Where.OWN_CARDS if here is Where.TARGETS_CARDS else Where.TARGETS_CARDS
     tp_size = cards // 2 if there is Where.OWN_CARDS else cards
     name = f"otherwise: TP {tp_size}, {SHORT[there]}"
     try:
-        return Ways((written, _way(name, placed(spec, system, tp_size, there, cards), system, workload)))
+        return BothPlacements((written, _priced(name, placed(spec, system, tp_size, there, cards), system, workload)))
     except ConfigError as error:
-        return Ways((written,), {name: error.message})
+        return BothPlacements((written,), {name: error.message})
 
 
-def _way(name: str, spec: GpuDeployment, system: str, workload: Workload) -> Way:
+def _priced(name: str, spec: GpuDeployment, system: str, workload: Workload) -> PricedPlacement:
     memory = estimate(spec, find_sources(spec))
     require_fit(spec, memory)
     inside = drafts_with_its_draft(spec)
@@ -90,22 +90,22 @@ def _way(name: str, spec: GpuDeployment, system: str, workload: Workload) -> Way
     fullest = max(memory, key=lambda gpu: gpu.total / gpu.capacity)
     in_turns = used(policies[0], CardSharing.TIME_SLICES) if where(spec) is Where.TARGETS_CARDS else None
     kept = kv_tokens(spec, system, drafts_itself=inside)[Role.TARGET]
-    return Way(name, fullest, kept, usual[-1] if usual else None, [used(policy) for policy in policies], in_turns)
+    return PricedPlacement(name, fullest, kept, usual[-1] if usual else None, [used(policy) for policy in policies], in_turns)
 
 
-def ways_table(ways: Sequence[Way], alone_ms: float) -> Table:
+def placements_table(found: Sequence[PricedPlacement], alone_ms: float) -> Table:
     """Speedups are over the fastest way to use the same cards without speculation, which takes ``alone_ms`` a token."""
-    modes = [used.mode for used in ways[0].used]
+    modes = [used.mode for used in found[0].used]
     sizes = ("fullest card", "target's KV", f"calls behind {USUAL_PREFIX:,}")
     columns = ("draft and judge", *sizes, *modes, f"{modes[0]} without MPS")
     table = Table(title="both placements: one request, ms a token (over the fastest ar)", title_justify="left")
     for name in columns:
         table.add_column(name, justify="left" if name == columns[0] else "right", no_wrap=True)
-    for way in ways:
-        card = f"{gib(way.fullest.total)} of {gib(way.fullest.capacity)}"
-        admitted = f"{way.admitted.calls}" if way.admitted else "-"
-        timed = (_timed(used, alone_ms) for used in (*way.used, way.in_turns))
-        table.add_row(way.name, card, f"{way.kv_tokens:,}", admitted, *timed)
+    for placement in found:
+        card = f"{gib(placement.fullest.total)} of {gib(placement.fullest.capacity)}"
+        admitted = f"{placement.admitted.calls}" if placement.admitted else "-"
+        timed = (_timed(used, alone_ms) for used in (*placement.used, placement.in_turns))
+        table.add_row(placement.name, card, f"{placement.kv_tokens:,}", admitted, *timed)
     return table
 
 
