@@ -6,11 +6,13 @@ import copy
 import re
 import subprocess
 from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import helm_python as helm
-import kubernetes_validate
 import pytest
 import typer
 import yaml
@@ -96,13 +98,18 @@ def pods(documents: list[Document]) -> Iterator[tuple[str, Document]]:
                 yield f"{owner}/{part}", spec["leaderWorkerTemplate"][part]["spec"]
 
 
+def validator() -> ModuleType:
+    """Compiles grammars for seconds, and every process of the tests reads this file: imported where it is needed."""
+    return import_module("kubernetes_validate")
+
+
 def validate(documents: list[Document], version: str = KUBERNETES[0]) -> None:
     for each in documents:
         if each["kind"] == "LeaderWorkerSet":
             for pods_of in pod_templates(each):
-                kubernetes_validate.validate(pods_of, version, strict=True)
+                validator().validate(pods_of, version, strict=True)
         elif each["kind"] not in CUSTOM:
-            kubernetes_validate.validate(each, version, strict=True)
+            validator().validate(each, version, strict=True)
 
 
 def pod_templates(group: Document) -> Iterator[Document]:
@@ -114,22 +121,31 @@ def pod_templates(group: Document) -> Iterator[Document]:
         yield {"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": {"name": group["metadata"]["name"]}, "spec": spec}
 
 
-RENDERED: dict[str, list[Document]] = {name: render(profile(name)) for name in PROFILES}
-RENDERED |= {f"{name}, everything": render(profile(name, **EVERYTHING)) for name in PROFILES}
-RENDERED["roles-apart, by TLS"] = render(profile("roles-apart", roles={"tlsSecret": "roles-tls"}))
 OVER_NODES = {"nodeKeySecret": {"name": "node-key"}, "target": {"nodes": 2, "gpus": 1}}
-RENDERED["roles-apart, a target over two nodes"] = render(profile("roles-apart", **over(EVERYTHING, {"roles": OVER_NODES})))
-RENDERED["cpu, hpa"] = render(profile("cpu", autoscaling={"kind": "hpa"}))
+RELEASES: dict[str, dict[str, Any]] = {
+    **{name: profile(name) for name in PROFILES},
+    **{f"{name}, everything": profile(name, **EVERYTHING) for name in PROFILES},
+    "roles-apart, by TLS": profile("roles-apart", roles={"tlsSecret": "roles-tls"}),
+    "roles-apart, a target over two nodes": profile("roles-apart", **over(EVERYTHING, {"roles": OVER_NODES})),
+    "cpu, hpa": profile("cpu", autoscaling={"kind": "hpa"}),
+}
+"""The values that tests look at."""
+
+
+@cache
+def rendered(name: str) -> list[Document]:
+    """One of :data:`RELEASES`; whoever changes it changes a copy."""
+    return render(RELEASES[name])
 
 
 # ------------------------------------------------------------------------------------------------------------------ the schemas
 
 
 @pytest.mark.parametrize("version", KUBERNETES)
-@pytest.mark.parametrize("name", RENDERED)
+@pytest.mark.parametrize("name", RELEASES)
 def test_is_what_kubernetes_takes(name: str, version: str) -> None:
-    validate(RENDERED[name], version)
-    names = [(each["kind"], each["metadata"]["name"]) for each in RENDERED[name]]
+    validate(rendered(name), version)
+    names = [(each["kind"], each["metadata"]["name"]) for each in rendered(name)]
     assert len(names) == len(set(names)) and ("Deployment", "lr-lookahead") in names
 
 
@@ -160,7 +176,7 @@ def test_a_broken_template_is_seen(tmp_path: Path, template: str, right: str, wr
     text = broken.read_text(encoding="utf-8")
     assert right in text
     broken.write_text(text.replace(right, wrong), encoding="utf-8")
-    with pytest.raises(kubernetes_validate.ValidationError):
+    with pytest.raises(validator().ValidationError):
         validate(render(profile("one-node"), chart))
 
 
@@ -224,9 +240,9 @@ def test_what_does_not_go_together_is_refused_by_name(values: dict[str, Any], wh
 # --------------------------------------------------------------------------------------------------------------------- security
 
 
-@pytest.mark.parametrize("name", RENDERED)
+@pytest.mark.parametrize("name", RELEASES)
 def test_no_pod_has_powers(name: str) -> None:
-    seen = list(pods(RENDERED[name]))
+    seen = list(pods(rendered(name)))
     assert seen
     for _, pod in seen:
         assert pod["automountServiceAccountToken"] is False and pod["serviceAccountName"] == "lr-lookahead"
@@ -241,12 +257,12 @@ def test_no_pod_has_powers(name: str) -> None:
                 "capabilities": {"drop": ["ALL"]},
             }
         assert all("hostPath" not in volume for volume in pod["volumes"])
-    assert named(RENDERED[name], "ServiceAccount", "lr-lookahead")["automountServiceAccountToken"] is False
+    assert named(rendered(name), "ServiceAccount", "lr-lookahead")["automountServiceAccountToken"] is False
 
 
-@pytest.mark.parametrize("name", RENDERED)
+@pytest.mark.parametrize("name", RELEASES)
 def test_only_memory_and_what_a_job_fills_can_be_written(name: str) -> None:
-    for owner, pod in pods(RENDERED[name]):
+    for owner, pod in pods(rendered(name)):
         writable = {
             mount["mountPath"]
             for container in pod["containers"]
@@ -257,10 +273,10 @@ def test_only_memory_and_what_a_job_fills_can_be_written(name: str) -> None:
         assert writable == {"/tmp", *by_job} | (set() if "download" in owner else {"/dev/shm"})
 
 
-@pytest.mark.parametrize("name", RENDERED)
+@pytest.mark.parametrize("name", RELEASES)
 def test_secrets_come_by_reference(name: str) -> None:
-    assert not [each for each in RENDERED[name] if each["kind"] == "Secret"]
-    for _, pod in pods(RENDERED[name]):
+    assert not [each for each in rendered(name) if each["kind"] == "Secret"]
+    for _, pod in pods(rendered(name)):
         for container in pod["containers"]:
             for variable in container.get("env", ()):
                 if re.search("TOKEN|KEY|SECRET|PASSWORD", variable["name"]):
@@ -277,7 +293,7 @@ def test_secrets_come_by_reference(name: str) -> None:
 
 @pytest.mark.parametrize("name", PROFILES)
 def test_the_network_leads_to_the_openai_api_and_from_the_loop_to_roles(name: str) -> None:
-    documents = RENDERED[f"{name}, everything"]
+    documents = rendered(f"{name}, everything")
     policies = {each["metadata"]["name"]: each["spec"] for each in documents if each["kind"] == "NetworkPolicy"}
     assert [rule["ports"] for rule in policies["lr-lookahead"]["ingress"]] == [[{"port": OPENAI_PORT, "protocol": "TCP"}]]
     assert "ingress" not in policies["lr-lookahead-build"] and "egress" not in policies["lr-lookahead-build"]
@@ -289,7 +305,7 @@ def test_the_network_leads_to_the_openai_api_and_from_the_loop_to_roles(name: st
         assert [port["port"] for port in calls["ports"]] == [PORTS.grpc]
         assert [port["port"] for port in metrics["ports"]] == [PORTS.metrics] and metrics["from"]
         assert "egress" not in policies["lr-lookahead-roles"]
-        (closed,) = (each for each in RENDERED[name] if each["metadata"]["name"] == "lr-lookahead-roles")
+        (closed,) = (each for each in rendered(name) if each["metadata"]["name"] == "lr-lookahead-roles")
         assert len(closed["spec"]["ingress"]) == 1  # nobody reads metrics unless a peer is named
 
 
@@ -302,9 +318,9 @@ def options_of(command: str) -> set[str]:
     return {option for parameter in group.commands[command].params for option in parameter.opts}
 
 
-@pytest.mark.parametrize("name", RENDERED)
+@pytest.mark.parametrize("name", RELEASES)
 def test_every_flag_is_the_commands(name: str) -> None:
-    for owner, pod in pods(RENDERED[name]):
+    for owner, pod in pods(rendered(name)):
         for container in pod["containers"]:
             if container["command"] == ["hf", "download"]:
                 continue
@@ -323,17 +339,17 @@ def test_the_download_is_by_flags_that_the_hubs_command_has() -> None:
     (job,) = (pod for owner, pod in pods(render(values)) if "download" in owner)
     given = {argument.partition("=")[0] for each in job["containers"] for argument in each["args"] if argument.startswith("--")}
     assert given == {"--revision", "--local-dir", "--repo-type", "--include"} and given <= known
-    assert not [owner for owner, _ in pods(RENDERED["one-node"]) if "download" in owner]  # nothing unless it is named
+    assert not [owner for owner, _ in pods(rendered("one-node")) if "download" in owner]  # nothing unless it is named
 
 
 def test_the_probes_ask_what_the_servers_answer() -> None:
     source = Path(frontend.__file__).read_text(encoding="utf-8")
-    documents = RENDERED["roles-apart"]
+    documents = rendered("roles-apart")
     (server,) = named(documents, "Deployment", "lr-lookahead")["spec"]["template"]["spec"]["containers"]
     probes = {kind: server[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "readiness", "liveness")}
     assert probes == {"startup": "/ready", "readiness": "/ready", "liveness": "/health"}
     assert all(f'("GET", "{path}"' in source for path in probes.values())
-    (monitor,) = (each for each in RENDERED["cpu, everything"] if each["kind"] == "ServiceMonitor")
+    (monitor,) = (each for each in rendered("cpu, everything") if each["kind"] == "ServiceMonitor")
     assert f'("GET", "{monitor["spec"]["endpoints"][0]["path"]}"' in source
     assert server["ports"] == [{"name": "openai", "containerPort": OPENAI_PORT}]
     (role,) = named(documents, "StatefulSet", "lr-lookahead-judge")["spec"]["template"]["spec"]["containers"]
@@ -349,7 +365,7 @@ def test_the_probes_ask_what_the_servers_answer() -> None:
 def test_a_pod_has_the_time_that_its_spec_takes(name: str) -> None:
     spec = DeploymentSpec.load(profile(name)["spec"]["name"])
     checked = 0
-    for owner, pod in pods(RENDERED[name]):
+    for owner, pod in pods(rendered(name)):
         (container,) = pod["containers"]
         sleep_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
         assert pod["terminationGracePeriodSeconds"] >= sleep_s + spec.server.exit_timeout_s + CLEANUP_MARGIN_S + 5, owner
@@ -361,7 +377,7 @@ def test_a_pod_has_the_time_that_its_spec_takes(name: str) -> None:
 
 @pytest.mark.parametrize("name", PROFILES)
 def test_the_front_end_takes_its_settings(name: str, tmp_path: Path) -> None:
-    documents = RENDERED[f"{name}, everything"]
+    documents = rendered(f"{name}, everything")
     file = tmp_path / "openai.toml"
     file.write_text(named(documents, "ConfigMap", "lr-lookahead")["data"]["openai.toml"], encoding="utf-8")
     settings = Settings.load(file, host="0.0.0.0", port=OPENAI_PORT, keys_file=Path("/run/secrets/openai/keys"))
@@ -370,7 +386,7 @@ def test_the_front_end_takes_its_settings(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "scheme"), [("roles-apart", "grpc"), ("roles-apart, by TLS", "grpcs")])
 def test_the_loop_finds_each_replica_of_a_role(name: str, scheme: str, tmp_path: Path) -> None:
-    documents = RENDERED[name]
+    documents = rendered(name)
     file = tmp_path / "engines" / "qwen3-32b-apart.toml"
     file.parent.mkdir()
     file.write_text(named(documents, "ConfigMap", "lr-lookahead")["data"]["spec.toml"], encoding="utf-8")
@@ -407,7 +423,7 @@ def chooses(selector: Document, labels: Mapping[str, str]) -> bool:
 
 def test_a_role_over_nodes_is_a_group_of_pods_a_replica(tmp_path: Path) -> None:
     """Held by hand against the API leaderworkerset.x-k8s.io/v1: no schema of it is at hand."""
-    documents = RENDERED["roles-apart, a target over two nodes"]
+    documents = rendered("roles-apart, a target over two nodes")
     (group,) = (each for each in documents if each["kind"] == "LeaderWorkerSet")
     assert group["apiVersion"] == "leaderworkerset.x-k8s.io/v1"
     assert group["metadata"]["name"] not in {each["metadata"]["name"] for each in documents if each["kind"] != "LeaderWorkerSet"}
@@ -439,7 +455,7 @@ def test_a_role_over_nodes_is_a_group_of_pods_a_replica(tmp_path: Path) -> None:
 
 
 def test_of_a_group_the_leader_alone_is_asked_and_a_node_has_no_key_but_the_groups() -> None:
-    documents = RENDERED["roles-apart, a target over two nodes"]
+    documents = rendered("roles-apart, a target over two nodes")
     (group,) = (each for each in documents if each["kind"] == "LeaderWorkerSet")
     leader, node = (pod["containers"][0] for _, pod in pods([group]))
     probes = {"startupProbe", "readinessProbe", "livenessProbe"}
@@ -462,7 +478,7 @@ def test_of_a_group_the_leader_alone_is_asked_and_a_node_has_no_key_but_the_grou
 
 
 def test_a_groups_nodes_reach_each_other_and_no_other_group() -> None:
-    documents = RENDERED["roles-apart, a target over two nodes"]
+    documents = rendered("roles-apart, a target over two nodes")
     (group,) = (each for each in documents if each["kind"] == "LeaderWorkerSet")
     members = [
         labels_of(group, part, group_index=str(index), worker_index=str(worker))
@@ -497,7 +513,7 @@ def test_a_groups_nodes_reach_each_other_and_no_other_group() -> None:
 @pytest.mark.parametrize("name", ["one-node", "cpu"])
 def test_a_pod_has_the_cards_of_its_spec(name: str) -> None:
     spec: Any = DeploymentSpec.load(profile(name)["spec"]["name"])
-    (container,) = named(RENDERED[name], "Deployment", "lr-lookahead")["spec"]["template"]["spec"]["containers"]
+    (container,) = named(rendered(name), "Deployment", "lr-lookahead")["spec"]["template"]["spec"]["containers"]
     cards = container["resources"]["limits"].get("nvidia.com/gpu", 0)
     assert cards == (spec.hardware.num_gpus if spec.placements else 0)
     assert container["image"].endswith(f"{'trtllm' if cards else 'cpu'}-{lr_backend.__version__}")
@@ -509,7 +525,7 @@ def test_a_pod_has_the_cards_of_its_spec(name: str) -> None:
 def test_the_jobs_build_each_servers_part() -> None:
     roles = {
         next((argument.partition("=")[2] for argument in pod["containers"][0]["args"] if "--role" in argument), "")
-        for owner, pod in pods(RENDERED["roles-apart, everything"])
+        for owner, pod in pods(rendered("roles-apart, everything"))
         if "build" in owner
     }
     assert roles == {"", *Role}
@@ -524,9 +540,9 @@ def metrics_in(text: str) -> set[str]:
 
 def test_scaling_asks_for_metrics_that_the_server_has() -> None:
     told = metrics_in((PROJECT / "docs" / "operations.md").read_text(encoding="utf-8"))
-    (hpa,) = (each["spec"] for each in RENDERED["cpu, hpa"] if each["kind"] == "HorizontalPodAutoscaler")
+    (hpa,) = (each["spec"] for each in rendered("cpu, hpa") if each["kind"] == "HorizontalPodAutoscaler")
     assert [each["pods"]["metric"]["name"] for each in hpa["metrics"]] == ["lr_requests_in_flight"]
-    (keda,) = (each for each in RENDERED["cpu, everything"] if each["kind"] == "ScaledObject")
+    (keda,) = (each for each in rendered("cpu, everything") if each["kind"] == "ScaledObject")
     assert keda["apiVersion"] == "keda.sh/v1alpha1" and keda["spec"]["scaleTargetRef"] == {"name": "lr-lookahead"}
     (trigger,) = keda["spec"]["triggers"]
     assert trigger["type"] == "prometheus" and trigger["metricType"] == "Value"
@@ -535,7 +551,7 @@ def test_scaling_asks_for_metrics_that_the_server_has() -> None:
     asked = metrics_in(trigger["metadata"]["query"])
     assert asked == {"lr_requests_in_flight", "lr_requests_in_flight_limit", "lr_steps_total"} and asked <= told
     for name in ("cpu, hpa", "cpu, everything"):
-        assert "replicas" not in named(RENDERED[name], "Deployment", "lr-lookahead")["spec"]
+        assert "replicas" not in named(rendered(name), "Deployment", "lr-lookahead")["spec"]
 
 
 @NEEDS_PROMETHEUS
@@ -546,7 +562,7 @@ def test_scaling_asks_for_metrics_that_the_server_has() -> None:
 )
 def test_fewer_accepted_steps_count_for_more_load(tmp_path: Path, accepted: int, corrected: int, load: float) -> None:
     """Prometheus' own answer to KEDA's question, with half of the places taken."""
-    (keda,) = (each for each in RENDERED["cpu, everything"] if each["kind"] == "ScaledObject")
+    (keda,) = (each for each in rendered("cpu, everything") if each["kind"] == "ScaledObject")
     of = 'namespace="prod",service="lr-lookahead"'
     series = {
         f"lr_requests_in_flight{{{of}}}": "32+0x40",
@@ -569,7 +585,7 @@ def test_fewer_accepted_steps_count_for_more_load(tmp_path: Path, accepted: int,
 
 
 def test_prometheus_and_grafana_get_the_files_of_deploy() -> None:
-    documents = RENDERED["roles-apart, everything"]
+    documents = rendered("roles-apart, everything")
     alerts = yaml.safe_load((PROJECT / "deploy" / "prometheus" / "alerts.yaml").read_text(encoding="utf-8"))
     rule = named(documents, "PrometheusRule", "lr-lookahead")
     assert rule["apiVersion"] == "monitoring.coreos.com/v1" and rule["spec"] == alerts
@@ -597,7 +613,7 @@ def test_prometheus_and_grafana_get_the_files_of_deploy() -> None:
 
 
 def test_the_route_leads_to_the_service() -> None:
-    documents = RENDERED["cpu, everything"]
+    documents = rendered("cpu, everything")
     route = named(documents, "HTTPRoute", "lr-lookahead")
     assert route["apiVersion"] == "gateway.networking.k8s.io/v1" and set(route["spec"]) == {"parentRefs", "hostnames", "rules"}
     assert route["spec"]["parentRefs"] == [{"name": "front", "namespace": "edge"}]
