@@ -148,9 +148,9 @@ class ScriptedEngine:
         return replace(generation, num_draft_tokens=num_proposed, num_accepted_tokens=num_accepted), num_passes
 
     def _write(self, call: EngineCall) -> Generation:
-        context = [int(token) for token in call.input_ids]
-        stops = decode_stop_words(call.stop_words) if call.stop_words is not None else ()
-        drafts = [] if call.draft_ids is None else [int(token) for token in call.draft_ids]
+        context = call.input_ids.tolist()
+        stops = [list(stop) for stop in decode_stop_words(call.stop_words)] if call.stop_words is not None else []
+        drafts = [] if call.draft_ids is None else call.draft_ids.tolist()
         limit = call.max_new_tokens
         if drafts and self.drop_drafts:
             drafts, limit = [], 1
@@ -158,10 +158,12 @@ class ScriptedEngine:
         log_probs: list[float] = []
         accepted = 0
         while len(written) < limit:
-            token = self.script((*context, *written), call.seed)
-            log_probs.append(self.log_prob((*context, *written)))
+            before = tuple(context)
+            token = self.script(before, call.seed)
+            log_probs.append(self.log_prob(before))
             written.append(token)
-            if len(written) >= call.min_tokens and any(written[-len(stop) :] == list(stop) for stop in stops):
+            context.append(token)
+            if len(written) >= call.min_tokens and any(written[-len(stop) :] == stop for stop in stops):
                 break
             if drafts:
                 if len(written) > len(drafts) or token != drafts[len(written) - 1]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
@@ -79,10 +78,22 @@ def chance(*parts: object) -> float:
     return int.from_bytes(blake2b(f"({told})".encode(), digest_size=7).digest(), "big") / 2**56
 
 
-@lru_cache(maxsize=64, typed=True)
+_CONTEXTS: dict[tuple[Any, ...], str] = {}
+_MAX_CONTEXTS = 256
+
+
 def _shown(part: object) -> str:
-    """Contexts are long, and a token has several chances."""
-    return repr(part)
+    """Its ``repr``. Contexts are long, a token has several chances, and the next one's context is one token longer."""
+    if not isinstance(part, tuple):
+        return repr(part)
+    told = _CONTEXTS.get(part)
+    if told is None:
+        before = _CONTEXTS.get(part[:-1]) if len(part) > 2 else None
+        told = repr(part) if before is None else f"{before[:-1]}, {part[-1]!r})"
+        if len(_CONTEXTS) >= _MAX_CONTEXTS:
+            _CONTEXTS.clear()
+        _CONTEXTS[part] = told
+    return told
 
 
 def storyteller(
