@@ -269,7 +269,7 @@ async def all_of(stand: Stand, tries: int, num_requests: int, seconds: float, no
 
 def main(
     tries: Annotated[int, typer.Option(min=1, help="How often each process is killed, and the server told to end.")] = 5,
-    num_requests: Annotated[int, typer.Option("--requests", min=48, help="To see what memory stays.")] = 6000,
+    num_requests: Annotated[int, typer.Option("--requests", min=48, help="To see what memory stays.")] = 20_000,
     seconds: Annotated[float, typer.Option(min=1.0, help="Of overload at the OpenAI API.")] = 180.0,
     layouts: Annotated[list[Layout] | None, typer.Option("--layout", help="By default both.")] = None,
     output: Annotated[Path, typer.Option(help="Where the figures go.")] = PAGES / "faults.json",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import time
@@ -63,7 +64,10 @@ class Crowd:
 
     async def _ask(self) -> list[Ended]:
         found: list[Ended] = []
-        question = "a" * (self.large_megabytes << 20) if self.large_megabytes else QUESTION
+        question = QUESTION
+        if self.large_megabytes:
+            question = "a" * (self.large_megabytes << 20)
+            os.nice(19)  # to write and send so much is the work of other machines: here it gives way to the server's
         async with crowd(self.url, found, self.num_clients, question):
             await asyncio.sleep(self.seconds)
         return found
