@@ -369,18 +369,16 @@ def on_card(those: Mapping[Role, Worker], what: Scenario, policy: Policy, num_an
 
 def modes(
     those: Mapping[Role, Worker], how: CardSharing, system: str, loads: Sequence[int], num_answers: int
-) -> list[dict[str, Any]]:
-    """Every policy at every load: on the card, and as it was predicted."""
+) -> Iterator[dict[str, Any]]:
+    """Every policy at every load, one after another: on the card, and as it was predicted."""
     what = scenario(system, how)
-    rows = []
     with ProcessPoolExecutor(4, get_context("spawn")) as apart:
         asked = [(load, name, replace(POLICIES[name], num_requests=load)) for load in loads for name in FIXED]
         predicted = [apart.submit(predicted_ms, what, policy, max(num_answers, load)) for load, _, policy in asked]
         for (load, name, policy), said in zip(asked, predicted, strict=True):
             on_card(those, what, policy, 1)  # records graphs, and lets compilers do their work
             found = on_card(those, what, policy, max(num_answers, load))
-            rows.append({"mode": name, "load": load, "predicted_ms": said.result(), **found})
-    return rows
+            yield {"mode": name, "load": load, "predicted_ms": said.result(), **found}
 
 
 def predicted_ms(what: Scenario, policy: Policy, num_answers: int) -> float:
@@ -443,9 +441,11 @@ def main(
                     show_sharing(console, name, rows)
                     keep_json(output, f"sharing, {name}", {"rows": rows})
                 if "modes" in wanted:
-                    rows = modes(those, arrangement.law, system, loads or LOADS, num_answers)
+                    rows = []
+                    for row in modes(those, arrangement.law, system, loads or LOADS, num_answers):
+                        rows.append(row)
+                        keep_json(output, f"modes, {name}", {"rows": rows})  # minutes each: what is known stays
                     show_modes(console, name, rows)
-                    keep_json(output, f"modes, {name}", {"rows": rows})
         except ConfigError as error:
             console.print(error.message, style="red")
     print_line(console, json.loads(output.read_text(encoding="utf-8")))

@@ -26,7 +26,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
+from bench.kit.output import PAGES, console_of_any_width, keep_json, print_line
 from bench.kit.pace import AHEAD, BASELINE, ROWS, SYSTEM, MeasuredHops, Paced, Row, compare, hops, stage
 from bench.kit.rows import PROBLEM_SEED
 from bench.kit.serving import demo_spec
@@ -255,15 +255,14 @@ def main(
     """Print a table for each kind of token speculation, and last one line of JSON."""
     console = console_of_any_width()
     asked = list(islice(problems(PROBLEM_SEED, "test"), 2 + num_problems))
-    documents: dict[str, Any] = {}
     measured: dict[str, Paced] = {}
     for name, (kind, rows, options) in list(KINDS.items())[: 1 if compiled_only else None]:
         found = _measure(console, rows, asked, system, temperature, like=paced_as, slow_motion=slow_motion, **options)
         slow_motion = found.spec.slow_motion
         lines = agreements(found)
         show(console, f"{kind}: {num_problems} problems, temperature {temperature:g}, one at a time", found, lines)
-        documents[name], measured[name] = document(found, lines, "auto" if "auto" in rows else "sd"), found
-    write_json(output, documents)
+        keep_json(output, name, document(found, lines, "auto" if "auto" in rows else "sd"))
+        measured[name] = found
     console.print(f"written to {output}")
     print_line(console, summary(measured))
 
