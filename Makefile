@@ -26,9 +26,8 @@ $(STAMP): pyproject.toml setup.py client/pyproject.toml constraints.txt $(wildca
 demo: venv ## a question streamed live, then every mode side by side at the pace of H200s, through a real Triton
 	$(BIN)/python -m demo.run
 
-# Three processes on two cores: servers that start and answers that keep a pace leave the cores idle for a third of the time.
 test: venv ## all tests; starts its own servers on free ports
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 contract: venv ## what is rendered and run for Triton and TensorRT-LLM, against upstream's contract
 	$(BIN)/python -m pytest -v -p no:randomly tests/contract
