@@ -24,7 +24,18 @@ from prometheus_client.samples import Sample
 from lr_backend.serve.server import ServerOptions, free_ports
 
 PROJECT = Path(__file__).parents[2]
-POLL_S = 0.005
+POLL_S = 0.02
+"""Each look may be a question to a server that has other work."""
+DASHBOARD = PROJECT / "deploy" / "grafana" / "dashboard.json"
+ALERTS = PROJECT / "deploy" / "prometheus" / "alerts.yaml"
+ALERTS_TEST = ALERTS.with_name("alerts_test.yaml")
+SCRAPE = ALERTS.with_name("prometheus.yaml")
+WAIT_S = 60.0
+
+_NAME = re.compile(r"(?<![\w:$])(?:(?:lr|nv)_\w+|vllm:\w+)")
+_PARTS = re.compile(r"_(bucket|sum|count)$")
+UPSTREAMS = re.compile(r"nv_trt_llm_\w+")
+"""Of TensorRT-LLM's engines (its backend's custom_metrics_reporter), which have no others."""
 
 
 def reached_within(limit_s: float, reached: Callable[[], bool]) -> None:
@@ -40,18 +51,6 @@ def samples(metrics_url: str, name: str) -> list[Sample]:
     with urllib.request.urlopen(metrics_url, timeout=60.0) as page:
         families = text_string_to_metric_families(page.read().decode())
         return [sample for family in families for sample in family.samples if sample.name == name]
-
-
-DASHBOARD = PROJECT / "deploy" / "grafana" / "dashboard.json"
-ALERTS = PROJECT / "deploy" / "prometheus" / "alerts.yaml"
-ALERTS_TEST = ALERTS.with_name("alerts_test.yaml")
-SCRAPE = ALERTS.with_name("prometheus.yaml")
-WAIT_S = 60.0
-
-_NAME = re.compile(r"(?<![\w:$])(?:(?:lr|nv)_\w+|vllm:\w+)")
-_PARTS = re.compile(r"_(bucket|sum|count)$")
-UPSTREAMS = re.compile(r"nv_trt_llm_\w+")
-"""Of TensorRT-LLM's engines (its backend's custom_metrics_reporter), which have no others."""
 
 
 def panels() -> list[dict[str, Any]]:

@@ -107,10 +107,10 @@ def test_a_mode_that_chooses_is_predicted_of_a_server_that_has_learned(found: Pa
 
 def test_longer_hops_than_planned_go_into_the_prediction(found: Paced) -> None:
     measured = [replace(one, mean_ms=one.constant_ms + 2.0) for one in pace.hops(found)]
-    planned_hops = {role: place.hops for role, place in pace.with_hops(found.machine(), measured).places.items()}
+    planned = pace.with_hops(found.machine(), measured).places
     for one in measured:
-        found_hops = planned_hops[one.role]
-        assert 1e3 * (found_hops.there_s + found_hops.back_s) == pytest.approx(one.constant_ms + 2.0)
+        hops = planned[one.role].hops
+        assert 1e3 * (hops.there_s + hops.back_s) == pytest.approx(one.constant_ms + 2.0)
 
 
 def test_the_document_says_whose_pace_it_is_and_how_late(found: Paced, lines: dict[str, pace.Agreement]) -> None:
