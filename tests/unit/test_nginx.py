@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import ssl
 import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from http.client import HTTPSConnection
@@ -48,12 +48,6 @@ class Gateway:
         return HTTPSConnection("localhost", self.port, context=self.context, timeout=WAIT_S)
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port: int = taken.getsockname()[1]
-    return port
-
-
 def configured(folder: Path, door: int, port: int) -> Path:
     """The file as it is, with this machine's ports and paths, inside what Debian's nginx.conf says around it."""
     text = CONFIG.read_text(encoding="utf-8")
@@ -66,7 +60,9 @@ def configured(folder: Path, door: int, port: int) -> Path:
         text = text.replace(said, here)
     kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     temporary = "".join(f"{kind}_temp_path {folder}/{kind};\n" for kind in kinds)
-    around = f"pid {folder}/pid;\nerror_log {folder}/errors;\ndaemon off;\nmaster_process off;\nevents {{}}\n"
+    around = f"pid {folder}/pid;\nerror_log {folder}/errors;\ndaemon off;\nworker_processes 1;\nevents {{}}\n"
+    if os.getuid() == 0:
+        around += "user root root;\n"  # else the worker is nobody, who may not enter the test's folder
     path = folder / "nginx.conf"
     path.write_text(f"{around}http {{\naccess_log off;\n{temporary}{text}\n}}\n", encoding="utf-8")
     return path
@@ -90,21 +86,18 @@ def gateway(server: Any, tmp_path: Path) -> Iterator[Gateway]:
     made = ["-keyout", str(tmp_path / "tls.key"), "-out", str(tmp_path / "tls.crt")]
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *names, *made]
     subprocess.run(command, check=True, capture_output=True, timeout=60)
-    port = free_port()
-    with frontend(server.url, keys=[KEY]) as door:
+    with frontend(server.url, keys=[KEY]) as door, socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
         path = configured(tmp_path, door.port, port)
         assert NGINX is not None
-        running = subprocess.Popen([NGINX, "-e", str(tmp_path / "errors"), "-p", str(tmp_path), "-c", str(path)])
+        # nginx takes over the socket that $NGINX names, as in its own upgrades: nobody else can have the port meanwhile.
+        running = subprocess.Popen(
+            [NGINX, "-e", str(tmp_path / "errors"), "-p", str(tmp_path), "-c", str(path)],
+            env={**os.environ, "NGINX": f"{listening.fileno()};"},
+            pass_fds=[listening.fileno()],
+        )
         try:
-            deadline = time.monotonic() + WAIT_S
-            while True:
-                try:
-                    socket.create_connection(("127.0.0.1", port), 1).close()
-                    break
-                except OSError:
-                    assert running.poll() is None and time.monotonic() < deadline, (tmp_path / "errors").read_text()
-                    time.sleep(0.02)
-            yield Gateway(port, tmp_path / "tls.crt")
+            yield Gateway(port, tmp_path / "tls.crt")  # it listens already: who connects before nginx runs waits
         finally:
             running.terminate()
             running.wait(WAIT_S)
