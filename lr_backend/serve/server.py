@@ -45,6 +45,8 @@ POLL_S = 0.1
 CLEANUP_MARGIN_S = 10.0
 """For the guard to kill and reap after the drain; beyond it the launcher does that itself."""
 PORT_ATTEMPTS = 4
+METRICS_INTERVAL_MS = 500
+"""How often Triton looks at its machine. A server that ends waits for the next look."""
 
 _REASON = re.compile(r"failed to load '(?P<model>[^']+)' version \d+: (?P<reason>.*)")
 _PORT_TAKEN = re.compile(r"failed to start (?P<service>\w+) service: .*?(?P<address>'\S+') already in use")
@@ -319,6 +321,7 @@ class TritonServer:
             f"--grpc-header-forward-pattern={FORWARDED}",
             f"--metrics-address={options.host}",
             f"--metrics-port={self.ports.metrics}",
+            f"--metrics-interval-ms={METRICS_INTERVAL_MS}",
             f"--backend-config=python,thread-pool-size={options.thread_pool_size}",
         ]
 

@@ -34,7 +34,7 @@ from lr_backend.triton.notices import heed
 from lr_backend.triton.request_metrics import RequestMetrics, request_metrics
 from lr_backend.triton.service import LookaheadService
 from lr_backend.triton.speculation_metrics import DraftCounts, speculation_metrics
-from lr_backend.triton.threads import share_interpreter, use_uvloop
+from lr_backend.triton.threads import end_lightly, share_interpreter, use_uvloop
 from lr_backend.triton.triton_engine import Arrays, CallGate, TritonEngine, engine_error, unavailable
 
 if TYPE_CHECKING:
@@ -123,6 +123,7 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         share_interpreter()
+        end_lightly()
         use_uvloop()
         loop, num_loops = which_loop(args)
         configure(knows_texts=True, loop=loop)

@@ -18,7 +18,7 @@ from lr_backend.logs import configure_libraries
 from lr_backend.triton.client_watch import ClientWatch
 from lr_backend.triton.contract_model import LOOP_KEY, ContractModel, batch_size_default, model_parameters, require_one_response
 from lr_backend.triton.engine_metrics import engine_metrics
-from lr_backend.triton.threads import share_interpreter
+from lr_backend.triton.threads import end_lightly, share_interpreter
 
 if TYPE_CHECKING:
     from lr_backend.embedded.engine import EmbeddedEngine
@@ -54,6 +54,7 @@ class TritonPythonModel(ContractModel):
         """Load the checkpoint and start the engine. A failure here keeps the model from becoming ready."""
         configure_libraries(knows_texts=False)
         share_interpreter()
+        end_lightly()
         model_config = json.loads(args["model_config"])
         try:
             require_one_response(model_config)

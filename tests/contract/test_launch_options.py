@@ -88,7 +88,7 @@ def test_the_command_line_of_four_gpus(tmp_path: Path) -> None:
         "--backend-directory=/links",
         "--http-address=127.0.0.1", "--http-port=8000", "--grpc-address=127.0.0.1", "--grpc-port=8001",
         "--grpc-header-forward-pattern=^traceparent$|^tracestate$",
-        "--metrics-address=127.0.0.1", "--metrics-port=8002",
+        "--metrics-address=127.0.0.1", "--metrics-port=8002", "--metrics-interval-ms=500",
         "--backend-config=python,thread-pool-size=96",
         "--backend-config=python,shm-region-prefix-name=lookahead_abc_",
         "--model-control-mode=explicit", "--load-model=*",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -123,3 +124,27 @@ def test_a_gauge_that_is_nought_from_the_start_is_sent() -> None:
     sheet.refresh()
     assert metrics.values == {(SPENT,): 7.0, (RATE,): 0.0} and metrics.num_calls == 1
     sheet.close()
+
+
+def test_a_closed_sheet_keeps_nothing_of_tritons() -> None:
+    """What lived until the process ends would ask Triton to forget it over a connection that is gone."""
+    made: list[weakref.ref[Family]] = []
+
+    class Seen(Metrics):
+        def __call__(self, name: str, description: str, kind: str) -> Any:
+            family = SeenFamily(self, name)
+            made.append(weakref.ref(family))
+            return family
+
+    class SeenFamily(Family):
+        def Metric(self, labels: dict[str, str]) -> Family:
+            self.metrics.values[(self.name,)] = 0.0
+            metric = Family(self.metrics, self.name, (self.name,))
+            made.append(weakref.ref(metric))
+            return metric
+
+    sheet = MetricSheet(Seen(), {SPENT: "spent"}, {RATE: "rate"}, lambda: [((SPENT, ()), 1.0), ((RATE, ()), 1.0)])
+    sheet.refresh()
+    assert len(made) == 4 and all(one() for one in made)
+    sheet.close()
+    assert not any(one() for one in made)

@@ -77,8 +77,8 @@ def served(
     for fields in requests:
         told.append(RecordedReplies())
         run_virtual(service.serve("id", arrays(**fields), told[-1]))
-    sheet.close()
     sheet.refresh()
+    sheet.close()
     return page, service.metrics, told
 
 
