@@ -27,7 +27,7 @@ demo: venv ## a question streamed live, then every mode side by side at the pace
 	$(BIN)/python -m demo.run
 
 test: venv ## all tests; starts its own servers on free ports
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 contract: venv ## what is rendered and run for Triton and TensorRT-LLM, against upstream's contract
 	$(BIN)/python -m pytest -v -p no:randomly tests/contract

@@ -52,6 +52,8 @@ class Crowd:
     """Clients that ask one question after another until told to stop."""
 
     grpc_url: str
+    pause_s: float = 0.0
+    """Of each client between two questions."""
     answered: list[tuple[str, ...]] = field(default_factory=list)
     """What each answer had to do without."""
     failed: list[ClientError] = field(default_factory=list)
@@ -79,6 +81,7 @@ class Crowd:
                 except ClientError as error:
                     self.failed.append(error)
                     self._stop.wait(0.02)
+                self._stop.wait(self.pause_s)
 
     def wait_for_answers(self, num: int, *, whole: bool = False) -> None:
         """So many more; ``whole``: by all three models."""
@@ -140,7 +143,7 @@ def keeping(specs: dict[str, Path], folder: Path) -> Iterator[Kept]:
 
 
 class TookTritonAlong(Exception):
-    """A process died while it held a lock of Triton's, as docs/reliability.md says of one kill in some 200."""
+    """A process died while it held a lock of Triton's; docs/reliability.md says how often."""
 
 
 NUM_SERVERS = 3
@@ -155,7 +158,8 @@ def test_dead_models_are_started_anew_and_every_request_ends(specs: dict[str, Pa
 
 
 def kill_each_and_see_it_back(kept: Kept) -> None:
-    crowd, ready = Crowd(kept.server.grpc_url), list[bool]()
+    # Who pauses leaves the models' processes idle at times, and with them the locks.
+    crowd, ready = Crowd(kept.server.grpc_url, pause_s=0.05), list[bool]()
     with crowd.asking(), Client(kept.server.grpc_url) as prober:
 
         def is_back(model: str) -> bool:
