@@ -39,7 +39,7 @@ fault: venv ## processes killed, the server told to end, storms: 22 minutes, bot
 	$(BIN)/python -m bench faults
 
 fault-long: venv ## the same with many more tries and minutes
-	$(BIN)/python -m bench faults --tries 20 --seconds 600
+	$(BIN)/python -m bench faults --tries 20 --seconds 600 --output docs/benchmarks/faults_long.json
 
 lint: venv ## ruff and mypy
 	$(BIN)/ruff check .
