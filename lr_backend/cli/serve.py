@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -58,6 +58,8 @@ from lr_backend.serve.warmup import QUESTION, WarmupAnswer, curl_line, warm_engi
 _LOOK_S = 0.05
 _AFTER_DRAIN_S = 2.0
 """For Triton to end once nothing is in flight; connections that nobody uses hold it no longer."""
+_COUNTS_AGE_S = 1.0
+"""Of the engines' counts in Triton's metrics, at most: twice as long as they take to be refreshed."""
 _FRONT_READY_S = 30.0
 _WAKE_S = 0.5
 """A blocking wait is cut into pieces this long, so that a signal is acted upon promptly."""
@@ -280,14 +282,14 @@ def _run(
                 raise ServerError(f"the server died with status {server.wait()}", useful_lines(server.log_text()))
             if keeper.lost.is_set():
                 if keeper.can_drain:  # without draft or judge the target still answers what is in flight
-                    _drain(server, keeper, stop, front)
+                    _drain(server, deployment, keeper, stop, front)
                 raise ServerError(f"{keeper.why}: the server ends, to be started anew")
             if front is not None:
                 front.check()
         if deployment.loop_config().pace:
             console.print(str(sum(server.lateness().values(), Lateness())), highlight=False, soft_wrap=True)
         console.print("stopping: requests in flight may finish")
-        return _drain(server, keeper, stop, front)
+        return _drain(server, deployment, keeper, stop, front)
     finally:
         keeper.stop()
         server.stop(0.0)
@@ -323,13 +325,15 @@ def _warm_up(console: Console, server: TritonServer, deployment: DeploymentSpec,
     return warm_loops(server, deployment.server.num_loops, without=missing)
 
 
-def _drain(server: TritonServer, keeper: StubKeeper, stop: StopRequest, front: FrontendProcess | None) -> int:
+def _drain(
+    server: TritonServer, deployment: DeploymentSpec, keeper: StubKeeper, stop: StopRequest, front: FrontendProcess | None
+) -> int:
     """Let the step loop answer what it has, and only then tell Triton to end: it refuses the loop's calls from then on.
 
     A second signal stops the waiting. Returns the exit status: 0 where nothing was left unanswered.
     """
     if front is None:
-        return _end_engines(server, keeper, stop)
+        return _end_engines(server, deployment.models_here, keeper, stop)
     front.terminate()
     keeper.drain()
     deadline = time.monotonic() + server.options.exit_timeout_s
@@ -344,13 +348,29 @@ def _drain(server: TritonServer, keeper: StubKeeper, stop: StopRequest, front: F
     return 0 if drained else status or 0
 
 
-def _end_engines(server: TritonServer, keeper: StubKeeper, stop: StopRequest) -> int:
-    """The end of a server without a step loop: Triton lets the calls in flight finish by itself."""
+def _end_engines(server: TritonServer, models: Sequence[Role], keeper: StubKeeper, stop: StopRequest) -> int:
+    """The end of a server without a step loop: Triton lets the calls in flight finish by itself.
+
+    It also waits for calls that a process took that died. So after a death the engines' own counts say when to end.
+    """
     keeper.stop()
     server.terminate()
+    told_s = time.monotonic()
     while server.running and not stop.impatient:
         time.sleep(_LOOK_S)
+        if keeper.mended and time.monotonic() - told_s > _COUNTS_AGE_S and _engines_are_idle(server, models):
+            server.stop(0.0)
+            return 0
     return server.stop(0.0) or 0
+
+
+def _engines_are_idle(server: TritonServer, models: Sequence[Role]) -> bool:
+    """Whether every one of these engines counts its calls, and counts none. Up to ``_COUNTS_AGE_S`` old."""
+    try:
+        counts = [server.counter(f"lr_engine_{name}") for name in ("running", "waiting")]
+    except ServerError:
+        return False
+    return all(count.keys() >= {role.value for role in models} and not any(count.values()) for count in counts)
 
 
 def _say_served(

@@ -36,6 +36,7 @@ class StubKeeper:
 
     Attributes:
         lost: set where something has died that is not mended in place; ``why`` says what.
+        mended: a model died and came back. Triton still waits for what the dead process was to answer.
     """
 
     def __init__(self, server: TritonServer, say: Callable[[str], None]) -> None:
@@ -48,6 +49,7 @@ class StubKeeper:
         self._wake, self._woken = os.pipe()
         self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
         self.lost = threading.Event()
+        self.mended = False
         self.why = ""
 
     def start(self) -> None:
@@ -112,6 +114,7 @@ class StubKeeper:
             self._lose(f"the process of {model} died and cannot be started anew: {error or type(error).__name__}")
             return
         self._dead.discard(model)
+        self.mended = True
         post(self._server.notice_file, self._dead)
         self._say(f"{model} is back")
         num_lost = self._server.seats.most_lost

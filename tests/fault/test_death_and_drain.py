@@ -11,7 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from queue import Queue
@@ -29,7 +29,7 @@ from lr_backend.build.repository import build_repository
 from lr_backend.build.spec import DeploymentSpec
 from lr_backend.engine import EngineCall, Role, cancel_tensors
 from lr_backend.engine.address import LOOP_PARAMETER
-from lr_backend.serve.keeper import StubKeeper, stubs_of
+from lr_backend.serve.keeper import STUB, StubKeeper, stubs_of
 from lr_backend.serve.server import ServerOptions, TritonServer
 from lr_backend.serve.warmup import warm_engines, warm_loop
 from lr_backend.triton.remote_engine import grpc_inputs
@@ -255,28 +255,64 @@ url = "grpc://127.0.0.1:1"
 """
 
 
-def test_a_server_of_one_role_lets_calls_finish_before_it_ends(tmp_path: Path) -> None:
-    """They take seconds, since its iterations take as long as those of a large model."""
-    spec, output = tmp_path / "alone.toml", tmp_path / "output"
+@dataclass
+class Alone:
+    """A server of a single role, and a client of it."""
+
+    serving: subprocess.Popen[bytes]
+    printed: Path
+    metrics_url: str
+    client: grpcclient.InferenceServerClient
+    answers: Queue[Any] = field(default_factory=Queue)
+
+    def begin(self, call: EngineCall) -> None:
+        """It runs when this ends, and takes seconds: its iterations are as long as those of a large model."""
+        tensors = grpc_inputs(call.tensors())
+        self.client.async_infer("target", tensors, lambda result, error: self.answers.put((result, error)))
+        bounded(lambda: any(sample.value for sample in samples(self.metrics_url, "lr_engine_running")))
+        assert self.answers.empty(), "the call is over before anything happens"
+
+    def answer(self) -> int:
+        """Its number of tokens."""
+        result, error = self.answers.get(timeout=READY_S)
+        assert error is None
+        num_tokens: int = result.as_numpy("sequence_length").item()
+        return num_tokens
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Alone]:
+    spec, printed = tmp_path / "alone.toml", tmp_path / "output"
     spec.write_text(ALONE, encoding="utf-8")
     command = [str(Path(sys.executable).with_name("lookahead")), "serve", "--spec", str(spec), "--role", "target"]
     command += [word for port in ("http", "grpc", "metrics") for word in (f"--{port}-port", "0")]
-    call, answers = EngineCall("long", np.arange(1, 9, dtype=np.int32), 400), Queue[Any]()
-    with output.open("w") as file, subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT) as serving:
+    with printed.open("w") as file, subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT) as serving:
         try:
-            said = said_when_ready(serving, output, "Ctrl-C stops")
+            said = said_when_ready(serving, printed, "Ctrl-C stops")
             listens, metrics = (re.findall(rf"{name} +(\S+)", said)[0] for name in ("gRPC", "metrics"))
             with grpcclient.InferenceServerClient(listens) as client:
-                tensors = grpc_inputs(call.tensors())
-                client.async_infer("target", tensors, lambda result, error: answers.put((result, error)))
-                bounded(lambda: any(sample.value for sample in samples(metrics, "lr_engine_running")))
-                assert answers.empty(), "the call is over before the server is asked to end"
-                serving.send_signal(signal.SIGTERM)
-                result, error = answers.get(timeout=READY_S)
-            assert error is None and result.as_numpy("sequence_length").item() == call.max_new_tokens
-            assert serving.wait(READY_S) == 0
+                yield Alone(serving, printed, metrics, client)
         finally:
             serving.kill()
+
+
+LONG = EngineCall("long", np.arange(1, 9, dtype=np.int32), 400)
+
+
+def test_a_server_of_one_role_lets_calls_finish_before_it_ends(alone: Alone) -> None:
+    alone.begin(LONG)
+    alone.serving.send_signal(signal.SIGTERM)
+    assert alone.answer() == LONG.max_new_tokens
+    assert alone.serving.wait(READY_S) == 0
+
+
+def test_a_server_of_one_role_does_not_wait_for_calls_that_died(alone: Alone) -> None:
+    """Triton would, and end with status 1."""
+    alone.begin(replace(LONG, request_id="lost"))
+    (stub,) = (one for one in psutil.Process(alone.serving.pid).children(recursive=True) if one.cmdline()[0].endswith(STUB))
+    stub.kill()
+    bounded(lambda: "target is back" in alone.printed.read_text(encoding="utf-8"))
+    test_a_server_of_one_role_lets_calls_finish_before_it_ends(alone)
 
 
 def test_engines_answer_their_own_step_loop_alone(specs: dict[str, Path], tmp_path: Path) -> None:
