@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, partial
 from itertools import count
+from statistics import fmean
 
 import numpy as np
 import pytest
@@ -21,8 +22,10 @@ from tests.unit.test_prices import Clock
 SLOWER = {1: 1.25, 4: 1.4}
 """By the width of a request that looks far ahead: others take so many times as long beside it as beside one of the target alone,
 at most."""
-SLOWER_AUTO = 1.5
-"""Beside a wide one, where the others choose their own way: fewer of them find that looking ahead pays."""
+SLOWER_AUTO = {1: 1.25, 4: 1.8}
+"""The same where the others choose their own way: beside a wide one fewer of them find that looking ahead pays."""
+NUM_RUNS = {Mode.AR: 1, Mode.AUTO: 3}
+"""By the others' mode: what eight fresh requests happen to try makes one run differ from another by a third."""
 NUM_OTHERS = 8
 DRAFT_TOKENS = {"proposer": "draft_model", "num_draft_tokens": 4}
 LONG = {"num_steps": 24, "step_tokens": 25, "step_spread": 0.9, "verdict_prefix_tokens": 100, "verdict_tokens": 20}
@@ -33,12 +36,12 @@ AGREEMENT = {"token_agreement": 0.75, "word_agreement": 0.5}
 
 
 def beside(long: Policy, others: Mode, context: int) -> float:
-    """Milliseconds a token of the others, which are answered while the long one is written."""
+    """Milliseconds a token of the others, which are answered while the long one is written; the mean of some runs."""
     spec = stood_for("qwen3-32b-apart")
     workload = Workload(0.6, prompt_tokens=context, **LONG, **AGREEMENT)
     scenario = Scenario.of(spec.loop_config(), workload, machine_of(spec, "h200_sxm"), prompts_are_cached=True)
     asked = Policy(others, long.max_depth, num_requests=NUM_OTHERS, fields={**DRAFT_TOKENS, "max_tokens": 150})
-    return ms_a_token(side_by_side(scenario, [long, asked])[1].usages)
+    return fmean(ms_a_token(side_by_side(scenario, [long, asked], seed)[1].usages) for seed in range(NUM_RUNS[others]))
 
 
 @cache
@@ -54,7 +57,7 @@ def beside_one_alone(others: Mode, context: int) -> float:
 def test_one_request_starves_no_other(mode: Mode, max_depth: int, width: int, others: Mode, context: int) -> None:
     long = Policy(mode, max_depth, width, fields=DRAFT_TOKENS)
     ratio = beside(long, others, context) / beside_one_alone(others, context)
-    assert ratio <= (SLOWER_AUTO if width > 1 and others is Mode.AUTO else SLOWER[width])
+    assert ratio <= (SLOWER_AUTO if others is Mode.AUTO else SLOWER)[width]
 
 
 # Dear rows -------------------------------------------------------------------------------------------------------------
