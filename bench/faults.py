@@ -74,7 +74,8 @@ class Row:
         served, untyped, hung = kinds.pop("served", 0), kinds.pop("untyped", 0), kinds.pop("hung", 0)
         errors = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
         longest_s = max((one.end_s - one.start_s for one in ended), default=0.0)
-        more["told"] = "; ".join(filter(None, (more.get("told", ""), errors)))
+        without = ", ".join(sorted({one.text for one in ended if one.kind == "untyped"}))
+        more["told"] = "; ".join(filter(None, (more.get("told", ""), errors, without)))
         more["missed"] = (*more.get("missed", ()), *broken(nobody_served=not served, untyped=untyped, hung=hung))
         return cls(layout, fault, tries, len(ended), served, sum(kinds.values()), untyped, hung, longest_s, **more)
 

@@ -32,6 +32,7 @@ class Ended:
     Attributes:
         kind: ``served``, a typed error's name or code, ``untyped`` or ``hung``.
         whole: draft and judge took part in the answer, and nothing was missing. Known at Triton's port alone.
+        text: the answer; of what is ``untyped``, the error.
     """
 
     start_s: float
@@ -86,7 +87,7 @@ async def ask(client: AsyncClient, options: Options, question: str = QUESTION) -
     except RequestTimeout:
         kind = "hung"
     except ServerError as error:
-        kind = type(error).__name__ if error.code else "untyped"
+        kind, text = (type(error).__name__, "") if error.code else ("untyped", str(error))
     except ClientError as error:
         kind = type(error).__name__
     except asyncio.CancelledError:
@@ -110,7 +111,7 @@ async def ask_openai(client: AsyncOpenAI, model: str, options: Options, question
     except APITimeoutError:
         kind = "hung"
     except APIStatusError as error:
-        kind = error.code or "untyped"
+        kind, text = (error.code, "") if error.code else ("untyped", str(error))
     except APIConnectionError:
         kind = "no connection"
     except asyncio.CancelledError:

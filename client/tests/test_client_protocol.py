@@ -348,6 +348,8 @@ def test_any_message_becomes_an_error_that_says_something(text: str) -> None:
         ("INVALID_ARGUMENT", "bad", False, InvalidRequest),
         ("UNIMPLEMENTED", "", False, ServerError),
         ("INTERNAL", "oops", False, ServerError),
+        ("UNKNOWN", "oops", False, ServerError),
+        ("UNKNOWN", "Stream removed", False, ServerUnreachable),
         ("UNAVAILABLE", "LR_OVERLOADED: queue full", False, Overloaded),
     ],
 )

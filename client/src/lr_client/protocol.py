@@ -317,6 +317,8 @@ _AWAY = re.compile(
     r"has no available versions|is not (?:ready|healthy|available)|server is stopping", re.IGNORECASE
 )
 """Triton's words for a model that it knows and that does not answer now."""
+_CUT_OFF = "Stream removed"
+"""gRPC's words, at times, for a connection that broke; the status is UNKNOWN then (grpc/grpc#34076)."""
 _ADVICE = {
     "LR_ENGINE_REJECTED": "the same request will fail again: shorten the question or max_tokens",
     "LR_ENGINE_UNAVAILABLE": "retry later, or ask another server",
@@ -363,7 +365,7 @@ def error_from_status(
         return error_from_text(details)
     if status == "DEADLINE_EXCEEDED":
         return RequestTimeout(f"no end of the answer within {timeout_s:g} s")
-    if status in ("UNAVAILABLE", "CANCELLED"):
+    if status in ("UNAVAILABLE", "CANCELLED") or details == _CUT_OFF:
         return ServerUnreachable(f"no answer from {url}: {_first(details) or status}")
     if status == "RESOURCE_EXHAUSTED":
         return Overloaded(_first(details) or "the server is out of resources")
