@@ -17,7 +17,7 @@ SPAN_STEPS, FEWEST_STEPS, ENOUGH_STEPS = 8, 3, 64
 so many each."""
 BAD_STEPS, BAD_SHARE = 2, 1.5
 """A span ends after so many steps of each request where it takes longer than the best way is expected to, by so much."""
-LEAST_STEPS = 8
+LEAST_STEPS = 3
 """Of each kind of target step before its price is believed."""
 CHANGED_SHARE, CHANGED_SPANS = 1.5, 3
 """What a way takes has changed where it takes so much longer or shorter than usual, so many spans in a row."""
