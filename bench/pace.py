@@ -150,8 +150,10 @@ def by_fitted_times(found: Paced, row: str) -> float | None:
 
 
 def ms_a_token(scenario: Scenario, policy: Policy, num_steps: int = NUM_STEPS) -> float:
-    """Of answers of so many steps together, on the virtual clock."""
+    """Of answers of so many steps together, on the virtual clock. What chooses learns from each for the next."""
     num_texts = -(-num_steps // scenario.workload.num_steps)
+    if policy.mode.chooses:
+        return simulation.ms_a_token(simulate(scenario, policy, num_sets=num_texts).usages)
     return simulation.ms_a_token(usage for seed in range(num_texts) for usage in simulate(scenario, policy, seed).usages)
 
 

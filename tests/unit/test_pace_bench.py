@@ -17,7 +17,7 @@ from lr_backend.build.paced import paced
 from lr_backend.emulated.workload import Workload
 from lr_backend.engine import Role
 from lr_backend.hardware.lateness import Lateness
-from lr_backend.plan.simulation import Scenario, simulate
+from lr_backend.plan.simulation import Policy, Prediction, Scenario, simulate
 from lr_backend.request import Mode
 from lr_backend.trace.schema import Trace
 
@@ -103,6 +103,20 @@ def test_a_mode_that_chooses_is_predicted_of_a_server_that_has_learned(found: Pa
     chosen = replace(found, asked=ROWS, traces={**found.traces, "auto": found.traces["lr"]})
     assert chosen.policy("auto").mode is Mode.AUTO
     assert 1.3 < chosen.gain("auto", found.machine()) < 3.0
+
+
+def test_what_chooses_is_predicted_of_one_server_that_is_asked_everything(found: Paced, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def seen(scenario: Scenario, policy: Policy, seed: int = 0, *, num_sets: int = 1) -> Prediction:
+        asked.append((seed, num_sets))
+        return simulate(scenario, policy, seed, num_sets=num_sets)
+
+    monkeypatch.setattr(pace, "simulate", seen)
+    scenario = found.scenario("lr", found.machine())
+    for mode in (Mode.AUTO, Mode.LR):
+        pace.ms_a_token(scenario, Policy(mode), 3 * scenario.workload.num_steps)
+    assert asked == [(0, 3), (0, 1), (1, 1), (2, 1)]
 
 
 def test_longer_hops_than_planned_go_into_the_prediction(found: Paced) -> None:
