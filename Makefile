@@ -26,6 +26,7 @@ $(STAMP): pyproject.toml setup.py client/pyproject.toml constraints.txt $(wildca
 demo: venv ## a question streamed live, then every mode side by side at the pace of H200s, through a real Triton
 	$(BIN)/python -m demo.run
 
+# Three processes on two cores: servers that start and answers that keep a pace leave the cores idle at times.
 test: venv ## all tests; starts its own servers on free ports
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 

@@ -404,7 +404,7 @@ def _asking(url: str, texts: Texts, policy: Policy) -> Callable[[int], int]:
 
 def _cpu_of_loops(server: TritonServer) -> dict[int, float]:
     """Processor time of each process of the loop, by its id."""
-    times = {pid: psutil.Process(pid).cpu_times() for pid in stubs_of(server)[LOOKAHEAD_MODEL]}
+    times = {pid: psutil.Process(pid).cpu_times() for pid in stubs_of(server.pid)[LOOKAHEAD_MODEL]}
     return {pid: float(one.user + one.system) for pid, one in times.items()}
 
 

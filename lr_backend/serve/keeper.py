@@ -53,7 +53,7 @@ class StubKeeper:
         self.why = ""
 
     def start(self) -> None:
-        for model, pids in stubs_of(self._server).items():
+        for model, pids in stubs_of(self._server.pid).items():
             self._watch(model, pids)
         self._thread.start()
 
@@ -109,7 +109,7 @@ class StubKeeper:
         try:
             self._call(f"{model}/unload", UNLOAD_S)
             self._call(f"{model}/load", LOAD_S)
-            self._watch(model, stubs_of(self._server)[model])
+            self._watch(model, stubs_of(self._server.pid)[model])
         except (OSError, http.client.HTTPException, KeyError) as error:
             self._lose(f"the process of {model} died and cannot be started anew: {error or type(error).__name__}")
             return
@@ -140,12 +140,12 @@ class StubKeeper:
             raise OSError(f"HTTP {answer.status}: {text[:200]}")
 
 
-def stubs_of(server: TritonServer) -> dict[str, list[int]]:
-    """Process ids of a server's Python models, by model: one for each of its instances."""
+def stubs_of(pid: int | None) -> dict[str, list[int]]:
+    """Process ids of a server's Python models, by model: one for each of its instances. ``pid``: the server's, or above it."""
     found: dict[str, list[int]] = {}
-    if server.pid is None:
+    if pid is None:
         return found
-    for process in psutil.Process(server.pid).children(recursive=True):
+    for process in psutil.Process(pid).children(recursive=True):
         try:
             words = process.cmdline()
         except psutil.Error:  # it has just ended

@@ -29,7 +29,7 @@ from lr_backend.build.repository import build_repository
 from lr_backend.build.spec import DeploymentSpec
 from lr_backend.engine import EngineCall, Role, cancel_tensors
 from lr_backend.engine.address import LOOP_PARAMETER
-from lr_backend.serve.keeper import STUB, StubKeeper, stubs_of
+from lr_backend.serve.keeper import StubKeeper, stubs_of
 from lr_backend.serve.server import ServerOptions, TritonServer
 from lr_backend.serve.warmup import warm_engines, warm_loop
 from lr_backend.triton.remote_engine import grpc_inputs
@@ -120,7 +120,7 @@ class Kept:
     said: list[str]
 
     def kill(self, model: str) -> None:
-        os.kill(stubs_of(self.server)[model][0], signal.SIGKILL)
+        os.kill(stubs_of(self.server.pid)[model][0], signal.SIGKILL)
 
 
 @pytest.fixture
@@ -299,20 +299,24 @@ def alone(tmp_path: Path) -> Iterator[Alone]:
 LONG = EngineCall("long", np.arange(1, 9, dtype=np.int32), 400)
 
 
-def test_a_server_of_one_role_lets_calls_finish_before_it_ends(alone: Alone) -> None:
+def assert_a_call_finishes_before_the_end(alone: Alone) -> None:
     alone.begin(LONG)
     alone.serving.send_signal(signal.SIGTERM)
     assert alone.answer() == LONG.max_new_tokens
     assert alone.serving.wait(READY_S) == 0
 
 
+def test_a_server_of_one_role_lets_calls_finish_before_it_ends(alone: Alone) -> None:
+    assert_a_call_finishes_before_the_end(alone)
+
+
 def test_a_server_of_one_role_does_not_wait_for_calls_that_died(alone: Alone) -> None:
     """Triton would, and end with status 1."""
     alone.begin(replace(LONG, request_id="lost"))
-    (stub,) = (one for one in psutil.Process(alone.serving.pid).children(recursive=True) if one.cmdline()[0].endswith(STUB))
-    stub.kill()
+    (stub,) = stubs_of(alone.serving.pid)["target"]
+    os.kill(stub, signal.SIGKILL)
     bounded(lambda: "target is back" in alone.printed.read_text(encoding="utf-8"))
-    test_a_server_of_one_role_lets_calls_finish_before_it_ends(alone)
+    assert_a_call_finishes_before_the_end(alone)
 
 
 def test_engines_answer_their_own_step_loop_alone(specs: dict[str, Path], tmp_path: Path) -> None:

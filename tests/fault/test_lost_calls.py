@@ -72,7 +72,7 @@ def ends_of_a_kill(server: TritonServer) -> list[type[ClientError]]:
             client.ask(question(number), Options(mode="ar", stream=False))
         return caught.type
 
-    (target,) = stubs_of(server)["target"]
+    (target,) = stubs_of(server.pid)["target"]
     with ThreadPoolExecutor(NUM_ASKED) as pool:
         asked = [pool.submit(ask, number) for number in range(NUM_ASKED)]
         wait(lambda: running(server) == NUM_ASKED)
