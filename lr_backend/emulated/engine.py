@@ -258,14 +258,15 @@ class PacedEngine:
     def _live(self) -> None:
         ended_s: float | None = None
         while not self._closing:
-            self._let_happen()
-            self._cancel_now(self._clock.now() if ended_s is None else ended_s)
+            if ended_s is not None:
+                self._let_happen(ended_s)
+            started_s = self._news_s if ended_s is None else ended_s
+            self._cancel_now(started_s)
+            self._news_s = inf
             if self._timeline.idle:
-                ended_s, self._news_s = None, inf
+                ended_s = None
                 self._wait_until(inf)
                 continue
-            started_s = self._news_s if ended_s is None else ended_s
-            self._news_s = inf
             self._timeline.begin(_ns(started_s))  # when the hardware would; this thread may have woken up later
             num_alike = self._timeline.num_alike if self._board is None else 1
             if num_alike > 1:
@@ -325,15 +326,15 @@ class PacedEngine:
                     continue
             while self._clock.now() < next_s:
                 pass
-            self._let_happen()
+            self._let_happen(next_s)
             if due_s == inf or next_s >= due_s or (for_news and self._news_s < inf):
                 return
 
-    def _let_happen(self) -> None:
-        """All that is due."""
+    def _let_happen(self, by_s: float) -> None:
+        """All that was due by then, and nothing that came later: an iteration takes nobody who came after it started."""
         while True:
             with self._changed:
-                if not self._events or self._events[0][0] > self._clock.now():
+                if not self._events or self._events[0][0] > by_s:
                     return
                 self._happening_s, _, happen = heapq.heappop(self._events)
             happen()

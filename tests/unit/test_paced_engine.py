@@ -179,6 +179,22 @@ def test_the_times_that_an_answer_carries_are_the_hardwares_where_a_thread_wakes
     assert result.generation().timing.total_s == pytest.approx(run_s(20, 4), abs=1e-6)
 
 
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_who_comes_after_an_iteration_was_to_end_is_not_in_the_next_one_from_before(make: MakeBench, is_idle: bool) -> None:
+    """The thread wakes up late, and both have happened by then: an iteration was over, and a little later a call came."""
+    bench = make()
+    ended_s, later_s = HOP_S + run_s(20, 1), 0.3 * MAX_JITTER_S
+    bench.time.at(0.0, lambda: bench.ask("a", 20, 1 if is_idle else 3))
+    bench.time.at(ended_s + later_s - HOP_S, lambda: (bench.ask("b", 20, 1), bench.time.stall(HOP_S + later_s)))
+    result = bench.answer("b").result
+    assert isinstance(result, EngineResponse)
+    timing = result.generation().timing
+    queue_s = 0.0 if is_idle else COSTS.seconds(Iteration((), 1, 21)) - later_s
+    join = Iteration((Join(20, 0),)) if is_idle else Iteration((Join(20, 0),), 1, 22)
+    assert timing.queue_s == pytest.approx(queue_s, abs=1e-5)
+    assert timing.total_s == pytest.approx(queue_s + COSTS.seconds(join), abs=1e-5)
+
+
 def test_an_answer_that_is_given_late_is_late(make: MakeBench) -> None:
     bench = make()
     bench.time.at(0.0, lambda: bench.ask("a", 20, 2))
