@@ -73,7 +73,7 @@ docs: venv ## the docs site, in out/site
 eval-demo: venv ## speed and quality of the four modes over N problems (200), as a page under out/
 	$(BIN)/python -m bench evaluation --problems $(N)
 
-bench-pace: venv ## every mode at the pace of H200s, and how near the planner comes (10 to 20 minutes)
+bench-pace: venv ## every mode at the pace of H200s, and how near the planner comes (8 minutes; 25 with --slow-motion 3)
 	$(BIN)/python -m bench pace
 
 bench-paper: venv ## the paper's own table, emulated on its hardware (about 10 minutes; two processes)
@@ -106,7 +106,7 @@ profiles: venv ## the pace of H100, H200, B200 and L40S, anew from NVIDIA's kern
 	$(BIN)/python tools/hardware_profiles.py wanted > $(VENV)-profiles/wanted.json
 	$(VENV)-profiles/bin/python tools/hardware_profiles.py write $(VENV)-profiles/wanted.json --output lr_backend/hardware/profiles
 
-eval-quality: venv ## does mode auto keep what ar gets right? 2,000 demo problems (about 20 minutes)
+eval-quality: venv ## does mode auto keep what ar gets right? 2,000 demo problems (about 7 minutes)
 	$(BIN)/python -m bench quality
 
 sbom: venv ## a bill of materials of each image, by CycloneDX, under out/sbom/
