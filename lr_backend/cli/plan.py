@@ -121,6 +121,8 @@ def plan(
         refuse("--workload is what --trace is fitted to; give one of the two")
     if not traces and ((alpha is None and workload is None) or (c is None and system is None)):
         refuse("--alpha or --workload and either --c or --system are needed where there is no --trace")
+    if mode.speculates_tokens and proposer == ProposerName.ENGINE and system is None:
+        refuse("--proposer engine: what an engine's own draft tokens take is known of hardware alone; give --system")
     fields: dict[str, Any] = {}
     if mode.speculates_tokens:
         fields = {"proposer": proposer.value, "num_draft_tokens": draft_tokens}

@@ -92,6 +92,8 @@ class PacedEngine:
         self._by_id: dict[str, Sequence] = {}
         self._arrivals: dict[Sequence, float] = {}
         self._closing = False
+        self._checks: set[Future[None]] = set()
+        self._cancelled_on_the_way: set[Sequence] = set()
         self._cancelled: list[Sequence] = []
         self._happening_s = 0.0  # when what happens just now was to
         self._news_s = inf  # when the first of those was to come or go that the iterations do not know of
@@ -140,14 +142,20 @@ class PacedEngine:
         with self._changed:
             due_s = self._arrivals[sequence] = self._clock.now() + self._hop_s + num_drafts * self._draft_s
             self._push(due_s, partial(self._arrive, sequence, feed))
+            if sequence in self._cancelled_on_the_way:
+                self._push(due_s, partial(self._is_cancelled, sequence))
 
     def cancel(self, request_id: str) -> None:
         """End a request in flight: it is answered with what it has. Unknown ids are no error."""
         with self._changed:
             sequence = self._by_id.get(request_id)
-            if sequence is not None:  # a cancel does not overtake what it cancels
-                due_s = max(self._clock.now() + self._hop_s, self._arrivals.get(sequence, 0.0))
-                self._push(due_s, partial(self._is_cancelled, sequence))
+            if sequence is None:
+                return
+            if (arrival_s := self._arrivals.get(sequence)) is None:  # whoever submits it is not done
+                self._cancelled_on_the_way.add(sequence)
+                return
+            due_s = max(self._clock.now() + self._hop_s, arrival_s)  # a cancel does not overtake what it cancels
+            self._push(due_s, partial(self._is_cancelled, sequence))
 
     def stats(self) -> EngineStats:
         """Counters and gauges now; consistent up to one iteration."""
@@ -159,6 +167,7 @@ class PacedEngine:
 
         Raises:
             AssertionError: naming what does not add up.
+            EngineUnavailable: the engine is closed.
         """
         future: Future[None] = Future()
 
@@ -170,8 +179,14 @@ class PacedEngine:
                 future.set_exception(error)
 
         with self._changed:
+            if self._closing:
+                raise EngineUnavailable("the engine is closed")
+            self._checks.add(future)
             self._push(self._clock.now(), check)
-        future.result()
+        try:
+            future.result()
+        finally:
+            self._checks.discard(future)
 
     def close(self) -> None:
         """Fail what is in flight with :class:`EngineUnavailable`, and wait until the threads have ended."""
@@ -201,6 +216,7 @@ class PacedEngine:
 
     def _forget(self, sequence: Sequence) -> None:
         self._in_flight.discard(sequence)
+        self._cancelled_on_the_way.discard(sequence)
         self._arrivals.pop(sequence, None)
         if self._by_id.get(sequence.request.request_id) is sequence:
             del self._by_id[sequence.request.request_id]
@@ -249,9 +265,12 @@ class PacedEngine:
         finally:
             with self._changed:
                 self._closing = True
-                left = list(self._in_flight)
+                left, checks = list(self._in_flight), list(self._checks)
             for sequence in left:
                 self._answer(sequence, failure)
+            for check in checks:
+                if not check.done():
+                    check.set_exception(failure)
             if self._board:
                 self._board.close()
 
@@ -317,8 +336,10 @@ class PacedEngine:
 
     def _wait_until(self, due_s: float, *, for_news: bool = False) -> None:
         """Wait, and let happen meanwhile what does; without an end, or ``for_news``, until somebody comes or goes."""
-        while not self._closing:
+        while True:
             with self._changed:
+                if self._closing:
+                    return
                 next_s = min(due_s, self._events[0][0] if self._events else inf)
                 left_s = next_s - self._clock.now()
                 if left_s > SPIN_S:

@@ -77,6 +77,16 @@ class Feed:
         self._num_taken += 1
         return found
 
+    def take_part(self, max_tokens: int) -> Pass:
+        """The first tokens of the next pass, of which the rest becomes the next one. Raises: LookaheadError: as :meth:`peek`."""
+        found = self.take()
+        if len(found.token_ids) <= max_tokens:
+            return found
+        with self._changed:
+            self._num_taken -= 1
+            self._passes[self._num_taken] = Pass(found.token_ids[max_tokens:], found.log_probs[max_tokens:])
+        return Pass(found.token_ids[:max_tokens], found.log_probs[:max_tokens], found.num_proposed)
+
 
 class TextSource(Protocol):
     """Who writes the texts. Both methods return at once and may be called from any thread."""

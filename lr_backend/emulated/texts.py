@@ -287,7 +287,8 @@ class ScriptedSource:
         self._write, self._draft_writer = write, draft_writer
 
     def begin(self, request: EngineRequest) -> Feed:
-        feed = _Script(self._passes(request), request.stop_words.last_tokens)
+        ends = () if request.end_id is None else (request.end_id,)
+        feed = _Script(self._passes(request), {*request.stop_words.last_tokens, *ends})
         feed.end(EngineError("its text has ended"))
         return feed
 

@@ -119,10 +119,9 @@ class Timeline:
         it = self._iteration
         if it.joins or not it.num_decodes or any(chunk.sequence.num_draft_tokens > 0 for chunk in self._chunks):
             return 1
-        size = self._scheduler.cache.tokens_per_block
-        rooms = (len(one.sequence.table.blocks) * size - len(one.sequence.tokens) + 1 for one in self._chunks)
-        ready = (self._feeds[chunk.sequence].num_ready for chunk in self._chunks)
-        return max(1, min(min(rooms), min(ready)))
+        sequences = [chunk.sequence for chunk in self._chunks]
+        rooms = (min(self._room(one), one.max_new_tokens - one.num_generated) for one in sequences)
+        return max(1, min(min(rooms), min(self._feeds[one].num_ready for one in sequences)))
 
     def seconds_each(self, num_alike: int) -> list[float]:
         """What each of so many iterations takes."""
@@ -165,7 +164,7 @@ class Timeline:
             if not chunk.num_logits:
                 continue
             try:
-                gained.append(_gained(sequence, self._feeds[sequence], num_alike))
+                gained.append(_gained(sequence, self._feeds[sequence], num_alike, self._room(sequence)))
             except LookaheadError as error:
                 ended.append(Ended(sequence, error))
         self.counters.num_iterations += num_alike
@@ -200,6 +199,10 @@ class Timeline:
         """Raises: AssertionError: naming what does not add up among the blocks."""
         self._scheduler.cache.check_integrity(one.table for one in self._scheduler.running)
 
+    def _room(self, sequence: Sequence) -> int:
+        """Tokens that it may gain before it needs another block: its last token's keys and values are not stored yet."""
+        return len(sequence.table.blocks) * self._scheduler.cache.tokens_per_block - len(sequence.tokens) + 1
+
     def _leave(self, sequence: Sequence) -> None:
         self._feeds.pop(sequence, None)
         self._doomed.discard(sequence)
@@ -222,8 +225,8 @@ def described(chunks: list[Chunk], *, one_hot: bool = False) -> Iteration:
     return Iteration(tuple(joins), num_decodes, kv_tokens)
 
 
-def _gained(sequence: Sequence, feed: Feed, num_passes: int) -> NewTokens:
-    """The next passes of a sequence.
+def _gained(sequence: Sequence, feed: Feed, num_passes: int, room: int) -> NewTokens:
+    """The next passes of a sequence. Of what the engine has drafted there is no more than its blocks have room for.
 
     Raises:
         LookaheadError: it could not be computed.
@@ -232,7 +235,7 @@ def _gained(sequence: Sequence, feed: Feed, num_passes: int) -> NewTokens:
         passes = [feed.take() for _ in range(num_passes)]
         token_ids = [token for one in passes for token in one.token_ids]
         return NewTokens(sequence, token_ids, [score for one in passes for score in one.log_probs], num_passes - 1)
-    found = feed.take()
+    found = feed.take() if sequence.drafts else feed.take_part(room)
     num_more = len(found.token_ids) - 1
     return NewTokens(
         sequence,

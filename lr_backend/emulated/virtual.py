@@ -22,6 +22,9 @@ from lr_backend.hardware.sharing import IDLE, Demand, Law
 LOOKS = 4
 """Into so many parts work on shared cards is cut; before each it is seen what the others ask of them by then."""
 
+SETTLE_S = 1e-8
+"""Between two iterations: time moves on only when nobody has anything left to do."""
+
 
 class SharedCards:
     """What is asked of each card just now, and how much that slows down whoever runs on it."""
@@ -152,6 +155,14 @@ class VirtualEngine:
             self._news.set_result(None)
 
     async def _iterate(self) -> None:
+        try:
+            await self._iterate_until_idle()
+        except Exception as error:
+            for sequence in self.timeline.sequences:
+                sequence.on_done(EngineError(f"the engine died: {error}"))
+            raise
+
+    async def _iterate_until_idle(self) -> None:
         timeline = self.timeline
         while not timeline.idle:
             timeline.begin(_now_ns())
@@ -162,7 +173,8 @@ class VirtualEngine:
                 await self.compute()
             for one in timeline.end(_now_ns(), num_alike):
                 one.sequence.on_done(one.failure or one.sequence.response())
-            await asyncio.sleep(0)  # whoever was answered may join the next iteration
+            if not timeline.idle:
+                await asyncio.sleep(SETTLE_S)  # whoever was answered may join the next iteration
             for sequence in self._cancelled:
                 timeline.cancel(sequence)
             self._cancelled.clear()

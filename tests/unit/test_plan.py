@@ -172,6 +172,13 @@ def test_the_command_names_what_is_out_of_range() -> None:
     assert "acceptance_rate=1.5" in result.output
 
 
+def test_the_price_of_an_engines_own_draft_tokens_is_not_guessed() -> None:
+    arguments = ["plan", "--alpha", "0.7", "--c", "0.1", "--mode", "sd", "--token-agreement", "0.8", "--proposer", "engine"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert "--proposer engine" in result.output
+
+
 def test_what_comes_after_the_reasoning_gains_nothing() -> None:
     """As long as the reasoning, and written at the target's own pace: then half of the time is left as it was."""
     scenario = changed(SHORT, answer_tokens=SHORT.workload.num_steps * SHORT.workload.step_tokens)
