@@ -269,12 +269,12 @@ def _run(
             deployed = None if front is None else _deployed(deployment)  # while the models load
             server.wait_ready(deployment.server.load_timeout_s, give_up=stop.event)
             keeper.start()
-            if front is not None and deployed is not None:
-                addresses = server.grpc_url, server.metrics_url
-                front.start(deployed, *addresses, drain_s=server.options.exit_timeout_s, log_file=server.log_file)
+            if front is not None:
+                front.start(server.log_file)
             answer = None if stop.event.is_set() else _warm_up(console, server, deployment, stop)
-            if front is not None and not stop.event.is_set():
-                front.wait_ready(_FRONT_READY_S)
+            if front is not None and deployed is not None and not stop.event.is_set():
+                addresses, drain_s = (server.grpc_url, server.metrics_url), server.options.exit_timeout_s
+                front.open(deployed, *addresses, drain_s=drain_s, timeout_s=_FRONT_READY_S)
         if not stop.event.is_set():
             _say_served(console, server, deployment, answer, front)
         while not stop.event.wait(_WAKE_S):
@@ -345,7 +345,7 @@ def _drain(
     keeper.stop()
     front.stop(0.0 if stop.impatient else _AFTER_DRAIN_S)
     status = server.stop(0.0 if stop.impatient else _AFTER_DRAIN_S)
-    return 0 if drained else status or 0
+    return 0 if drained else status or 1
 
 
 def _end_engines(server: TritonServer, models: Sequence[Role], keeper: StubKeeper, stop: StopRequest) -> int:

@@ -12,13 +12,14 @@ import os
 import socket
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from importlib.util import find_spec
 
 import grpc
 import uvicorn
 from lr_client import AsyncClient
 
+from lr_backend.engine.address import Address
 from lr_backend.errors import LookaheadError
 from lr_backend.frontend.app import Frontend
 from lr_backend.frontend.limits import Keys
@@ -51,11 +52,19 @@ def _client(launch: Launch) -> AsyncClient:
     return AsyncClient(launch.grpc_url, timeout_s=timeout_s, credentials=credentials, server_name=name)
 
 
+def _target_at(url: str) -> AsyncClient:
+    """The target's server elsewhere: it is only asked whether it is ready."""
+    address = Address.parse(url)
+    return AsyncClient(address.host_and_port, credentials=grpc.ssl_channel_credentials() if address.secure else None)
+
+
 async def serve(launch: Launch) -> None:
     """Answer until asked to end, or until nobody holds the other end of the input."""
     keys, telemetry = Keys.read(launch.settings.keys_file), open_telemetry("lookahead-frontend", os.environ)
-    async with _client(launch) as client:
-        frontend = Frontend(launch.settings, launch.deployed, client, keys, launch.metrics_url, telemetry)
+    async with AsyncExitStack() as opened:
+        client = await opened.enter_async_context(_client(launch))
+        targets = [await opened.enter_async_context(_target_at(url)) for url in launch.deployed.targets]
+        frontend = Frontend(launch.settings, launch.deployed, client, keys, launch.metrics_url, telemetry, targets)
         server = _Server(config_of(frontend.app(), launch.settings))
 
         async def drain() -> None:
@@ -90,9 +99,11 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 def main() -> int:
     configure(knows_texts=True)
+    if not (told := sys.stdin.buffer.readline()):  # it is to end before it was to begin
+        return 0
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(serve(Launch.model_validate_json(sys.stdin.buffer.readline())))
+            runner.run(serve(Launch.model_validate_json(told)))
     except LookaheadError as error:
         sys.stderr.write(f"{error.message}\n")
         return 1

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from asyncio import gather
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 
@@ -14,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import lr_backend
+from lr_backend.engine import Role
 from lr_backend.errors import ConfigError
 from lr_backend.frontend.answering import Answers, unless_gone
 from lr_backend.frontend.answers import Choice, Document, Head, counted, to_json, usage_document
@@ -46,6 +48,7 @@ class Frontend:
         client: belongs to the event loop that runs.
         metrics_url: ``host:port`` of Triton's metrics; None: the page has the front end's alone.
         telemetry: makes spans; None: there are none.
+        targets: servers of a target that lives elsewhere; one of them has to be ready.
     """
 
     def __init__(
@@ -56,7 +59,9 @@ class Frontend:
         keys: Keys,
         metrics_url: str | None = None,
         telemetry: Telemetry | None = None,
+        targets: Sequence[AsyncClient] = (),
     ) -> None:
+        self._targets = tuple(targets)
         self._settings, self._deployed, self._client, self._keys = settings, deployed, client, keys
         self._rate = Rate(settings.max_requests_a_minute, time.monotonic)
         max_in_flight = settings.max_in_flight or deployed.max_in_flight
@@ -100,6 +105,9 @@ class Frontend:
         self._refuse_while_draining()
         if not await self._client.is_ready(models=self._deployed.needs):
             raise ApiError("unavailable", f"{' or '.join(self._deployed.needs)} is not ready", retry_after_s=SOON_S)
+        away = [not found for found in await gather(*(each.is_ready(models=(Role.TARGET.value,)) for each in self._targets))]
+        if away and all(away):
+            raise ApiError("unavailable", "no server of the target is ready", retry_after_s=SOON_S)
         return call.response(to_json({"status": "ready"}))
 
     async def _file(self, call: Call) -> Response:

@@ -11,7 +11,18 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from lr_client import Message, Options, Question
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+)
 
 from lr_backend.errors import InvalidRequest
 from lr_backend.fields import REQUEST_FIELDS
@@ -93,14 +104,21 @@ _Content = Annotated[
 
 class _Turn(_Checked):
     role: Literal["system", "developer", "user", "assistant"]
-    content: _Content
     reasoning_content: str | None = None
+    content: _Content
     name: _Null = None
     refusal: _Null = None
     annotations: _Null = None
     audio: _Null = None
     function_call: _Null = None
     tool_calls: _Null = None
+
+    @field_validator("content", mode="wrap")
+    @classmethod
+    def _may_be_cut(cls, content: object, check: ValidatorFunctionWrapHandler, info: ValidationInfo) -> object:
+        """An answer that was cut while reasoning has no content, and may be sent back as it came."""
+        is_cut = info.data.get("role") == "assistant" and bool(info.data.get("reasoning_content"))
+        return "" if is_cut and content in ("", None) else check(content)
 
     def message(self, deployed: Deployed) -> Message:
         """As the target's chat template takes it. The reasoning of a former answer stands where the model wrote it."""

@@ -38,6 +38,7 @@ class Call:
     context: Carrier = field(default_factory=dict)
     """The caller's, or that of the span that :meth:`trace` has begun."""
     _span: Span | None = None
+    _is_logged: bool = False
 
     def trace(self, telemetry: Telemetry | None) -> None:
         """Go on in the caller's context; in a span of its own, where there are spans. It ends with the line of the log."""
@@ -84,7 +85,10 @@ class Call:
         return kind(error.body(self.request_id), error.status, self.headers | error.headers, "application/json")
 
     def log(self, status: int, **said: Any) -> None:
-        """The one line of this request, and its place in the metrics."""
+        """The one line of this request, and its place in the metrics: the first end that it comes to."""
+        if self._is_logged:
+            return
+        self._is_logged = True
         code, seconds = said.get("code", COMPLETED), time.monotonic() - self.started_s
         self.metrics.ended(self._route, status, code, seconds)
         if self._span is not None:

@@ -7,6 +7,7 @@ import select
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -45,6 +46,7 @@ class FrontendProcess:
         self.settings, self._certificate = settings, certificate
         self._process: subprocess.Popen[bytes] | None = None
         self._socket = _bound(settings.host, settings.port)
+        self._fd = -1
         self.port: int = self._socket.getsockname()[1]
 
     def __enter__(self) -> Self:
@@ -59,24 +61,13 @@ class FrontendProcess:
         host = _ANY.get(self.settings.host, self.settings.host)
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/v1"
 
-    def start(self, deployed: Deployed, grpc_url: str, metrics_url: str, *, drain_s: float, log_file: Path | None = None) -> None:
-        """Start the process; returns before it answers.
+    def start(self, log_file: Path | None = None) -> None:
+        """Start the process, which loads what it serves with and does not listen yet; returns at once.
 
         Args:
-            grpc_url, metrics_url: ``host:port`` of Triton.
-            drain_s: for answers in flight once it is asked to end.
             log_file: its lines are added to it; None: they go where this process's own errors go.
         """
-        fd = self._socket.fileno()
-        told = Launch(
-            settings=self.settings,
-            deployed=deployed,
-            grpc_url=grpc_url,
-            metrics_url=metrics_url,
-            certificate=self._certificate,
-            socket_fd=fd,
-            drain_s=drain_s,
-        )
+        fd = self._fd = self._socket.fileno()
         log = None if log_file is None else log_file.open("ab")
         try:
             self._process = subprocess.Popen(
@@ -92,17 +83,31 @@ class FrontendProcess:
             self._socket.close()
             if log is not None:
                 log.close()
-        # The pipe stays open: its end is what tells the process to end, also when this one dies without a word.
-        self._stdin.write(told.model_dump_json().encode() + b"\n")
-        self._stdin.flush()
 
-    def wait_ready(self, timeout_s: float) -> None:
-        """Wait until it answers.
+    def open(self, deployed: Deployed, grpc_url: str, metrics_url: str, *, drain_s: float, timeout_s: float) -> None:
+        """Have it listen, and wait until it does. To be called once the models have answered: whoever reaches it may ask.
+
+        Args:
+            grpc_url, metrics_url: ``host:port`` of Triton.
+            drain_s: for answers in flight once it is asked to end.
 
         Raises:
             FrontendError: it ended, or time is up.
         """
+        told = Launch(
+            settings=self.settings,
+            deployed=deployed,
+            grpc_url=grpc_url,
+            metrics_url=metrics_url,
+            certificate=self._certificate,
+            socket_fd=self._fd,
+            drain_s=drain_s,
+        )
         assert self._process is not None and self._process.stdout is not None
+        # The pipe stays open: its end is what tells the process to end, also when this one dies without a word.
+        with suppress(BrokenPipeError):  # it has ended; the check says so
+            self._stdin.write(told.model_dump_json().encode() + b"\n")
+            self._stdin.flush()
         ready, _, _ = select.select([self._process.stdout], [], [], timeout_s)
         if not ready:
             raise FrontendError(f"the front end was not ready within {timeout_s:g} s")

@@ -9,6 +9,7 @@ from typing import Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from lr_backend.config import LoopConfig
+from lr_backend.engine import Role
 from lr_backend.errors import ConfigError, first_error
 from lr_backend.serve.restrictions import is_loopback
 
@@ -76,6 +77,7 @@ class Deployed(BaseModel):
         think_open, think_close: texts around the reasoning; without a second one nothing is taken for reasoning.
         opens_reasoning: the chat template writes the first of them, so that answers begin inside.
         needs: models of the server without which there is no answer. It goes on without the others.
+        targets: gRPC addresses of the target's servers, where it lives elsewhere: one of them is needed too.
         pace: at whose pace the engines run, as it must stand beside every time; empty: at this machine's own.
     """
 
@@ -92,6 +94,7 @@ class Deployed(BaseModel):
     think_close: str | None = None
     opens_reasoning: bool = False
     needs: tuple[str, ...] = ("lookahead",)
+    targets: tuple[str, ...] = ()
     pace: str = ""
 
     @classmethod
@@ -109,6 +112,7 @@ class Deployed(BaseModel):
             think_close=config.think_close,
             opens_reasoning=opens_reasoning,
             needs=needs,
+            targets=config.remotes.get(Role.TARGET, ()),
             pace=config.pace,
         )
 

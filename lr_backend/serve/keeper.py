@@ -29,6 +29,8 @@ UNLOAD_S = 20.0
 """For Triton to answer to the unload of a dead model. It does at once, and takes the model apart afterwards."""
 LOAD_S = 300.0
 """For a model to be loaded anew."""
+STOP_S = 1.0
+"""For the thread to end. One that waits for a model to load ends with the server."""
 
 
 class StubKeeper:
@@ -79,7 +81,9 @@ class StubKeeper:
         self._stopped = True
         if self._thread.is_alive():
             os.write(self._woken, b"x")
-            self._thread.join()
+            self._thread.join(STOP_S)
+        if self._thread.is_alive():
+            return
         for descriptor in (*self._watched, self._wake, self._woken):
             os.close(descriptor)
 

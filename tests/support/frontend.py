@@ -8,7 +8,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,16 +107,18 @@ def frontend(
     keys: Sequence[str] = (),
     metrics_url: str | None = None,
     telemetry: Telemetry | None = None,
+    targets: Sequence[str] = (),
 ) -> Iterator[Served]:
-    """Serve until the block is left."""
+    """Serve until the block is left. ``targets``: gRPC addresses of a target that lives elsewhere."""
     ready, found = threading.Event(), list[Served]()
     listening = socket.create_server(("127.0.0.1", 0))
     servers: list[uvicorn.Server] = []
 
     async def run() -> None:
-        async with AsyncClient(grpc_url) as client:
+        async with AsyncExitStack() as opened:
+            client, *others = [await opened.enter_async_context(AsyncClient(url)) for url in (grpc_url, *targets)]
             said = settings or Settings()
-            made = Frontend(said, deployed, client, Keys(keys), metrics_url, telemetry)
+            made = Frontend(said, deployed, client, Keys(keys), metrics_url, telemetry, others)
             servers.append(uvicorn.Server(config_of(made.app(), said)))
             found.append(Served(listening.getsockname()[1], made))
             ready.set()

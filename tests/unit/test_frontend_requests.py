@@ -153,6 +153,8 @@ def test_forms_that_a_field_may_have(document: Document, expected: Document) -> 
         ({"role": "developer", "content": "q"}, ("system", "q")),
         ({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, ("user", "a\nb")),
         ({"role": "assistant", "content": "a", "reasoning_content": "r"}, ("assistant", "<think>r</think>a")),
+        ({"role": "assistant", "content": "", "reasoning_content": "cut"}, ("assistant", "<think>cut</think>")),
+        ({"role": "assistant", "content": None, "reasoning_content": "cut"}, ("assistant", "<think>cut</think>")),
         (
             {
                 "role": "assistant",

@@ -359,10 +359,30 @@ def test_ready_is_who_can_answer(server: Any) -> None:
         assert served.ask("GET", "/ready").status == 503
 
 
+def test_a_target_that_lives_elsewhere_has_to_be_ready_too(server: Any) -> None:
+    """One of its servers is enough."""
+    server.models = {"lookahead", "target"}
+    with frontend(server.url, targets=("127.0.0.1:1", server.url)) as served:
+        assert served.ask("GET", "/ready").status == 200
+        server.models.remove("target")
+        assert served.ask("GET", "/ready").status == 503
+    with frontend(server.url, targets=("127.0.0.1:1",)) as served:
+        assert served.ask("GET", "/ready").status == 503
+
+
+def test_a_process_that_is_to_end_before_it_has_listened_ends_at_once() -> None:
+    with FrontendProcess(Settings()) as process:
+        process.start()
+        process.terminate()
+        assert process.wait(WAIT_S) == 0
+
+
 def test_a_process_that_is_to_end_says_so_to_the_end_and_finishes_what_it_has(server: Any, pause: Pause) -> None:
     with FrontendProcess(Settings()) as process, ThreadPoolExecutor(1) as pool:
-        process.start(DEPLOYED, server.url, server.url, drain_s=WAIT_S)
-        process.wait_ready(WAIT_S)
+        process.start()
+        with pytest.raises(ConnectionRefusedError):  # nobody is answered before the models have been
+            socket.create_connection(("127.0.0.1", process.port), timeout=WAIT_S)
+        process.open(DEPLOYED, server.url, server.url, drain_s=WAIT_S, timeout_s=WAIT_S)
         served = Served(process.port, None)  # type: ignore[arg-type]
         idle = served.connect()
         assert probed(idle) == 200

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +37,24 @@ def test_a_model_that_is_not_let_go_is_lost_and_the_answers_in_flight_are_not(
     assert keeper.lost.is_set() and keeper.can_drain is drains
     assert f"{model} is back" not in said and "died" in keeper.why
     keeper.stop()
+
+
+def test_a_server_that_is_to_stop_does_not_wait_for_a_model_that_loads(
+    silent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "STOP_S", 0.1)
+    dead = subprocess.Popen(["sleep", "60"])
+    monkeypatch.setattr(room, "stubs_of", lambda _: {"draft": [dead.pid]})
+    server = SimpleNamespace(pid=None, http_url=silent, admin_key="k", notice_file=tmp_path / "notice", running=True)
+    heard = threading.Event()
+    keeper = StubKeeper(server, lambda _: heard.set())  # type: ignore[arg-type]
+    keeper.start()
+    dead.kill()
+    dead.wait()
+    assert heard.wait(10.0), "its thread now waits for Triton, which does not answer"
+    keeper.stop()
+    assert keeper._thread.is_alive()
+    server.running = False
 
 
 @pytest.mark.parametrize(("num_lost", "lasts"), [(0, True), (64, True), (65, False)])
