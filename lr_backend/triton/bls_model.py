@@ -21,7 +21,7 @@ from lr_backend.audit.desk import AuditCounts
 from lr_backend.config import CANCEL_RESERVE, LoopConfig
 from lr_backend.engine import Engine, Role
 from lr_backend.engine.address import LOOP_KEY_VARIABLE, LOOP_PARAMETER
-from lr_backend.errors import EngineError, LookaheadError
+from lr_backend.errors import EngineError, InvalidRequest, LookaheadError
 from lr_backend.fields import LOOKAHEAD_INPUTS
 from lr_backend.logs import configure
 from lr_backend.loop.assemble import Engines
@@ -118,6 +118,25 @@ def seat_of(notices: Path | None, loop: int, num_loops: int) -> Seat:
     return seats.seat(loop)
 
 
+def _asked(request: Any) -> tuple[str, Arrays, Mapping[str, object]]:
+    """Id, tensors and parameters of a request.
+
+    Raises:
+        InvalidRequest: a text in it is not UTF-8; Triton's HTTP port lets that pass.
+    """
+    arrays = {}
+    try:
+        for spec in LOOKAHEAD_INPUTS:
+            tensor = pb.get_input_tensor_by_name(request, spec.name)
+            if tensor is not None:
+                arrays[spec.name] = tensor.as_numpy()
+        given, parameters = request.request_id(), json.loads(request.parameters() or "{}")
+    except ValueError as error:
+        raise InvalidRequest("parameters", "", "text in UTF-8, and names too") from error
+    # In-flight ids must be unique for cancels to hit their call, and clients may send the same one twice.
+    return f"{given[:MAX_ID_CHARS] or 'r'}-{uuid.uuid4().hex[:12]}", arrays, parameters
+
+
 class TritonPythonModel:
     """Triton's entry points; the work is :class:`LookaheadService`'s."""
 
@@ -192,20 +211,22 @@ class TritonPythonModel:
         return Engines(engines[Role.TARGET], engines[Role.DRAFT], engines[Role.JUDGE])
 
     async def execute(self, requests: list[Any]) -> None:
-        if self._service is None:
-            self._service = self._start()
-        await asyncio.gather(*(self._serve(self._service, request) for request in requests))
+        await asyncio.gather(*(self._serve(request) for request in requests))
 
-    async def _serve(self, service: LookaheadService, request: Any) -> None:
+    async def _serve(self, request: Any) -> None:
+        """Triton waits for an answer to a request for ever, whatever becomes of this coroutine: so there is always one."""
         replies = TritonReplies(request.get_response_sender())
-        arrays = {}
-        for spec in LOOKAHEAD_INPUTS:
-            tensor = pb.get_input_tensor_by_name(request, spec.name)
-            if tensor is not None:
-                arrays[spec.name] = tensor.as_numpy()
-        # In-flight ids must be unique for cancels to hit their call, and clients may send the same one twice.
-        request_id = f"{request.request_id()[:MAX_ID_CHARS] or 'r'}-{uuid.uuid4().hex[:12]}"
-        await service.serve(request_id, arrays, replies, json.loads(request.parameters() or "{}"))
+        try:
+            if self._service is None:
+                self._service = self._start()
+            asked = _asked(request)
+        except LookaheadError as error:
+            replies.fail(error)
+        except Exception:
+            structlog.get_logger().exception("request_unread")
+            replies.fail(LookaheadError("internal error; see the server's log"))
+        else:
+            await self._service.serve(*asked[:2], replies, asked[2])
 
     def finalize(self) -> None:
         if self._service is not None and self._loop is not None:

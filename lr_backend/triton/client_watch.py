@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+CLIENT_LOOK_S = 0.2
+"""Between two looks whose client has gone. Not more often: a process that is killed while it asks holds up its own return."""
 MIN_AGE_S = 0.1
 """A younger request is left alone: most end sooner."""
 MAX_ASKED_A_SECOND = 500

@@ -15,7 +15,7 @@ from lr_backend.emulated.engine import PacedEngine
 from lr_backend.emulated.open import open_engine
 from lr_backend.errors import LookaheadError
 from lr_backend.logs import configure_libraries
-from lr_backend.triton.client_watch import ClientWatch
+from lr_backend.triton.client_watch import CLIENT_LOOK_S, ClientWatch
 from lr_backend.triton.contract_model import LOOP_KEY, ContractModel, batch_size_default, model_parameters, require_one_response
 from lr_backend.triton.engine_metrics import engine_metrics
 from lr_backend.triton.threads import end_lightly, share_interpreter
@@ -38,8 +38,6 @@ def engine_config(model_config: Mapping[str, Any], model_dir: Path) -> EngineCon
     return config.model_copy(update={"pace": replace(config.pace, board=model_dir.parent / BOARD)})
 
 
-CLIENT_LOOK_S = 0.2
-"""Between two looks whose client has gone. Not more often: a process that is killed while it asks holds up its own return."""
 BOARD = "cards.board"
 """In a model repository: what its engines ask of the cards that they share."""
 

@@ -21,7 +21,8 @@ from lr_backend.llmapi.environment import apply, engine_environment, own_package
 from lr_backend.llmapi.stats import DRAFT_COUNTERS, GAUGES, LlmApiStats
 from lr_backend.llmapi.upstream import load_upstream, make_llm
 from lr_backend.logs import configure_libraries
-from lr_backend.triton.contract_model import ContractModel, batch_size_default, model_parameters, require_one_response
+from lr_backend.triton.client_watch import CLIENT_LOOK_S, ClientWatch
+from lr_backend.triton.contract_model import LOOP_KEY, ContractModel, batch_size_default, model_parameters, require_one_response
 from lr_backend.triton.engine_metrics import counters_of, engine_metrics
 
 
@@ -56,5 +57,7 @@ class TritonPythonModel(ContractModel):
         except LookaheadError as error:
             raise pb_utils.TritonModelException(error.public()) from error
         self._exclude_input = self._config.exclude_input_in_output
+        if LOOP_KEY is None:  # a step loop elsewhere may go away without a word
+            self._watch = ClientWatch(CLIENT_LOOK_S, self._engine.cancel)
         counters = counters_of(LlmApiStats, GAUGES if self._config.drafts else (*GAUGES, *DRAFT_COUNTERS))
         self._metrics = engine_metrics(pb_utils.MetricFamily, args["model_name"], self._engine.stats, counters, GAUGES)

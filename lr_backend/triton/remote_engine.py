@@ -37,8 +37,11 @@ FIRST_PREFIX = 32
 MAX_PREFIXES = 65536
 """The latest are remembered."""
 
-_REFUSED = ("StatusCode.INVALID_ARGUMENT", "StatusCode.UNIMPLEMENTED", "StatusCode.NOT_FOUND")
-_OUT_OF_ORDER = ("StatusCode.UNAVAILABLE", "StatusCode.INTERNAL")
+_REFUSED = ("StatusCode.INVALID_ARGUMENT", "StatusCode.UNIMPLEMENTED")
+_OUT_OF_ORDER = ("StatusCode.UNAVAILABLE", "StatusCode.INTERNAL", "StatusCode.NOT_FOUND")
+"""Triton knows no model of that name while it loads it anew, and while it ends."""
+_CUT_OFF = "Stream removed"
+"""What gRPC says, under UNKNOWN, of a connection that broke (grpc/grpc#34076)."""
 
 
 def grpc_inputs(arrays: Mapping[str, npt.NDArray[Any]]) -> list[grpcclient.InferInput]:
@@ -97,10 +100,9 @@ class RemoteEngine:
         try:
             response = await self._pulse.while_it_beats(answer)
         except InferenceServerException as error:
-            status = str(error.status())
-            raise engine_error(
-                self._called, error.message(), refused=status in _REFUSED, out_of_order=status in _OUT_OF_ORDER
-            ) from error
+            status, text = str(error.status()), str(error.message())
+            away = status in _OUT_OF_ORDER or _CUT_OFF in text
+            raise engine_error(self._called, text, refused=status in _REFUSED, out_of_order=away) from error
         except TimeoutError as error:
             raise EngineUnavailable(f"{self._called} has gone silent") from error
         arrays = {name: response.as_numpy(name) for name in wanted}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import threading
 import urllib.error
@@ -245,6 +246,17 @@ def test_an_unknown_field_has_a_bounded_name(server: TritonServer) -> None:
     assert json.loads(body)["error"].startswith("LR_INVALID_REQUEST: parameters='Zanzibar ")
     assert len(body) < 400
     assert "Zanzibar" not in server.log_text()
+
+
+@pytest.mark.parametrize("field", [b'"user": "J\xfcrgen"', b'"J\xfcrgen": "x"', b'"parameters": {"user": "\xff"}'])
+def test_text_in_another_encoding_is_refused_and_not_left_waiting(server: TritonServer, field: bytes) -> None:
+    """Triton's HTTP port lets it pass, and its Python backend raises where it is read."""
+    host, port = server.http_url.split(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=WAIT_S)
+    connection.request("POST", "/v2/models/lookahead/generate", b'{"text_input": "x", "stream": false, ' + field + b"}")
+    answer = connection.getresponse()
+    assert (answer.status, b"LR_INVALID_REQUEST" in answer.read()) == (400, True)
+    connection.close()
 
 
 def test_what_triton_and_its_clients_add_is_no_unknown_field(server: TritonServer, client: Client) -> None:

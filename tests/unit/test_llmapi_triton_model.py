@@ -123,6 +123,17 @@ def test_a_full_queue_and_a_cancel(model: Any) -> None:
     assert all(request.answer().outputs["output_ids"].size == 200 for request in requests[1:])
 
 
+def test_a_call_ends_with_its_client(model: Any) -> None:
+    """A step loop elsewhere may go away without a word."""
+    model._engine._llm.gate.clear()
+    gone, stays = StubRequest(tensors(200), "gone", is_gone=True), StubRequest(tensors(200), "stays")
+    model.execute([gone, stays])
+    assert model._engine._llm.heard_abort.wait(30)
+    model._engine._llm.gate.set()
+    assert gone.answer().outputs["output_ids"].size < 200
+    assert stays.answer().outputs["output_ids"].size == 200
+
+
 def test_metrics_are_its_own(model: Any) -> None:
     request = StubRequest(tensors(3))
     model.execute([request])

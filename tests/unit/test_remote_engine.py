@@ -7,17 +7,19 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tritonclient.utils import InferenceServerException
 
 from lr_backend.build.repository import build_repository
 from lr_backend.build.spec import DeploymentSpec, GpuDeployment
 from lr_backend.engine import EngineCall, Generation, Role
 from lr_backend.engine.address import ENGINE_KEY_VARIABLE, Address, key_from
-from lr_backend.errors import ConfigError, EngineRejected, EngineUnavailable
+from lr_backend.errors import ConfigError, EngineError, EngineRejected, EngineUnavailable
 from lr_backend.serve.remotes import GRACE_S, RemoteError, check_remotes, missing_roles, wait_for_roles
 from lr_backend.serve.restrictions import is_loopback, tls_arguments
 from lr_backend.serve.startup_check import Level
@@ -29,6 +31,7 @@ from lr_backend.triton.remote_engine import (
     MAX_IMBALANCE,
     MAX_MISSES,
     Pulse,
+    RemoteEngine,
     Replicas,
     prefix_keys,
 )
@@ -109,6 +112,35 @@ def test_a_replica_that_is_away_loses_no_call() -> None:
         assert len(away.calls) == 3, "one that is known to be away is not asked"
 
     run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "kind"),
+    [
+        ("StatusCode.NOT_FOUND", "Request for unknown model: 'target' has no available versions", EngineUnavailable),
+        ("StatusCode.UNKNOWN", "Stream removed", EngineUnavailable),
+        ("StatusCode.UNAVAILABLE", "connection refused", EngineUnavailable),
+        ("StatusCode.INVALID_ARGUMENT", "unexpected shape", EngineRejected),
+    ],
+)
+def test_a_server_that_loads_its_model_anew_is_away_and_does_not_refuse(
+    monkeypatch: pytest.MonkeyPatch, status: str, said: str, kind: type[EngineError]
+) -> None:
+    """So that its call is made at another replica."""
+
+    async def main() -> None:
+        engine = RemoteEngine("grpc://127.0.0.1:1", "target")
+
+        async def infer(*_: Any, **__: Any) -> None:
+            raise InferenceServerException(msg=said, status=status)
+
+        monkeypatch.setattr(engine._client, "infer", infer)
+        with pytest.raises(EngineError) as found:
+            await engine.generate(call("a"))
+        assert type(found.value) is kind
+        await engine.close()
+
+    asyncio.run(main())
 
 
 def test_where_all_are_away_the_failure_is_told() -> None:
