@@ -28,8 +28,9 @@ def without_texts(folder: Path) -> str:
     """What is missing where there is no such folder, and how it comes there."""
     told = f"calibration texts: there is no folder {folder}, and the build has no network"
     if _KNOWN in str(folder):
-        hub = f'hf download abisee/cnn_dailymail --repo-type dataset --include "{_KNOWN_VERSION}/*" README.md'
-        return f"{told}: {hub} --local-dir {folder}"
+        hub = f"hf download abisee/cnn_dailymail --repo-type dataset --local-dir {folder}"
+        # Of a pattern and a file together, hub 1.0 and later take the file alone; earlier ones take one pattern alone.
+        return f'{told}: {hub} --include "{_KNOWN_VERSION}/*", and the same with README.md instead of the pattern'
     return f"{told}: put texts there, such as a file train.jsonl with a field text"
 
 

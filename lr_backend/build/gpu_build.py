@@ -324,10 +324,11 @@ def _require_platform(spec: GpuDeployment, here: Platform) -> None:
         )
     if here.tensorrt_llm != TENSORRT_LLM:
         raise ConfigError(f"TensorRT-LLM {here.tensorrt_llm} is installed here, the pinned version is {TENSORRT_LLM}")
-    wanted = spec.hardware.compute_capability
-    others = [gpu for gpu in here.gpus if gpu.compute_capability != wanted]
-    if len(here.gpus) < spec.hardware.num_gpus:
-        raise ConfigError(f"{spec.name} wants {spec.hardware.num_gpus} GPUs, here are {len(here.gpus)}")
+    wanted, used = spec.hardware.compute_capability, {device for one in spec.placements for device in one.gpu_device_ids}
+    num_gpus = 1 + max(used, default=-1)  # a part of a spec, built for its own machine, wants its own cards alone
+    others = [gpu for gpu in here.gpus if gpu.index in used and gpu.compute_capability != wanted]
+    if len(here.gpus) < num_gpus:
+        raise ConfigError(f"{spec.name} wants {num_gpus} GPUs, here are {len(here.gpus)}")
     if others:
         first = others[0]
         raise ConfigError(

@@ -189,7 +189,8 @@ def build_command(engine: TrtllmEngineSpec, dirs: EngineDirs, tools: Toolchain) 
             multiple_profiles=_switch(engine.multiple_profiles),
             speculative_decoding_mode="draft_tokens_external" if drafts else None,
             max_draft_len=drafts or None,
-            workers=len(engine.gpu_device_ids),
+            # One rank after another: each takes two to three times its weights of the machine's memory.
+            workers=1,
             # Timings outlive a build that failed, so that the next one is quicker.
             input_timing_cache=cache,
             output_timing_cache=cache,

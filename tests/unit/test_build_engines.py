@@ -221,7 +221,7 @@ def test_fp8_goes_through_calibration_with_texts_of_a_folder(spec: GpuDeployment
 @pytest.mark.parametrize(
     ("texts", "remedy"),
     [
-        ("checkpoints/cnn_dailymail", 'hf download abisee/cnn_dailymail --repo-type dataset --include "3.0.0/*" README.md'),
+        ("checkpoints/cnn_dailymail", '/cnn_dailymail --include "3.0.0/*", and the same with README.md instead of the pattern'),
         ("texts/ours", "put texts there, such as a file train.jsonl with a field text"),
     ],
 )
@@ -281,6 +281,23 @@ def test_a_machine_that_could_not_serve_the_engines_does_not_build_them(
     with pytest.raises(ConfigError, match=said):
         build(spec, tools, platform)
     assert tools.calls() == []
+
+
+@pytest.mark.parametrize(("role", "num_gpus"), [(Role.TARGET, 2), (Role.JUDGE, 1)])
+def test_a_role_for_a_machine_of_its_own_wants_its_own_cards_alone(
+    tmp_path: Path, tools: FakeTools, role: Role, num_gpus: int
+) -> None:
+    """Cards beyond them may be of another kind."""
+    spec = load(write_gpu_spec(tmp_path))
+    for each in Role:
+        spec = edited(spec, f"[{each}]", f'[{each}]\nurl = "grpc://there:8001"')
+    spec = edited(edited(spec, "gpu_device_ids = [1]", "gpu_device_ids = [0]"), "gpu_device_ids = [1]", "gpu_device_ids = [0]")
+    assert spec.hardware.num_gpus == 2
+    build(spec.only([role]), tools, hopper(num_gpus))
+    other = hopper(3)
+    others = (replace(gpu, compute_capability="8.0") for gpu in other.gpus[num_gpus:])
+    mixed = replace(other, gpus=(*other.gpus[:num_gpus], *others))
+    build(spec.only([role]), tools, mixed, output=tmp_path / "again")
 
 
 def serve_from(spec: GpuDeployment, tools: FakeTools, platform: Platform | None = None, **options: Any) -> BuildReport:

@@ -72,7 +72,7 @@ def test_of_a_role_over_machines_each_card_holds_a_rank_and_no_pace_is_known(tmp
     assert weights < next(engine.weights for gpu in estimate(one, find_sources(one)) for engine in gpu.engines)
     convert, build = (step.command.argv for step in report.steps)
     assert convert[convert.index("--tp_size") + 1] == "4"
-    assert {argv[argv.index("--workers") + 1] for argv in (convert, build)} == {"2"}, "built on one machine"
+    assert [argv[argv.index("--workers") + 1] for argv in (convert, build)] == ["2", "1"], "built on one machine"
     with pytest.raises(ConfigError, match=r"target\.num_nodes=2: the kernel tables are of one machine"):
         on_system(two, "h200_sxm")
     with pytest.raises(ConfigError, match=r"target\.num_nodes=2: the kernel tables are of one machine"):
