@@ -242,7 +242,9 @@ def _pair_document(pair: Pair, prompt: JudgePrompt, tokenizer: PreTrainedTokeniz
     field is learned too.
     """
     aligned, unaligned = verdict_ids
-    ids = [*prompt.ids(pair.first, pair.second)[len(prompt.head_ids) :], aligned if pair.aligned else unaligned]
+    asked = prompt.ids(pair.first, pair.second)
+    assert asked is not None, pair
+    ids = [*asked[len(prompt.head_ids) :], aligned if pair.aligned else unaligned]
     labels = [IGNORED] * (len(ids) - 1) + ids[-1:]
     first, second = (tokenizer(text, return_offsets_mapping=True)["offset_mapping"] for text in (pair.first, pair.second))
     start = len(ids) - 1 - len(prompt.tail_ids) - len(second)

@@ -22,6 +22,7 @@ This module imports nothing of the project.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Container
 from typing import Any, Protocol
 
@@ -154,3 +155,9 @@ def first_error(error: _Validation, leave_out: Container[object] = ()) -> str:
     first = error.errors(include_url=False)[0]
     where = ".".join(str(part) for part in first["loc"] if part not in leave_out)
     return f"{where + ': ' if where else ''}{str(first['msg']).removeprefix('Value error, ')}"
+
+
+def is_cancelled(error: BaseException) -> bool:
+    """Whether the task that runs is to end, and did not only hear of the end of another one that a plug-in waited for."""
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0

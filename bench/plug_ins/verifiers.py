@@ -96,8 +96,9 @@ class _Grading:
     least: float
 
     async def verify(self, pair: StepPair) -> Verdict:
-        ids = np.asarray(self.prompt.ids(pair.target_text, pair.drafted_text), dtype=np.int32)
-        call = EngineCall(request_id=pair.call_id, input_ids=ids, max_new_tokens=1)
+        if (ids := self.prompt.ids(pair.target_text, pair.drafted_text)) is None:
+            return Verdict(False, Reason.CAPPED)
+        call = EngineCall(request_id=pair.call_id, input_ids=np.asarray(ids, dtype=np.int32), max_new_tokens=1)
         answer = await ask(self.parts.target, call, timeout_s=None, on_error=Reason.VERIFIER_ERROR)
         if isinstance(answer, Reason):
             return Verdict(False, answer)

@@ -20,7 +20,7 @@ from lr_backend.errors import InvalidRequest
 from lr_backend.steps.step import StepTokenizer
 from lr_backend.verify.asking import ask
 from lr_backend.verify.factory import VerifierParts
-from lr_backend.verify.judge_prompt import JudgePrompt, parse_verdict
+from lr_backend.verify.judge_prompt import JudgePrompt, most_read, parse_verdict
 from lr_backend.verify.verdict import Reason, StepPair
 
 
@@ -47,6 +47,8 @@ class ModelAuditor:
     async def audit(self, pair: StepPair) -> bool | Reason:
         texts = (pair.target_text, pair.drafted_text)
         ids = self.prompt.ids(*reversed(texts)) if self.swapped else self.prompt.ids(*texts)
+        if ids is None:
+            return Reason.CAPPED
         call = EngineCall(request_id=pair.call_id, input_ids=np.asarray(ids, dtype=np.int32), max_new_tokens=1)
         answer = await ask(self.engine, call, timeout_s=None, on_error=self.on_error)
         if isinstance(answer, Reason):
@@ -91,7 +93,8 @@ def make_auditor(config: LoopConfig, parts: VerifierParts, checker: Checker | No
         case "target":
             tokenizer: Any = parts.tokenizer
             try:
-                prompt = JudgePrompt.for_audits(tokenizer, config.think_open, config.think_close)
+                most = most_read(config.limits.max_step_tokens)
+                prompt = JudgePrompt.for_audits(tokenizer, config.think_open, config.think_close, max_step_tokens=most)
             except Exception as error:  # templates raise whatever they like at turns they do not accept
                 rule = f"the target's chat template refuses the prompt of this server's auditor: {error}"
                 raise InvalidRequest("audit_rate", "target", rule) from error

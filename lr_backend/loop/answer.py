@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from lr_backend.contract import IntArray
 from lr_backend.loop.ledger import Ledger
 from lr_backend.loop.tree import Decision, append
@@ -121,6 +123,16 @@ class Answer:
         opening = self._rules.think_open_id
         return opening is None or opening in self._since_prompt(prefix)
 
+    def takes_meaning(self, prefix: IntArray, step: Step) -> bool:
+        """A step may be taken for what it means: the reasoning has begun, and it is no part of a tool call.
+
+        Args:
+            prefix: up to the step's end, shape [N].
+        """
+        tools = self._rules.tool_ids
+        in_call = bool(tools) and bool(np.isin(prefix[self._prompt_length :], list(tools)).sum() % 2)
+        return self.has_opened(prefix) and not in_call and tools.isdisjoint(step.ids)
+
     def plain(self, step: Step) -> str:
         """The text of a step, without special tokens."""
         return str(self._tokenizer.decode(list(step.ids), skip_special_tokens=True))
@@ -134,9 +146,10 @@ class Answer:
         return prefix[max(0, self._prompt_length - REASONING_TAIL_TOKENS) :]
 
     def _num_reasoning(self, step: Step) -> int:
-        if not self.is_reasoning:
-            return 0
         close = self._rules.think_close_id
+        # A model that marks no reasoning has none that anybody could tell from its answer, and one may answer at once.
+        if close is None or not self.is_reasoning or not self.has_opened(self.prefix):
+            return 0
         return step.ids.index(close) + 1 if close in step.ids else len(step.ids)
 
     def _record(self, step: Step, origin: Origin, reason: Reason, decision: Decision | None) -> StepRecord:

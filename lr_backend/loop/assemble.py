@@ -134,7 +134,10 @@ def verifier_parts(engines: Engines, request: LookaheadRequest, server: Server) 
 
 
 def _require(request: LookaheadRequest, config: LoopConfig) -> None:
-    """Raises: InvalidRequest: a proposer or a mode that this server has not."""
+    """Raises: InvalidRequest: a verifier, a proposer or a mode that this server has not."""
+    # Before anything is kept by its name, which a client may make up.
+    if (missing := config.lacks_verifier(request.effective_verifier)) is not None:
+        raise InvalidRequest("verifier", request.effective_verifier, missing)
     if (missing := config.lacks_proposer(request.proposer)) is not None:
         raise InvalidRequest("proposer", request.proposer, missing)
     if (missing := config.lacks_mode(request.mode, greedy=request.sampling.greedy)) is not None:
@@ -143,9 +146,9 @@ def _require(request: LookaheadRequest, config: LoopConfig) -> None:
 
 def _metered(engines: Engines, request: LookaheadRequest, config: LoopConfig, ledger: Ledger) -> Engines:
     """The engines with every call counted, and ended where it takes too long."""
-    timeouts = config.timeouts
+    timeouts, most = config.timeouts, config.limits.max_step_tokens
     return Engines(
-        target=MeteredEngine(engines.target, Role.TARGET, ledger, timeout_s=timeouts.target_s),
+        target=MeteredEngine(engines.target, Role.TARGET, ledger, timeout_s=timeouts.target_s, max_step_tokens=most),
         draft=MeteredEngine(engines.draft, Role.DRAFT, ledger, timeout_s=None if request.deterministic else timeouts.draft_s),
         judge=MeteredEngine(engines.judge, Role.JUDGE, ledger, timeout_s=None),  # the verifier's own limit holds
     )

@@ -233,17 +233,26 @@ class MeteredEngine:
     """An engine whose calls are entered in a ledger and bounded in time.
 
     Args:
-        timeout_s: limit of one call; past it the call is cancelled and :class:`EngineTimeout` raised. None: no limit.
+        timeout_s: limit of a call for one step; past it the call is cancelled and :class:`EngineTimeout` raised. None: no limit.
+        max_step_tokens: of a step. A call for more tokens may take as many times longer.
         drafts_tokens: its calls are for draft tokens, whoever they are made for.
     """
 
     def __init__(
-        self, engine: Engine, role: Role, ledger: Ledger, *, timeout_s: float | None, drafts_tokens: bool = False
+        self,
+        engine: Engine,
+        role: Role,
+        ledger: Ledger,
+        *,
+        timeout_s: float | None,
+        max_step_tokens: int | None = None,
+        drafts_tokens: bool = False,
     ) -> None:
         self._engine = engine
         self._role = role
         self._ledger = ledger
         self._timeout_s = timeout_s
+        self._max_step_tokens = max_step_tokens
         self._drafts_tokens = drafts_tokens
 
     async def generate(self, call: EngineCall) -> Generation:
@@ -256,12 +265,13 @@ class MeteredEngine:
     async def _metered(self, call: EngineCall, span: CallSpan) -> Generation:
         if self._ledger.traced or call.num_draft_tokens:
             call = replace(call, return_perf_metrics=True)
+        limit_s = self._limit_s(call)
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(limit_s):
                 generation = await self._engine.generate(call)
         except TimeoutError as error:
             span.failed = True
-            raise EngineTimeout(f"the {self._role.value} engine did not answer within {self._timeout_s} s") from error
+            raise EngineTimeout(f"the {self._role.value} engine did not answer within {limit_s:g} s") from error
         except asyncio.CancelledError:
             span.cancelled = True
             raise
@@ -280,6 +290,11 @@ class MeteredEngine:
         span.queue_s, span.engine_s = generation.timing.queue_s, generation.timing.total_s
         self._ledger.num_reused_tokens += generation.num_reused_tokens
         return generation
+
+    def _limit_s(self, call: EngineCall) -> float | None:
+        if self._timeout_s is None or self._max_step_tokens is None:
+            return self._timeout_s
+        return self._timeout_s * max(1.0, call.max_new_tokens / self._max_step_tokens)
 
     def _begin(self, call: EngineCall) -> CallSpan:
         job = _JOB.get()

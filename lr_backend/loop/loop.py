@@ -230,8 +230,9 @@ class LookaheadLoop:
         position = node.parent
         assert position is not None
         pair = self._pair(position, target, node, f"{self.request_id}/judge/{next(self._verdicts)}")
-        # Before the reasoning is known to have begun, only the same tokens will do.
-        verifier = self.audit.allowed(self.verifier) if self.answer.has_opened(node.prefix) else ExactVerifier()
+        # Before the reasoning is known to have begun, and in a tool call, only the same tokens will do.
+        by_meaning = self.answer.takes_meaning(node.prefix, target)
+        verifier = self.audit.allowed(self.verifier) if by_meaning else ExactVerifier()
         # What takes the verifier's place takes no time, and says nothing of the verifier's.
         prices = self.shared.prices
         with prices.verdict(self.request.effective_verifier) if verifier is self.verifier else nullcontext():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -11,6 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from lr_backend.contract import IntArray
+from lr_backend.errors import is_cancelled
 from lr_backend.propose.growing import GrowingText
 from lr_backend.propose.proposal import Proposal, Room
 
@@ -53,7 +55,9 @@ class _Step:
         context = np.concatenate([self.prefix, np.asarray(written, dtype=np.int32)])
         try:
             found = tuple(int(token) for token in await self.proposer.propose(context, max_tokens))[:max_tokens]
-        except Exception as error:  # a deployment's own code may raise anything
+        except (Exception, asyncio.CancelledError) as error:  # a deployment's own code may raise anything
+            if is_cancelled(error):
+                raise
             _logger.warning("the proposer failed: %s: %s", type(error).__name__, error)
             found = ()
         if found:

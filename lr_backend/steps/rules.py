@@ -45,6 +45,7 @@ class StepRules:
         think_open_id, think_close_id: tokens around the reasoning, or None.
         closing_ids: tokens below which nothing is speculated: ends, think-close, tool markers.
         marker_ids: tokens on which a drafted and a target step must agree exactly: those and think-open.
+        tool_ids: tokens around a tool call, which is never taken for its meaning.
         stop_words: for engine calls that write a step (delimiter tokens and pairs, end ids, think-close).
         end_words: for engine calls that run to the end of the answer.
     """
@@ -56,6 +57,7 @@ class StepRules:
     think_close_id: int | None
     closing_ids: frozenset[int]
     marker_ids: frozenset[int]
+    tool_ids: frozenset[int]
     stop_words: IntArray
     end_words: IntArray
 
@@ -86,7 +88,8 @@ class StepRules:
         pairs = [pair for delimiter in delimiters for pair in _split_pairs(delimiter, parts)]
         always = _singles([*sorted(ends), *sorted(close)])
         words = [*always, *_singles(whole), *pairs[:max_pairs]]
-        closing = frozenset(tool_ids) | ends | close
+        tools = frozenset(tool_ids)
+        closing = tools | ends | close
         return cls(
             segmenter=segmenter,
             pieces=relevant if isinstance(segmenter, Delimiter) else dict(pieces),
@@ -95,6 +98,7 @@ class StepRules:
             think_close_id=think_close_id,
             closing_ids=closing,
             marker_ids=closing | (frozenset() if think_open_id is None else {think_open_id}),
+            tool_ids=tools,
             stop_words=encode_stop_words(words),
             end_words=encode_stop_words(_singles(sorted(ends))),
         )

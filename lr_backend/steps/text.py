@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from lr_backend.steps.step import StepTokenizer
 
 _INCOMPLETE = "\ufffd"
+_CONTEXT_TOKENS = 8
+"""Of the text before, with which new tokens are decoded: some tokenizers drop a blank at the beginning of what they decode."""
 
 
 class TextStream:
@@ -19,6 +21,7 @@ class TextStream:
     def __init__(self, tokenizer: StepTokenizer, stop: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
+        self._context_ids: list[int] = []
         self._pending_ids: list[int] = []
         self._held = ""
         self.stopped = False
@@ -28,9 +31,10 @@ class TextStream:
         if self.stopped:
             return ""
         self._pending_ids.extend(ids)
-        text = self._decode(self._pending_ids)
+        text = self._pending_text()
         if text.endswith(_INCOMPLETE):
             return ""
+        self._context_ids = [*self._context_ids, *self._pending_ids][-_CONTEXT_TOKENS:]
         self._pending_ids.clear()
         return self._release(text)
 
@@ -38,10 +42,14 @@ class TextStream:
         """What was still held back; call once, when the answer has ended."""
         if self.stopped:
             return ""
-        text = self._release(self._decode(self._pending_ids))
+        text = self._release(self._pending_text())
         self._pending_ids.clear()
         held, self._held = self._held, ""
         return text + ("" if self.stopped else held)
+
+    def _pending_text(self) -> str:
+        before, whole = self._decode(self._context_ids), self._decode([*self._context_ids, *self._pending_ids])
+        return whole[len(before) :] if whole.startswith(before) else self._decode(self._pending_ids)
 
     def _decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True)) if ids else ""

@@ -37,9 +37,11 @@ class JudgeVerifier:
     async def _label(self, pair: StepPair) -> bool | Reason:
         if self.failed:
             return Reason.JUDGE_ERROR
+        if (prompt := self._prompt.ids(pair.target_text, pair.drafted_text)) is None:
+            return Reason.CAPPED
         call = EngineCall(
             request_id=pair.call_id,
-            input_ids=np.asarray(self._prompt.ids(pair.target_text, pair.drafted_text), dtype=np.int32),
+            input_ids=np.asarray(prompt, dtype=np.int32),
             max_new_tokens=1,
         )
         answer = await ask(self._engine, call, timeout_s=self._timeout_s, on_error=Reason.JUDGE_ERROR)

@@ -29,6 +29,8 @@ TASK_TEXT = (
 STEP_1_OPEN, STEP_1_CLOSE = "\n<step 1>\n", "\n</step 1>"
 STEP_2_OPEN, STEP_2_CLOSE = "\n<step 2>\n", "\n</step 2>"
 VERDICT_PREFILL = "["
+MAX_STEP_TOKENS = 512
+"""Of the judge's own, that it reads of a step."""
 
 AUDIT_SYSTEM_TEXT = "You check whether one reasoning step may replace another."
 AUDIT_TASK_TEXT = (
@@ -66,7 +68,7 @@ class JudgePrompt:
         cls,
         tokenizer: PromptTokenizer,
         *,
-        max_step_tokens: int = 512,
+        max_step_tokens: int = MAX_STEP_TOKENS,
         system_text: str = SYSTEM_TEXT,
         task_text: str = TASK_TEXT,
         prefill: str = VERDICT_PREFILL,
@@ -85,7 +87,12 @@ class JudgePrompt:
 
     @classmethod
     def for_audits(
-        cls, tokenizer: PromptTokenizer, think_open: str | None, think_close: str | None, *, max_step_tokens: int = 512
+        cls,
+        tokenizer: PromptTokenizer,
+        think_open: str | None,
+        think_close: str | None,
+        *,
+        max_step_tokens: int = MAX_STEP_TOKENS,
     ) -> JudgePrompt:
         """The prompt on which a reasoning model audits an accepted pair at once: it is sent to search for a difference."""
         return cls.from_tokenizer(
@@ -96,21 +103,20 @@ class JudgePrompt:
             prefill=closed_reasoning(tokenizer, think_open, think_close),
         )
 
-    def ids(self, target_step_text: str, drafted_step_text: str) -> list[int]:
-        """Token ids of the whole prompt; the next token is the verdict.
+    def ids(self, target_step_text: str, drafted_step_text: str) -> list[int] | None:
+        """Token ids of the whole prompt; the next token is the verdict. Both steps are stripped of surrounding white space.
 
-        Both steps are stripped of surrounding white space and cut at ``max_step_tokens``.
+        None where one of them is longer than ``max_step_tokens``: nobody can compare what was not read.
         """
-        return [
-            *self.head_ids,
-            *self._plain(target_step_text),
-            *self.middle_ids,
-            *self._plain(drafted_step_text),
-            *self.tail_ids,
-        ]
+        first, second = (self.plain.ids(text.strip()) for text in (target_step_text, drafted_step_text))
+        if max(len(first), len(second)) > self.max_step_tokens:
+            return None
+        return [*self.head_ids, *first, *self.middle_ids, *second, *self.tail_ids]
 
-    def _plain(self, text: str) -> list[int]:
-        return self.plain.ids(text.strip())[: self.max_step_tokens]
+
+def most_read(max_step_tokens: int) -> int:
+    """Tokens of a step that a judge reads, where the target's may have so many."""
+    return max(MAX_STEP_TOKENS, max_step_tokens)
 
 
 def closed_reasoning(tokenizer: PromptTokenizer, think_open: str | None, think_close: str | None) -> str:

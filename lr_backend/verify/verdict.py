@@ -30,7 +30,7 @@ class Reason(StrEnum):
     MARKER = "marker"
     """Rejected: the two disagree on an end token, the end of reasoning or a tool marker."""
     CAPPED = "capped"
-    """Rejected: one of the two was cut at the cap and the other was not."""
+    """Rejected: one of the two was cut at the cap and the other was not, or one is longer than the judge may read."""
     TIMEOUT = "timeout"
     """Rejected in doubt: the verifier was too slow."""
     GARBAGE = "garbage"

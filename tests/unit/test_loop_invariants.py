@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lr_backend.config import Timeouts
 from lr_backend.engine import EngineCall
-from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, TargetUnavailable
+from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, InvalidRequest, TargetUnavailable
 from lr_backend.loop.answer import Outcome
+from lr_backend.policy.policy import Learned
 from lr_backend.request import FinishReason, Mode, ProposerName
+from lr_backend.steps.rules import StepRules
 from lr_backend.steps.step import StepEnd
 from lr_backend.testing import ScriptedEngine, run_virtual
 from tests.support.examples import answers
 from tests.support.world import (
+    BREAK,
     CLOSE,
     END,
+    FIRST_LETTER,
     PROMPT,
     RULES,
+    THINK,
     TOKENIZER,
+    TOOL,
     World,
     chance,
     imitator,
@@ -327,7 +335,7 @@ def test_a_hanging_target_is_reported_within_its_limit() -> None:
     world.config = world.config.model_copy(update={"timeouts": world.config.timeouts.model_copy(update={"target_s": 2.0})})
     world.target.delay = lambda call, num_tokens: 1e6
 
-    with pytest.raises(TargetUnavailable, match=r"2\.0 s"):
+    with pytest.raises(TargetUnavailable, match=r"within 2 s"):
         run_virtual(world.answer(mode="lr"))
 
 
@@ -343,3 +351,72 @@ def test_an_engine_that_answers_with_nothing_is_taken_for_dead() -> None:
 
     with pytest.raises(TargetUnavailable, match="no tokens"):
         run_virtual(world.answer(mode="lr"))
+
+
+@answers()
+@given(salts, agreements, step_modes, shapes, salts)
+def test_a_tool_call_is_taken_word_for_word(
+    salt: int, agreement: float, mode: Mode, shape: dict[str, object], order: int
+) -> None:
+    """Even by a judge to whom everything means the same, and also where a call goes on over several steps."""
+    world = make_world(salt, agreement, like_rate=1.0, tool_rate=0.3).shuffled(order)
+
+    outcome = run_virtual(world.answer(mode=mode, trace=True, **shape))
+
+    prefix, in_call = list(PROMPT), False
+    for record in outcome.ledger.records:
+        ids = outcome.completion_ids[len(prefix) - len(PROMPT) :][: record.num_tokens]
+        if in_call or TOOL in ids:
+            assert ids == tuple(own_tokens(world, prefix, len(ids))) or record.reason == "same_text"
+        in_call ^= ids.count(TOOL) % 2 == 1
+        prefix += ids
+
+
+def own_tokens(world: World, prefix: list[int], num_tokens: int) -> list[int]:
+    """What the target writes after ``prefix``."""
+    written: list[int] = []
+    while len(written) < num_tokens:
+        written.append(world.target.script((*prefix, *written), 0))
+    return written
+
+
+@pytest.mark.parametrize(("rules", "opens", "counted"), [("marked", True, True), ("marked", False, False), ("none", True, False)])
+def test_reasoning_tokens_are_those_that_a_client_can_tell_from_the_answer(rules: str, opens: bool, counted: bool) -> None:
+    """A model without marks has none, and one that answers at once has not reasoned."""
+    ids = (*((THINK,) if opens else ()), FIRST_LETTER, BREAK, *((CLOSE,) if opens else ()), FIRST_LETTER + 1, END)
+
+    def script(context: tuple[int, ...], seed: int) -> int:
+        return ids[len(context) - len(PROMPT)]
+
+    world = World.of(script, script)
+    if rules == "none":
+        plain_rules = StepRules.from_tokenizer(TOKENIZER, [END], think_open=None, think_close=None)
+        world.models = replace(world.models, rules=plain_rules)
+    for fields in ({"mode": "ar", "stream": False}, {"mode": "lr", "stream": True}):
+        outcome = run_virtual(world.fresh().answer(**fields))
+        assert outcome.completion_ids == ids
+        assert outcome.usage.reasoning_tokens == (ids.index(CLOSE) + 1 if counted else 0)
+
+
+def test_a_call_for_a_whole_answer_has_the_time_of_all_its_steps() -> None:
+    """The limit is of a step: an engine is not dead because an answer is long."""
+    world = make_world(3, 0.9, timeouts=Timeouts(target_s=10.0, request_s=10000.0))
+    most = world.config.limits.max_step_tokens
+    for seconds_a_token, is_dead in ((9.0 / most, False), (11.0 / most, True)):
+        world.target.delay = lambda call, num_tokens, pace_s=seconds_a_token: pace_s * call.max_new_tokens
+        answer = world.fresh().answer(mode="ar", stream=False, max_tokens=10 * most)
+        if is_dead:
+            with pytest.raises(TargetUnavailable, match=r"did not answer within 100 s"):
+                run_virtual(answer)
+        else:
+            assert run_virtual(answer).completion_ids
+
+
+def test_a_verifier_that_is_none_leaves_nothing_behind() -> None:
+    """Its name is the client's: whatever were kept by it would grow for ever."""
+    world = make_world(3, 0.9)
+    world.learned = Learned(lambda: 0.0)
+    for number in range(3):
+        with pytest.raises(InvalidRequest, match="verifier"):
+            run_virtual(world.answer(mode="auto", verifier=f"made_up_{number}"))
+    assert not world.learned._trials

@@ -9,18 +9,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
+from lr_backend.audit.auditor import ModelAuditor
 from lr_backend.config import Limits, LoopConfig
 from lr_backend.errors import InvalidRequest
 from lr_backend.request import LookaheadRequest
 from lr_backend.steps.plain import PlainText, mark_for
+from lr_backend.steps.step import Step, StepEnd
+from lr_backend.testing import ScriptedEngine, run_virtual
 from lr_backend.triton.prompts import QUICK_CHARS, SLICE_CHARS, Prompts
+from lr_backend.verify.judge import JudgeVerifier
 from lr_backend.verify.judge_prompt import JudgePrompt
+from lr_backend.verify.verdict import Reason, StepPair, Verdict
 
 TARGET = Path(__file__).parents[2] / "demo" / "checkpoints" / "target"
 TOKENIZER: Any = AutoTokenizer.from_pretrained(TARGET)
@@ -34,6 +40,12 @@ texts = st.lists(pieces, min_size=1, max_size=8).map("".join).filter(bool)
 
 def prompts(**settings: Any) -> Prompts:
     return Prompts(TOKENIZER, LoopConfig(tokenizer_dir=TARGET, judge_tokenizer_dir=TARGET, **settings))
+
+
+def judged(first: str, second: str) -> list[int]:
+    ids = JUDGE.ids(first, second)
+    assert ids is not None
+    return ids
 
 
 def prompt_of(maker: Prompts, **fields: Any) -> list[int]:
@@ -121,7 +133,7 @@ def of_every_family() -> Any:
 
 FAMILIES: Any = of_every_family()
 FAMILIES_CONTROL = {token: str(text) for token, text in FAMILIES.added_tokens_decoder.items()}
-JUDGE = JudgePrompt.from_tokenizer(FAMILIES)
+JUDGE = JudgePrompt.from_tokenizer(FAMILIES, max_step_tokens=1 << 16)  # no attack is left out as too long
 ROOM = LoopConfig(tokenizer_dir=TARGET, judge_tokenizer_dir=TARGET, limits=Limits(max_prompt_tokens=8192))
 
 
@@ -149,11 +161,31 @@ def successes(attack: str) -> list[str]:
     maker.close()
     found = [name for name, ids in places.items() if frame(ids) != frame(frames[name])]
     for name, steps in {"target's step": (attack, "so"), "drafted step": ("so", attack), "both": (attack, attack)}.items():
-        ids = tuple(JUDGE.ids(*steps))
+        ids = tuple(judged(*steps))
         framed = ids[: len(JUDGE.head_ids)] == JUDGE.head_ids and ids[-len(JUDGE.tail_ids) :] == JUDGE.tail_ids
-        if not framed or frame(ids) != frame(JUDGE.ids("x", "x")):
+        if not framed or frame(ids) != frame(judged("x", "x")):
             found.append(name)
     return found
+
+
+@pytest.mark.parametrize("auditor", [False, True])
+def test_a_step_that_the_judge_cannot_read_whole_is_not_taken(auditor: bool) -> None:
+    """Two long steps may begin alike and come to different results."""
+    prompt = JudgePrompt.from_tokenizer(FAMILIES, max_step_tokens=8)
+    long, short = "word " * 20, "word"
+    assert prompt.ids(short, short) is not None
+    for texts in ((long, short), (short, long)):
+        assert prompt.ids(*texts) is None
+    step = Step((1, 2), StepEnd.DELIMITER)
+    pair = StepPair(step, Step((3, 4), StepEnd.DELIMITER), long, short, "id", np.array([1], np.int32))
+    engine = ScriptedEngine(lambda context, seed: 0)
+    if auditor:
+        assert run_virtual(ModelAuditor(engine, prompt, FAMILIES, Reason.JUDGE_ERROR).audit(pair)) is Reason.CAPPED
+    else:
+        judge = JudgeVerifier(engine, prompt, FAMILIES, timeout_s=None)
+        assert run_virtual(judge.verify(pair)) == Verdict(False, Reason.CAPPED, verifier="judge")
+        assert not judge.failed
+    assert not engine.calls
 
 
 def test_there_are_five_hundred_attacks() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -101,6 +103,24 @@ def test_a_stop_string_cuts_the_text_wherever_it_is_split(text: str, stop: list[
     found = [text.find(word) for word in stop if word in text]
     assert out == (text[: min(found)] if found else text)
     assert stream.stopped == bool(found)
+
+
+@given(st.lists(st.sampled_from(["a", " b", " c d", ".", " "]), min_size=1, max_size=30), st.data())
+def test_a_tokenizer_that_drops_a_first_blank_drops_none_in_the_middle(words: list[str], data: st.DataObject) -> None:
+    """As SentencePiece's: each text that it decodes loses a blank at its beginning, and only the answer's own may."""
+
+    class Strips(WordTokenizer):
+        def decode(self, token_ids: Any, **kwargs: Any) -> str:
+            return super().decode(token_ids, **kwargs).removeprefix(" ")
+
+    tokenizer = Strips(["a", " b", " c d", ".", " "])
+    ids = [tokenizer.words.index(word) for word in words]
+    stream, out, left = TextStream(tokenizer), "", ids
+    while left:
+        size = data.draw(st.integers(1, len(left)))
+        out += stream.push(left[:size])
+        left = left[size:]
+    assert out + stream.flush() == tokenizer.decode(ids)
 
 
 def test_bytes_of_a_character_wait_for_each_other() -> None:

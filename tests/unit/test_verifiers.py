@@ -150,6 +150,20 @@ def test_what_is_no_verdict_rejects() -> None:
     )
 
 
+def test_a_verdict_that_waits_for_a_task_that_was_cancelled_rejects() -> None:
+    """A plug-in may share a call between pairs; where one of them is cancelled, the other one's request goes on."""
+
+    class Shares:
+        async def verify(self, pair: StepPair) -> Verdict:
+            shared = asyncio.create_task(asyncio.sleep(1.0))
+            shared.cancel()
+            await shared
+            raise AssertionError
+
+    found = run_virtual(GuardedVerifier("shares", Shares(), 5.0).verify(make_pair()))
+    assert found == Verdict(False, Reason.VERIFIER_ERROR, verifier="shares")
+
+
 def test_a_cancelled_verdict_is_cancelled() -> None:
     async def cancelled() -> None:
         asked = asyncio.create_task(
