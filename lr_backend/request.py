@@ -182,8 +182,8 @@ class LookaheadRequest(BaseModel):
 
     @property
     def is_watched(self) -> bool:
-        """Somebody waits for single steps: for their text, or for a stop string in it."""
-        return self.stream or bool(self.stop)
+        """Somebody waits for single steps: for their text, for a stop string in it, or for what there is when time is up."""
+        return self.stream or bool(self.stop) or self.deadline_s > 0.0
 
     @property
     def sampling(self) -> Sampling:

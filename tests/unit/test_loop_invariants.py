@@ -319,14 +319,20 @@ def test_every_accepted_step_was_judged_or_equal(salt: int, mode: Mode, shape: d
     assert position == len(outcome.completion_ids)
 
 
-def test_a_deadline_ends_the_answer_with_what_is_committed() -> None:
+@pytest.mark.parametrize("mode", [Mode.AR, Mode.SD, Mode.LR, Mode.AUTO])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_deadline_ends_the_answer_with_what_is_committed(mode: Mode, stream: bool) -> None:
+    """Also where nobody reads it as it is written: what there is by then is no less worth."""
     world = make_world(3, 0.9)
-    whole = run_virtual(world.fresh().answer(mode="lr", deterministic=True))
+    for engine in world.engines:
+        engine.delay = lambda call, num_tokens: 0.1 + 0.01 * num_tokens
+    whole = run_virtual(world.fresh().answer(mode=mode, stream=stream))
 
-    cut = run_virtual(world.answer(mode="lr", deterministic=True, deadline_s=whole.usage.latency_s / 2))
+    cut = run_virtual(world.answer(mode=mode, stream=stream, deadline_s=whole.usage.latency_s / 2))
 
     assert cut.finish_reason is FinishReason.DEADLINE
     assert 0 < len(cut.completion_ids) < len(whole.completion_ids)
+    assert cut.completion_ids == whole.completion_ids[: len(cut.completion_ids)]
     world.assert_idle()
 
 
