@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import psutil
 import typer
 from rich.console import Console
 
@@ -37,7 +36,8 @@ from lr_backend.build.spec import DeploymentSpec, GpuDeployment
 from lr_backend.cli.errors import fail, refuse
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError, LookaheadError
-from lr_backend.nvidia import probe_gpus
+from lr_backend.free_memory import free_bytes
+from lr_backend.nvidia import VISIBLE, probe_gpus, visible_gpus
 from lr_backend.serve.startup_check import why_no_decoder
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
@@ -106,17 +106,7 @@ def _slug(text: str) -> str:
 
 
 def _host() -> Host:
-    return Host(_free_bytes(), len(os.sched_getaffinity(0)), not why_no_decoder())
-
-
-def _free_bytes() -> int:
-    """Memory to be had now, within the limit of a container."""
-    free = int(psutil.virtual_memory().available)
-    try:
-        limit, used = (int((Path("/sys/fs/cgroup") / name).read_text()) for name in ("memory.max", "memory.current"))
-    except (OSError, ValueError):  # no limit reads "max"
-        return free
-    return min(free, max(0, limit - used))
+    return Host(free_bytes(), len(os.sched_getaffinity(0)), not why_no_decoder())
 
 
 def _cards(gpus: int | None, system: str | None) -> Cards:
@@ -125,7 +115,7 @@ def _cards(gpus: int | None, system: str | None) -> Cards:
         if system not in CARD_MEMORY_GIB:
             raise ConfigError(f"--system {system!r}: not one of {', '.join(CARD_MEMORY_GIB)}")
         return Cards(system, gpus or 1, CARD_MEMORY_GIB[system], CARD_CAPABILITY[system])
-    here = probe_gpus()
+    here = visible_gpus(probe_gpus(), os.environ.get(VISIBLE))
     if not here:
         raise ConfigError("there is no GPU here: say what the engines will run on, e.g. --system h100_sxm --gpus 4")
     if gpus is not None and gpus > len(here):

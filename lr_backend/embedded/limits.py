@@ -48,9 +48,10 @@ def plan_run(request: EngineRequest, config: EngineConfig, vocab_size: int) -> R
     goes_on = bool(drafts) and not config.ends_drafted_requests
     max_new_tokens = len(drafts) + 1 if num_drafts and not goes_on else min(request.max_new_tokens, room)
     capacity = config.num_blocks * config.tokens_per_block
-    if num_prompt + max_new_tokens > capacity:
+    longest = max(max_new_tokens, len(drafts) + 1)
+    if num_prompt + longest > capacity:
         raise EngineRejected(
-            f"input_ids: {num_prompt} tokens and {max_new_tokens} of output exceed the KV cache of {capacity} tokens"
+            f"input_ids: {num_prompt} tokens and {longest} of output exceed the KV cache of {capacity} tokens"
         )
     return RunPlan(drafts, max_new_tokens, goes_on)
 

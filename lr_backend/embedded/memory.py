@@ -5,16 +5,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
-import psutil
 import torch
 
+from lr_backend import free_memory
 from lr_backend.embedded.checkpoint import ModelSpec
 from lr_backend.embedded.config import EngineConfig
 from lr_backend.errors import ConfigError
 
-CGROUP = Path("/sys/fs/cgroup")
 _M_MMAP_THRESHOLD = -3
 """glibc's ``malloc.h``."""
 _PIECE, _LARGEST_KEPT = 128 << 10, 32 << 20
@@ -65,13 +63,4 @@ def free_bytes(device: str) -> int:
     """Memory to be had on ``device`` now; on a CPU within the limit of the container."""
     if device == "cuda":
         return torch.cuda.mem_get_info()[0]
-    return min(int(psutil.virtual_memory().available), _free_in_cgroup(CGROUP))
-
-
-def _free_in_cgroup(folder: Path) -> int:
-    """What the limit of a version 2 control group leaves; more than any machine has where there is none."""
-    try:
-        limit, used = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
-    except (OSError, ValueError):  # no limit reads "max"
-        return 1 << 62
-    return max(0, limit - used)
+    return free_memory.free_bytes()

@@ -161,6 +161,15 @@ def test_padding_changes_no_draw(
         assert by_torch(padded, asked, patched) == by_torch(logits, asked, patched)
 
 
+@NEEDS_LIBRARY
+@pytest.mark.parametrize("sampling", [Sampling(1.0, top_k=700), Sampling(0.8, top_k=2999, top_p=0.9)])
+def test_a_long_list_of_likely_tokens_is_the_definitions(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of equals the lower tokens are kept, as in a short one."""
+    logits = torch.tensor(np.random.default_rng(1).integers(-20, 20, 3000) / 4, dtype=torch.float32)[None]
+    asked = [Draw(0, position, sampling, 5) for position in range(40)]
+    assert drawn_tokens(logits, asked) == by_torch(logits, asked, monkeypatch)
+
+
 @pytest.mark.usefixtures("kernels")
 def test_rows_of_a_batch_do_not_see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     samplings = [*SAMPLINGS, Sampling(), *SAMPLINGS[::-1], Sampling(1.0, top_k=1)]

@@ -64,9 +64,17 @@ static int64_t most_likely(const float *logits, int64_t vocab_size) {
     return best;
 }
 
-/* The k most likely tokens, in order: a short sorted list, which most tokens do not enter. */
+#define SHORT_LIST 256
+
+/* The k most likely tokens, in order: a short sorted list, which most tokens do not enter. A long one is sorted at once, as any
+ * client may ask for one. found has room for all tokens. */
 static int64_t most_likely_k(const float *logits, int64_t vocab_size, int64_t k, Candidate *found) {
     int64_t count = 0;
+    if (k > SHORT_LIST) {
+        for (int64_t v = 0; v < vocab_size; v++) found[v] = (Candidate){logits[v], (int32_t)v};
+        qsort(found, (size_t)vocab_size, sizeof *found, by_likelihood);
+        return k;
+    }
     for (int64_t v = 0; v < vocab_size; v++) {
         if (count == k && !(logits[v] > found[k - 1].value)) continue;
         int64_t at = count < k ? count++ : k - 1;

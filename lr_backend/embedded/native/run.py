@@ -169,7 +169,7 @@ def _possible_ends(
     end_id: int | None, stop_words: frozenset[tuple[int, ...]], vocab_size: int
 ) -> tuple[npt.NDArray[np.uint8] | None, int | None]:
     """Flags by token, 1 where a run may end, and their address; None and None if no token can end it."""
-    tokens = [word[-1] for word in stop_words if word[-1] < vocab_size] + ([] if end_id is None else [end_id])
+    tokens = [word[-1] for word in stop_words if 0 <= word[-1] < vocab_size] + ([] if end_id is None else [end_id])
     if not tokens:
         return None, None
     flags = np.zeros(vocab_size, dtype=np.uint8)
