@@ -30,7 +30,7 @@ def without_texts(folder: Path) -> str:
     if _KNOWN in str(folder):
         hub = f"hf download abisee/cnn_dailymail --repo-type dataset --local-dir {folder}"
         # Of a pattern and a file together, hub 1.0 and later take the file alone; earlier ones take one pattern alone.
-        return f'{told}: {hub} --include "{_KNOWN_VERSION}/*", and the same with README.md instead of the pattern'
+        return f'{told}: {hub} --include "{_KNOWN_VERSION}/*" && {hub} README.md'
     return f"{told}: put texts there, such as a file train.jsonl with a field text"
 
 

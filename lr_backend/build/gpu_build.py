@@ -6,6 +6,7 @@ With ``dry_run`` nothing is run, and neither checkpoints nor a GPU are needed: w
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -290,6 +291,7 @@ def _compile(plan: GpuPlan, resume: bool, console: Console, platform: Callable[[
     for role, steps in plan.steps.items():
         dirs, engine = plan.dirs(role), plan.spec.engine(role)
         assert isinstance(engine, TrtllmEngineSpec)
+        _require_writable(dirs.root)  # before gigabytes are read
         inputs = _hash_inputs(plan.infos[role], dirs)
         ingredients = _ingredients(inputs, here, engine.gpu_device_ids) | hash_texts(plan.calibration.get(role))
         dirs.manifest.unlink(missing_ok=True)
@@ -314,6 +316,16 @@ def _ingredients(inputs: Mapping[str, Mapping[str, Any]], here: Platform, gpu_de
     capabilities = sorted({gpu.compute_capability for gpu in here.gpus if gpu.index in gpu_device_ids})
     tools = {"tensorrt_llm": f"{here.tensorrt_llm}", "tensorrt": f"{here.tensorrt}", "compute capability": " ".join(capabilities)}
     return {**{name: entry["sha256"] for name, entry in inputs.items()}, **tools}
+
+
+def _require_writable(folder: Path) -> None:
+    """Raises: ConfigError: it is another user's, for instance."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made: {error.strerror}") from error
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"{folder} cannot be written by user {os.getuid()}")
 
 
 def _require_platform(spec: GpuDeployment, here: Platform) -> None:
@@ -349,18 +361,24 @@ def _hash_inputs(info: CheckpointInfo, dirs: EngineDirs) -> dict[str, dict[str, 
 
 
 def _require_current(plan: GpuPlan, role: Role) -> None:
-    """Refuse an engine that is not there, or that was compiled by other commands than the spec gives now."""
+    """Refuse an engine that is not there, or that was compiled by other commands or from other files than there are now."""
     dirs = plan.dirs(role)
     manifest = read_engine_manifest(dirs.manifest)
     built = [_flags_of(step.get("argv", ())) for step in manifest.get("steps", ())]
     if built != [_flags_of(step.command.argv) for step in plan.steps[role]]:
         raise ConfigError(f"{role}: {plan.spec.path.name} has changed since its engine was built; run build_engines.py again")
+    checkpoint = manifest.get("checkpoint", {})
+    now, then = digests(plan.infos[role].files, checkpoint), checkpoint.get("files", {})
+    if others := [name for name in now if now[name]["sha256"] != then.get(name, {}).get("sha256")]:
+        folder = plan.infos[role].directory
+        raise ConfigError(f"{role}: {others[0]} in {folder} is not what its engine was built from; run build_engines.py again")
 
 
 def _flags_of(argv: Any) -> list[str]:
-    """The arguments without the program, which may lie elsewhere."""
+    """The arguments without the program, which may lie elsewhere, and without what changes no engine."""
     first = next((at for at, part in enumerate(argv) if str(part).startswith("--")), len(argv))
-    return [str(part) for part in argv[first:]]
+    flags = [str(part) for part in argv[first:]]
+    return [part for at, part in enumerate(flags) if "--workers" not in flags[max(0, at - 1) : at + 1]]
 
 
 def _manifest(plan: GpuPlan, command: str, dry_run: bool) -> dict[str, Any]:
@@ -391,7 +409,11 @@ def _line(role: Role, info: CheckpointInfo) -> str:
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Raises: ConfigError: it cannot be written."""
     staging = path.with_suffix(".new")
-    staging.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    staging.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        staging.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        staging.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error

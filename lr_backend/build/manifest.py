@@ -7,13 +7,14 @@ nothing else; the error of the backend would say so late and in other words.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lr_backend.errors import ConfigError
-from lr_backend.nvidia import Gpu, installed, probe_gpus
+from lr_backend.nvidia import VISIBLE, Gpu, installed, probe_gpus, visible_gpus
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +34,10 @@ class Platform:
 
 
 def probe_platform() -> Platform:
-    """This machine. Without a driver there are no GPUs."""
-    return Platform(installed("tensorrt-llm"), installed("tensorrt"), probe_gpus())
+    """This machine, with the GPUs that a process sees, numbered as it sees them. Without a driver there are none."""
+    seen = visible_gpus(probe_gpus(), os.environ.get(VISIBLE))
+    gpus = tuple(replace(gpu, index=number) for number, gpu in enumerate(seen))
+    return Platform(installed("tensorrt-llm"), installed("tensorrt"), gpus)
 
 
 def mismatches(manifest: Mapping[str, Any], running: Platform) -> tuple[str, ...]:

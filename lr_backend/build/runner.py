@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from lr_backend.build.trtllm_commands import EngineDirs, Step
 from lr_backend.errors import BuildError
+from lr_backend.nvidia import VISIBLE, visible_devices
 
 LOG_TAIL_LINES = 20
 _POLL_S = 0.1
@@ -66,23 +68,41 @@ def run_steps(
             build is at work there.
     """
     dirs.logs.mkdir(parents=True, exist_ok=True)
-    with _alone(dirs.root):
-        return _run_all(steps, dirs, inputs, console, resume)
+    with _alone(dirs.root) as lock, _ended_by_signals():
+        return _run_all(steps, dirs, inputs, console, resume, lock)
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Hold the folder; the system lets go of it however this process ends."""
+def _alone(folder: Path) -> Iterator[int]:
+    """Hold the folder by a file descriptor. Commands inherit it: the system lets go of it once the last of them has ended."""
     with (folder / ".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise BuildError(f"another build is at work in {folder}") from None
+        yield file.fileno()
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """A signal, or a terminal that is closed, ends this process as an exception does, and with it the command that runs."""
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
         yield
+        return
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _run_all(
-    steps: tuple[Step, ...], dirs: EngineDirs, inputs: Mapping[str, str], console: Console, resume: bool
+    steps: tuple[Step, ...], dirs: EngineDirs, inputs: Mapping[str, str], console: Console, resume: bool, lock: int
 ) -> tuple[StepRecord, ...]:
     earlier = _read_state(dirs.state) if resume else {}
     done: list[StepRecord] = []
@@ -96,21 +116,21 @@ def _run_all(
             else:
                 earlier = {}  # what came after is out of date as well
                 _write_state(dirs.state, done)
-                record = _run(step, key, dirs, progress, title)
+                record = _run(step, key, dirs, progress, title, lock)
                 console.print(f"[green]done[/] {title} in {record.duration_s:.0f} s", highlight=False)
             done.append(record)
             _write_state(dirs.state, done)
     return tuple(done)
 
 
-def _run(step: Step, key: str, dirs: EngineDirs, progress: Progress, title: str) -> StepRecord:
+def _run(step: Step, key: str, dirs: EngineDirs, progress: Progress, title: str, lock: int) -> StepRecord:
     log = dirs.logs / f"{step.name}.log"
     shutil.rmtree(step.output, ignore_errors=True)
     step.output.mkdir(parents=True)
     task = progress.add_task(escape(title), total=None, line="")
     started = time.monotonic()
     try:
-        status = _execute(step, log, dirs.root, lambda line: progress.update(task, line=escape(line)))
+        status = _execute(step, log, dirs.root, lock, lambda line: progress.update(task, line=escape(line)))
     except OSError as error:
         raise BuildError(f"{title} cannot be started: {step.command.argv[0]}: {error.strerror}") from error
     finally:
@@ -125,7 +145,7 @@ def _run(step: Step, key: str, dirs: EngineDirs, progress: Progress, title: str)
     return StepRecord(step.name, key, step.command.shell(), round(duration_s, 1), str(log))
 
 
-def _execute(step: Step, log: Path, folder: Path, show: Any) -> int:
+def _execute(step: Step, log: Path, folder: Path, lock: int, show: Any) -> int:
     """Run the command in a group of its own, so that nothing of it outlives this process; its exit status."""
     with log.open("w", encoding="utf-8") as file:
         file.write(step.command.shell() + "\n")
@@ -133,11 +153,12 @@ def _execute(step: Step, log: Path, folder: Path, show: Any) -> int:
         process = subprocess.Popen(
             step.command.argv,
             cwd=folder,  # not a checkout of TensorRT-LLM: its package would be imported instead of the installed one
-            env={**os.environ, **dict(step.command.environment)},
+            env={**os.environ, **_shown(dict(step.command.environment))},
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            pass_fds=(lock,),
         )
         try:
             while True:
@@ -148,6 +169,14 @@ def _execute(step: Step, log: Path, folder: Path, show: Any) -> int:
         finally:
             if process.poll() is None:
                 _end(process)
+
+
+def _shown(environment: dict[str, str]) -> dict[str, str]:
+    """Cards by the names that they have outside: a spec counts those that this process sees."""
+    devices = environment.get(VISIBLE)
+    if devices is None:
+        return environment
+    return environment | {VISIBLE: visible_devices([int(one) for one in devices.split(",")], os.environ.get(VISIBLE))}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -16,28 +16,14 @@ import os
 from collections.abc import Mapping, MutableMapping, MutableSequence, Sequence
 from pathlib import Path
 
-from lr_backend.errors import ConfigError
 from lr_backend.mpi import UNBOUND, without_job
+from lr_backend.nvidia import VISIBLE, visible_devices
 
 PACKAGES = Path(__file__).resolve().parents[2] / "lib-llmapi"
 """What TensorRT-LLM needs in another version than its image has it (``deploy/requirements-llmapi.txt``); in our image alone."""
 
 _SERVER_PREFIX = "TRTLLM_ORCHESTRATOR"
 """How the server's compiled engines are started; nothing to an engine of the LLM API."""
-
-
-def visible_devices(gpu_device_ids: Sequence[int], already: str | None) -> str:
-    """``CUDA_VISIBLE_DEVICES`` for some of the devices that are visible ``already`` (None: all are).
-
-    Raises:
-        ConfigError: there are fewer.
-    """
-    if already is None:
-        return ",".join(str(each) for each in gpu_device_ids)
-    known = [part.strip() for part in already.split(",") if part.strip()]
-    if max(gpu_device_ids, default=-1) >= len(known):
-        raise ConfigError(f"gpu_device_ids={list(gpu_device_ids)}: CUDA_VISIBLE_DEVICES={already!r} shows {len(known)} GPUs")
-    return ",".join(known[each] for each in gpu_device_ids)
 
 
 def engine_environment(
@@ -50,8 +36,8 @@ def engine_environment(
     if packages is not None:
         kept["PYTHONPATH"] = os.pathsep.join(part for part in (str(packages), environment.get("PYTHONPATH", "")) if part)
     if gpu_device_ids:
-        devices = visible_devices(gpu_device_ids, environment.get("CUDA_VISIBLE_DEVICES"))
-        kept |= {"CUDA_VISIBLE_DEVICES": devices, "TRTLLM_VISIBLE_DEVICES": devices}
+        devices = visible_devices(gpu_device_ids, environment.get(VISIBLE))
+        kept |= {VISIBLE: devices, "TRTLLM_VISIBLE_DEVICES": devices}
     return kept
 
 

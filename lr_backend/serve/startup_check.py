@@ -26,7 +26,7 @@ from lr_backend.build.spec import DeploymentSpec, EmbeddedDeployment
 from lr_backend.embedded.native.library import NAME as DECODER
 from lr_backend.errors import CheckpointError, ConfigError, LookaheadError
 from lr_backend.mpi import UNBOUND, without_job
-from lr_backend.nvidia import IMAGE, TENSORRT_LLM, TRITON_RELEASE, Gpu, installed, probe_gpus
+from lr_backend.nvidia import IMAGE, TENSORRT_LLM, TRITON_RELEASE, Gpu, installed, probe_gpus, visible_gpus
 from lr_backend.resources import is_checkout, resource_root
 from lr_backend.serve.backend_dir import find_stub, find_tritonserver
 from lr_backend.serve.launch import COMPILED, LLM_API, ONE_RANK, LaunchMode, launch_plan
@@ -118,14 +118,8 @@ class Machine:
 
     @property
     def visible_gpus(self) -> tuple[Gpu, ...]:
-        """Those that a process sees, in its order; names other than numbers (UUIDs) are taken in the driver's order."""
-        if self.cuda_visible_devices is None:
-            return self.gpus
-        names = [part.strip() for part in self.cuda_visible_devices.split(",") if part.strip()]
-        if not all(name.isdigit() for name in names):
-            return self.gpus[: len(names)]
-        by_index = {gpu.index: gpu for gpu in self.gpus}
-        return tuple(by_index[int(name)] for name in names if int(name) in by_index)
+        """Those that a process sees, in its order."""
+        return visible_gpus(self.gpus, self.cuda_visible_devices)
 
 
 class Level(StrEnum):

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from lr_backend.build import render
 from lr_backend.build.gpu_build import build_gpu_deployment
-from lr_backend.build.manifest import Platform, mismatches
+from lr_backend.build.manifest import Platform, mismatches, probe_platform
 from lr_backend.build.report import BuildReport
 from lr_backend.build.repository import build_repository
 from lr_backend.build.runner import run_steps
@@ -30,6 +30,7 @@ from lr_backend.cli.app import app
 from lr_backend.config import LoopConfig
 from lr_backend.engine import Role
 from lr_backend.errors import BuildError, CheckpointError, ConfigError
+from lr_backend.nvidia import Gpu
 from tests.support.fake_trtllm import FakeTools, hopper, make_tools, write_gpu_spec
 
 EVERY_STEP = [(role, tool) for role in ("target", "draft", "judge") for tool in ("convert", "build")]
@@ -221,7 +222,7 @@ def test_fp8_goes_through_calibration_with_texts_of_a_folder(spec: GpuDeployment
 @pytest.mark.parametrize(
     ("texts", "remedy"),
     [
-        ("checkpoints/cnn_dailymail", '/cnn_dailymail --include "3.0.0/*", and the same with README.md instead of the pattern'),
+        ("checkpoints/cnn_dailymail", '/cnn_dailymail --include "3.0.0/*" && hf download'),
         ("texts/ours", "put texts there, such as a file train.jsonl with a field text"),
     ],
 )
@@ -441,6 +442,82 @@ def test_nothing_of_an_interrupted_build_goes_on(tmp_path: Path, tools: FakeTool
         signal.signal(signal.SIGINT, before)
     with pytest.raises(ProcessLookupError):
         os.kill(int((tools.control / "pid").read_text()), 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_or_a_closed_terminal_ends_the_command_too(spec: GpuDeployment, tools: FakeTools, number: int) -> None:
+    dirs = EngineDirs.of(spec.built_dir, Role.TARGET)
+    tools.tell("hang-convert")
+    convert = build(spec, tools, dry_run=True).steps[0]
+
+    def interrupt() -> None:
+        while not (tools.control / "pid").exists() or not (tools.control / "pid").read_text():
+            pass
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    before = signal.getsignal(number)
+    with pytest.raises(SystemExit) as ended:
+        run_steps((convert,), dirs, {}, Console(file=io.StringIO()))
+    thread.join()
+    assert (ended.value.code, signal.getsignal(number)) == (128 + number, before)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tools.control / "pid").read_text()), 0)
+
+
+def test_a_command_that_outlives_its_build_keeps_others_out(spec: GpuDeployment, tmp_path: Path) -> None:
+    """Even where nobody could end it."""
+    dirs = EngineDirs.of(spec.built_dir, Role.TARGET)
+    command = Command(("sh", "-c", f"touch {dirs.checkpoint}/config.json; sleep 60 & echo $! > {tmp_path}/pid"))
+    run_steps((Step(Role.TARGET, "convert", command, dirs.checkpoint, ("config.json",)),), dirs, {}, Console(file=io.StringIO()))
+    try:
+        with pytest.raises(BuildError, match="another build is at work"):
+            run_steps((), dirs, {}, Console(file=io.StringIO()))
+    finally:
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+
+
+def test_engines_of_other_weights_are_not_served(spec: GpuDeployment, tools: FakeTools) -> None:
+    """A fine-tuned model that was exported again into the same folder."""
+    build(spec, tools)
+    assert not serve_from(spec, tools).written
+    weights = next((spec.root / "ck" / "draft").glob("*.safetensors"))
+    content = bytearray(weights.read_bytes())
+    os.utime(weights, ns=(1, 1))
+    assert not serve_from(spec, tools).written, "the same weights, copied"
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"draft: {weights.name} in .* is not what its engine was built from"):
+        serve_from(spec, tools)
+
+
+def test_engines_that_were_compiled_by_more_processes_are_the_same(spec: GpuDeployment, tools: FakeTools) -> None:
+    report = build(spec, tools)
+    for path in report.output.with_name("small.engines").rglob("manifest.json"):
+        path.write_text(path.read_text().replace('"--workers",\n        "1"', '"--workers",\n        "2"'))
+    serve_from(spec, tools)
+
+
+def test_cards_are_those_that_this_process_sees(spec: GpuDeployment, tools: FakeTools, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-abc")
+    build(spec, tools)
+    assert {cards for _, _, cards, _ in tools.calls()} == {"3,GPU-abc", "GPU-abc"}
+
+
+def test_a_platform_has_the_cards_that_a_process_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = Gpu(0, "A100", "8.0", 1), Gpu(1, "H100", "9.0", 1)
+    monkeypatch.setattr("lr_backend.build.manifest.probe_gpus", lambda: (old, new))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert probe_platform().gpus == (replace(new, index=0),)
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence(spec: GpuDeployment, tools: FakeTools) -> None:
+    spec.built_dir.parent.mkdir(parents=True, exist_ok=True)
+    spec.built_dir.with_name("small.engines").write_text("a file")
+    with pytest.raises(ConfigError, match="cannot be made"):
+        build(spec, tools)
+    assert tools.calls() == []
 
 
 def test_two_builds_never_work_in_one_folder(spec: GpuDeployment, tools: FakeTools) -> None:
