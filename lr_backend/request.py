@@ -20,8 +20,8 @@ MAX_SEED = 2**64 - 1
 
 
 def draw_seed() -> int:
-    """The seed of a request that names none."""
-    return secrets.randbits(63)
+    """The seed of a request that names none. JavaScript's numbers hold it exactly, and those that follow it."""
+    return secrets.randbits(52)
 
 
 class Mode(StrEnum):

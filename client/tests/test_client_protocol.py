@@ -38,7 +38,7 @@ from lr_client.protocol import (
     read_record,
     read_steps,
 )
-from lr_client.reasoning import END_THINK, ReasoningSplitter, split_reasoning
+from lr_client.reasoning import ReasoningSplitter, split_reasoning
 
 QUICK = settings(max_examples=50, deadline=None)
 TEXT = st.text(st.characters(codec="utf-8"))
@@ -367,27 +367,46 @@ def test_timeouts_and_lost_connections_are_python_s_own_kinds_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "num_reasoning_tokens", "parts"),
+    ("text", "is_cut", "parts"),
     [
-        ("<think>\nwhy\n</think>\n\n42", 5, ("why", "42")),
-        ("why</think>42", 0, ("why", "42")),
-        ("<think>why", 0, ("why", "")),
-        ("why", 3, ("why", "")),
-        ("42", 0, ("", "42")),
-        ("", 0, ("", "")),
+        ("<think>\nwhy\n</think>\n\n42", False, ("why", "42")),
+        ("[THINK]why[/THINK]42", False, ("why", "42")),
+        ("why</think>42", False, ("why", "42")),
+        ("<think>why", False, ("why", "")),
+        ("[THINK]why", False, ("why", "")),
+        ("why", True, ("why", "")),
+        ("42", False, ("", "42")),
+        ("", False, ("", "")),
     ],
 )
-def test_reasoning_ends_at_its_tag(text: str, num_reasoning_tokens: int, parts: tuple[str, str]) -> None:
-    assert split_reasoning(text, num_reasoning_tokens=num_reasoning_tokens) == parts
+def test_reasoning_ends_at_its_mark(text: str, is_cut: bool, parts: tuple[str, str]) -> None:
+    assert split_reasoning(text, is_cut=is_cut) == parts
+
+
+@pytest.mark.parametrize(
+    ("num_reasoning", "parts"), [(9, ("why, 42", "")), (5, ("", "why, 42")), (0, ("", "why, 42"))]
+)
+def test_a_text_without_marks_is_the_answer_unless_all_of_it_is_reasoning(
+    num_reasoning: int, parts: tuple[str, str]
+) -> None:
+    """A tokenizer may keep its marks out of texts."""
+    collector = Collector()
+    usage = Usage(completion_tokens=9, reasoning_tokens=num_reasoning)
+    for event in (TextEvent("why, 42"), FinishEvent("stop", usage)):
+        collector.add(event)
+    result = collector.result()
+    assert (result.reasoning, result.answer) == parts
 
 
 @QUICK
-@given(st.lists(st.sampled_from([*"</think>ab<", END_THINK]) | TEXT))
+@given(st.lists(st.sampled_from([*"</think>ab<[/THINK]", "</think>", "[/THINK]"]) | TEXT))
 def test_the_splitter_is_partition_whatever_the_pieces(pieces: list[str]) -> None:
     splitter = ReasoningSplitter()
     parts = [splitter.feed(piece) for piece in pieces]
     reasoning = "".join(part for part, _ in parts) + splitter.flush()
-    whole, _, rest = "".join(pieces).partition(END_THINK)
+    whole, _, rest = min(
+        ("".join(pieces).partition(mark) for mark in ("</think>", "[/THINK]")), key=lambda one: len(one[0])
+    )
     assert (reasoning, "".join(part for _, part in parts)) == (whole, rest)
 
 

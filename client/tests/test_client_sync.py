@@ -241,3 +241,15 @@ def test_a_request_that_cannot_be_sent_never_is(client: Client, server: FakeServ
     with pytest.raises(InvalidRequest):
         client.ask("plain", timeout_s=0)
     assert server.requests == []
+
+
+@pytest.mark.parametrize("variable", ["http_proxy", "https_proxy"])
+def test_a_server_on_this_machine_is_not_reached_through_a_proxy(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    """One that is there for the web, and knows no way back."""
+    for name in ("grpc_proxy", "no_grpc_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, "http://127.0.0.1:9")
+    with Client(server.url, timeout_s=10.0) as client:
+        assert client.ask("plain").text == "ab"

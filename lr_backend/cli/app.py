@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Callable
 from typing import Annotated
@@ -71,7 +72,9 @@ def _main(
         bool, typer.Option("--version", metavar="", callback=_say_version, is_eager=True, help="Say the version and exit.")
     ] = False,
 ) -> None:
-    pass
+    # The parts of a deployment call one another by gRPC, which would go through a proxy that is there for the web: an empty
+    # value says none. An operator who wants one names it here.
+    os.environ.setdefault("grpc_proxy", "")
 
 
 _COMMANDS: tuple[Callable[..., None], ...] = (init, build, plan, emulate, workload, serve, node, doctor, health, trace, version)

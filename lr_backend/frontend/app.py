@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from asyncio import gather
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
@@ -26,7 +26,7 @@ from lr_backend.frontend.errors import LATER_S, SOON_S, ApiError, ClientGone, fr
 from lr_backend.frontend.limits import Gate, Keys, Rate
 from lr_backend.frontend.metrics import CONTENT_TYPE, DoorMetrics
 from lr_backend.frontend.reasoning import Splitter
-from lr_backend.frontend.settings import Deployed, Settings
+from lr_backend.frontend.settings import MAX_REQUEST_S, Deployed, Settings
 from lr_backend.frontend.static import INDEX, Page
 from lr_backend.frontend.stream import EventStream
 from lr_backend.telemetry import Telemetry
@@ -105,10 +105,21 @@ class Frontend:
         self._refuse_while_draining()
         if not await self._client.is_ready(models=self._deployed.needs):
             raise ApiError("unavailable", f"{' or '.join(self._deployed.needs)} is not ready", retry_after_s=SOON_S)
-        away = [not found for found in await gather(*(each.is_ready(models=(Role.TARGET.value,)) for each in self._targets))]
-        if away and all(away):
-            raise ApiError("unavailable", "no server of the target is ready", retry_after_s=SOON_S)
+        if self._targets and not await self._a_target_is_ready():
+            raise ApiError("unavailable", "no server of the target is ready", retry_after_s=SOON_S, waits_for=Role.TARGET)
         return call.response(to_json({"status": "ready"}))
+
+    async def _a_target_is_ready(self) -> bool:
+        """As soon as one says so: another may be silent until its time is up."""
+        asked = [asyncio.create_task(each.is_ready(models=(Role.TARGET.value,))) for each in self._targets]
+        try:
+            for answer in asyncio.as_completed(asked):
+                if await answer:
+                    return True
+            return False
+        finally:
+            for each in asked:
+                each.cancel()
 
     async def _file(self, call: Call) -> Response:
         return self._page.answer(call.request.path_params.get("name", INDEX), call.headers)
@@ -149,7 +160,7 @@ class Frontend:
             body = await read_body(call.request, self._settings.max_body_bytes, self._settings.max_body_s)
             asked = read(parse_json(body), self._deployed)
             held.enter_context(self._gate.places(len(asked.jobs) - 1, call.caller))
-            timeout_s = self._deployed.request_s + GRACE_S
+            timeout_s = min(self._deployed.request_s + GRACE_S, MAX_REQUEST_S)
             try:
                 answers = await held.enter_async_context(
                     Answers(self._client, asked.jobs, call.request_id, timeout_s, call.context)

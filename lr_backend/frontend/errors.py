@@ -15,6 +15,8 @@ from lr_client import (
     TargetUnavailable,
 )
 
+from lr_backend.serve.health import WAITS_FOR
+
 _INVALID, _SERVER = "invalid_request_error", "server_error"
 
 CODES: Mapping[str, tuple[int, str]] = {
@@ -56,13 +58,18 @@ class ApiError(Exception):
         headers: to send with it.
     """
 
-    def __init__(self, code: str, message: str, param: str | None = None, *, retry_after_s: int | None = None) -> None:
+    def __init__(
+        self, code: str, message: str, param: str | None = None, *, retry_after_s: int | None = None, waits_for: str = ""
+    ) -> None:
+        """``waits_for``: whose absence it is, where that is another server."""
         super().__init__(code)  # not the message: it may quote a prompt, and what is raised may be logged
         self.code = code
         self.status, self.type = CODES[code]
         self.message = message if len(message) <= MAX_MESSAGE_CHARS else message[: MAX_MESSAGE_CHARS - 3] + "..."
         self.param = param if param is None else param[:200]
         self.headers: dict[str, str] = {} if retry_after_s is None else {"retry-after": str(retry_after_s)}
+        if waits_for:
+            self.headers[WAITS_FOR] = waits_for
 
     def body(self, request_id: str) -> bytes:
         """The document; text in it may be anything, half a surrogate pair too, hence ASCII."""

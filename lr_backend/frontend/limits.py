@@ -171,7 +171,9 @@ class Gate:
         since_s = self._now_s() - ASKS_S
         asking = [each for each, asked_s in self._asked_s.items() if self._held[each] or asked_s > since_s]
         share = ceil(self.limit / len(asking))
-        if self._held[caller] + wanted > share:
+        if not caller.has_priority:
+            share = min(share, ceil(self._num_common / sum(not each.has_priority for each in asking)))
+        if wanted and self._held[caller] + wanted > share:
             return f"this key has its share of {share} answers in flight, and others ask"
         return ""
 

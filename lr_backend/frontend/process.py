@@ -123,7 +123,8 @@ class FrontendProcess:
     def terminate(self) -> None:
         """Ask it to take no more requests and to end once those in flight are answered; returns at once."""
         if self._process is not None and not self._stdin.closed:
-            self._stdin.close()
+            with suppress(BrokenPipeError):  # it has ended, with a line on its way to it
+                self._stdin.close()
 
     def wait(self, timeout_s: float) -> int | None:
         """Its exit status, or None while it runs after so many seconds."""

@@ -13,6 +13,9 @@ from lr_backend.engine import Role
 from lr_backend.errors import ConfigError, first_error
 from lr_backend.serve.restrictions import is_loopback
 
+MAX_REQUEST_S = 86400.0
+"""The most that a request may be given."""
+
 
 class Settings(BaseModel):
     """Where the front end listens, whom it answers, and how much it takes. The file says them by the same names."""
@@ -73,6 +76,7 @@ class Deployed(BaseModel):
     """The deployment that answers. Limits are tokens, steps and requests, as in ``[lookahead.limits]``.
 
     Attributes:
+        chat_tokens: of an answer to a chat that names no limit: the deployment's own default, or all that it allows.
         request_s: seconds that a request may take at most.
         think_open, think_close: texts around the reasoning; without a second one nothing is taken for reasoning.
         opens_reasoning: the chat template writes the first of them, so that answers begin inside.
@@ -85,6 +89,7 @@ class Deployed(BaseModel):
 
     name: str
     max_tokens: int
+    chat_tokens: int
     max_depth: int
     max_width: int
     max_draft_len: int
@@ -103,11 +108,12 @@ class Deployed(BaseModel):
         return cls(
             name=name,
             max_tokens=limits.max_tokens,
+            chat_tokens=config.defaults.get("max_tokens", limits.max_tokens),
             max_depth=limits.max_depth,
             max_width=limits.max_width,
             max_draft_len=limits.max_draft_len,
             max_in_flight=limits.max_in_flight_requests,
-            request_s=config.timeouts.request_s,
+            request_s=min(config.timeouts.request_s, MAX_REQUEST_S),
             think_open=config.think_open,
             think_close=config.think_close,
             opens_reasoning=opens_reasoning,

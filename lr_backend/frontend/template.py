@@ -21,11 +21,26 @@ def opens_reasoning(checkpoint: Path, think_open: str | None) -> bool:
 
     try:
         prompts, _ = render_jinja_template(
-            [[{"role": "user", "content": "?"}]], chat_template=_template(checkpoint), add_generation_prompt=True
+            [[{"role": "user", "content": "?"}]],
+            chat_template=_template(checkpoint),
+            add_generation_prompt=True,
+            **_special_tokens(checkpoint),
         )
     except Exception as error:  # templates raise whatever they like
         raise CheckpointError(f"{checkpoint.name}: its chat template cannot be rendered: {error}") from error
     return str(prompts[0]).rstrip().endswith(think_open)
+
+
+def _special_tokens(checkpoint: Path) -> dict[str, str]:
+    """``bos_token`` and the like, which templates may write."""
+    found: dict[str, str] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if (checkpoint / name).is_file():
+            for key, value in json.loads((checkpoint / name).read_text(encoding="utf-8")).items():
+                text = value.get("content") if isinstance(value, dict) else value
+                if key.endswith("_token") and isinstance(text, str):
+                    found[key] = text
+    return found
 
 
 def _template(checkpoint: Path) -> str:

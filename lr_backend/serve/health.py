@@ -24,12 +24,19 @@ DEFAULT_URL = "http://127.0.0.1:9000/ready"
 TIMEOUT_S = 5.0
 MEMORY = Path("/tmp/lookahead-health")
 """Which process 1 was ready, and how many checks have failed since; it outlives a restart where /tmp does."""
+WAITS_FOR = "x-lookahead-waits-for"
+"""Header of an answer that says not ready: for want of whom, where that is another server."""
 _TRITONS = "/v2/health/ready"
 """Of an address without a path: of a server of single roles, which has no front end."""
 
 
 def why_not_ready(url: str = DEFAULT_URL, timeout_s: float = TIMEOUT_S) -> str | None:
-    """None if the server at ``url`` says that it is ready, else why not.
+    """None if the server at ``url`` says that it is ready, else why not."""
+    return look(url, timeout_s)[0]
+
+
+def look(url: str, timeout_s: float = TIMEOUT_S) -> tuple[str | None, bool]:
+    """(why the server at ``url`` is not ready, None if it is; whether that is for want of another server alone).
 
     The connection is closed after the answer: an open one would hold up a drain until its limit. No proxy is asked.
     """
@@ -37,17 +44,20 @@ def why_not_ready(url: str = DEFAULT_URL, timeout_s: float = TIMEOUT_S) -> str |
         parts = urlsplit(url)
         connection = http.client.HTTPConnection(parts.hostname or "", parts.port or 8000, timeout=timeout_s)
     except ValueError as error:
-        return f"{url}: {error}"
+        return f"{url}: {error}", False
     if parts.scheme != "http" or not parts.hostname:
-        return f"{url}: not of the form http://host:port or http://host:port/path"
+        return f"{url}: not of the form http://host:port or http://host:port/path", False
     try:
         connection.request("GET", parts.path.rstrip("/") or _TRITONS, headers={"Connection": "close"})
-        status = connection.getresponse().status
+        answer = connection.getresponse()
+        status, waits_for = answer.status, answer.getheader(WAITS_FOR, "")
     except (OSError, http.client.HTTPException) as error:
-        return f"{url} does not answer: {error or type(error).__name__}"
+        return f"{url} does not answer: {error or type(error).__name__}", False
     finally:
         connection.close()
-    return None if status == 200 else f"{url} is not ready: HTTP {status}"
+    if status == 200:
+        return None, False
+    return f"{url} is not ready: HTTP {status}{f', it waits for the {waits_for}' if waits_for else ''}", bool(waits_for)
 
 
 def num_failures(ready: bool, process: str, memory: Path) -> int:
@@ -71,9 +81,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--end-after", type=int, metavar="N", default=0)
     parser.add_argument("url", nargs="?", default=DEFAULT_URL)
     options = parser.parse_args(arguments)
-    reason = why_not_ready(options.url)
+    reason, is_well = look(options.url)
     if options.end_after > 0:
-        failures = num_failures(reason is None, _process_1(), MEMORY)
+        # A new start of this server would bring no other one back.
+        failures = num_failures(reason is None or is_well, _process_1(), MEMORY)
         if failures and failures % options.end_after == 0:
             os.kill(1, signal.SIGTERM)
             reason = f"{reason}; process 1 is asked to end after {failures} failures"

@@ -111,8 +111,10 @@ class StubKeeper:
             return
         self._say(f"the process of {model} died; it is started anew")
         try:
-            self._call(f"{model}/unload", UNLOAD_S)
-            self._call(f"{model}/load", LOAD_S)
+            for verb, limit_s in (("unload", UNLOAD_S), ("load", LOAD_S)):
+                self._call(f"{model}/{verb}", limit_s)
+                if self._stopped:  # meanwhile; the server may be gone
+                    return
             self._watch(model, stubs_of(self._server.pid)[model])
         except (OSError, http.client.HTTPException, KeyError) as error:
             self._lose(f"the process of {model} died and cannot be started anew: {error or type(error).__name__}")

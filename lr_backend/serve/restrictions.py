@@ -41,6 +41,8 @@ def restriction_arguments(key: str, engine_key: str = "") -> tuple[str, ...]:
 
 PRELOADED = "lr_backend.serve._arguments"
 """Built from ``arguments.c`` when the package is installed, where there is a C compiler."""
+_ENDS_A_PATH = frozenset(" :")
+"""In ``LD_PRELOAD``, which has no way to quote them: what lies at such a path is not loaded, and nobody is told."""
 _PROGRAM, _VARIABLE, _PRELOAD = "tritonserver", "LOOKAHEAD_SERVER_ARGUMENTS", "LD_PRELOAD"
 
 
@@ -56,6 +58,8 @@ def unseen_arguments(arguments: tuple[str, ...], binary: Path, environment: Mapp
     """The way by which ``arguments`` are shown in no process list, where this machine has it."""
     found = importlib.util.find_spec(PRELOADED)
     if found is None or found.origin is None or binary.name != _PROGRAM or not _is_program(binary):
+        return Unseen({}, arguments)
+    if set(found.origin) & _ENDS_A_PATH:
         return Unseen({}, arguments)
     preloaded = ":".join(part for part in (found.origin, environment.get(_PRELOAD, "")) if part)
     return Unseen({_VARIABLE: "\n".join(arguments), _PRELOAD: preloaded}, ())

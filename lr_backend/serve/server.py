@@ -133,11 +133,14 @@ def free_ports(options: ServerOptions) -> Ports:
         numbers = []
         for wanted in (options.http_port, options.grpc_port, options.metrics_port):
             if wanted == 0:
-                held.append(socket.socket())
-                held[-1].bind((options.host, 0))
+                family, kind, _, _, address = socket.getaddrinfo(options.host, 0, type=socket.SOCK_STREAM)[0]
+                held.append(socket.socket(family, kind))
+                held[-1].bind(address)
                 wanted = held[-1].getsockname()[1]
             numbers.append(wanted)
         return Ports(*numbers)
+    except OSError as error:
+        raise ServerError(f"{options.host}: no address of this machine: {error.strerror}") from error
     finally:
         for each in held:
             each.close()
@@ -262,7 +265,12 @@ class TritonServer:
         if self._guard is not None:
             raise ServerError("this server is already started")
         install = find_tritonserver(self.options.tritonserver)
-        self._work_dir = Path(tempfile.mkdtemp(prefix="lookahead-triton-"))
+        try:
+            self._work_dir = Path(tempfile.mkdtemp(prefix="lookahead-triton-"))
+        except OSError as error:
+            raise ServerError(
+                f"no folder for temporary files: {error.strerror}; a container needs /tmp (--tmpfs /tmp)"
+            ) from error
         self._attempts += 1
         try:
             self.shm_prefix = f"lookahead_{uuid.uuid4().hex[:12]}_"

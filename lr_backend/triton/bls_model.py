@@ -219,14 +219,15 @@ class TritonPythonModel:
         try:
             if self._service is None:
                 self._service = self._start()
-            asked = _asked(request)
-        except LookaheadError as error:
+            request_id, arrays, parameters = _asked(request)
+        except InvalidRequest as error:
+            structlog.get_logger().info("request_failed", code=error.code, field=error.field, rule=error.rule)
             replies.fail(error)
         except Exception:
             structlog.get_logger().exception("request_unread")
             replies.fail(LookaheadError("internal error; see the server's log"))
         else:
-            await self._service.serve(*asked[:2], replies, asked[2])
+            await self._service.serve(request_id, arrays, replies, parameters)
 
     def finalize(self) -> None:
         if self._service is not None and self._loop is not None:

@@ -42,6 +42,9 @@ class Prompts:
         thinking = {text for text in (config.think_open, config.think_close) if text}
         self._turns = PlainText.of(tokenizer, but=thinking)
         self._config = config
+        # What a tokenizer itself puts before a text; a chat template writes it where there is one.
+        first = getattr(tokenizer, "bos_token_id", None)
+        self._first = [first] if first is not None and tokenizer.encode("")[:1] == [first] else []
         self._threads = ThreadPoolExecutor(NUM_THREADS, "prompts")
 
     async def ids(self, request: LookaheadRequest) -> IntArray:
@@ -61,8 +64,10 @@ class Prompts:
     def _make(self, request: LookaheadRequest) -> IntArray:
         text, mark = self._text(request)
         limit = self._config.limits.max_prompt_tokens
-        least = self._least_tokens(text, limit) if len(text) > QUICK_CHARS else 0
+        least = self._least_tokens(text.replace(mark, ""), limit) if len(text) > QUICK_CHARS else 0
         ids = self._plain.ids_of_cut(text, mark) if least <= limit else []
+        if ids and request.raw and not self._config.raw_prompts:
+            ids = [*self._first, *ids]
         if not 1 <= len(ids) <= limit:
             found = f"at least {least}" if least > limit else str(len(ids))
             raise InvalidRequest(_field(request), f"{found} tokens", f"1 to {limit} tokens")

@@ -41,7 +41,7 @@ _REFUSED = ("StatusCode.INVALID_ARGUMENT", "StatusCode.UNIMPLEMENTED")
 _OUT_OF_ORDER = ("StatusCode.UNAVAILABLE", "StatusCode.INTERNAL", "StatusCode.NOT_FOUND")
 """Triton knows no model of that name while it loads it anew, and while it ends."""
 _CUT_OFF = "Stream removed"
-"""What gRPC says, under UNKNOWN, of a connection that broke (grpc/grpc#34076)."""
+"""What gRPC says of a connection that broke, by the status UNKNOWN (grpc/grpc#34076)."""
 
 
 def grpc_inputs(arrays: Mapping[str, npt.NDArray[Any]]) -> list[grpcclient.InferInput]:

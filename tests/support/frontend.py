@@ -26,6 +26,7 @@ WAIT_S = 20.0
 DEPLOYED = Deployed(
     name="demo",
     max_tokens=100,
+    chat_tokens=100,
     max_depth=4,
     max_width=2,
     max_draft_len=8,

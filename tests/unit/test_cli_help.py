@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import shlex
 from pathlib import Path
@@ -101,3 +102,16 @@ def test_the_version_is_the_same_everywhere() -> None:
     assert re.findall(r"^## (\S+)", changes, re.MULTILINE)[0] == version, "the newest entry of the changelog"
     assert f"latest minor version, today {version.rpartition('.')[0]}." in (PROJECT / "SECURITY.md").read_text(encoding="utf-8")
     assert (PROJECT / "client" / "LICENSE").read_bytes() == (PROJECT / "LICENSE").read_bytes()
+
+
+@pytest.mark.parametrize(("given", "used"), [(None, ""), ("http://proxy:3128", "http://proxy:3128")])
+def test_parts_of_a_deployment_call_one_another_past_a_proxy_for_the_web(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, used: str
+) -> None:
+    """Unless an operator names one for gRPC."""
+    monkeypatch.delenv("grpc_proxy", raising=False)
+    if given is not None:
+        monkeypatch.setenv("grpc_proxy", given)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    assert CliRunner().invoke(app, ["version"]).exit_code == 0
+    assert os.environ.get("grpc_proxy") == used  # noqa: SIM112 - gRPC's own name

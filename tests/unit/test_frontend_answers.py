@@ -192,8 +192,12 @@ def test_usage_adds_the_choices_up_and_counts_a_prompt_once(num_choices: int, nu
 )
 @pytest.mark.parametrize("place", ["file", "config", "named"])
 def test_a_template_says_whether_it_opens_the_reasoning(tmp_path: Path, ending: str, opens: bool, place: str) -> None:
-    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}"
+    template = (
+        "{{ bos_token + '' }}{{ eos_token + '' }}{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}"
+    )
     template += "{{ " + json.dumps(ending) + " }}{% endif %}"
+    tokens = {"bos_token": {"content": "<s>"}, "eos_token": "</s>"}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(tokens), encoding="utf-8")
     if place == "file":
         (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
     else:

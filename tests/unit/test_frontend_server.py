@@ -21,7 +21,7 @@ from lr_backend.errors import ConfigError
 from lr_backend.frontend.app import Frontend
 from lr_backend.frontend.errors import CODES, ApiError
 from lr_backend.frontend.limits import Caller, Gate, Keys, Rate
-from lr_backend.frontend.process import FrontendProcess
+from lr_backend.frontend.process import FrontendError, FrontendProcess
 from lr_backend.frontend.settings import Settings
 from tests.support.fake_lookahead import Fail, FakeServer, Reply
 from tests.support.fake_lookahead import Gate as Pause
@@ -370,6 +370,29 @@ def test_a_target_that_lives_elsewhere_has_to_be_ready_too(server: Any) -> None:
         assert served.ask("GET", "/ready").status == 503
 
 
+def test_a_target_that_is_ready_is_enough_while_another_is_silent(server: Any) -> None:
+    server.models = {"lookahead", "target"}
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes the connection, and says nothing
+        url = f"127.0.0.1:{silent.getsockname()[1]}"
+        with frontend(server.url, targets=(url, server.url)) as served:
+            assert served.ask("GET", "/ready").status == 200
+
+
+def test_who_waits_for_another_server_says_so(server: Any) -> None:
+    with frontend(server.url, targets=("127.0.0.1:1",)) as served:
+        assert served.ask("GET", "/ready").headers["x-lookahead-waits-for"] == "target"
+
+
+def test_a_process_that_dies_before_it_listens_is_told_of() -> None:
+    with FrontendProcess(Settings()) as process:
+        process.start()
+        assert process._process is not None
+        process._process.kill()
+        process._process.wait()
+        with pytest.raises(FrontendError, match="ended with status -9"):
+            process.open(DEPLOYED, "127.0.0.1:1", "127.0.0.1:1", drain_s=1.0, timeout_s=WAIT_S)
+
+
 def test_a_process_that_is_to_end_before_it_has_listened_ends_at_once() -> None:
     with FrontendProcess(Settings()) as process:
         process.start()
@@ -525,6 +548,17 @@ def test_one_key_alone_may_have_all_places_and_gives_them_up_to_others() -> None
     crowd.end(second, 4), crowd.end(third, 4)
     crowd.now_s = 60.0
     assert crowd.ask(first, 20) == 8, "nobody else asks any more"
+
+
+def test_places_that_are_kept_are_no_part_of_what_the_others_share() -> None:
+    """Of four common places two keys have two each, however many are kept besides."""
+    crowd, one, other = Crowd(8, num_kept=4), Caller(0), Caller(1)
+    assert crowd.ask(one, 9) == 4
+    assert crowd.ask(other) == 0
+    crowd.end(one)
+    assert (crowd.ask(one), crowd.ask(other)) == (0, 1), "it holds three, and another asks"
+    with crowd.gate.places(0, one):
+        pass  # a request that holds its place wants no more
 
 
 def test_places_that_are_kept_go_to_keys_of_priority_alone() -> None:

@@ -23,6 +23,7 @@ from lr_backend.serve.health import why_not_ready
 
 class _Triton(HTTPServer):
     status = 200
+    waits_for = ""
     paths: tuple[str, ...] = ()
 
     @property
@@ -36,6 +37,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.server.paths += (self.path,)
         self.send_response(self.server.status)
+        if self.server.waits_for:
+            self.send_header(health.WAITS_FOR, self.server.waits_for)
         self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None:
@@ -95,6 +98,17 @@ def checks(triton: _Triton, *statuses: int) -> None:
     for status in statuses:
         triton.status = status
         assert health.main(["--end-after", "3", triton.url]) == (status != 200)
+
+
+def test_a_server_that_waits_for_another_one_is_left_alone(triton: _Triton, ended: list[tuple[int, int]]) -> None:
+    """A new start of it would bring nobody back."""
+    checks(triton, 200)
+    triton.waits_for = "target"
+    checks(triton, *[503] * 9)
+    assert not ended and "it waits for the target" in (why_not_ready(triton.url) or "")
+    triton.waits_for = ""
+    checks(triton, 503, 503, 503)
+    assert ended == [(1, signal.SIGTERM)]
 
 
 def test_a_server_that_was_ready_and_stays_unready_is_asked_to_end_and_then_again(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +12,7 @@ from lr_backend.engine import Role
 from lr_backend.errors import ConfigError
 from lr_backend.mpi import UNBOUND
 from lr_backend.serve.launch import ORCHESTRATOR_ENVIRONMENT, PLAIN, LaunchMode, launch_plan
-from lr_backend.serve.restrictions import KEY_VARIABLE, admin_key, without_key
+from lr_backend.serve.restrictions import KEY_VARIABLE, admin_key, unseen_arguments, without_key
 from lr_backend.serve.server import ServerOptions, TritonServer
 
 
@@ -112,3 +113,15 @@ def test_the_key_is_in_no_log_and_no_models_environment(tmp_path: Path) -> None:
     assert "0123456789abcdef" not in repr(options)
     assert not any("0123456789abcdef" in word for word in TritonServer(tmp_path, options).command(Path("/t"), None))
     assert without_key({KEY_VARIABLE: "x", f"{KEY_VARIABLE}_FILE": "y", "PATH": "z"}) == {"PATH": "z"}
+
+
+@pytest.mark.parametrize(("folder", "unseen"), [("plain", True), ("with space", False), ("with:colon", False)])
+def test_arguments_that_no_preloaded_library_could_bring_are_on_the_command_line(
+    folder: str, unseen: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``LD_PRELOAD`` splits at blanks and colons: what lies behind one is not loaded, and the server would be open."""
+    library, binary = tmp_path / folder / "_arguments.so", tmp_path / "tritonserver"
+    binary.write_bytes(b"\x7fELF")
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: SimpleNamespace(origin=str(library)))
+    found = unseen_arguments(("--http-restricted-api=a:b=c",), binary, {})
+    assert (found.arguments == ()) is unseen and bool(found.environment) is unseen

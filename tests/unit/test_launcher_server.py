@@ -318,6 +318,16 @@ def test_an_answer_from_another_server_on_the_port_does_not_count(
     assert second.server.ports.http != taken
 
 
+@pytest.mark.parametrize("host", ["192.0.2.1", "no such name"])
+def test_an_address_that_is_not_this_machines_is_one_sentence(host: str) -> None:
+    with pytest.raises(ServerError, match=f"{host}: no address of this machine"):
+        free_ports(ServerOptions(host=host))
+
+
+def test_ports_of_an_ipv6_address_are_found() -> None:
+    assert free_ports(ServerOptions(host="::1")).http > 0
+
+
 def test_free_ports_differ_and_keep_what_was_asked_for() -> None:
     ports = free_ports(ServerOptions(grpc_port=4321))
     assert ports.grpc == 4321

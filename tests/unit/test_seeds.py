@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from lr_backend.audit.request import audit_draw
 from lr_backend.engine import Role
 from lr_backend.loop.seeds import Seeds
+from lr_backend.request import draw_seed
 from lr_backend.testing import run_virtual
 from tests.support.examples import answers
 from tests.support.world import PROMPT, World, chance, imitator, storyteller
@@ -233,3 +234,10 @@ def test_one_seed_for_all_steps_would_bias_it_under_half_of_the_verifiers() -> N
     assert biased == matters
     # Nothing but equal steps is accepted: then one seed is as good, and makes the text the same however it was speculated.
     assert not is_biased(seeds, frozenset())
+
+
+def test_a_seed_that_the_server_draws_survives_javascript() -> None:
+    """Its numbers are floats, and a request that names the seed is to be the same request again."""
+    drawn = [draw_seed() for _ in range(200)]
+    assert all(int(float(seed + 8)) == seed + 8 for seed in drawn)
+    assert len(set(drawn)) == len(drawn)

@@ -83,10 +83,17 @@ def checked_id(request_id: str | None) -> str:
     return request_id or uuid.uuid4().hex
 
 
-def channel_options(server_name: str | None) -> tuple[tuple[str, int | str], ...]:
-    """Options of a connection. ``server_name``: that the certificate names, if it is not the host asked."""
+def channel_options(url: str, server_name: str | None) -> tuple[tuple[str, int | str], ...]:
+    """Options of a connection to ``host:port``.
+
+    Args:
+        server_name: that the certificate names, if it is not the host asked.
+    """
+    host = url.rsplit(":", 1)[0].strip("[]")
+    # A proxy that is there for the web knows no way back to this machine.
+    near = (("grpc.enable_http_proxy", 0),) if host in ("localhost", "::1") or host.startswith("127.") else ()
     named = () if server_name is None else (("grpc.ssl_target_name_override", server_name),)
-    return (*CHANNEL_OPTIONS, *named)
+    return (*CHANNEL_OPTIONS, *near, *named)
 
 
 def infer_request(model: str, request_id: str, tensors: tuple[Tensor, ...]) -> Any:

@@ -189,7 +189,7 @@ class AsyncClient:
         # grpc.aio binds a channel to the loop that runs when it is made.
         self._streams.check_open()
         if self._stub is None:
-            options = _wire.channel_options(self._server_name)
+            options = _wire.channel_options(self.url, self._server_name)
             self._channel = (
                 grpc.aio.insecure_channel(self.url, options)
                 if self._credentials is None

@@ -99,7 +99,7 @@ class Client:
         self.timeout_s = _wire.checked_timeout(timeout_s)
         self._metadata = _wire.metadata_pairs(metadata)
         self._streams = _wire.OpenStreams()
-        options = _wire.channel_options(server_name)
+        options = _wire.channel_options(url, server_name)
         self._channel = (
             grpc.insecure_channel(url, options)
             if credentials is None

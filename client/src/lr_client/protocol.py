@@ -291,7 +291,8 @@ class Collector:
     def result(self) -> Result:
         """The whole answer, once the stream has ended."""
         text, usage = "".join(self._texts), self._finish.usage
-        reasoning, answer = split_reasoning(text, num_reasoning_tokens=usage.reasoning_tokens)
+        is_cut = 0 < usage.reasoning_tokens == usage.completion_tokens
+        reasoning, answer = split_reasoning(text, is_cut=is_cut)
         return Result(
             text=text,
             reasoning=reasoning,

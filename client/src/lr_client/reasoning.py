@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-THINK = "<think>"
-END_THINK = "</think>"
+MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+"""Around the reasoning of the models that are served most."""
 
 
-def split_reasoning(text: str, *, num_reasoning_tokens: int = 0) -> tuple[str, str]:
-    """The reasoning and the answer of a whole text, without tags and outer blanks.
+def split_reasoning(text: str, *, is_cut: bool = False) -> tuple[str, str]:
+    """The reasoning and the answer of a whole text, without marks and outer blanks.
 
-    A text with no ``</think>`` was cut while reasoning if it opens with ``<think>`` or the server counted
-    reasoning tokens (some chat templates put the opening tag into the prompt); else all of it is the answer.
+    A text without an end of the reasoning was cut inside it if it opens with a mark, or if ``is_cut``: the
+    server counted all of its tokens as reasoning (some chat templates put the opening mark into the
+    prompt). Else all of it is the answer.
     """
-    reasoning, tag, answer = text.partition(END_THINK)
-    if not tag and not reasoning.lstrip().startswith(THINK) and num_reasoning_tokens == 0:
-        return "", text.strip()
-    return reasoning.strip().removeprefix(THINK).strip(), answer.strip()
+    for opening, closing in MARKS:
+        reasoning, mark, answer = text.partition(closing)
+        if mark or reasoning.lstrip().startswith(opening):
+            return reasoning.strip().removeprefix(opening).strip(), answer.strip()
+    return (text.strip(), "") if is_cut else ("", text.strip())
 
 
 class ReasoningSplitter:
-    """``str.partition("</think>")`` for text in pieces; a tag cut in two is held back until it is whole."""
+    """``str.partition`` at a closing mark, for text in pieces: half a mark is held back until it is whole."""
 
     def __init__(self) -> None:
         self.in_answer = False
@@ -29,13 +31,15 @@ class ReasoningSplitter:
         """What of ``text``, and of text held back before, belongs to the reasoning and to the answer."""
         if self.in_answer:
             return "", text
-        reasoning, tag, answer = (self._held + text).partition(END_THINK)
-        if tag:
+        text = self._held + text
+        found = [(at, closing) for _, closing in MARKS if (at := text.find(closing)) >= 0]
+        if found:
+            at, closing = min(found)
             self.in_answer, self._held = True, ""
-            return reasoning, answer
-        num_held = _overlap(reasoning)
-        self._held = reasoning[len(reasoning) - num_held :]
-        return reasoning[: len(reasoning) - num_held], ""
+            return text[:at], text[at + len(closing) :]
+        num_held = max(_overlap(text, closing) for _, closing in MARKS)
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held], ""
 
     def flush(self) -> str:
         """Reasoning still held back at the end of the text."""
@@ -43,7 +47,7 @@ class ReasoningSplitter:
         return held
 
 
-def _overlap(text: str) -> int:
-    """Length of the longest end of ``text`` that may be the beginning of a tag."""
-    lengths = range(min(len(text), len(END_THINK) - 1), 0, -1)
-    return next((length for length in lengths if END_THINK.startswith(text[-length:])), 0)
+def _overlap(text: str, closing: str) -> int:
+    """Length of the longest end of ``text`` that may be the beginning of ``closing``."""
+    lengths = range(min(len(text), len(closing) - 1), 0, -1)
+    return next((length for length in lengths if closing.startswith(text[-length:])), 0)
