@@ -38,7 +38,7 @@ from bench.kit.turns import rotated
 from demo.problems import problems
 from lr_backend.engine import Role
 from lr_backend.policy.formulas import ceiling
-from lr_backend.request import LookaheadRequest
+from lr_backend.request import LookaheadRequest, Mode
 
 SIZES: Mapping[str, tuple[str, str, str]] = {
     "cpu": ("100m", "10m", "10m"),
@@ -127,7 +127,7 @@ def figures(measured: Mapping[Setting, Measured], hardware: Hardware) -> list[Fi
         if setting.alpha is not None:
             seen = min(one.alpha, 0.999)
             most = ceiling(seen, min(1.0, hardware.cost_ratio), setting.max_depth)
-            request = LookaheadRequest(text_input="-", max_depth=setting.max_depth)
+            request = LookaheadRequest(text_input="-", mode=Mode.LR, max_depth=setting.max_depth)
             possible = hardware_ceiling(hardware, request, seen, round(one.step_tokens))
             speed = paired_speedup(baseline, one.seconds_a_token)
             found.append(Figure(setting.alpha, setting.max_depth, *speed, one.alpha, one.step_tokens, most, possible))

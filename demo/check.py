@@ -32,8 +32,11 @@ def right_answers(model: Model, tasks: Sequence[Problem], chains: Sequence[Seque
 def judge_all(judge: Model, steps: Sequence[tuple[str, str]]) -> list[bool | None]:
     """The judge's verdict on each (target step, drafted step)."""
     prompt = JudgePrompt.from_tokenizer(judge.tokenizer)
-    prompts = [ids for first, second in steps if (ids := prompt.ids(first, second)) is not None]
-    assert len(prompts) == len(steps), "a step is longer than the judge reads"
+    prompts = []
+    for first, second in steps:
+        ids = prompt.ids(first, second)
+        assert ids is not None, "a step is longer than the judge reads"
+        prompts.append(ids)
     made = generate_all(judge, prompts, at_steps=False, max_new_tokens=1, temperature=0.0)
     return [parse_verdict(judge.decode(ids)) for ids in made]
 

@@ -40,8 +40,8 @@ class Timeouts(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     target_s: float = Field(default=120.0, gt=0)
-    """For a step, which is long at worst by its cap; a call for a whole answer has as many times longer as it may write more.
-    Past this the engine is taken for dead."""
+    """For a step, which is long at worst by its cap. A call for n times as many tokens may take n times as long; past that the
+    engine is taken for dead."""
     draft_s: float = Field(default=30.0, gt=0)
     """A draft this late is no use; the target's step stands."""
     judge_s: float = Field(default=5.0, gt=0)

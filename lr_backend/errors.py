@@ -157,7 +157,7 @@ def first_error(error: _Validation, leave_out: Container[object] = ()) -> str:
     return f"{where + ': ' if where else ''}{str(first['msg']).removeprefix('Value error, ')}"
 
 
-def is_cancelled(error: BaseException) -> bool:
+def own_task_is_cancelled(error: BaseException) -> bool:
     """Whether the task that runs is to end, and did not only hear of the end of another one that a plug-in waited for."""
     task = asyncio.current_task()
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0

@@ -23,7 +23,7 @@ from bench.kit.hardware import device_line
 from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
 from bench.kit.serving import command_serving, demo_spec
 from bench.load.errors import LoadError
-from lr_backend.serve.warmup import QUESTION
+from bench.load.inputs import demo_questions, scripted_questions
 
 VERSION = "0.13.0"
 TOOLS = Path("out/tools/aiperf")
@@ -100,7 +100,8 @@ def run(binary: Path, url: str, deployment: str, mode: str, concurrency: int, nu
     """
     kept = folder / f"{deployment}-{mode}-{concurrency}"
     questions = folder / "questions.jsonl"
-    questions.write_text(json.dumps({"text": QUESTION}) + "\n", encoding="utf-8")
+    asked_of = demo_questions(num_requests) if deployment == "demo" else scripted_questions("qwen3-gsm8k", num_requests, None)[0]
+    questions.write_text("".join(json.dumps({"text": one}) + "\n" for one in asked_of), encoding="utf-8")
     asked = f"--model {deployment} --endpoint-type chat --streaming --concurrency {concurrency} --request-count {num_requests}"
     told = f"--custom-dataset-type single_turn --tokenizer {TOKENIZER} --use-server-token-count --ui none --url {url}"
     extra = json.dumps({"max_completion_tokens": MAX_TOKENS, "lookahead": {"mode": mode}})

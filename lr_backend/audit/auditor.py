@@ -20,7 +20,7 @@ from lr_backend.errors import InvalidRequest
 from lr_backend.steps.step import StepTokenizer
 from lr_backend.verify.asking import ask
 from lr_backend.verify.factory import VerifierParts
-from lr_backend.verify.judge_prompt import JudgePrompt, most_read, parse_verdict
+from lr_backend.verify.judge_prompt import JudgePrompt, parse_verdict, readable_step_tokens
 from lr_backend.verify.verdict import Reason, StepPair
 
 
@@ -93,7 +93,7 @@ def make_auditor(config: LoopConfig, parts: VerifierParts, checker: Checker | No
         case "target":
             tokenizer: Any = parts.tokenizer
             try:
-                most = most_read(config.limits.max_step_tokens)
+                most = readable_step_tokens(config.limits.max_step_tokens)
                 prompt = JudgePrompt.for_audits(tokenizer, config.think_open, config.think_close, max_step_tokens=most)
             except Exception as error:  # templates raise whatever they like at turns they do not accept
                 rule = f"the target's chat template refuses the prompt of this server's auditor: {error}"

@@ -77,15 +77,15 @@ class Feed:
         self._num_taken += 1
         return found
 
-    def take_part(self, max_tokens: int) -> Pass:
-        """The first tokens of the next pass, of which the rest becomes the next one. Raises: LookaheadError: as :meth:`peek`."""
-        found = self.take()
+    def take_up_to(self, max_tokens: int) -> Pass:
+        """The first tokens of the next pass; the rest becomes the next one. Raises: LookaheadError: as :meth:`peek`."""
+        found = self.peek()
         if len(found.token_ids) <= max_tokens:
-            return found
-        with self._changed:
-            self._num_taken -= 1
-            self._passes[self._num_taken] = Pass(found.token_ids[max_tokens:], found.log_probs[max_tokens:])
-        return Pass(found.token_ids[:max_tokens], found.log_probs[:max_tokens], found.num_proposed)
+            return self.take()
+        num_proposed = min(found.num_proposed, max_tokens - 1)
+        rest = found.token_ids[max_tokens:], found.log_probs[max_tokens:], max(0, found.num_proposed - max_tokens)
+        self._passes[self._num_taken] = Pass(*rest)
+        return Pass(found.token_ids[:max_tokens], found.log_probs[:max_tokens], num_proposed)
 
 
 class TextSource(Protocol):

@@ -235,7 +235,7 @@ def _gained(sequence: Sequence, feed: Feed, num_passes: int, room: int) -> NewTo
         passes = [feed.take() for _ in range(num_passes)]
         token_ids = [token for one in passes for token in one.token_ids]
         return NewTokens(sequence, token_ids, [score for one in passes for score in one.log_probs], num_passes - 1)
-    found = feed.take() if sequence.drafts else feed.take_part(room)
+    found = feed.take() if sequence.drafts else feed.take_up_to(room)
     num_more = len(found.token_ids) - 1
     return NewTokens(
         sequence,

@@ -21,7 +21,6 @@ from lr_backend.hardware.sharing import IDLE, Demand, Law
 
 LOOKS = 4
 """Into so many parts work on shared cards is cut; before each it is seen what the others ask of them by then."""
-
 SETTLE_S = 1e-8
 """Between two iterations: time moves on only when nobody has anything left to do."""
 
@@ -118,7 +117,7 @@ class VirtualEngine:
         done: asyncio.Future[EngineResponse] = asyncio.get_running_loop().create_future()
 
         def on_done(result: EngineResponse | LookaheadError) -> None:
-            if done.cancelled():
+            if done.done():
                 return
             if isinstance(result, EngineResponse):
                 done.set_result(result)

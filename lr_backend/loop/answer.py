@@ -123,15 +123,16 @@ class Answer:
         opening = self._rules.think_open_id
         return opening is None or opening in self._since_prompt(prefix)
 
-    def takes_meaning(self, prefix: IntArray, step: Step) -> bool:
-        """A step may be taken for what it means: the reasoning has begun, and it is no part of a tool call.
+    def may_accept_by_meaning(self, prefix: IntArray, step: Step) -> bool:
+        """The reasoning has begun, and the step is no part of a tool call: a marker opens one, and the next marker closes it.
 
         Args:
             prefix: up to the step's end, shape [N].
         """
         tools = self._rules.tool_ids
-        in_call = bool(tools) and bool(np.isin(prefix[self._prompt_length :], list(tools)).sum() % 2)
-        return self.has_opened(prefix) and not in_call and tools.isdisjoint(step.ids)
+        if not self.has_opened(prefix) or not tools.isdisjoint(step.ids):
+            return False
+        return not tools or bool(np.isin(prefix[self._prompt_length :], list(tools)).sum() % 2 == 0)
 
     def plain(self, step: Step) -> str:
         """The text of a step, without special tokens."""
@@ -147,7 +148,7 @@ class Answer:
 
     def _num_reasoning(self, step: Step) -> int:
         close = self._rules.think_close_id
-        # A model that marks no reasoning has none that anybody could tell from its answer, and one may answer at once.
+        # Without marks nobody can tell reasoning from answer. A model with marks may answer without any.
         if close is None or not self.is_reasoning or not self.has_opened(self.prefix):
             return 0
         return step.ids.index(close) + 1 if close in step.ids else len(step.ids)

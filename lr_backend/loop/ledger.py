@@ -234,7 +234,7 @@ class MeteredEngine:
 
     Args:
         timeout_s: limit of a call for one step; past it the call is cancelled and :class:`EngineTimeout` raised. None: no limit.
-        max_step_tokens: of a step. A call for more tokens may take as many times longer.
+        max_step_tokens: of a step; a call for n times as many may take n times as long. None: no call is for more.
         drafts_tokens: its calls are for draft tokens, whoever they are made for.
     """
 
@@ -271,7 +271,8 @@ class MeteredEngine:
                 generation = await self._engine.generate(call)
         except TimeoutError as error:
             span.failed = True
-            raise EngineTimeout(f"the {self._role.value} engine did not answer within {limit_s:g} s") from error
+            within = "in time" if limit_s is None else f"within {limit_s:g} s"
+            raise EngineTimeout(f"the {self._role.value} engine did not answer {within}") from error
         except asyncio.CancelledError:
             span.cancelled = True
             raise

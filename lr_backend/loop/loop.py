@@ -88,6 +88,8 @@ class LookaheadLoop:
                     await self._answer()
         except TimeoutError:
             assert deadline.expired()
+            if not self.request.deadline_s and not answer.completion_ids:
+                raise TargetUnavailable(f"the target wrote nothing in {limit_s:g} s") from None
             answer.finish = FinishReason.DEADLINE
         except (EngineRejected, NotFinite):
             raise
@@ -171,7 +173,8 @@ class LookaheadLoop:
                 self.shared.acceptance[self.audit.decides].decided(accepted, drafted.log_prob if drafted is not None else None)
             origin = Origin.DRAFT if accepted else Origin.CORRECTION if compared is not None else Origin.TARGET
             answer.commit(decision.step, origin, decision.reason, decision)
-            self.policy.committed(len(decision.step.ids), accepted=accepted if compared is not None else None)
+            was_accepted = accepted if compared is not None else None
+            self.policy.committed(len(decision.step.ids), accepted=was_accepted, verifier=self.audit.decides)
             self._look_ahead(tree)
 
     def _cancel(self, nodes: Iterable[Node]) -> None:
@@ -231,7 +234,7 @@ class LookaheadLoop:
         assert position is not None
         pair = self._pair(position, target, node, f"{self.request_id}/judge/{next(self._verdicts)}")
         # Before the reasoning is known to have begun, and in a tool call, only the same tokens will do.
-        by_meaning = self.answer.takes_meaning(node.prefix, target)
+        by_meaning = self.answer.may_accept_by_meaning(node.prefix, target)
         verifier = self.audit.allowed(self.verifier) if by_meaning else ExactVerifier()
         # What takes the verifier's place takes no time, and says nothing of the verifier's.
         prices = self.shared.prices

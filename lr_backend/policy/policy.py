@@ -115,8 +115,15 @@ class RequestPolicy(Protocol):
         """Steps that the target writes alone in one go, where the depth is 0; None: all the rest."""
         ...
 
-    def committed(self, num_tokens: int, num_steps: int = 1, *, accepted: bool | None = None) -> None:
-        """Steps were committed; ``accepted``: whether a drafted one was, where one was compared."""
+    def committed(
+        self, num_tokens: int, num_steps: int = 1, *, accepted: bool | None = None, verifier: str | None = None
+    ) -> None:
+        """Steps were committed.
+
+        Args:
+            accepted: whether a drafted one was, where one was compared.
+            verifier: who decides on drafted steps by now; None: who did.
+        """
         ...
 
 
@@ -149,7 +156,9 @@ class Fixed:
     def alone_steps(self) -> int | None:
         return None
 
-    def committed(self, num_tokens: int, num_steps: int = 1, *, accepted: bool | None = None) -> None:
+    def committed(
+        self, num_tokens: int, num_steps: int = 1, *, accepted: bool | None = None, verifier: str | None = None
+    ) -> None:
         pass
 
 
@@ -205,7 +214,10 @@ class Measured:
     def alone_steps(self) -> int | None:
         return self._steps_of_a_call(self.verifies_drafts)
 
-    def committed(self, num_tokens: int, num_steps: int = 1, *, accepted: bool | None = None) -> None:
+    def committed(
+        self, num_tokens: int, num_steps: int = 1, *, accepted: bool | None = None, verifier: str | None = None
+    ) -> None:
+        self.verifier = verifier or self.verifier  # once a risk budget is spent, only equal tokens are accepted
         trial, now_s = self._trial, self.shared.prices.clock()
         num_requests = self.shared.prices.num_requests
         # What was drafted before looking ahead has stopped was paid for then.

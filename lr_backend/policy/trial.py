@@ -138,7 +138,9 @@ class Trial:
         num_steps, requests = self._num_steps, max(1, num_requests)
         enough = max(FEWEST_STEPS * requests, min(SPAN_STEPS * requests, ENOUGH_STEPS))
         is_long = num_steps >= enough and (fresh or num_steps >= 2 * enough)
-        if self._num_tokens and (is_long or (num_steps >= max(SPAN_STEPS, BAD_STEPS * requests) and self._is_bad(predict))):
+        is_bad = num_steps >= max(SPAN_STEPS, BAD_STEPS * requests) and self._is_bad(predict)
+        # Luck that was taken off may be more than a few short steps took: such a span goes on.
+        if self._num_tokens and self._seconds > 0.0 and (is_long or is_bad):
             self._end_span(predict)
 
     def choose(self, predict: Predict) -> None:

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from lr_backend.contract import IntArray
-from lr_backend.errors import is_cancelled
+from lr_backend.errors import own_task_is_cancelled
 from lr_backend.propose.growing import GrowingText
 from lr_backend.propose.proposal import Proposal, Room
 
@@ -56,7 +56,7 @@ class _Step:
         try:
             found = tuple(int(token) for token in await self.proposer.propose(context, max_tokens))[:max_tokens]
         except (Exception, asyncio.CancelledError) as error:  # a deployment's own code may raise anything
-            if is_cancelled(error):
+            if own_task_is_cancelled(error):
                 raise
             _logger.warning("the proposer failed: %s: %s", type(error).__name__, error)
             found = ()

@@ -49,7 +49,8 @@ class TextStream:
 
     def _pending_text(self) -> str:
         before, whole = self._decode(self._context_ids), self._decode([*self._context_ids, *self._pending_ids])
-        return whole[len(before) :] if whole.startswith(before) else self._decode(self._pending_ids)
+        is_whole = _INCOMPLETE not in before and whole.startswith(before)  # it may begin inside a character
+        return whole[len(before) :] if is_whole else self._decode(self._pending_ids)
 
     def _decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True)) if ids else ""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from dataclasses import dataclass, replace
 
-from lr_backend.errors import is_cancelled
+from lr_backend.errors import own_task_is_cancelled
 from lr_backend.verify.verdict import Reason, StepPair, Verdict, Verifier
 
 _logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ class GuardedVerifier:
             async with asyncio.timeout(self.timeout_s) as limit:
                 verdict: object = await self.verifier.verify(pair)
         except (Exception, asyncio.CancelledError) as error:  # a deployment's own code may raise anything
-            if is_cancelled(error):
+            if own_task_is_cancelled(error):
                 raise
             if limit.expired():
                 return Verdict(False, Reason.TIMEOUT, verifier=self.name)

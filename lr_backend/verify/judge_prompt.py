@@ -30,7 +30,7 @@ STEP_1_OPEN, STEP_1_CLOSE = "\n<step 1>\n", "\n</step 1>"
 STEP_2_OPEN, STEP_2_CLOSE = "\n<step 2>\n", "\n</step 2>"
 VERDICT_PREFILL = "["
 MAX_STEP_TOKENS = 512
-"""Of the judge's own, that it reads of a step."""
+"""Tokens of a step, by its own tokenizer, that a judge reads."""
 
 AUDIT_SYSTEM_TEXT = "You check whether one reasoning step may replace another."
 AUDIT_TASK_TEXT = (
@@ -114,8 +114,8 @@ class JudgePrompt:
         return [*self.head_ids, *first, *self.middle_ids, *second, *self.tail_ids]
 
 
-def most_read(max_step_tokens: int) -> int:
-    """Tokens of a step that a judge reads, where the target's may have so many."""
+def readable_step_tokens(max_step_tokens: int) -> int:
+    """Tokens of a step that a judge reads, where the target's steps may have ``max_step_tokens``."""
     return max(MAX_STEP_TOKENS, max_step_tokens)
 
 

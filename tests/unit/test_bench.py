@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 import bench.engine
 import bench.overhead
 import bench.verifiers
+from bench.faults import is_lost
+from bench.kit.crowd import Ended
 from bench.kit.turns import Spread, ratio, timed_rounds
 from bench.overhead import Overhead
 from bench.verifiers import Case, VerifierFigures
@@ -101,3 +103,21 @@ def test_the_comparison_of_verifiers_runs_on_the_demo_models(tmp_path: Path) -> 
     assert all(row["num_pairs"] == 4 for row in rows.values())
     assert rows["exact"]["accept_rate"] == 0.0
     assert rows["exact"]["false_accept_rate"] is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "before_s", "lost"),
+    [
+        ("served", 3.0, False),
+        ("Overloaded", 3.0, False),
+        ("ServerUnreachable", 0.1, False),
+        ("ServerUnreachable", 3.0, True),
+        ("TargetUnavailable", 0.1, True),
+    ],
+)
+def test_an_answer_whose_server_went_away_is_lost_and_a_call_that_came_too_late_is_not(
+    kind: str, before_s: float, lost: bool
+) -> None:
+    ended = Ended(10.0 - before_s, 11.0, kind)
+    assert is_lost(ended, 10.0) is lost
+    assert not is_lost(ended, 12.0), "it was over"

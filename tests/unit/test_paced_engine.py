@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from lr_backend.emulated.engine import MAX_JITTER_S
-from lr_backend.engine.request import EngineResponse
+from lr_backend.emulated.feed import Feed
+from lr_backend.engine.request import EngineRequest, EngineResponse
 from lr_backend.errors import ConfigError, EngineError, EngineRejected, EngineUnavailable, Overloaded
 from lr_backend.hardware.cost import Iteration, Join
 from lr_backend.hardware.overheads import Bound
@@ -329,3 +330,24 @@ def test_a_pace_that_is_none_is_one_clear_line(text: str, said: str) -> None:
 def test_a_pace_without_a_profile_stops_the_engine_from_starting(make: MakeBench) -> None:
     with pytest.raises(ConfigError, match=r"Qwen3-32B.*TP 16"):
         Bench(pace=EnginePace(replace(TARGET.profile, tp_size=16)))
+
+
+def test_a_cancel_that_comes_while_its_call_is_submitted_is_not_lost(make: MakeBench) -> None:
+    bench = make()
+    begin = bench.texts.begin
+
+    def begin_and_cancel(request: EngineRequest) -> Feed:
+        bench.engine.cancel(request.request_id)
+        return begin(request)
+
+    bench.texts.begin = begin_and_cancel  # type: ignore[method-assign]
+    bench.time.at(0.0, lambda: bench.ask("a", 20, 40))
+    assert len(bench.answer("a").token_ids) < 40
+
+
+def test_a_closed_engine_is_not_checked(make: MakeBench) -> None:
+    bench = make()
+    bench.engine.check_integrity()
+    bench.engine.close()
+    with pytest.raises(EngineUnavailable):
+        bench.engine.check_integrity()

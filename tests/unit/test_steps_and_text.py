@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
@@ -123,6 +124,25 @@ def test_a_tokenizer_that_drops_a_first_blank_drops_none_in_the_middle(words: li
     assert out + stream.flush() == tokenizer.decode(ids)
 
 
+@given(st.text(alphabet="a€é😀\n", min_size=1, max_size=20), st.data())
+def test_a_run_of_bytes_is_read_whole_or_not_at_all(text: str, data: st.DataObject) -> None:
+    """As byte fallback does it: where a run of byte tokens is no text, each of them is a replacement character."""
+
+    class Bytes:
+        def decode(self, token_ids: list[int], **_: Any) -> str:
+            try:
+                return bytes(token_ids).decode("utf-8")
+            except UnicodeDecodeError:
+                return "\ufffd" * len(token_ids)
+
+    stream, out, left = TextStream(Bytes()), "", list(text.encode())  # type: ignore[arg-type]
+    while left:
+        size = data.draw(st.integers(1, len(left)))
+        out += stream.push(left[:size])
+        left = left[size:]
+    assert out + stream.flush() == text
+
+
 def test_bytes_of_a_character_wait_for_each_other() -> None:
     class Bytes:
         all_special_ids = ()
@@ -180,3 +200,18 @@ def test_rules_of_a_real_tokenizer_cut_where_the_text_does() -> None:
         ids = ids[len(step.ids) :]
 
     assert steps == ["<think>\nMia has 12 apples.\n\n", "So Tom has 3 (see above):\n\n", "7 + 5 = 12 apples.\n</think>", "\n\n"]
+
+
+def test_a_proposer_that_waits_for_a_task_that_was_cancelled_proposes_nothing() -> None:
+    class Shares:
+        async def propose(self, ids: Any, max_tokens: int) -> tuple[int, ...]:
+            shared = asyncio.create_task(asyncio.sleep(1.0))
+            shared.cancel()
+            await shared
+            raise AssertionError
+
+    async def first() -> Proposal:
+        async with Lookup(Shares()).step(np.array([1], np.int32), np.zeros((2, 0), np.int32), lambda ids: 9, None) as step:
+            return await step.next((), 4)
+
+    assert not run_virtual(first()).token_ids

@@ -335,9 +335,18 @@ def test_an_iteration_that_fails_is_told_to_whoever_waits() -> None:
     async def body() -> None:
         machine = Machine()
         engine = Broken(Place(LinearCosts(1.0)), WORDS, machine.shared, machine.thread)
-        with pytest.raises(EngineError, match="the engine died: out of memory"):
-            await engine.generate(call("a", 3, 4))
+        for name in ("a", "b"):
+            with pytest.raises(EngineError, match="the engine died: out of memory"):
+                await engine.generate(call(name, 3, 4))
         with pytest.raises(RuntimeError, match="out of memory"):
             await engine.close()
 
     run_virtual(body())
+
+
+def test_what_is_cut_off_a_pass_is_charged_when_it_comes() -> None:
+    feed = Feed()
+    feed.add([Pass((1, 2, 3, 4, 5), num_proposed=4)])
+    parts = feed.take_up_to(2), feed.take_up_to(9)
+    assert parts == (Pass((1, 2), num_proposed=1), Pass((3, 4, 5), num_proposed=2))
+    assert not feed.num_ready
