@@ -38,7 +38,7 @@ from lr_client.protocol import (
     read_record,
     read_steps,
 )
-from lr_client.reasoning import ReasoningSplitter, split_reasoning
+from lr_client.reasoning import MARKS, ReasoningSplitter, split_reasoning
 
 QUICK = settings(max_examples=50, deadline=None)
 TEXT = st.text(st.characters(codec="utf-8"))
@@ -371,6 +371,8 @@ def test_timeouts_and_lost_connections_are_python_s_own_kinds_too() -> None:
     [
         ("<think>\nwhy\n</think>\n\n42", False, ("why", "42")),
         ("[THINK]why[/THINK]42", False, ("why", "42")),
+        ("[THINK]why[/THINK]Use </think>", False, ("why", "Use </think>")),
+        ("<think>not [/THINK] yet</think>42", False, ("not [/THINK] yet", "42")),
         ("why</think>42", False, ("why", "42")),
         ("<think>why", False, ("why", "")),
         ("[THINK]why", False, ("why", "")),
@@ -398,15 +400,19 @@ def test_a_text_without_marks_is_the_answer_unless_all_of_it_is_reasoning(
     assert (result.reasoning, result.answer) == parts
 
 
+PIECES = st.lists(st.sampled_from([*"</think>ab<[/THINK]", "</think>", "[/THINK]"]) | TEXT)
+
+
 @QUICK
-@given(st.lists(st.sampled_from([*"</think>ab<[/THINK]", "</think>", "[/THINK]"]) | TEXT))
-def test_the_splitter_is_partition_whatever_the_pieces(pieces: list[str]) -> None:
-    splitter = ReasoningSplitter()
+@given(st.sampled_from(["", "<think>", "\n[THINK]"]), PIECES)
+def test_the_splitter_is_partition_whatever_the_pieces(opening: str, pieces: list[str]) -> None:
+    """The mark that opens a text says which one closes; without one, the first does."""
+    pieces = [*opening, *pieces]
+    splitter, text = ReasoningSplitter(), "".join(pieces)
     parts = [splitter.feed(piece) for piece in pieces]
     reasoning = "".join(part for part, _ in parts) + splitter.flush()
-    whole, _, rest = min(
-        ("".join(pieces).partition(mark) for mark in ("</think>", "[/THINK]")), key=lambda one: len(one[0])
-    )
+    opened = [pair for pair in MARKS if text.lstrip().startswith(pair[0])] or MARKS
+    whole, _, rest = min((text.partition(closing) for _, closing in opened), key=lambda one: len(one[0]))
     assert (reasoning, "".join(part for _, part in parts)) == (whole, rest)
 
 

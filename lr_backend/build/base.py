@@ -39,6 +39,9 @@ _FILLED_BY_BUILD = (
     "remotes",
 )
 
+JUDGES_FRAME = 128
+"""Tokens around the two steps in a judge's prompt, about."""
+
 
 class Section(BaseModel):
     """A table of a spec: frozen, and without keys that are not known."""
@@ -335,7 +338,7 @@ class DeploymentSpec(Section):
             if self.engine(role).max_seq_len < longest:
                 raise ValueError(f"{role}.max_seq_len must hold limits.max_prompt_tokens + limits.max_tokens = {longest}")
         target, judge = self.engine(Role.TARGET), self.engine(Role.JUDGE)
-        if judge.max_seq_len <= 2 * limits.max_step_tokens:
+        if judge.max_seq_len < 2 * limits.max_step_tokens + JUDGES_FRAME:
             raise ValueError("judge.max_seq_len must hold two steps of limits.max_step_tokens and the prompt around them")
         if limits.max_draft_len != target.num_drafts:
             raise ValueError(f"lookahead.limits.max_draft_len must equal target.max_draft_len = {target.num_drafts}")

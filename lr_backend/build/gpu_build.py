@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -350,14 +351,21 @@ def _require_platform(spec: GpuDeployment, here: Platform) -> None:
 
 def _hash_inputs(info: CheckpointInfo, dirs: EngineDirs) -> dict[str, dict[str, Any]]:
     """Hashes of a checkpoint's files, kept beside the engine so that gigabytes are read once."""
-    path = dirs.root / "inputs.json"
-    try:
-        known = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        known = {}
-    found = digests(info.files, {"files": known if isinstance(known, dict) else {}})
-    _write_json(path, found)
+    found = digests(info.files, {"files": _known_inputs(dirs)})
+    _write_json(_inputs_file(dirs), found)
     return found
+
+
+def _inputs_file(dirs: EngineDirs) -> Path:
+    return dirs.root / "inputs.json"
+
+
+def _known_inputs(dirs: EngineDirs) -> dict[str, Any]:
+    try:
+        known = json.loads(_inputs_file(dirs).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
 
 
 def _require_current(plan: GpuPlan, role: Role) -> None:
@@ -367,9 +375,17 @@ def _require_current(plan: GpuPlan, role: Role) -> None:
     built = [_flags_of(step.get("argv", ())) for step in manifest.get("steps", ())]
     if built != [_flags_of(step.command.argv) for step in plan.steps[role]]:
         raise ConfigError(f"{role}: {plan.spec.path.name} has changed since its engine was built; run build_engines.py again")
-    checkpoint = manifest.get("checkpoint", {})
-    now, then = digests(plan.infos[role].files, checkpoint), checkpoint.get("files", {})
-    if others := [name for name in now if now[name]["sha256"] != then.get(name, {}).get("sha256")]:
+    then = manifest.get("checkpoint", {}).get("files", {})
+    # A tokenizer or a chat template may change; an engine holds none.
+    compiled = [
+        path
+        for path in plan.infos[role].files
+        if path.name in then and (path.suffix == ".safetensors" or path.name == "config.json")
+    ]
+    now = digests(compiled, {"files": {**then, **_known_inputs(dirs)}})
+    with suppress(ConfigError):  # a server may only read there
+        _write_json(_inputs_file(dirs), {**_known_inputs(dirs), **now})
+    if others := [name for name in now if now[name]["sha256"] != then[name].get("sha256")]:
         folder = plan.infos[role].directory
         raise ConfigError(f"{role}: {others[0]} in {folder} is not what its engine was built from; run build_engines.py again")
 

@@ -87,13 +87,19 @@ def _alone(folder: Path) -> Iterator[int]:
 def _ended_by_signals() -> Iterator[None]:
     """A signal, or a terminal that is closed, ends this process as an exception does, and with it the command that runs."""
 
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    # One that is ignored stays so, as under nohup.
+    before = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
+    if threading.current_thread() is not threading.main_thread():
+        before = {}
+
     def end(number: int, _: object) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)  # another one would cut the end of the command short
         raise SystemExit(128 + number)
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number in before:
+        signal.signal(number, end)
     try:
         yield
     finally:

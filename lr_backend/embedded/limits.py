@@ -50,9 +50,7 @@ def plan_run(request: EngineRequest, config: EngineConfig, vocab_size: int) -> R
     capacity = config.num_blocks * config.tokens_per_block
     longest = max(max_new_tokens, len(drafts) + 1)
     if num_prompt + longest > capacity:
-        raise EngineRejected(
-            f"input_ids: {num_prompt} tokens and {longest} of output exceed the KV cache of {capacity} tokens"
-        )
+        raise EngineRejected(f"input_ids: {num_prompt} tokens and {longest} of output exceed the KV cache of {capacity} tokens")
     return RunPlan(drafts, max_new_tokens, goes_on)
 
 

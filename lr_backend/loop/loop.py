@@ -39,6 +39,9 @@ from lr_backend.steps.step import Step
 from lr_backend.trace.schema import Purpose
 from lr_backend.verify import ExactVerifier, Reason, StepPair, Verifier
 
+STRETCH_STEPS = 4
+"""The longest steps that one call of the target alone may hold. A further call costs one admission."""
+
 
 @dataclass(eq=False)
 class LookaheadLoop:
@@ -88,8 +91,6 @@ class LookaheadLoop:
                     await self._answer()
         except TimeoutError:
             assert deadline.expired()
-            if not self.request.deadline_s and not answer.completion_ids:
-                raise TargetUnavailable(f"the target wrote nothing in {limit_s:g} s") from None
             answer.finish = FinishReason.DEADLINE
         except (EngineRejected, NotFinite):
             raise
@@ -113,8 +114,12 @@ class LookaheadLoop:
             await self._write_alone(answer.num_left)
 
     async def _write_alone(self, most: int) -> None:
-        """A stretch of at most ``most`` tokens by the target alone, or no more than a step where somebody waits for it."""
+        """A stretch of at most ``most`` tokens by the target alone, or no more than a step where somebody waits for it.
+
+        No stretch is long: what is written is kept when the time is up, and a target that is stuck is noticed before that.
+        """
         prefix, watched = self.answer.prefix, self.request.is_watched
+        most = min(most, STRETCH_STEPS * self.config.limits.max_step_tokens)
         ending = self.rules.of_step if watched else self.rules.of_answer
         step = await self._target_step(prefix, self._budget(prefix) if watched else most, ending)
         self.answer.commit(step, Origin.TARGET, Reason.NONE)

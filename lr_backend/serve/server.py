@@ -140,7 +140,7 @@ def free_ports(options: ServerOptions) -> Ports:
             numbers.append(wanted)
         return Ports(*numbers)
     except OSError as error:
-        raise ServerError(f"{options.host}: no address of this machine: {error.strerror}") from error
+        raise ServerError(f"no port to be had at {options.host}: {error.strerror}") from error
     finally:
         for each in held:
             each.close()

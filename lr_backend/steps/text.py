@@ -35,6 +35,8 @@ class TextStream:
         if text.endswith(_INCOMPLETE):
             return ""
         self._context_ids = [*self._context_ids, *self._pending_ids][-_CONTEXT_TOKENS:]
+        while _INCOMPLETE in self._decode(self._context_ids):  # it begins inside a character
+            del self._context_ids[0]
         self._pending_ids.clear()
         return self._release(text)
 
@@ -49,8 +51,7 @@ class TextStream:
 
     def _pending_text(self) -> str:
         before, whole = self._decode(self._context_ids), self._decode([*self._context_ids, *self._pending_ids])
-        is_whole = _INCOMPLETE not in before and whole.startswith(before)  # it may begin inside a character
-        return whole[len(before) :] if is_whole else self._decode(self._pending_ids)
+        return whole[len(before) :] if whole.startswith(before) else self._decode(self._pending_ids)
 
     def _decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True)) if ids else ""

@@ -444,6 +444,18 @@ def test_nothing_of_an_interrupted_build_goes_on(tmp_path: Path, tools: FakeTool
         os.kill(int((tools.control / "pid").read_text()), 0)
 
 
+def test_a_build_under_nohup_goes_on_when_its_terminal_is_closed(spec: GpuDeployment, tmp_path: Path) -> None:
+    dirs = EngineDirs.of(spec.built_dir, Role.TARGET)
+    command = Command(("sh", "-c", f"kill -HUP {os.getpid()}; touch {dirs.checkpoint}/config.json"))
+    step = Step(Role.TARGET, "convert", command, dirs.checkpoint, ("config.json",))
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        run_steps((step,), dirs, {}, Console(file=io.StringIO()))
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_or_a_closed_terminal_ends_the_command_too(spec: GpuDeployment, tools: FakeTools, number: int) -> None:
     dirs = EngineDirs.of(spec.built_dir, Role.TARGET)
@@ -486,6 +498,9 @@ def test_engines_of_other_weights_are_not_served(spec: GpuDeployment, tools: Fak
     content = bytearray(weights.read_bytes())
     os.utime(weights, ns=(1, 1))
     assert not serve_from(spec, tools).written, "the same weights, copied"
+    template = spec.root / "ck" / "target" / "tokenizer_config.json"
+    template.write_text(template.read_text() + "\n")
+    serve_from(spec, tools)  # an engine holds no tokenizer
     content[-1] ^= 1
     weights.write_bytes(content)
     with pytest.raises(ConfigError, match=rf"draft: {weights.name} in .* is not what its engine was built from"):

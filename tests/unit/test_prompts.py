@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -278,3 +278,22 @@ def test_a_long_text_leaves_the_event_loop_to_others() -> None:
         maker.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(("begins", "added"), [([5], [5]), ([5, 6], [5]), ([], []), ([6], [])])
+@pytest.mark.parametrize("raw_prompts", [False, True])
+def test_a_raw_prompt_begins_as_the_tokenizer_begins_a_text(begins: list[int], added: list[int], raw_prompts: bool) -> None:
+    """With its BOS token, where it has one; a deployment that takes control tokens from its users leaves it to them."""
+
+    class Begins:
+        bos_token_id = 5
+        added_tokens_decoder: ClassVar[dict[int, Any]] = {}
+
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            return [*(begins if add_special_tokens else ()), *(10 + ord(letter) for letter in text)]
+
+    config = ROOM.model_copy(update={"raw_prompts": raw_prompts})
+    maker = Prompts(Begins(), config)
+    found = asyncio.run(maker.ids(LookaheadRequest.parse({"text_input": "a", "raw": True})))
+    maker.close()
+    assert found.tolist() == [*([] if raw_prompts else added), 10 + ord("a")]

@@ -124,14 +124,14 @@ def test_a_tokenizer_that_drops_a_first_blank_drops_none_in_the_middle(words: li
     assert out + stream.flush() == tokenizer.decode(ids)
 
 
-@given(st.text(alphabet="a€é😀\n", min_size=1, max_size=20), st.data())
+@given(st.text(alphabet="a€é😀\n ", min_size=1, max_size=20), st.data())
 def test_a_run_of_bytes_is_read_whole_or_not_at_all(text: str, data: st.DataObject) -> None:
     """As byte fallback does it: where a run of byte tokens is no text, each of them is a replacement character."""
 
     class Bytes:
         def decode(self, token_ids: list[int], **_: Any) -> str:
             try:
-                return bytes(token_ids).decode("utf-8")
+                return bytes(token_ids).decode("utf-8").removeprefix(" ")
             except UnicodeDecodeError:
                 return "\ufffd" * len(token_ids)
 
@@ -140,7 +140,7 @@ def test_a_run_of_bytes_is_read_whole_or_not_at_all(text: str, data: st.DataObje
         size = data.draw(st.integers(1, len(left)))
         out += stream.push(left[:size])
         left = left[size:]
-    assert out + stream.flush() == text
+    assert out + stream.flush() == text.removeprefix(" ")
 
 
 def test_bytes_of_a_character_wait_for_each_other() -> None:

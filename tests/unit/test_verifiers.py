@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from bench.plug_ins.verifiers import Chance, Embedding, Grade, grade_prompt, parse_grade
 from lr_backend.engine import EngineCall, Generation
-from lr_backend.errors import EngineRejected, EngineUnavailable, InvalidRequest, LookaheadError
+from lr_backend.errors import EngineUnavailable, InvalidRequest, LookaheadError
 from lr_backend.plugins import PlugIn
 from lr_backend.request import LookaheadRequest, Mode, VerifierName
 from lr_backend.steps.step import Step, StepEnd
@@ -25,10 +25,8 @@ from lr_backend.testing import ScriptedEngine, run_virtual
 from lr_backend.verify import ExactVerifier, Reason, StepPair, Verdict, VerifierParts, make_verifier
 from lr_backend.verify.cascade import CascadeVerifier, NumericVeto, Opinion, SameText
 from lr_backend.verify.guarded import GuardedVerifier
-from lr_backend.verify.judge import JudgeVerifier
-from lr_backend.verify.judge_prompt import JudgePrompt
 from tests.support.examples import answers
-from tests.support.world import CONFIG, JUDGE_TOKENIZER, MODELS, World, imitator, storyteller
+from tests.support.world import CONFIG, MODELS, World, imitator, storyteller
 
 PREFIX = np.asarray([1, 2, 3], dtype=np.int32)
 
@@ -402,12 +400,3 @@ def test_a_dead_plug_in_is_noted() -> None:
 
     assert outcome.usage.degraded == ("verifier",)
     assert "verifier_error" in outcome.usage.num_steps_rejected
-
-
-def test_a_judge_that_refuses_one_pair_is_asked_the_next() -> None:
-    """Its engine takes no prompt that long; that says nothing of the engine."""
-    engine = ScriptedEngine(lambda context, seed: 0, fail=lambda call: EngineRejected("too long"))
-    judge = JudgeVerifier(engine, JudgePrompt.from_tokenizer(JUDGE_TOKENIZER), JUDGE_TOKENIZER, timeout_s=None)
-    for _ in range(2):
-        assert run_virtual(judge.verify(make_pair())) == Verdict(False, Reason.CAPPED, verifier="judge")
-    assert len(engine.calls) == 2 and not judge.failed

@@ -6,6 +6,9 @@ MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 """Around the reasoning of the models that are served most."""
 
 
+_LONGEST = max(len(opening) for opening, _ in MARKS)
+
+
 def split_reasoning(text: str, *, is_cut: bool = False) -> tuple[str, str]:
     """The reasoning and the answer of a whole text, without marks and outer blanks.
 
@@ -13,11 +16,14 @@ def split_reasoning(text: str, *, is_cut: bool = False) -> tuple[str, str]:
     server counted all of its tokens as reasoning (some chat templates put the opening mark into the
     prompt). Else all of it is the answer.
     """
-    for opening, closing in MARKS:
-        reasoning, mark, answer = text.partition(closing)
-        if mark or reasoning.lstrip().startswith(opening):
-            return reasoning.strip().removeprefix(opening).strip(), answer.strip()
-    return (text.strip(), "") if is_cut else ("", text.strip())
+    opening, closings = _marks_of(text)
+    if end := _first_end(text, closings):
+        reasoning, answer = text[: end[0]], text[end[1] :]
+    elif is_cut or opening:
+        reasoning, answer = text, ""
+    else:
+        reasoning, answer = "", text
+    return reasoning.strip().removeprefix(opening).strip(), answer.strip()
 
 
 class ReasoningSplitter:
@@ -25,19 +31,20 @@ class ReasoningSplitter:
 
     def __init__(self) -> None:
         self.in_answer = False
+        self._begin = ""
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str]:
         """What of ``text``, and of text held back before, belongs to the reasoning and to the answer."""
         if self.in_answer:
             return "", text
+        self._begin = (self._begin + text).lstrip()[:_LONGEST]
+        _, closings = _marks_of(self._begin)
         text = self._held + text
-        found = [(at, closing) for _, closing in MARKS if (at := text.find(closing)) >= 0]
-        if found:
-            at, closing = min(found)
+        if end := _first_end(text, closings):
             self.in_answer, self._held = True, ""
-            return text[:at], text[at + len(closing) :]
-        num_held = max(_overlap(text, closing) for _, closing in MARKS)
+            return text[: end[0]], text[end[1] :]
+        num_held = max(_overlap(text, closing) for closing in closings)
         self._held = text[len(text) - num_held :]
         return text[: len(text) - num_held], ""
 
@@ -45,6 +52,20 @@ class ReasoningSplitter:
         """Reasoning still held back at the end of the text."""
         held, self._held = self._held, ""
         return held
+
+
+def _marks_of(text: str) -> tuple[str, tuple[str, ...]]:
+    """The mark that opens a text, and those that may close its reasoning: all where none opens it."""
+    for opening, closing in MARKS:
+        if text.lstrip().startswith(opening):
+            return opening, (closing,)
+    return "", tuple(closing for _, closing in MARKS)
+
+
+def _first_end(text: str, closings: tuple[str, ...]) -> tuple[int, int] | None:
+    """Where the first closing mark begins and ends."""
+    found = [(at, at + len(closing)) for closing in closings if (at := text.find(closing)) >= 0]
+    return min(found, default=None)
 
 
 def _overlap(text: str, closing: str) -> int:
