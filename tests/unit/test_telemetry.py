@@ -86,7 +86,7 @@ def test_every_engine_call_hangs_under_the_request_and_that_under_the_caller(see
 
 def test_a_call_lasts_as_long_as_it_took(seen: Seen) -> None:
     world = make_world()
-    replies = served(seen, world, mode="ar", stream=False)
+    replies = served(seen, world, mode="ar", stream=False, max_tokens=40)
     usage = Usage.model_validate_json(replies.sent[-1]["usage"])
 
     (call,) = (span for span in seen.spans() if span.name == "target")
