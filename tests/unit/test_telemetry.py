@@ -56,7 +56,7 @@ def seen() -> Iterator[Seen]:
 def served(seen: Seen, world: Any = None, context: dict[str, str] | None = None, **fields: Any) -> RecordedReplies:
     service, replies = service_of(world or make_world()), RecordedReplies()
     service.telemetry = seen.telemetry
-    run_virtual(service.serve("id-1", arrays(max_tokens=200, **fields), replies, context))
+    run_virtual(service.serve("id-1", arrays(**{"max_tokens": 200, **fields}), replies, context))
     return replies
 
 
