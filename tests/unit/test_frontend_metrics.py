@@ -6,10 +6,13 @@ import http.server
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from lr_backend.frontend.call import Call
 from lr_backend.frontend.metrics import CONTENT_TYPE
 from tests.support.fake_lookahead import Fail, FakeServer, Gate, Reply
 from tests.support.frontend import Served, frontend
@@ -115,3 +118,14 @@ def test_where_there_are_keys_the_page_wants_one() -> None:
         assert served.ask("GET", "/metrics", headers={}).status == 401
         found = samples(served, {"Authorization": f"Bearer {KEY}"})
     assert ended(found) == {("/metrics", "401", "invalid_api_key"): 1.0}
+
+
+def test_a_request_is_counted_by_the_first_end_that_it_comes_to() -> None:
+    """A client may leave while the last event is on its way to it."""
+    ended: list[tuple[Any, ...]] = []
+    request: Any = SimpleNamespace(method="POST", scope={})
+    metrics: Any = SimpleNamespace(ended=lambda *told: ended.append(told))
+    call = Call(request, metrics)
+    call.log(200, streamed=True)
+    call.log(499, code="client_gone", streamed=True)
+    assert [told[1] for told in ended] == [200]

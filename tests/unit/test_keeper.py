@@ -9,9 +9,11 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from lr_backend.cli import serve
 from lr_backend.notice import Seats
 from lr_backend.serve import keeper as room
 from lr_backend.serve.keeper import StubKeeper
@@ -99,3 +101,14 @@ def test_a_server_that_answers_nothing_but_was_not_told_to_end_is_not_drained(tm
     keeper = StubKeeper(server, lambda line: None)  # type: ignore[arg-type]
     assert not keeper.drained
     keeper.stop()
+
+
+@pytest.mark.parametrize(("drained", "tritons", "status"), [(True, 0, 0), (True, 143, 0), (False, 0, 1), (False, 137, 137)])
+def test_a_drain_that_ran_out_of_time_is_no_success(drained: bool, tritons: int, status: int) -> None:
+    """However Triton itself ended: answers were lost."""
+    nothing: Any = lambda *_: None  # noqa: E731
+    server = SimpleNamespace(options=SimpleNamespace(exit_timeout_s=0), running=True, stop=lambda _: tritons)
+    keeper = SimpleNamespace(drain=nothing, drained=drained, stop=nothing, lost=threading.Event(), can_drain=True)
+    front = SimpleNamespace(terminate=nothing, stop=nothing)
+    parts: Any = (server, None, keeper, SimpleNamespace(impatient=False), front)
+    assert serve._drain(*parts) == status
