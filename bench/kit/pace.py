@@ -113,11 +113,8 @@ class Paced:
         return Machine.paced({role: replace(pace, bound=bound) for role, pace in paces.items()}, sizes)
 
     def scenario(self, row: str, machine: Machine) -> Scenario:
-        """Texts like those of a row's own answers; where these have no drafted steps, like those of the other rows too; of a mode
-        that chooses, like those of ``lr``."""
+        """Texts like those of a row's own answers; where these have no drafted steps, like those of the other rows too."""
         own = self.traces[row]
-        if self.policy(row).mode.chooses:  # what it wrote alone would be taken for the answer behind the reasoning
-            own = self.traces.get(Mode.LR.value, own)
         if not by_verifier(own):
             others = [trace for name, traces in self.traces.items() if name != row for trace in traces]
             ahead = [trace for trace in others if trace.request.mode.speculates_steps]
