@@ -382,9 +382,11 @@ def _require_current(plan: GpuPlan, role: Role) -> None:
         for path in plan.infos[role].files
         if path.name in then and (path.suffix == ".safetensors" or path.name == "config.json")
     ]
-    now = digests(compiled, {"files": {**then, **_known_inputs(dirs)}})
-    with suppress(ConfigError):  # a server may only read there
-        _write_json(_inputs_file(dirs), {**_known_inputs(dirs), **now})
+    known = {**then, **_known_inputs(dirs)}
+    now = digests(compiled, {"files": known})
+    if known != {**known, **now}:
+        with suppress(ConfigError):  # a server may only read there
+            _write_json(_inputs_file(dirs), {**known, **now})
     if others := [name for name in now if now[name]["sha256"] != then[name].get("sha256")]:
         folder = plan.infos[role].directory
         raise ConfigError(f"{role}: {others[0]} in {folder} is not what its engine was built from; run build_engines.py again")

@@ -86,12 +86,9 @@ def _alone(folder: Path) -> Iterator[int]:
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
     """A signal, or a terminal that is closed, ends this process as an exception does, and with it the command that runs."""
-
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    # One that is ignored stays so, as under nohup.
-    before = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
-    if threading.current_thread() is not threading.main_thread():
-        before = {}
+    # One that is ignored stays so, as under nohup. Python hears of signals in its first thread alone.
+    numbers = (signal.SIGTERM, signal.SIGHUP) if threading.current_thread() is threading.main_thread() else ()
+    before = {each: handler for each in numbers if (handler := signal.getsignal(each)) not in (signal.SIG_IGN, None)}
 
     def end(number: int, _: object) -> None:
         for each in before:

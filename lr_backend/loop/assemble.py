@@ -90,6 +90,8 @@ def assemble(request: LookaheadRequest, prompt_ids: IntArray, request_id: str, s
     num_engine_drafts = _most_draft_tokens(request, config) if request.proposer == ProposerName.ENGINE else 0
     writer = partial(StepWriter, sampling=request.sampling, seeds=seeds, request_id=request_id, ledger=ledger)
 
+    # Before the policy, which keeps what it learns by the verifier's name: a client may make one up.
+    verifier = make_verifier(request, config, verifier_parts(metered, request, server))
     max_depth = min(request.max_depth, limits.max_depth) if request.mode.speculates_steps else 0
     can_draft = draft_tokens is not None or num_engine_drafts > 0
     policy = (
@@ -110,7 +112,7 @@ def assemble(request: LookaheadRequest, prompt_ids: IntArray, request_id: str, s
         target=writer(metered.target, Role.TARGET, draft_tokens=draft_tokens, num_engine_drafts=num_engine_drafts),
         draft=writer(metered.draft, Role.DRAFT),
         draft_sampling=_draft_sampling(request, config),
-        verifier=make_verifier(request, config, verifier_parts(metered, request, server)),
+        verifier=verifier,
         audit=RequestAudit(request, server.audits, lambda: make_verifier(request, config, unmetered)),
         policy=policy,
         shared=learned,
@@ -134,10 +136,7 @@ def verifier_parts(engines: Engines, request: LookaheadRequest, server: Server) 
 
 
 def _require(request: LookaheadRequest, config: LoopConfig) -> None:
-    """Raises: InvalidRequest: a verifier, a proposer or a mode that this server has not."""
-    # Before anything is kept by its name, which a client may make up.
-    if (missing := config.lacks_verifier(request.effective_verifier)) is not None:
-        raise InvalidRequest("verifier", request.effective_verifier, missing)
+    """Raises: InvalidRequest: a proposer or a mode that this server has not."""
     if (missing := config.lacks_proposer(request.proposer)) is not None:
         raise InvalidRequest("proposer", request.proposer, missing)
     if (missing := config.lacks_mode(request.mode, greedy=request.sampling.greedy)) is not None:

@@ -31,7 +31,7 @@ from lr_backend.request import LookaheadRequest, Mode, Usage
 from lr_backend.steps.rules import StepRules
 from lr_backend.testing import run_virtual
 from lr_backend.trace.schema import Trace
-from lr_backend.verify.judge_prompt import MAX_STEP_TOKENS, JudgePrompt
+from lr_backend.verify.judge_prompt import JudgePrompt, readable_step_tokens
 
 MAX_DEPTH, MAX_WIDTH, MAX_DRAFT_LEN = 16, 8, 64
 FOREVER_S = 1e12
@@ -350,7 +350,7 @@ def _require_memory(scenario: Scenario) -> None:
 def judge_prompt(workload: Workload) -> JudgePrompt:
     """A prompt of the workload's lengths; what its fixed parts say, the scripted judge does not read."""
     head, tail = (ALIGNED,) * workload.verdict_prefix_tokens, (ALIGNED,) * workload.verdict_tokens
-    whole = JudgePrompt.from_tokenizer(VOCABULARY, max_step_tokens=max(MAX_STEP_TOKENS, workload.longest_step))
+    whole = JudgePrompt.from_tokenizer(VOCABULARY, max_step_tokens=readable_step_tokens(workload.longest_step))
     return replace(whole, head_ids=head, middle_ids=(), tail_ids=tail)
 
 

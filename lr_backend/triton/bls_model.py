@@ -132,7 +132,7 @@ def _asked(request: Any) -> tuple[str, Arrays, Mapping[str, object]]:
                 arrays[spec.name] = tensor.as_numpy()
         given, parameters = request.request_id(), json.loads(request.parameters() or "{}")
     except ValueError as error:
-        raise InvalidRequest("parameters", "", "text in UTF-8, and names too") from error
+        raise InvalidRequest("parameters", "", "UTF-8 in every text and name") from error
     # In-flight ids must be unique for cancels to hit their call, and clients may send the same one twice.
     return f"{given[:MAX_ID_CHARS] or 'r'}-{uuid.uuid4().hex[:12]}", arrays, parameters
 

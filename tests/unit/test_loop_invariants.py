@@ -258,9 +258,7 @@ def test_the_answer_after_the_reasoning_is_the_targets_own(salt: int, mode: Mode
     if CLOSE not in ids:
         return
     reasoning = ids[: ids.index(CLOSE) + 1]
-    rest = []
-    while len(reasoning) + len(rest) < len(ids):
-        rest.append(world.target.script((*PROMPT, *reasoning, *rest), 0))
+    rest = own_tokens(world, [*PROMPT, *reasoning], len(ids) - len(reasoning))
     assert ids == (*reasoning, *rest)
     stepwise = [recorded.call for recorded in shuffled.draft.calls if "/draft_tokens/" not in recorded.call.request_id]
     assert all(CLOSE not in call.input_ids for call in stepwise)
