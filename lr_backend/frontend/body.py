@@ -14,8 +14,10 @@ from starlette.types import Receive, Scope, Send
 
 from lr_backend.frontend.errors import ApiError, ClientGone
 
-LINGER_S = 5.0
+LINGER_S = 10.0
 """So long the rest of a body that was refused is thrown away."""
+LINGER_BYTES_A_S = 32 << 20
+"""So fast, of all such bodies together. To read as fast as clients send would take the cores from good requests."""
 
 
 class Lingering(Response):
@@ -24,14 +26,23 @@ class Lingering(Response):
     A connection that is closed with bytes unread is reset, and a client that goes on sending never sees the answer.
     """
 
+    _free_s = 0.0
+    """On the event loop's clock: until then what was read takes up the pace. All answers share it."""
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": self.body, "more_body": True})
         with suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
-                while (await receive()).get("more_body", False):
-                    pass
+                while (read := await receive()).get("more_body", False):
+                    await self._pause(len(read["body"]))
         await send({"type": "http.response.body", "body": b""})
+
+    @staticmethod
+    async def _pause(num_bytes: int) -> None:
+        now_s = asyncio.get_running_loop().time()
+        Lingering._free_s = max(Lingering._free_s, now_s) + num_bytes / LINGER_BYTES_A_S
+        await asyncio.sleep(Lingering._free_s - now_s)
 
 
 async def read_body(request: Request, max_bytes: int, max_s: float) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import socket
@@ -19,10 +20,12 @@ from openai import APIError, AuthenticationError, BadRequestError, InternalServe
 
 from lr_backend.errors import ConfigError
 from lr_backend.frontend.app import Frontend
+from lr_backend.frontend.body import LINGER_BYTES_A_S, Lingering
 from lr_backend.frontend.errors import CODES, ApiError
 from lr_backend.frontend.limits import Caller, Gate, Keys, Rate
 from lr_backend.frontend.process import FrontendError, FrontendProcess
 from lr_backend.frontend.settings import Settings
+from lr_backend.testing import run_virtual
 from tests.support.fake_lookahead import Fail, FakeServer, Reply
 from tests.support.fake_lookahead import Gate as Pause
 from tests.support.frontend import CHAT, COMPLETIONS, DEPLOYED, JSON, WAIT_S, Served, frontend
@@ -309,6 +312,29 @@ def test_who_stops_sending_is_not_waited_for(strict: Served, monkeypatch: pytest
         raw.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\nContent-Length: 3000\r\n\r\n".encode())
         heard = b"".join(iter(partial(raw.recv, 1 << 16), b""))  # until the server closes
     assert heard.startswith(b"HTTP/1.1 413 ")
+
+
+def test_what_was_refused_is_thrown_away_at_one_pace_however_many_send_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Lingering, "_free_s", 0.0)
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append((asyncio.get_running_loop().time(), message.get("more_body")))
+
+    async def refuse() -> None:
+        parts = iter([True] * 128)  # 32 MiB
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": bytes(1 << 18), "more_body": next(parts, False)}
+
+        await Lingering(b"no", 413)({}, receive, send)
+
+    async def three() -> None:
+        await asyncio.gather(*(refuse() for _ in range(3)))
+
+    run_virtual(three())
+    assert [at_s for at_s, more in sent if more] == [0.0] * 3  # the answer does not wait
+    assert max(at_s for at_s, _ in sent) == pytest.approx(3 * (32 << 20) / LINGER_BYTES_A_S)
 
 
 @pytest.mark.parametrize("declared", ["3000", "99999999999999999999"])
