@@ -37,7 +37,7 @@ RUN /opt/pip/bin/pip --python /opt/venv/bin/python install --no-deps ${TORCH_IND
 # The dependencies without the package, so that this layer changes only with them and their pins.
 COPY pyproject.toml ./
 RUN /opt/pip/bin/python -c "import tomllib; of = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-      print(*of['dependencies'], *of['optional-dependencies']['cpu'], sep='\n')" > requirements.txt \
+      print(*of['dependencies'], *(one for extra in ('cpu', 'otel') for one in of['optional-dependencies'][extra]), sep='\n')" > requirements.txt \
     && /opt/pip/bin/pip --python /opt/venv/bin/python install --requirement requirements.txt \
     && packages="$(/opt/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
     && rm -rf "${packages}"/torch/include "${packages}"/torch/test "${packages}"/torch/share \

@@ -104,7 +104,7 @@ def open_telemetry(service: str, environment: Mapping[str, str]) -> Telemetry | 
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        log.warning("no_telemetry", reason=f"{error.name} is missing; pip install '.[otel]' in the checkout")
+        log.warning("no_telemetry", reason=f"{error.name} is missing; pip install '.[otel]'")
         return None
     resource = Resource.create({"service.name": environment.get(SERVICE) or service})
     provider = TracerProvider(resource=resource)

@@ -376,6 +376,10 @@ def _require_current(plan: GpuPlan, role: Role) -> None:
     if built != [_flags_of(step.command.argv) for step in plan.steps[role]]:
         raise ConfigError(f"{role}: {plan.spec.path.name} has changed since its engine was built; run build_engines.py again")
     then = manifest.get("checkpoint", {}).get("files", {})
+    folder = plan.infos[role].directory
+    weights = {path.name for path in plan.infos[role].files if path.suffix == ".safetensors"}
+    if others := weights.symmetric_difference(name for name in then if name.endswith(".safetensors")):
+        raise ConfigError(f"{role}: {min(others)}: {folder} is not what its engine was built from; run build_engines.py again")
     # A tokenizer or a chat template may change; an engine holds none.
     compiled = [
         path
@@ -388,7 +392,6 @@ def _require_current(plan: GpuPlan, role: Role) -> None:
         with suppress(ConfigError):  # a server may only read there
             _write_json(_inputs_file(dirs), {**known, **now})
     if others := [name for name in now if now[name]["sha256"] != then[name].get("sha256")]:
-        folder = plan.infos[role].directory
         raise ConfigError(f"{role}: {others[0]} in {folder} is not what its engine was built from; run build_engines.py again")
 
 
@@ -400,7 +403,7 @@ def _flags_of(argv: Any) -> list[str]:
 
 
 def _manifest(plan: GpuPlan, command: str, dry_run: bool) -> dict[str, Any]:
-    compiled = [role for role in Role if isinstance(plan.spec.engine(role), TrtllmEngineSpec)]
+    compiled = [role for role in plan.spec.roles_here if isinstance(plan.spec.engine(role), TrtllmEngineSpec)]
     paths = {role: plan.dirs(role).manifest for role in compiled}
     engines = {} if dry_run else {role.value: read_engine_manifest(path) for role, path in paths.items() if path.is_file()}
     material = json.dumps([dict(plan.files), engines, lr_backend.__version__], sort_keys=True)

@@ -73,14 +73,16 @@ GAUGES = {
     LIMIT: "Its share of the requests that the server answers at a time; what comes beyond the sum is refused as overloaded",
     BUILD: "Always 1; the label is the version of the server",
 }
-_SHORT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0)
+_SHORT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 7.0, 10.0, 15.0, 30.0, 60.0, 120.0)
 HISTOGRAMS = {
     REQUEST_S: Histogram(
         "Seconds from a request's arrival at the step loop to the end of its answer",
         (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 600.0),
     ),
-    FIRST_S: Histogram("Seconds from a request's arrival at the step loop to its first committed step", _SHORT_S),
-    INTERVAL_S: Histogram("Seconds between two committed steps of an answer", _SHORT_S),
+    FIRST_S: Histogram(
+        "Seconds from a request's arrival at the step loop to its first step, where somebody waits for steps", _SHORT_S
+    ),
+    INTERVAL_S: Histogram("Seconds between two committed steps, where somebody waits for steps", _SHORT_S),
     CALL_S: Histogram("Seconds that one engine call took, its wait before the engine included", _SHORT_S),
     LAG_S: Histogram(
         "Seconds by which the step loop's event loop was late for a timer, while it answered requests",
@@ -188,11 +190,13 @@ class RequestMeter:
     _clock: Clock
     _began_s: float
     mode: str = NO_MODE
+    _is_watched: bool = False
+    """Else the target may write a whole answer as one step."""
     _last_step_s: float | None = None
 
     def read(self, request: LookaheadRequest) -> None:
         """The request is known."""
-        self.mode = request.mode
+        self.mode, self._is_watched = request.mode, request.is_watched
 
     def began(self, ledger: Ledger) -> None:
         """The loop begins."""
@@ -200,13 +204,13 @@ class RequestMeter:
     def step(self, mark: StepMark) -> None:
         """A step was committed."""
         now_s = self._clock()
-        if self._last_step_s is None:
-            timed = (_key(FIRST_S, mode=self.mode), now_s - self._began_s)
-        else:
-            timed = (_key(INTERVAL_S, mode=self.mode), now_s - self._last_step_s)
+        timed: tuple[tuple[Key, float], ...] = ()
+        if self._is_watched:
+            name, since_s = (FIRST_S, self._began_s) if self._last_step_s is None else (INTERVAL_S, self._last_step_s)
+            timed = ((_key(name, mode=self.mode), now_s - since_s),)
         self._last_step_s = now_s
         steps = {_key(STEPS, origin=mark.origin, reason=mark.reason): 1.0, _key(DEPTHS, depth=str(mark.depth)): 1.0}
-        self._metrics.add(steps, (timed,))
+        self._metrics.add(steps, timed)
 
     def call(self, span: CallSpan) -> None:
         """An engine call has come to its end."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from safetensors import safe_open
 from typer.testing import CliRunner
 
 from lr_backend.build import render
@@ -504,6 +505,17 @@ def test_engines_of_other_weights_are_not_served(spec: GpuDeployment, tools: Fak
     content[-1] ^= 1
     weights.write_bytes(content)
     with pytest.raises(ConfigError, match=rf"draft: {weights.name} in .* is not what its engine was built from"):
+        serve_from(spec, tools)
+
+
+def test_engines_of_weights_in_other_files_are_not_served(spec: GpuDeployment, tools: FakeTools) -> None:
+    build(spec, tools)
+    weights = spec.root / "ck" / "draft" / "model.safetensors"
+    with safe_open(weights, "numpy") as tensors:
+        places = dict.fromkeys(tensors.keys(), "model-00001-of-00001.safetensors")
+    weights.rename(weights.with_name("model-00001-of-00001.safetensors"))
+    weights.with_name("model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    with pytest.raises(ConfigError, match=r"draft: model.* is not what its engine was built from"):
         serve_from(spec, tools)
 
 

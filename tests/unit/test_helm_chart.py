@@ -228,6 +228,7 @@ def test_the_schema_of_the_values_refuses(wrong: dict[str, Any]) -> None:
         (over(profile("cpu"), {"build": {"enabled": True}}), "build: it needs engines.enabled"),
         (over(profile("cpu"), {"download": EVERYTHING["download"]}), "download: it needs checkpoints.enabled"),
         (over(profile("cpu"), {"httpRoute": {"enabled": True}}), "httpRoute.gateway"),
+        (over(profile("roles-apart"), {"monitoring": {"serviceMonitor": True}}), "networkPolicy.metricsFrom"),
         (over(profile("cpu"), {"ingress": {"enabled": True, "hostname": "a.example"}}), "ingress.tlsSecret"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -309,6 +310,14 @@ def test_the_network_leads_to_the_openai_api_and_from_the_loop_to_roles(name: st
         assert len(closed["spec"]["ingress"]) == 1  # nobody reads metrics unless a peer is named
 
 
+def test_who_reads_metrics_is_let_in_beside_those_who_ask() -> None:
+    peers = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "edge"}}}]
+    documents = render(over(profile("cpu", **EVERYTHING), {"networkPolicy": {"from": peers}}))
+    clients, scrapers = named(documents, "NetworkPolicy", "lr-lookahead")["spec"]["ingress"]
+    assert clients["from"] == peers and scrapers["from"] == EVERYTHING["networkPolicy"]["metricsFrom"]
+    assert clients["ports"] == scrapers["ports"] == [{"port": OPENAI_PORT, "protocol": "TCP"}]
+
+
 # ------------------------------------------------------------------------------------------------------------ what the code says
 
 
@@ -375,6 +384,8 @@ def test_a_pod_has_the_time_that_its_spec_takes(name: str) -> None:
         startup = container["startupProbe"]
         assert startup["periodSeconds"] * startup["failureThreshold"] >= spec.server.load_timeout_s + 30
         checked += 1
+    server = named(rendered(name), "Deployment", "lr-lookahead")["spec"]
+    assert server["progressDeadlineSeconds"] >= spec.server.load_timeout_s + 600
     assert checked == (4 if name == "roles-apart" else 1)
 
 
@@ -520,9 +531,32 @@ def test_a_pod_has_the_cards_of_its_spec(name: str) -> None:
     cards = container["resources"]["limits"].get("nvidia.com/gpu", 0)
     assert cards == (spec.hardware.num_gpus if spec.placements else 0)
     assert container["image"].endswith(f"{'trtllm' if cards else 'cpu'}-{lr_backend.__version__}")
-    starts_mps = "nvidia-cuda-mps-control -d" in " ".join(container["command"])
+    starts_mps = "--start-mps" in container["args"]
     devices = [device for each in spec.placements for device in each.gpu_device_ids]
     assert starts_mps == (len(devices) != len(set(devices)))
+
+
+def test_a_setting_of_the_openai_api_restarts_no_role() -> None:
+    before, after = (
+        {
+            each["metadata"]["name"]: each["spec"]["template"]["metadata"]["annotations"]["checksum/settings"]
+            for each in render(profile("roles-apart", openai={"settings": {"max_requests_a_minute": most}}))
+            if each["kind"] in ("Deployment", "StatefulSet")
+        }
+        for most in (60, 90)
+    )
+    assert {name for name in before if before[name] != after[name]} == {"lr-lookahead"} != set(before)
+
+
+@pytest.mark.parametrize(("name", "part"), [("one-node", ("server",)), ("roles-apart", ("roles", "target"))])
+def test_a_download_runs_where_its_volume_is_read(name: str, part: tuple[str, ...]) -> None:
+    taint = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+    where: dict[str, Any] = {"tolerations": taint, "nodeSelector": {"cards": "h200"}}
+    for key in reversed(part):
+        where = {key: where}
+    documents = render(over(profile(name, **EVERYTHING), where))
+    (download,) = (pod for owner, pod in pods(documents) if "download" in owner)
+    assert (download["tolerations"], download["nodeSelector"]) == (taint, {"cards": "h200"})
 
 
 def test_the_jobs_build_each_servers_part() -> None:

@@ -13,7 +13,7 @@ from lr_backend.engine import Role
 from lr_backend.errors import Cancelled, EngineError, EngineTimeout, InvalidRequest, LookaheadError, Overloaded
 from lr_backend.loop.answer import StepMark
 from lr_backend.notice import Seat, Seats
-from lr_backend.request import Mode, Origin, Usage
+from lr_backend.request import LookaheadRequest, Mode, Origin, Usage
 from lr_backend.testing import VirtualClockLoop, run_virtual
 from lr_backend.triton import request_metrics as named
 from lr_backend.triton.loop_lag import watch_lag
@@ -121,6 +121,12 @@ def test_counts_are_those_of_the_usage(mode: Mode) -> None:
     assert len(between_s) == usage.num_steps - 1 and first_s + sum(between_s) <= took_s + 1e-9
 
 
+def test_steps_are_timed_where_somebody_waits_for_them() -> None:
+    page, _, _ = served([{"mode": "ar", "max_tokens": 200, "stream": False}])
+    assert total(page, named.STEPS) > 0 and named.REQUEST_S in {name for name, _ in page.observed}
+    assert not any(seconds for (name, _), seconds in page.observed.items() if name in (named.FIRST_S, named.INTERVAL_S))
+
+
 def test_depth_is_that_at_which_the_target_was_at_work() -> None:
     alone, _, _ = served([{"mode": "ar", "max_tokens": 200}])
     assert total(alone, named.DEPTHS, depth="0") == total(alone, named.DEPTHS) > 0
@@ -213,6 +219,7 @@ def test_measurements_that_nobody_shows_do_not_grow_without_end(monkeypatch: pyt
     monkeypatch.setattr(named, "MAX_WAITING", 3)
     metrics = RequestMetrics(1)
     meter = metrics.begin(lambda: 1.0)
+    meter.read(LookaheadRequest.parse({"text_input": "?", "stream": True}))
     for _ in range(9):
         meter.step(StepMark(Origin.TARGET, Reason.NONE, 4, 0))
     assert len(list(metrics.measured())) == 3

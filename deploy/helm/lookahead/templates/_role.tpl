@@ -95,6 +95,6 @@ volumes:
 labels: {{- include "lookahead.labels" $ | nindent 2 }}
   app.kubernetes.io/component: {{ .role }}
 annotations:
-  checksum/settings: {{ include (print $.Template.BasePath "/settings.yaml") $ | sha256sum }}
+  checksum/settings: {{ include "lookahead.spec" $ | sha256sum }}
   {{- with $.Values.podAnnotations }}{{ toYaml . | nindent 2 }}{{ end }}
 {{- end }}
