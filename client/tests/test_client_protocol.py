@@ -27,7 +27,7 @@ from lr_client import (
     TextEvent,
     Usage,
 )
-from lr_client._wire import checked_timeout, checked_url, infer_request, outputs_of
+from lr_client._wire import checked_timeout, checked_url, infer_request, metadata_pairs, outputs_of
 from lr_client.protocol import (
     INPUTS,
     Collector,
@@ -383,6 +383,28 @@ def test_timeouts_and_lost_connections_are_python_s_own_kinds_too() -> None:
 )
 def test_reasoning_ends_at_its_mark(text: str, is_cut: bool, parts: tuple[str, str]) -> None:
     assert split_reasoning(text, is_cut=is_cut) == parts
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("The </think> tag closes.", ("", "The </think> tag closes.")),
+        ("<think>\n\n</think>\n42", ("", "42")),
+    ],
+)
+def test_a_mark_in_an_answer_without_reasoning_is_a_word(text: str, parts: tuple[str, str]) -> None:
+    assert split_reasoning(text, has_none=True) == parts
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("authorization", "Bearer key\n"), ("x-name", "Jos\u00e9"), ("x name", "1"), ("", "1")],
+)
+def test_a_header_that_cannot_be_sent_is_refused_without_its_value(name: str, value: str) -> None:
+    with pytest.raises(InvalidRequest, match="metadata: header") as refused:
+        metadata_pairs({name: value})
+    assert len(value) < 2 or value.strip() not in str(refused.value)
+    assert metadata_pairs({"X-Name": "a b"}) == (("x-name", "a b"),)
 
 
 @pytest.mark.parametrize(

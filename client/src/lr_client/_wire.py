@@ -246,8 +246,18 @@ class OpenStreams:
 
 
 Metadata = Mapping[str, str]
+_HEADER_NAME, _HEADER_VALUE = re.compile(r"[0-9a-z_.-]+"), re.compile(r"[\x20-\x7e]*")
 
 
 def metadata_pairs(metadata: Metadata | None) -> tuple[tuple[str, str], ...]:
-    """Headers as gRPC wants them: names in lower case."""
-    return tuple((name.lower(), value) for name, value in (metadata or {}).items())
+    """Headers as gRPC wants them: names in lower case.
+
+    Raises:
+        InvalidRequest: one that cannot be sent, by its name: a value may be a secret.
+    """
+    pairs = tuple((name.lower(), value) for name, value in (metadata or {}).items())
+    for name, value in pairs:
+        if not (_HEADER_NAME.fullmatch(name) and _HEADER_VALUE.fullmatch(value)):
+            rule = "letters, digits and . _ - in the name, and printable ASCII in the value"
+            raise InvalidRequest(f"metadata: header {name!r}: {rule}", field="metadata")
+    return pairs

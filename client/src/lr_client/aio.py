@@ -183,6 +183,10 @@ class AsyncClient:
                     return False
         except grpc.RpcError:
             return False
+        except asyncio.CancelledError:
+            if _task_is_cancelled():
+                raise
+            return False  # gRPC cancels what is open when another task closes the client
         return True
 
     def _connected(self) -> Any:
