@@ -116,6 +116,8 @@ def main(
     tasks = list(islice(problems(seed, split), problem_count))
     rows: list[tuple[str, Share, str]] = []
     there = [role for role in ("target", "draft", "judge") if _there(checkpoints, role)]
+    if not there:
+        raise typer.BadParameter(f"there is no model in {checkpoints}")
     models = {role: Model.load(checkpoints / role, threads, weight_dtype) for role in there}
     chains: list[list[int]] = []
     for role, wanted in (("target", "at least 92 %"), ("draft", "30 to 70 %")):

@@ -91,6 +91,10 @@ class Message(BaseModel):
     content: str = Field(min_length=1)
 
 
+MOST_TOKENS = 1 << 20
+"""That a request may ask for."""
+
+
 class LookaheadRequest(BaseModel):
     """One question and how to answer it. Exactly one of ``text_input`` and ``messages`` is given.
 
@@ -107,7 +111,7 @@ class LookaheadRequest(BaseModel):
     raw: bool = False
     """`text_input` is the prompt itself, rendered by no template; control tokens in it are text, unless the deployment has
     `raw_prompts`"""
-    max_tokens: int = Field(default=512, ge=1, le=1 << 20)
+    max_tokens: int = Field(default=512, ge=1, le=MOST_TOKENS)
     """tokens of the answer, reasoning included, at most; cut at the server's limit"""
     temperature: float = Field(default=0.0, ge=0.0, le=5.0, allow_inf_nan=False)
     """0 is greedy"""

@@ -344,8 +344,8 @@ def _drain(
     drained = keeper.drained
     keeper.stop()
     front.stop(0.0 if stop.impatient else _AFTER_DRAIN_S)
-    status = server.stop(0.0 if stop.impatient else _AFTER_DRAIN_S)
-    return 0 if drained else status or 1
+    server.stop(0.0 if stop.impatient else _AFTER_DRAIN_S)
+    return 0 if drained else 1
 
 
 def _end_engines(server: TritonServer, models: Sequence[Role], keeper: StubKeeper, stop: StopRequest) -> int:

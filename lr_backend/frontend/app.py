@@ -33,6 +33,8 @@ from lr_backend.telemetry import Telemetry
 
 GRACE_S = 10.0
 """Beyond what a request may take, for its end to be told: the server itself ends it before."""
+TARGET_READY_S = 2.0
+"""A target elsewhere has so long to say that it is ready: less than whoever asks here waits for the answer."""
 _ROUTING = {404: "not_found", 405: "method_not_allowed"}
 
 Handler = Callable[[Call], Awaitable[Response]]
@@ -111,7 +113,9 @@ class Frontend:
 
     async def _a_target_is_ready(self) -> bool:
         """As soon as one says so: another may be silent until its time is up."""
-        asked = [asyncio.create_task(each.is_ready(models=(Role.TARGET.value,))) for each in self._targets]
+        asked = [
+            asyncio.create_task(each.is_ready(timeout_s=TARGET_READY_S, models=(Role.TARGET.value,))) for each in self._targets
+        ]
         try:
             for answer in asyncio.as_completed(asked):
                 if await answer:

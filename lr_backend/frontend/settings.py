@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from lr_backend.config import LoopConfig
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError, first_error
+from lr_backend.request import MOST_TOKENS
 from lr_backend.serve.restrictions import is_loopback
 
 MAX_REQUEST_S = 86400.0
@@ -108,7 +109,7 @@ class Deployed(BaseModel):
         return cls(
             name=name,
             max_tokens=limits.max_tokens,
-            chat_tokens=config.defaults.get("max_tokens", limits.max_tokens),
+            chat_tokens=config.defaults.get("max_tokens", min(limits.max_tokens, MOST_TOKENS)),
             max_depth=limits.max_depth,
             max_width=limits.max_width,
             max_draft_len=limits.max_draft_len,

@@ -124,7 +124,7 @@ class Answer:
         return opening is None or opening in self._since_prompt(prefix)
 
     def may_accept_by_meaning(self, prefix: IntArray, step: Step) -> bool:
-        """The reasoning has begun, and the step is no part of a tool call: a marker opens one, and the next marker closes it.
+        """The reasoning has begun, and no tool call has: from its first marker on every word counts.
 
         Args:
             prefix: up to the step's end, shape [N].
@@ -132,7 +132,7 @@ class Answer:
         tools = self._rules.tool_ids
         if not self.has_opened(prefix) or not tools.isdisjoint(step.ids):
             return False
-        return not tools or bool(np.isin(prefix[self._prompt_length :], list(tools)).sum() % 2 == 0)
+        return not tools or not np.isin(prefix[self._prompt_length :], list(tools)).any()
 
     def plain(self, step: Step) -> str:
         """The text of a step, without special tokens."""

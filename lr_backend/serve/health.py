@@ -43,7 +43,7 @@ def look(url: str, timeout_s: float = TIMEOUT_S) -> tuple[str | None, bool]:
     try:
         parts = urlsplit(url)
         connection = http.client.HTTPConnection(parts.hostname or "", parts.port or 8000, timeout=timeout_s)
-    except ValueError as error:
+    except (ValueError, http.client.HTTPException) as error:
         return f"{url}: {error}", False
     if parts.scheme != "http" or not parts.hostname:
         return f"{url}: not of the form http://host:port or http://host:port/path", False
@@ -51,7 +51,7 @@ def look(url: str, timeout_s: float = TIMEOUT_S) -> tuple[str | None, bool]:
         connection.request("GET", parts.path.rstrip("/") or _TRITONS, headers={"Connection": "close"})
         answer = connection.getresponse()
         status, waits_for = answer.status, answer.getheader(WAITS_FOR, "")
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:  # a name that is none is a ValueError
         return f"{url} does not answer: {error or type(error).__name__}", False
     finally:
         connection.close()

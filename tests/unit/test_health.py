@@ -72,7 +72,17 @@ def test_nobody_there(triton: _Triton) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["", "localhost:8000", "https://localhost:8000", "http://", "http://host:port", "http://host:99999"]
+    "url",
+    [
+        "",
+        "localhost:8000",
+        "https://localhost:8000",
+        "http://",
+        "http://host:port",
+        "http://host:99999",
+        "http://a b:9000/ready",
+        "http://a..b:9000/ready",
+    ],
 )
 def test_an_address_that_is_none(url: str) -> None:
     assert why_not_ready(url) is not None
