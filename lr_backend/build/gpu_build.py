@@ -378,8 +378,8 @@ def _require_current(plan: GpuPlan, role: Role) -> None:
     then = manifest.get("checkpoint", {}).get("files", {})
     folder = plan.infos[role].directory
     weights = {path.name for path in plan.infos[role].files if path.suffix == ".safetensors"}
-    if others := weights.symmetric_difference(name for name in then if name.endswith(".safetensors")):
-        raise ConfigError(f"{role}: {min(others)}: {folder} is not what its engine was built from; run build_engines.py again")
+    if elsewhere := weights.symmetric_difference(name for name in then if name.endswith(".safetensors")):
+        raise ConfigError(f"{role}: {min(elsewhere)}: {folder} is not what its engine was built from; run build_engines.py again")
     # A tokenizer or a chat template may change; an engine holds none.
     compiled = [
         path
