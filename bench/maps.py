@@ -36,7 +36,7 @@ from lr_backend.hardware.profile import find, label_of
 from lr_backend.hardware.sharing import CardSharing
 from lr_backend.plan.equal_gpus import DRAFT_TOKENS, EAGLE_SOURCE, NUM_CARDS, Used, measure, uses, uses_table
 from lr_backend.plan.losses import LIMITS
-from lr_backend.plan.simulation import Policy, Prediction, Scenario, ms_a_token, simulate_steady
+from lr_backend.plan.simulation import Policy, Prediction, Scenario, ms_a_token, simulate_steady, with_loop
 from lr_backend.request import Mode
 
 DEPLOYMENT = "qwen3-32b-apart"
@@ -155,7 +155,7 @@ def learn(one: Found) -> dict[str, Any]:
     """What ``auto`` makes of a cell while it learns: milliseconds a token by sets of answers, from an empty server on."""
     cell, best = one.cell, min(FIXED, key=lambda name: one.ms_a_token[name])
     policy = replace(POLICIES[CHOOSES], num_requests=cell.load)
-    usages = simulate_steady(scenario(cell), policy, learns_from=NUM_SETS * cell.load).before
+    usages = simulate_steady(_behind_loops(scenario(cell), policy), policy, learns_from=NUM_SETS * cell.load).before
     sets = [ms_a_token(usages[start : start + cell.load]) for start in range(0, len(usages), cell.load)]
     return {**asdict(cell), "best": best, "best_ms_a_token": one.ms_a_token[best], "auto_ms_a_token": sets}
 
@@ -164,8 +164,16 @@ def _num_answers(load: int) -> int:
     return max(load, ANSWERS_ALONE // load)
 
 
-def _predicted(asked: Scenario, policy: Policy) -> Prediction:
-    return simulate_steady(asked, policy, learns_from=LEARNS_FROM, num_answers=_num_answers(policy.num_requests))
+def _behind_loops(asked: Scenario, policy: Policy) -> Scenario:
+    num_loops = stood_for(DEPLOYMENT).server.num_loops
+    return replace(asked, machine=with_loop(asked.machine, num_loops, policy.num_requests, policy.mode))
+
+
+def _predicted(asked: Scenario, policy: Policy, free: Callable[[Machine], Machine] = lambda machine: machine) -> Prediction:
+    """``free`` takes a cost away."""
+    behind = _behind_loops(asked, policy)
+    changed = replace(behind, machine=free(behind.machine))
+    return simulate_steady(changed, policy, learns_from=LEARNS_FROM, num_answers=_num_answers(policy.num_requests))
 
 
 def _limit(asked: Scenario, load: int, gain: float) -> tuple[str, float]:
@@ -173,8 +181,7 @@ def _limit(asked: Scenario, load: int, gain: float) -> tuple[str, float]:
     alone, ahead = (replace(POLICIES[name], num_requests=load) for name in ("ar", LIMITED))
 
     def gain_without(free: Callable[[Machine], Machine]) -> float:
-        other = replace(asked, machine=free(asked.machine))
-        slow, fast = (ms_a_token(_predicted(other, policy).usages) for policy in (alone, ahead))
+        slow, fast = (ms_a_token(_predicted(asked, policy, free).usages) for policy in (alone, ahead))
         return slow / fast
 
     without = {name: gain_without(free) for name, free in LIMITS.items()}

@@ -110,6 +110,7 @@ class LookaheadLoop:
         answer = self.answer
         while answer.finish is None and answer.is_reasoning and self.request.mode.speculates_steps:
             await (self._reason() if self._depth or self.request.is_watched else self._write_alone(self._num_alone))
+        self.policy.keep_alone()
         while answer.finish is None:
             await self._write_alone(answer.num_left)
 
@@ -175,7 +176,7 @@ class LookaheadLoop:
             self.audit.decided(verdict, len(decision.position.prefix), partial(self._pair_decided, decision))
             if compared is not None:
                 drafted = compared.drafted
-                self.shared.acceptance[self.audit.decides].decided(accepted, drafted.log_prob if drafted is not None else None)
+                self.shared.decided(self.audit.decides, accepted, drafted.log_prob if drafted is not None else None)
             origin = Origin.DRAFT if accepted else Origin.CORRECTION if compared is not None else Origin.TARGET
             answer.commit(decision.step, origin, decision.reason, decision)
             was_accepted = accepted if compared is not None else None
@@ -216,13 +217,13 @@ class LookaheadLoop:
         except EngineError:
             return partial(self._drafted, tree, node, None)
         node.times_s["drafted_finished_s"] = self.ledger.now_s()
-        self.shared.prices.step_tokens.add(len(step.ids))
         self.ledger.num_steps_drafted += 1
         return partial(self._drafted, tree, node, step)
 
     def _drafted(self, tree: Tree, node: Node, step: Step | None) -> None:
         if step is None:  # no draft, no lookahead: the target goes on alone
             self.ledger.degrade("draft")
+            self.policy.keep_alone()
             tree.horizon.max_depth = 0
         elif step.log_prob is not None:
             node.chance = self.shared.acceptance[self.audit.decides].chance(step.log_prob)

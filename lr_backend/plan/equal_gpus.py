@@ -21,7 +21,7 @@ from lr_backend.errors import ConfigError
 from lr_backend.hardware.cost import DraftingCosts, Iteration, ProfileCosts
 from lr_backend.hardware.machine import Machine
 from lr_backend.hardware.sharing import CardSharing, Demand
-from lr_backend.plan.simulation import Policy, Scenario, ms_a_token, simulate_steady
+from lr_backend.plan.simulation import Policy, Scenario, ms_a_token, simulate_steady, with_loop
 from lr_backend.request import Mode
 
 COMPILED, LLM_API = "compiled engines", "LLM API"
@@ -198,8 +198,9 @@ def measure(
     Args:
         learns_from: as in :func:`~lr_backend.plan.simulation.simulate_steady`.
     """
-    scenario = scenario_of(spec, use, workload)
     policy = replace(use.policy, num_requests=-(-num_requests // use.replicas))
+    machine = with_loop(use.machine, spec.server.num_loops, policy.num_requests, policy.mode)
+    scenario = scenario_of(spec, replace(use, machine=machine), workload)
     ms = ms_a_token(simulate_steady(scenario, policy, learns_from=learns_from, num_answers=num_answers).usages)
     tokens_per_s = 1e3 * num_requests / ms
     return Used(

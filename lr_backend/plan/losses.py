@@ -98,6 +98,10 @@ _free_memory = _everywhere(lambda place: replace(place, rules=replace(place.rule
 _own_cards = _everywhere(lambda place: replace(place, cards=()))
 
 
+def _free_loop(machine: Machine) -> Machine:
+    return replace(machine, loop_s=0.0)
+
+
 def _free_prompts(costs: CostModel) -> CostModel:
     return replace(costs, prompt_token_s=0.0) if isinstance(costs, LinearCosts) else FreePrompts(costs)
 
@@ -123,7 +127,7 @@ def _alone_on_cards(machine: Machine) -> Machine:
 FREE: Mapping[str, Callable[[Machine], Machine]] = {
     "verdicts": _free_verdicts,
     "hand-overs": _free_hand_overs,
-    "the loop's own time": lambda machine: replace(machine, loop_s=0.0),
+    "the loop's own time": _free_loop,
     "prompts of branches": _with_costs(_free_prompts),
     "crowded iterations": _with_costs(_free_company),
     "shared cores": _alone_on_cards,
@@ -138,6 +142,7 @@ LIMITS: Mapping[str, Callable[[Machine], Machine]] = {
     "draft": _free_drafting,
     "judge": _free_verdicts,
     "hops": _free_hand_overs,
+    "step loop": _free_loop,
 }
 """What may hold lookahead back on GPUs, and the machine without each."""
 NOTHING, ALL = "nothing", "all of these"
@@ -145,7 +150,7 @@ NOTHING, ALL = "nothing", "all of these"
 
 def engines_alone(machine: Machine) -> Machine:
     """The machine with every cost but its engines' own taken away."""
-    return _alone_on_cards(_free_hand_overs(replace(machine, loop_s=0.0)))
+    return _alone_on_cards(_free_hand_overs(_free_loop(machine)))
 
 
 @dataclass(frozen=True, slots=True)

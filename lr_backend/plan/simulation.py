@@ -35,6 +35,10 @@ from lr_backend.verify.judge_prompt import JudgePrompt, readable_step_tokens
 
 MAX_DEPTH, MAX_WIDTH, MAX_DRAFT_LEN = 16, 8, 64
 FOREVER_S = 1e12
+CALL_CPU_S, CALL_CPU_S_OF_LR = 0.75e-3, 1.7e-3
+"""Processor time of the step loop's process for an engine call through Triton: 41.5 ms for the 55 calls of a step in ``lr_sd``,
+and 10.3 for 6 in ``lr``, whose calls bring whole steps (``python -m bench loop_limit``, on an EPYC, Zen 3). A faster core takes
+less."""
 Result = TypeVar("Result")
 EngineOf = Callable[[Role, Place, ScriptedSource, SharedCards, LoopThread], VirtualEngine]
 RULES = StepRules.from_tokenizer(VOCABULARY, [END])
@@ -282,6 +286,20 @@ async def keep_in_flight(
         raise failed.exceptions[0] from None
     before = tuple(run.outcomes[number][1].usage for number in range(asked_from, measured.start) if number in run.outcomes)
     return replace((await run.end(measured))[0], before=before)
+
+
+def with_loop(machine: Machine, num_loops: int, load: int, mode: Mode) -> Machine:
+    """The machine behind so many processes of the step loop, with so many requests in flight in this mode.
+
+    The processes at work count as one thread, as many times as fast. A request stays with one process, so more processes than
+    requests bring nothing. The time of a call on its way there was measured with one call at a time: it holds the loop's.
+    """
+    loop_s = (CALL_CPU_S_OF_LR if mode is Mode.LR else CALL_CPU_S) / min(num_loops, load)
+    places = {
+        role: replace(place, hops=replace(place.hops, there_s=max(0.0, place.hops.there_s - loop_s)))
+        for role, place in machine.places.items()
+    }
+    return replace(machine, places=places, loop_s=loop_s)
 
 
 def _request(workload: Workload, policy: Policy, seed: int, trace: bool) -> LookaheadRequest:

@@ -21,22 +21,17 @@ from lr_backend.errors import ConfigError
 from lr_backend.hardware.machine import Machine
 from lr_backend.plan.equal_gpus import DRAFT_TOKENS, MAX_DEPTH
 from lr_backend.plan.losses import LIMITS
-from lr_backend.plan.simulation import Policy, Scenario, simulate_steady
+from lr_backend.plan.simulation import Policy, Scenario, simulate_steady, with_loop
 from lr_backend.request import Mode, Usage
 
 SWEPT = (Mode.AR, Mode.SD, Mode.LR, Mode.LR_SD, Mode.AUTO)
 LEARNS_FROM = 16
 """Answers before those that count, where a mode learns from them."""
-CALL_CPU_S, CALL_CPU_S_OF_LR = 0.75e-3, 1.7e-3
-"""Processor time of the step loop's process for an engine call through Triton: 41.5 ms for the 55 calls of a step in ``lr_sd``,
-and 10.3 for 6 in ``lr``, whose calls bring whole steps (``python -m bench loop_limit``, on an EPYC, Zen 3). A faster core takes
-less."""
 TARGET_LIMITS = "target's iterations"
 LEAST_GAIN = 0.05
 """What brings less, taken away, is not what limits."""
 _LIMITS: Mapping[str, Callable[[Machine], Machine]] = {
-    **{name: LIMITS[name] for name in ("token budget", "batch size", "KV memory", "draft", "judge", "hops")},
-    "step loop": lambda machine: replace(machine, loop_s=0.0),
+    name: LIMITS[name] for name in ("token budget", "batch size", "KV memory", "draft", "judge", "hops", "step loop")
 }
 
 
@@ -105,29 +100,12 @@ def sweep(
             if (mode is Mode.AR) is not (where is Where.NOWHERE):
                 continue
             for load in loads:
-                behind = with_loop(machine, spec.server.num_loops, load, CALL_CPU_S_OF_LR if mode is Mode.LR else CALL_CPU_S)
+                behind = with_loop(machine, spec.server.num_loops, load, mode)
                 scenario = Scenario.of(spec.loop_config(), workload, behind)
                 rows.append(_row(scenario, name, mode, load, cards, num_answers, price, limits))
     if not rows:
         raise ConfigError("; ".join(dict.fromkeys(left_out.values())) or "no mode to sweep")
     return Sweep(rows, left_out)
-
-
-def with_loop(machine: Machine, num_loops: int, load: int, call_s: float) -> Machine:
-    """The machine behind so many processes of the step loop, with so many requests in flight.
-
-    The processes at work count as one thread, as many times as fast. A request stays with one process, so more processes than
-    requests bring nothing. The time of a call on its way there was measured with one call at a time: it holds the loop's.
-
-    Args:
-        call_s: processor time of a call.
-    """
-    loop_s = call_s / min(num_loops, load)
-    places = {
-        role: replace(place, hops=replace(place.hops, there_s=max(0.0, place.hops.there_s - loop_s)))
-        for role, place in machine.places.items()
-    }
-    return replace(machine, places=places, loop_s=loop_s)
 
 
 def rank(values: Sequence[float], share: float) -> float:

@@ -8,11 +8,11 @@ class Average:
 
     def __init__(self, memory: int = 64) -> None:
         self._memory = memory
-        self.count = 0
-        """Values so far, ``memory`` at most."""
+        self.count = 0.0
+        """Weights of the values so far, ``memory`` at most."""
         self.value: float | None = None
 
-    def add(self, value: float) -> None:
-        self.count = min(self.count + 1, self._memory)
+    def add(self, value: float, weight: float = 1.0) -> None:
+        self.count = min(self.count + weight, self._memory)
         before = self.value if self.value is not None else value
-        self.value = before + (value - before) / self.count
+        self.value = before + (value - before) * min(1.0, weight / self.count)

@@ -9,17 +9,18 @@ prices, corrected by what was measured (:mod:`~lr_backend.policy.trial`).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import log2
-from typing import Protocol
+from typing import Any, Protocol
 
 from lr_backend.clock import Clock
 from lr_backend.policy.acceptance import Acceptance
 from lr_backend.policy.draft_length import DraftLength
 from lr_backend.policy.formulas import speedup
+from lr_backend.policy.others import Alone, Others
 from lr_backend.policy.prices import Prices
-from lr_backend.policy.trial import LEAST_STEPS, Trial, Way
+from lr_backend.policy.trial import LEAST_STEPS, Predict, Trial, Way
 from lr_backend.request import LookaheadRequest, ProposerName
 
 USUAL_GAIN_OF_DRAFTS = 1.3
@@ -33,26 +34,82 @@ STEPS_ALONE = (4, 8, 16)
 the way, for each call pays an admission."""
 
 
-class Learned:
-    """What one server has learned, shared by all its requests. ``clock`` returns seconds; only differences are used."""
+Key = tuple[int, str, str, tuple[Way, ...]]
+"""Of a trial: the load, the proposer, the verifier, and the ways that there are."""
 
-    def __init__(self, clock: Clock) -> None:
-        self.prices = Prices(clock)
+
+class Learned:
+    """What one server has learned, shared by all its requests.
+
+    Args:
+        clock: returns seconds; only differences are used.
+        others: the server's other processes of the step loop, which learn the same; None: there are none.
+
+    Attributes:
+        draft_length: how many draft tokens bring most. Each process learns it by itself.
+    """
+
+    def __init__(self, clock: Clock, others: Others | None = None) -> None:
+        self._others = others or Alone()
+        self.prices = Prices(clock, self._others, self._tell)
         self.acceptance: defaultdict[str, Acceptance] = defaultdict(Acceptance)
         self.draft_length: defaultdict[str, DraftLength] = defaultdict(DraftLength)
-        self._trials: dict[tuple[int, str, str, tuple[Way, ...]], Trial] = {}
+        self._trials: dict[Key, Trial] = {}
 
     def trial(self, proposer: str, verifier: str, ways: tuple[Way, ...]) -> Trial:
         """That of the present load: requests in flight, by the nearest power of two."""
-        load, others = round(log2(max(1, self.prices.num_requests))), (proposer, verifier, ways)
-        key = (load, *others)
+        key = (round(log2(max(1, self.prices.num_in_all))), proposer, verifier, ways)
         if key not in self._trials:
-            known = {key[0]: trial for key, trial in self._trials.items() if key[1:] == others and trial.num_spans}
-            like = known[min(known, key=lambda one: abs(one - load))] if known else None
             # Nothing is known: the most speculation first, or the least where a row is likely to cost more than it brings.
-            first = ways if self.least_chance < USUAL_CHANCE else ways[::-1]
-            self._trials[key] = Trial(first, like, drafts_by_calls=proposer != ProposerName.ENGINE)
+            self._tell("trial", *key, self.least_chance < USUAL_CHANCE)
         return self._trials[key]
+
+    def committed(
+        self, trial: Trial, way: Way, seconds: float, num_tokens: int, num_steps: int, predict: Predict, *, fresh: bool
+    ) -> None:
+        """One request took ``seconds`` for so many tokens, as in :meth:`~lr_backend.policy.trial.Trial.committed`."""
+        if way == trial.way:
+            (key,) = (key for key, one in self._trials.items() if one is trial)
+            predicted = [predict(each) for each in key[-1]]
+            self._tell("committed", *key, way, predicted, fresh, seconds, num_tokens, num_steps, self.prices.num_in_all)
+
+    def decided(self, verifier: str, accepted: bool, log_prob: float | None) -> None:
+        """A drafted step at the root was accepted by this verifier, or not."""
+        self._tell("decided", verifier, accepted, log_prob)
+
+    def catch_up(self) -> None:
+        """Take in what the other processes have learned."""
+        for lesson in self._others.heard():
+            self._learn(*lesson)
+
+    def _tell(self, *lesson: Any) -> None:
+        if not self._others.tell(lesson):
+            self._learn(*lesson)
+        self.catch_up()
+
+    def _learn(self, kind: str, *values: Any) -> None:
+        """Depends on lessons alone: so all processes come to the same."""
+        match kind, values:
+            case "trial", (load, proposer, verifier, ways, most_first):
+                self._begin_trial(load, (proposer, verifier, _ways(ways)), most_first=most_first)
+            case "committed", (load, proposer, verifier, ways, way, predicted, fresh, *about):
+                key = (load, proposer, verifier, _ways(ways))
+                predict = dict(zip(key[-1], predicted, strict=True)).__getitem__
+                if key in self._trials:
+                    self._trials[key].committed(Way(*way), *about, predict=predict, fresh=fresh)
+            case "decided", (verifier, accepted, log_prob):
+                self.acceptance[verifier].decided(accepted, log_prob)
+            case _:
+                self.prices.learn(kind, *values)
+
+    def _begin_trial(self, load: int, others: tuple[str, str, tuple[Way, ...]], *, most_first: bool) -> None:
+        if (load, *others) in self._trials:
+            return
+        known = {key[0]: trial for key, trial in self._trials.items() if key[1:] == others and trial.num_spans}
+        like = known[min(known, key=lambda one: abs(one - load))] if known else None
+        proposer, _, ways = others
+        first = ways if most_first else ways[::-1]
+        self._trials[load, *others] = Trial(first, like, drafts_by_calls=proposer != ProposerName.ENGINE)
 
     def learn_draft_length(
         self, proposer: str, verifications: Iterable[tuple[int, int, float]], draft_calls: Iterable[tuple[int, float]]
@@ -85,7 +142,7 @@ class Learned:
     @property
     def least_chance(self) -> float:
         """That a branch is of use, for it to be worth its row."""
-        return self.price_of_row * self.prices.num_requests
+        return self.price_of_row * self.prices.num_in_all
 
 
 class RequestPolicy(Protocol):
@@ -113,6 +170,10 @@ class RequestPolicy(Protocol):
 
     def alone_steps(self) -> int | None:
         """Steps that the target writes alone in one go, where the depth is 0; None: all the rest."""
+        ...
+
+    def keep_alone(self) -> None:
+        """Nothing is looked ahead from now on: the reasoning is over, or the draft has failed."""
         ...
 
     def committed(
@@ -155,6 +216,9 @@ class Fixed:
 
     def alone_steps(self) -> int | None:
         return None
+
+    def keep_alone(self) -> None:
+        pass
 
     def committed(
         self, num_tokens: int, num_steps: int = 1, *, accepted: bool | None = None, verifier: str | None = None
@@ -199,7 +263,8 @@ class Measured:
         if self.can_draft and not self.must_draft:
             # Both kinds of steps must have a price before they are compared.
             for drafts in (first, not first):
-                if self.shared.prices.target[drafts].token_s.count < LEAST_STEPS:
+                found = self.shared.prices.target[drafts]
+                if found.token_s.count + found.num_under_way < LEAST_STEPS:
                     return drafts
         return first
 
@@ -212,18 +277,22 @@ class Measured:
         return self.shared.least_chance
 
     def alone_steps(self) -> int | None:
-        return self._steps_of_a_call(self.verifies_drafts)
+        return self._steps_of_a_call
+
+    def keep_alone(self) -> None:
+        # What the target now writes by itself says nothing of looking ahead, and has a trial of its own.
+        self._ways = tuple(way for way in self._ways if not way.ahead)
+        self._since_s, self._way = self.shared.prices.clock(), self._way_now
 
     def committed(
         self, num_tokens: int, num_steps: int = 1, *, accepted: bool | None = None, verifier: str | None = None
     ) -> None:
         self.verifier = verifier or self.verifier  # once a risk budget is spent, only equal tokens are accepted
         trial, now_s = self._trial, self.shared.prices.clock()
-        num_requests = self.shared.prices.num_requests
         # What was drafted before looking ahead has stopped was paid for then.
         if self._way.ahead or accepted is None:
             seconds = now_s - self._since_s - (0.0 if accepted is None else self._luck_s(accepted))
-            trial.committed(self._way, seconds, num_tokens, num_steps, self._predicted, num_requests, fresh=not accepted)
+            self.shared.committed(trial, self._way, seconds, num_tokens, num_steps, self._predicted, fresh=not accepted)
         self._since_s, self._way = now_s, self._way_now
 
     @property
@@ -235,12 +304,11 @@ class Measured:
         """What is done: the trial's way, but for steps that are taken for their price."""
         return Way(self._trial.way.ahead, self.verifies_drafts)
 
-    def _steps_of_a_call(self, drafts: bool) -> int:
+    @property
+    def _steps_of_a_call(self) -> int:
         """That the target writes alone in one go, as far as nobody waits for each."""
         if self.request.is_watched:
             return 1
-        if drafts and self.request.proposer != ProposerName.ENGINE:
-            return STEPS_ALONE[0]  # each verification is a call of its own
         return STEPS_ALONE[min(self._trial.num_kept, len(STEPS_ALONE) - 1)]
 
     def _luck_s(self, accepted: bool) -> float:
@@ -267,9 +335,9 @@ class Measured:
         if token_s is None:
             return 1.0
         # At the present load: what tokens have lately taken may be of another.
-        num_requests = max(1, prices.num_requests)
+        num_requests = max(1, prices.num_in_all)
         num_tokens, drafted = prices.step_tokens.value, prices.drafted_token_s.value
-        a_call = self.shared.step_tokens * (1 if way.ahead else self._steps_of_a_call(way.drafts))
+        a_call = self.shared.step_tokens * (1 if way.ahead else self._steps_of_a_call)
         alone_s = off * crowding.at(num_requests - 1, a_call)
         if not way.ahead or num_tokens is None or drafted is None:
             return alone_s
@@ -284,3 +352,8 @@ class Measured:
         while depth < self.max_depth and chance >= self.min_draft_chance:
             depth, chance = depth + 1, chance * alpha
         return depth
+
+
+def _ways(told: Iterable[Sequence[bool]]) -> tuple[Way, ...]:
+    """Ways as a lesson has them: as pairs."""
+    return tuple(Way(*each) for each in told)

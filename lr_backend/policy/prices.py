@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from lr_backend.clock import Clock
 from lr_backend.policy.average import Average
+from lr_backend.policy.others import Alone, Others
 
 
 class Crowding:
@@ -122,17 +124,30 @@ class TargetPrices:
     Attributes:
         crowding: seconds a token by the sequences in flight.
         token_s: seconds a token, as it has lately been.
+        num_under_way: steps that are being written.
     """
 
     crowding: Crowding = field(default_factory=Crowding)
     token_s: Average = field(default_factory=Average)
+    num_under_way: int = 0
 
 
 class Prices:
-    """What one server has measured lately. ``clock`` returns seconds; only differences are used."""
+    """What one server has measured lately.
 
-    def __init__(self, clock: Clock) -> None:
+    Args:
+        clock: returns seconds; only differences are used.
+        others: the server's other processes.
+        tell: is told what was measured, by its kind, and has :meth:`learn` called with it, here and in the other processes.
+
+    Attributes:
+        num_requests: in flight in this process.
+    """
+
+    def __init__(self, clock: Clock, others: Others | None = None, tell: Callable[..., None] | None = None) -> None:
         self.clock = clock
+        self._others = others or Alone()
+        self._tell = tell or self.learn
         self.target = {False: TargetPrices(), True: TargetPrices()}
         """By whether draft tokens are verified."""
         self.drafted_token_s = Average()
@@ -142,9 +157,27 @@ class Prices:
         self._sequences = Presence(clock)
 
     @property
+    def num_in_all(self) -> int:
+        """Requests in flight in all processes."""
+        return self.num_requests + self._others.num_requests
+
+    @property
     def num_sequences(self) -> int:
-        """Target sequences in flight."""
-        return self._sequences.count
+        """Target sequences in flight, of all processes."""
+        return self._sequences.count + self._others.num_sequences
+
+    def learn(self, kind: str, *values: Any) -> None:
+        """Take in what this process or another one has measured."""
+        match kind, values:
+            case "step", (drafts, companions, token_s, num_tokens):
+                found = self.target[drafts]
+                found.crowding.add(companions, token_s, num_tokens)
+                found.token_s.add(token_s)
+            case "drafted", (token_s, num_tokens):
+                self.drafted_token_s.add(token_s)
+                self.step_tokens.add(num_tokens)
+            case "verdict", (verifier, seconds):
+                self.verdict_s[verifier].add(seconds)
 
     @contextmanager
     def request(self) -> Iterator[None]:
@@ -158,29 +191,36 @@ class Prices:
     @contextmanager
     def step(self, *, drafts: bool) -> Iterator[Work]:
         """The target writes: a companion to the others while it does, and timed by token if it comes to its end."""
-        work, started, before = Work(), self.clock(), self._sequences.change(+1)
+        work, started, found = Work(), self.clock(), self.target[drafts]
+        elsewhere, before = self._others.num_sequences, self._change(+1)
+        found.num_under_way += 1
         try:
             yield work
-        except BaseException:
-            self._sequences.change(-1)
-            raise
-        after, seconds = self._sequences.change(-1), self.clock() - started
+        finally:
+            after = self._change(-1)
+            found.num_under_way -= 1
+        seconds = self.clock() - started
         if seconds > 0.0 and work.num_tokens:
-            found = self.target[drafts]
-            found.crowding.add(max(0.0, (after - before) / seconds - 1.0), seconds / work.num_tokens, work.num_tokens)
-            found.token_s.add(seconds / work.num_tokens)
+            # Of the other processes two looks have to do.
+            companions = (after - before) / seconds - 1.0 + (elsewhere + self._others.num_sequences) / 2.0
+            self._tell("step", drafts, max(0.0, companions), seconds / work.num_tokens, work.num_tokens)
+
+    def _change(self, by: int) -> float:
+        seconds = self._sequences.change(by)
+        self._others.say_sequences(self._sequences.count)
+        return seconds
 
     @contextmanager
     def drafting(self) -> Iterator[Work]:
-        """The draft writes; timed by token if it comes to its end."""
+        """The draft writes a step; timed by token if it comes to its end."""
         work, started = Work(), self.clock()
         yield work
         if work.num_tokens:
-            self.drafted_token_s.add((self.clock() - started) / work.num_tokens)
+            self._tell("drafted", (self.clock() - started) / work.num_tokens, work.num_tokens)
 
     @contextmanager
     def verdict(self, verifier: str) -> Iterator[None]:
         """A verdict is made; timed if it comes to its end."""
         started = self.clock()
         yield
-        self.verdict_s[verifier].add(self.clock() - started)
+        self._tell("verdict", verifier, self.clock() - started)

@@ -7,8 +7,8 @@ that each by itself would gain even where all together lose.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import sqrt
+from typing import NamedTuple
 
 from lr_backend.policy.average import Average
 
@@ -22,7 +22,8 @@ LEAST_STEPS = 3
 CHANGED_SHARE, CHANGED_SPANS = 1.5, 3
 """What a way takes has changed where it takes so much longer or shorter than usual, so many spans in a row."""
 MEMORY = 24
-"""Spans after which a way's older ones have faded to about a third."""
+"""Spans after which a way's older ones have faded to about a third. Here and below one of ``SPAN_STEPS`` steps is meant: a span
+of many requests tells as much as several of one."""
 PRIOR_SPANS = 2.0
 """A prediction counts as much as so many spans at first, and no more once a way's memory is full."""
 SPANS_A_FIRST_TRY = 2
@@ -39,8 +40,7 @@ COST_MEMORY = 256
 """Spans after which what trying has cost has faded to about a third."""
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
+class Way(NamedTuple):
     """How answers are written: looking ahead by steps, and with draft tokens."""
 
     ahead: bool
@@ -60,7 +60,7 @@ class Trial:
 
     Attributes:
         way: to take now.
-        num_kept: spans in a row that have taken it.
+        num_kept: spans in a row after which it was still the best. Tries of other ways between them count for nothing.
     """
 
     def __init__(self, ways: Sequence[Way], like: Trial | None = None, *, drafts_by_calls: bool = True) -> None:
@@ -76,7 +76,7 @@ class Trial:
         self._num_spans = self._num_steps = self._num_tokens = 0
         self._seconds = 0.0
         self._num_requests = 1
-        self.num_kept = 0
+        self._kept = dict.fromkeys(self._ways, 0)
         self._is_charged = False
         """The way that is taken was not the best when it was chosen, and is tried for its low price."""
         self.way: Way = like.way if like is not None else self._ways[0]
@@ -85,6 +85,10 @@ class Trial:
     def num_spans(self) -> int:
         """Spans that have come to their end."""
         return self._num_spans
+
+    @property
+    def num_kept(self) -> int:
+        return self._kept[self.way]
 
     def off(self, way: Way) -> float | None:
         """What the way took over what was predicted; None: it was never taken, here or at a load near this one."""
@@ -119,9 +123,9 @@ class Trial:
         seconds: float,
         num_tokens: int,
         num_steps: int,
-        predict: Predict,
         num_requests: int,
         *,
+        predict: Predict,
         fresh: bool = True,
     ) -> None:
         """One request took ``seconds`` for so many tokens, the steps of one or more commits, in that way.
@@ -187,8 +191,9 @@ class Trial:
         expected = {way: self.expected(way, predict) for way in self._ways}
         best, taken = min(expected.values()), self._seconds / self._num_tokens
         self._look_for_change(taken)
-        self._taken[self.way].add(taken)
-        self._off[self.way].add(taken / predict(self.way))
+        told = self._num_steps / SPAN_STEPS
+        self._taken[self.way].add(taken, told)
+        self._off[self.way].add(taken / predict(self.way), told)
         fade = 1.0 - 1.0 / COST_MEMORY
         self._spent_s, self._lost_s = fade * self._spent_s + self._seconds, fade * self._lost_s
         self._num_spans += 1
@@ -197,5 +202,6 @@ class Trial:
             self._lost_s += max(0.0, self._seconds - best * self._num_tokens)
         if taken >= best:  # a way that was faster than any is expected to be gets one more span
             self.choose(predict)
-        self.num_kept = self.num_kept + 1 if self.way == before else 0
+        is_best = before == min(self._ways, key=lambda way: self.expected(way, predict))
+        self._kept[before] = self._kept[before] + 1 if is_best or self.way == before else 0
         self._seconds, self._num_steps, self._num_tokens = 0.0, 0, 0

@@ -33,7 +33,7 @@ from typing import IO, Self
 from lr_backend.engine.address import LOOP_KEY_VARIABLE
 from lr_backend.errors import LookaheadError
 from lr_backend.hardware.lateness import Lateness
-from lr_backend.notice import NOTICE_VARIABLE, Seats
+from lr_backend.notice import NOTICE_VARIABLE, Lessons, Seats
 from lr_backend.serve import guard
 from lr_backend.serve.backend_dir import PACKAGE, find_tritonserver, prepare_backend_dir, server_environment
 from lr_backend.serve.launch import ONE_RANK, PLAIN, LaunchPlan
@@ -275,6 +275,7 @@ class TritonServer:
         try:
             self.shm_prefix = f"lookahead_{uuid.uuid4().hex[:12]}_"
             self._seats = Seats.make(self.notice_file)
+            Lessons.make(self.notice_file)
             self.ports = free_ports(self.options)
             backends = prepare_backend_dir(install, self._work_dir, self.options.packages)
             self.admin_key = self.options.admin_key or admin_key({})

@@ -25,7 +25,7 @@ from lr_backend.errors import EngineError, InvalidRequest, LookaheadError
 from lr_backend.fields import LOOKAHEAD_INPUTS
 from lr_backend.logs import configure
 from lr_backend.loop.assemble import Engines
-from lr_backend.notice import NOTICE_VARIABLE, Seat, Seats
+from lr_backend.notice import NOTICE_VARIABLE, Lessons, OtherLoops, Seat, Seats
 from lr_backend.telemetry import open_telemetry
 from lr_backend.triton.audit_metrics import audit_metrics
 from lr_backend.triton.loop_lag import watch_lag
@@ -186,13 +186,15 @@ class TritonPythonModel:
         self._loop.set_default_executor(self._executor)
         engines = self._own.engines if self._own is not None else self._by_calls()
         counts = self._drafts, self._requests, self._telemetry
-        service = LookaheadService(self._config, self._models, engines, *counts, self._seat)
+        others = OtherLoops(self._seat, Lessons.beside(self._notices)) if self._notices is not None else None
+        service = LookaheadService(self._config, self._models, engines, *counts, self._seat, others)
         service.audits.on_change = self._audits.touch
         service.on_drafts = self._speculation.touch
         self._watching = self._loop.create_task(watch_lag(self._requests.lagged, lambda: service.seat.num_in_flight > 0))
         if self._notices is not None:
             mortal = {role.value: engine for role, engine in self._called.items()}
             self._heeding = self._loop.create_task(heed(self._notices, mortal))
+            self._keeping_up = self._loop.create_task(service.keep_up())
         return service
 
     def _by_calls(self) -> Engines:

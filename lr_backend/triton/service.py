@@ -25,6 +25,7 @@ from lr_backend.loop.ledger import CallSpan, Ledger
 from lr_backend.loop.loop import LookaheadLoop
 from lr_backend.loop.tracing import build_trace
 from lr_backend.notice import Seat, Seats
+from lr_backend.policy.others import Others
 from lr_backend.policy.policy import Learned
 from lr_backend.request import LookaheadRequest, Usage
 from lr_backend.telemetry import Telemetry, carried
@@ -37,6 +38,8 @@ from lr_backend.verify import VerifierParts
 
 CANCEL_POLL_S = 0.1
 """Triton tells of a client that went away only when asked (``is_cancelled``)."""
+KEEP_UP_S = 1.0
+"""What others learn is listened to so often at least, which is long before it is overwritten."""
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 log = structlog.get_logger()
@@ -107,6 +110,9 @@ class LookaheadService:
         telemetry: makes spans of them; None: there are none.
         seat: requests in flight, here and in the server's other processes; and whether the server is to end: new requests are
             then refused, those in flight finish.
+
+    Args:
+        others: the server's other processes, which learn the same; None: there are none.
     """
 
     def __init__(
@@ -118,8 +124,10 @@ class LookaheadService:
         metrics: RequestMetrics | None = None,
         telemetry: Telemetry | None = None,
         seat: Seat | None = None,
+        others: Others | None = None,
     ) -> None:
         self._config = config
+        self._others = others
         self._models = models
         self._engines = engines
         self._server: Server | None = None
@@ -174,6 +182,13 @@ class LookaheadService:
             for each in watchers:
                 each.end(end)
 
+    async def keep_up(self, look_s: float = KEEP_UP_S) -> None:
+        """Take in what the other processes learn while this one has no requests, for as long as the event loop runs."""
+        while True:
+            await asyncio.sleep(look_s)
+            if self._server is not None:
+                self._server.learned.catch_up()
+
     def close(self) -> None:
         """End what no request waits for."""
         self.audits.cancel()
@@ -196,7 +211,9 @@ class LookaheadService:
                 parts.append(committed.text)
 
         # Made by the first request: what is learned is timed by the clock of the event loop.
-        self._server = self._server or Server(self._engines, self._models, self._config, Learned(running_clock()), self.audits)
+        if self._server is None:
+            learned = Learned(running_clock(), self._others)
+            self._server = Server(self._engines, self._models, self._config, learned, self.audits)
         loop = assemble(request, prompt_ids, request_id, self._server, emit)
         ledger = loop.ledger
         for each in watchers:

@@ -1,8 +1,9 @@
-"""What the launcher tells the step loop: that processes have died and are back, and that the server is to end."""
+"""What the launcher and the processes of the step loop tell one another: deaths, the end, requests in flight, and lessons."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,10 +14,11 @@ from hypothesis import strategies as st
 
 from lr_backend.engine import EngineCall
 from lr_backend.errors import EngineUnavailable
-from lr_backend.notice import MAX_LOOPS, Seats, post, read
+from lr_backend.notice import MAX_LOOPS, Lessons, OtherLoops, Seats, post, read
 from lr_backend.testing import run_virtual
 from lr_backend.triton.notices import LOOK_S, heed
 from lr_backend.triton.triton_engine import CallGate, TritonEngine
+from tests.support.examples import answers
 from tests.unit.test_triton_engine import ScriptedTriton
 
 
@@ -96,6 +98,60 @@ def test_the_launcher_sees_the_process_that_has_lost_the_most_calls(tmp_path: Pa
     last.lose(0)
     assert launcher.most_lost == 3
     assert launcher.num_used == launcher.num_in_flight == 0
+
+
+@answers(30)
+@given(tellers=st.lists(st.integers(0, 2), max_size=40), num=st.integers(3, 9))
+def test_lessons_are_heard_by_all_in_one_order(tmp_path_factory: pytest.TempPathFactory, tellers: list[int], num: int) -> None:
+    """Also where the ring has come round in the meantime: then the newest are."""
+    path = tmp_path_factory.mktemp("server") / "notice"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Lessons, "NUM", num)
+        patch.setattr(Lessons, "_MARGIN", 1)
+        Lessons.make(path)
+        loops = [Lessons.beside(path) for _ in range(3)]
+        told, heard = [], []
+        for number, teller in enumerate(tellers):
+            told.append(["kind", number, 0.1 * number, None, True])
+            assert loops[teller].tell(told[-1])
+            heard += loops[2].heard()
+        assert heard == told
+        newest = told[-(num - 1) :] if len(told) > num - 1 else told
+        assert list(loops[0].heard()) == list(loops[1].heard()) == newest
+        assert not loops[0].tell(["x" * Lessons.SIZE]) and not list(loops[0].heard())
+
+
+def test_what_a_writer_that_died_has_begun_was_never_told(tmp_path: Path) -> None:
+    path = tmp_path / "notice"
+    Lessons.make(path)
+    one, other = Lessons.beside(path), Lessons.beside(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(one, "_num_told", DiesWhenWritten(one._num_told))
+        with pytest.raises(KeyboardInterrupt):
+            one.tell(["half"])
+    assert not list(other.heard())
+    assert other.tell(["whole"]) and list(other.heard()) == list(one.heard()) == [["whole"]]
+
+
+class DiesWhenWritten:
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self._numbers = numbers
+
+    def __getitem__(self, place: int) -> int:
+        return self._numbers[place]
+
+    def __setitem__(self, place: int, number: int) -> None:
+        raise KeyboardInterrupt
+
+
+def test_target_sequences_of_other_processes_are_seen(tmp_path: Path) -> None:
+    path = tmp_path / "notice"
+    Lessons.make(path)
+    seats = Seats.make(path)
+    one, other = (OtherLoops(seats.seat(loop), Lessons.beside(path)) for loop in range(2))
+    one.say_sequences(5)
+    seats.seat(0).enter()
+    assert (other.num_sequences, other.num_requests, one.num_sequences, one.num_requests) == (5, 1, 0, 0)
 
 
 def test_a_process_that_nobody_started_sees_itself_alone(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 from typer.testing import CliRunner
@@ -219,9 +220,11 @@ def test_a_text_that_does_not_fit_the_memory_is_refused() -> None:
 def test_a_first_verdict_that_rejects_does_not_turn_lookahead_off() -> None:
     """Fresh servers, one answer each: whatever came first, most of the answer is looked ahead from."""
     scenario = changed(SHORT, acceptance_rate=0.8, draft_token_s=0.15, step_spread=0.9, step_tokens=12)
+    gains = []
     for seed in range(6):
         alone, auto = (
             simulation.simulate(scenario.scenario, policy, seed).latency_s
             for policy in (Policy(Mode.AR), Policy(Mode.AUTO, max_depth=8))
         )
-        assert alone / auto > 1.2, seed
+        gains.append(alone / auto)
+    assert min(gains) > 1.1 and fmean(gains) > 1.8

@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import product
+from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lr_backend.notice import Lessons, OtherLoops, Seats
 from lr_backend.plan.simulation import Policy, simulate
 from lr_backend.policy.policy import Fixed, Learned, Measured
 from lr_backend.policy.trial import EXPLORED_SHARE, LEAST_STEPS, SPAN_STEPS, Trial, Way
 from lr_backend.request import LookaheadRequest, Mode, ProposerName, VerifierName
+from tests.support.examples import answers
 from tests.support.scenarios import fitted
 from tests.support.servers import Conditions, Server, served
 from tests.unit.test_prices import Clock
@@ -33,7 +37,7 @@ def spans(trial: Trial, truth: Mapping[Way, float], num_spans: int, predict: Cal
     for _ in range(num_spans):
         followed.append(way := trial.way)
         for _ in range(SPAN_STEPS):
-            trial.committed(way, 10 * truth[way], 10, 1, predict, num_requests=1)
+            trial.committed(way, 10 * truth[way], 10, 1, 1, predict=predict)
     return followed
 
 
@@ -76,7 +80,7 @@ def test_a_trial_changes_its_mind_and_changes_it_back() -> None:
 def test_steps_that_were_begun_another_way_say_nothing() -> None:
     trial = Trial(WAYS)
     for _ in range(10 * SPAN_STEPS):
-        trial.committed(ALONE, 1.0, 10, 1, lambda way: 1.0, num_requests=1)
+        trial.committed(ALONE, 1.0, 10, 1, 1, predict=lambda way: 1.0)
     assert trial.way == WAYS[0]
 
 
@@ -86,7 +90,7 @@ def in_a_crowd(trial: Trial, truth: Mapping[Way, float], num_spans: int, predict
     for index in range(trial.num_spans, trial.num_spans + num_spans):
         followed.append(way := trial.way)
         while trial.num_spans == index:
-            trial.committed(way, 10 * truth[way], 10, 1, predict, num_requests=32)
+            trial.committed(way, 10 * truth[way], 10, 1, 32, predict=predict)
     return followed
 
 
@@ -129,7 +133,7 @@ def steps_of_a_span(num_requests: int, off: float) -> int:
     """Of all requests together, in a way that takes ``off`` times as long as predicted."""
     trial, num = Trial(WAYS), 0
     while not trial.num_spans:
-        trial.committed(trial.way, off, 1, 1, lambda way: 1.0, num_requests=num_requests)
+        trial.committed(trial.way, off, 1, 1, num_requests, predict=lambda way: 1.0)
         num += 1
     return num
 
@@ -214,7 +218,7 @@ def test_steps_that_are_taken_for_their_price_count_for_no_way() -> None:
         pytest.param({}, False, 1, 8, id="a span has kept to it"),
         pytest.param({}, False, 2, 16, id="two spans have"),
         pytest.param({}, False, 9, 16, id="many spans have"),
-        pytest.param({}, True, 9, 4, id="each verification is a call"),
+        pytest.param({}, True, 9, 16, id="draft tokens by calls"),
         pytest.param({"proposer": "engine"}, True, 9, 16, id="draft tokens inside the engine"),
         pytest.param({"stream": True}, False, 9, 1, id="somebody waits for each step"),
     ],
@@ -342,3 +346,79 @@ def test_it_is_nearly_as_fast_as_the_best_fixed_mode(conditions: Conditions) -> 
     # Five servers, for a single one may take a span of bad luck for what a way takes.
     found = [over_best(salt) for salt in range(5)]
     assert median(found) <= 1.1, found
+
+
+# Several processes of the step loop --------------------------------------------------------------------------------------
+
+LESSONS = st.tuples(
+    st.integers(0, 2),
+    st.sampled_from(["step", "drafted", "verdict", "decided", "committed"]),
+    st.booleans(),
+    st.floats(0.001, 0.1),
+    st.integers(1, 40),
+)
+
+
+@answers(30)
+@given(st.lists(LESSONS, max_size=60))
+def test_what_one_process_measures_all_of_them_learn(tmp_path_factory: pytest.TempPathFactory, lessons: list[Any]) -> None:
+    """And they take the same way, whoever measured what in which order."""
+    path = tmp_path_factory.mktemp("server") / "notice"
+    seats, clock = Seats.make(path), Clock()
+    Lessons.make(path)
+    loops = [Learned(clock, OtherLoops(seats.seat(loop), Lessons.beside(path))) for loop in range(3)]
+    policies = [Measured(request(), learned, 4, JUDGE, can_draft=True) for learned in loops]
+    for loop, kind, flag, seconds, num in lessons:
+        prices = loops[loop].prices
+        match kind:
+            case "step":
+                with prices.step(drafts=flag) as work:
+                    clock.now_s += seconds
+                    work.num_tokens = num
+            case "drafted":
+                with prices.drafting() as work:
+                    clock.now_s += seconds
+                    work.num_tokens = num
+            case "verdict":
+                with prices.verdict(JUDGE):
+                    clock.now_s += seconds
+            case "decided":
+                loops[loop].decided(JUDGE, flag, -seconds if num % 2 else None)
+            case "committed":
+                clock.now_s += seconds
+                policies[loop].committed(num, num, accepted=flag if num % 2 else None)
+    for learned in loops:
+        learned.catch_up()
+    first, *others = [
+        (
+            state_of(learned.trial(ProposerName.NGRAM, JUDGE, WAYS)),
+            [state_of(learned.prices.target[drafts].crowding) for drafts in (True, False)],
+            [state_of(learned.prices.target[drafts].token_s) for drafts in (True, False)],
+            state_of(learned.prices.drafted_token_s),
+            learned.acceptance[JUDGE].rate,
+            learned.acceptance[JUDGE].chance(-0.05),
+        )
+        for learned in loops
+    ]
+    assert others == [first, first]
+
+
+def state_of(of: Any) -> Any:
+    """All that an object holds, as text that can be compared."""
+    if isinstance(of, dict):
+        return {str(key): state_of(value) for key, value in of.items()}
+    return {name: state_of(value) for name, value in vars(of).items()} if hasattr(of, "__dict__") else repr(of)
+
+
+def test_a_row_is_weighed_by_the_requests_of_all_processes(tmp_path: Path) -> None:
+    path = tmp_path / "notice"
+    seats = Seats.make(path)
+    Lessons.make(path)
+    learned = Learned(Clock(), OtherLoops(seats.seat(0), Lessons.beside(path)))
+    with learned.prices.request():
+        seats.seat(0).enter()
+        alone = learned.least_chance
+        for _ in range(7):
+            seats.seat(1).enter()
+        assert learned.least_chance == pytest.approx(8 * alone)
+        assert learned.trial(ProposerName.NGRAM, JUDGE, WAYS) is not learned.trial(ProposerName.NGRAM, JUDGE, (ALONE,))

@@ -15,8 +15,8 @@ from lr_backend.cli.app import app
 from lr_backend.emulated.workload import Workload
 from lr_backend.hardware.machine import Hops
 from lr_backend.plan.losses import LIMITS
-from lr_backend.plan.simulation import Policy, Scenario, simulate, simulate_steady
-from lr_backend.plan.sweep import CALL_CPU_S, TARGET_LIMITS, as_markdown, rank, sweep, with_loop
+from lr_backend.plan.simulation import CALL_CPU_S, Policy, Scenario, simulate, simulate_steady, with_loop
+from lr_backend.plan.sweep import TARGET_LIMITS, as_markdown, rank, sweep
 from lr_backend.request import Mode
 
 SHORT = Workload(0.6, token_agreement=0.75, word_agreement=0.5, prompt_tokens=200, num_steps=4)
@@ -70,7 +70,7 @@ def behind_loops(spec_name: str, num_loops: int) -> GpuDeployment:
 
 
 def test_a_slow_step_loop_limits_until_more_processes_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lr_backend.plan.sweep.CALL_CPU_S_OF_LR", 0.015)
+    monkeypatch.setattr("lr_backend.plan.simulation.CALL_CPU_S_OF_LR", 0.015)
     specs, texts = (behind_loops("qwen3-32b-1gpu", number) for number in (1, 8)), replace(SHORT, num_steps=2)
     slow, fast = (sweep(spec, "h200_sxm", texts, (8,), (Mode.LR,), limits=True).rows[0] for spec in specs)
     assert slow.limited_by == "step loop" and fast.limited_by != "step loop"
@@ -78,7 +78,7 @@ def test_a_slow_step_loop_limits_until_more_processes_share_it(monkeypatch: pyte
 
 
 def test_a_second_step_loop_helps_two_requests_and_not_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lr_backend.plan.sweep.CALL_CPU_S_OF_LR", 0.2)
+    monkeypatch.setattr("lr_backend.plan.simulation.CALL_CPU_S_OF_LR", 0.2)
     specs, texts = (behind_loops("qwen3-32b-1gpu", number) for number in (1, 2)), replace(SHORT, num_steps=2)
     (alone, crowded), (alone_of_two, shared) = (sweep(spec, "h200_sxm", texts, (1, 2), (Mode.LR,)).rows for spec in specs)
     assert alone_of_two == alone
@@ -88,7 +88,7 @@ def test_a_second_step_loop_helps_two_requests_and_not_one(monkeypatch: pytest.M
 def test_what_the_loop_takes_alone_is_part_of_the_hop() -> None:
     machine = Scenario(SHORT).machine
     slow = {role: replace(place, hops=Hops(there_s=0.002)) for role, place in machine.places.items()}
-    behind = with_loop(replace(machine, places=slow), num_loops=3, load=8, call_s=CALL_CPU_S)
+    behind = with_loop(replace(machine, places=slow), 3, 8, Mode.LR_SD)
     assert behind.loop_s == pytest.approx(CALL_CPU_S / 3)
     assert {place.hops.there_s for place in behind.places.values()} == {0.002 - behind.loop_s}
 
