@@ -245,6 +245,7 @@ class Measured:
     _ways: tuple[Way, ...] = field(init=False)
     _way: Way = field(init=False)
     _since_s: float = field(init=False)
+    _is_alone: bool = False
 
     def __post_init__(self) -> None:
         depths = (True, False) if self.max_depth else (False,)
@@ -255,11 +256,11 @@ class Measured:
 
     @property
     def depth(self) -> int:
-        return self.max_depth if self._trial.way.ahead else 0
+        return self.max_depth if self._chosen.ahead else 0
 
     @property
     def verifies_drafts(self) -> bool:
-        first = self._trial.way.drafts
+        first = self._chosen.drafts
         if self.can_draft and not self.must_draft:
             # Both kinds of steps must have a price before they are compared.
             for drafts in (first, not first):
@@ -280,9 +281,8 @@ class Measured:
         return self._steps_of_a_call
 
     def keep_alone(self) -> None:
-        # What the target now writes by itself says nothing of looking ahead, and has a trial of its own.
-        self._ways = tuple(way for way in self._ways if not way.ahead)
-        self._since_s, self._way = self.shared.prices.clock(), self._way_now
+        # What the target now writes by itself says nothing of looking ahead: so it counts for no way.
+        self._is_alone = True
 
     def committed(
         self, num_tokens: int, num_steps: int = 1, *, accepted: bool | None = None, verifier: str | None = None
@@ -290,7 +290,7 @@ class Measured:
         self.verifier = verifier or self.verifier  # once a risk budget is spent, only equal tokens are accepted
         trial, now_s = self._trial, self.shared.prices.clock()
         # What was drafted before looking ahead has stopped was paid for then.
-        if self._way.ahead or accepted is None:
+        if not self._is_alone and (self._way.ahead or accepted is None):
             seconds = now_s - self._since_s - (0.0 if accepted is None else self._luck_s(accepted))
             self.shared.committed(trial, self._way, seconds, num_tokens, num_steps, self._predicted, fresh=not accepted)
         self._since_s, self._way = now_s, self._way_now
@@ -300,9 +300,17 @@ class Measured:
         return self.shared.trial(self.request.proposer, self.verifier, self._ways)
 
     @property
+    def _chosen(self) -> Way:
+        """The trial's way; where nothing is looked ahead any more, the best of the others."""
+        trial = self._trial
+        if not self._is_alone:
+            return trial.way
+        return min((way for way in self._ways if not way.ahead), key=lambda way: trial.expected(way, self._predicted))
+
+    @property
     def _way_now(self) -> Way:
-        """What is done: the trial's way, but for steps that are taken for their price."""
-        return Way(self._trial.way.ahead, self.verifies_drafts)
+        """What is done: the chosen way, but for steps that are taken for their price."""
+        return Way(self._chosen.ahead, self.verifies_drafts)
 
     @property
     def _steps_of_a_call(self) -> int:

@@ -26,8 +26,6 @@ MEMORY = 24
 of many requests tells as much as several of one."""
 PRIOR_SPANS = 2.0
 """A prediction counts as much as so many spans at first, and no more once a way's memory is full."""
-SPANS_A_FIRST_TRY = 2
-"""Every second span tries a way that was never taken, if all requests together would lose no more than one of them takes."""
 DOUBT, KNOWN_SPANS, SPANS_A_TRY = 0.3, 8, 4
 """By which share the time of one span may be wrong; after how many spans a way is known; one span of so many tries a way that is
 not known yet and may be the best."""
@@ -147,8 +145,8 @@ class Trial:
         if self._num_tokens and self._seconds > 0.0 and (is_long or is_bad):
             self._end_span(predict)
 
-    def choose(self, predict: Predict) -> None:
-        """Take the best way, or another one where its price may be paid."""
+    def choose(self, predict: Predict) -> Way:
+        """Take the best way, or another one where its price may be paid; the best."""
         expected = {way: self.expected(way, predict) for way in self._ways}
         best = min(expected, key=expected.__getitem__)
         if self.way == best:
@@ -156,14 +154,14 @@ class Trial:
             most = (1.0 + 1.0 / self._num_requests) * expected[best]
             new = [way for way in others if self.off(way) is None and expected[way] < most]
             close = [way for way in others if expected[way] < most and self._may_be_best(way, expected[way], expected[best])]
-            free = new if self._num_spans % SPANS_A_FIRST_TRY == 0 else []
-            free = free or (close if self._num_spans % SPANS_A_TRY == 0 else [])
+            free = new or (close if self._num_spans % SPANS_A_TRY == 0 else [])
             # A span of a way that is slower by some share costs that share of a span.
             cheap = [way for way in others if self._affords(expected[way] / expected[best] - 1.0)]
             if tried := free or cheap:
-                self.way, self._is_charged = min(tried, key=lambda way: self._taken[way].count), not free
-                return
+                self.way, self._is_charged = min(tried, key=lambda way: (self._taken[way].count, expected[way])), not free
+                return best
         self.way, self._is_charged = best, False
+        return best
 
     def _may_be_best(self, way: Way, expected: float, best: float) -> bool:
         """Too few spans were timed to say that it is slower."""
@@ -200,8 +198,6 @@ class Trial:
         before = self.way
         if self._is_charged:  # what a way loses that has been the best until now is no price of trying
             self._lost_s += max(0.0, self._seconds - best * self._num_tokens)
-        if taken >= best:  # a way that was faster than any is expected to be gets one more span
-            self.choose(predict)
-        is_best = before == min(self._ways, key=lambda way: self.expected(way, predict))
-        self._kept[before] = self._kept[before] + 1 if is_best or self.way == before else 0
+        is_best = self.choose(predict) == before
+        self._kept[before] = self._kept[before] + 1 if is_best else 0
         self._seconds, self._num_steps, self._num_tokens = 0.0, 0, 0

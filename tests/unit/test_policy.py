@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -158,6 +159,32 @@ def test_a_new_load_begins_with_what_is_known_of_the_nearest() -> None:
     assert followed.count(ALONE) == 20  # nothing is tried a first time once more
 
 
+def test_a_span_of_many_requests_tells_as_much_as_several_of_one() -> None:
+    """After one that was slower the way is known: it is not tried every fourth span once more."""
+    truth = {way: 1.0 if way == ALONE else 1.1 for way in WAYS}
+    tries = {}
+    for num_requests in (1, 8):
+        trial, followed = Trial(WAYS), list[Way]()
+        while len(followed) < 40:
+            way, before = trial.way, trial.num_spans
+            while trial.num_spans == before:
+                trial.committed(way, 10 * truth[way], 10, 1, num_requests, predict=lambda way: 1.0)
+            followed.append(way)
+        tries[num_requests] = sum(way != ALONE for way in followed)
+    assert tries[8] < tries[1], tries
+
+
+def test_a_way_that_gets_faster_and_faster_blocks_no_other() -> None:
+    trial, taken = Trial(WAYS[::-1], drafts_by_calls=True), 10.0
+    followed = set()
+    for _ in range(200):
+        followed.add(way := trial.way)
+        taken *= 0.999 if way == ALONE else 1.0
+        for _ in range(96):
+            trial.committed(way, taken, 1, 1, 32, predict=lambda way: 10.0)
+    assert len(followed) > 1
+
+
 # What a request speculates ---------------------------------------------------------------------------------------------
 
 
@@ -208,7 +235,7 @@ def test_steps_that_are_taken_for_their_price_count_for_no_way() -> None:
     assert (trial.way.drafts, policy.verifies_drafts, trial.num_spans) == (True, False, 0)
     priced(drafts=False)
     commit(1 + SPAN_STEPS)
-    assert policy.verifies_drafts and trial.num_spans == 1
+    assert trial.num_spans == 1
 
 
 @pytest.mark.parametrize(
@@ -233,6 +260,34 @@ def test_the_target_writes_alone_for_longer_the_longer_that_has_paid(
         clock.now_s += 1.0
         policy.committed(24)
     assert policy.alone_steps() == num_steps
+
+
+def test_of_requests_at_the_same_time_as_many_take_a_kind_of_step_for_its_price_as_it_wants() -> None:
+    shared = Learned(Clock())
+    policies = [Measured(request(), shared, 4, JUDGE, can_draft=True) for _ in range(8)]
+    kinds = []
+    with ExitStack() as written:
+        for policy in policies:
+            kinds.append(policy.verifies_drafts)
+            written.enter_context(shared.prices.step(drafts=kinds[-1]))
+    assert kinds == [True] * LEAST_STEPS + [False] * LEAST_STEPS + [True] * (8 - 2 * LEAST_STEPS)
+
+
+def test_what_is_written_behind_the_reasoning_counts_for_no_way() -> None:
+    clock = Clock()
+    shared = Learned(clock)
+    policy = Measured(request(), shared, 4, JUDGE, can_draft=True)
+    trial = shared.trial(policy.request.proposer, JUDGE, WAYS)
+    for drafts, token_s in ((True, 3.0), (False, 1.0)):
+        for _ in range(LEAST_STEPS):
+            shared.prices.target[drafts].crowding.add(0, token_s, 10)
+            shared.prices.target[drafts].token_s.add(token_s)
+    assert trial.way == (True, True)
+    policy.keep_alone()
+    assert (policy.depth, policy.verifies_drafts) == (0, False)  # the faster one of the target's own
+    clock.now_s += 9.0
+    policy.committed(240, 3 * SPAN_STEPS)
+    assert (trial.num_spans, trial.way) == (0, (True, True))
 
 
 @pytest.mark.parametrize(("max_depth", "can_draft"), [(0, False), (0, True), (4, False)])
