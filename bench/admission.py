@@ -1,8 +1,9 @@
 """What the token budget of an iteration is worth, behind longer and longer prefixes.
 
 The real loop on a virtual clock, as in ``maps``: deployment ``qwen3-32b-apart`` on H200s, with scripted texts, prompts that are
-computed already, and so many requests at once. By upstream's rule a call takes its whole prefix of ``max_num_tokens``, cached or
-not. One half of the rows has the 4,096 tokens that were shipped once, the other what the spec has now.
+computed already, and so many requests in flight at all times. By upstream's rule a call takes its whole prefix of
+``max_num_tokens``, cached or not. One half of the rows has the 4,096 tokens that were shipped once, the other what the spec has
+now.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ import typer
 from rich.table import Table
 
 from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
-from bench.maps import DEPLOYMENT, EQUAL_ALPHA, NUM_STEPS, POLICIES, TEXTS
+from bench.maps import DEPLOYMENT, EQUAL_ALPHA, NUM_STEPS, POLICIES, TEXTS, predicted
 from lr_backend.build.admission import admission
 from lr_backend.build.gpu_spec import TrtllmEngineSpec
 from lr_backend.build.pace import kv_tokens, machine_of, pace_of, stood_for
 from lr_backend.build.placements import resized
 from lr_backend.engine import Role
 from lr_backend.hardware.profile import find, label_of
-from lr_backend.plan.simulation import Scenario, ms_a_token, simulate
+from lr_backend.plan.simulation import Scenario, ms_a_token
 
 SYSTEM = "h200_sxm"
 ONCE = 4_096
@@ -51,7 +52,7 @@ def measure(max_num_tokens: int, load: int, context: int) -> Row:
     texts = replace(TEXTS, acceptance_rate=EQUAL_ALPHA, prompt_tokens=context, num_steps=NUM_STEPS)
     config = spec.loop_config()
     asked = Scenario.of(config, texts, machine_of(spec, SYSTEM), prompts_are_cached=True)
-    found = {name: ms_a_token(simulate(asked, replace(POLICIES[name], num_requests=load)).usages) for name in MODES}
+    found = {name: ms_a_token(predicted(asked, replace(POLICIES[name], num_requests=load)).usages) for name in MODES}
     assert isinstance(spec.target, TrtllmEngineSpec)
     calls = admission(Role.TARGET, spec.target, context, kv_tokens(spec, SYSTEM)[Role.TARGET], config.limits).calls
     return Row(max_num_tokens, load, context, calls, **found)

@@ -144,7 +144,7 @@ def explore(cell: Cell) -> Found:
     if not fits(cell):
         return Found(cell, {})
     asked = scenario(cell)
-    found = {name: _predicted(asked, replace(policy, num_requests=cell.load)) for name, policy in POLICIES.items()}
+    found = {name: predicted(asked, replace(policy, num_requests=cell.load)) for name, policy in POLICIES.items()}
     ms = {name: ms_a_token(one.usages) for name, one in found.items()}
     is_asked = (cell.system, cell.alpha) == ("h200_sxm", EQUAL_ALPHA)
     limit = _limit(asked, cell.load, ms["ar"] / ms[LIMITED]) if is_asked else None
@@ -169,8 +169,8 @@ def _behind_loops(asked: Scenario, policy: Policy) -> Scenario:
     return replace(asked, machine=with_loop(asked.machine, num_loops, policy.num_requests, policy.mode))
 
 
-def _predicted(asked: Scenario, policy: Policy, free: Callable[[Machine], Machine] = lambda machine: machine) -> Prediction:
-    """``free`` takes a cost away."""
+def predicted(asked: Scenario, policy: Policy, free: Callable[[Machine], Machine] = lambda machine: machine) -> Prediction:
+    """A policy at a steady load, behind the deployment's step loops. ``free`` takes a cost away."""
     behind = _behind_loops(asked, policy)
     changed = replace(behind, machine=free(behind.machine))
     return simulate_steady(changed, policy, learns_from=LEARNS_FROM, num_answers=_num_answers(policy.num_requests))
@@ -181,7 +181,7 @@ def _limit(asked: Scenario, load: int, gain: float) -> tuple[str, float]:
     alone, ahead = (replace(POLICIES[name], num_requests=load) for name in ("ar", LIMITED))
 
     def gain_without(free: Callable[[Machine], Machine]) -> float:
-        slow, fast = (ms_a_token(_predicted(asked, policy, free).usages) for policy in (alone, ahead))
+        slow, fast = (ms_a_token(predicted(asked, policy, free).usages) for policy in (alone, ahead))
         return slow / fast
 
     without = {name: gain_without(free) for name, free in LIMITS.items()}

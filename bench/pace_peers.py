@@ -47,7 +47,8 @@ NUM_STEPS = 40
 """Of a text."""
 SCORE_QUESTION_TOKENS = 80
 """SpecReason's question for a score, about as long as its prompt."""
-SAMPLING = Sampling(temperature=0.6)
+SAMPLING, DRAFTING = Sampling(temperature=0.6), Sampling()
+"""As the server's own modes: so the same drafted steps are accepted in all procedures."""
 EXTERNAL: Mapping[str, Any] = {"num_draft_tokens": 8}
 ROWS: Mapping[str, tuple[Policy, str]] = {
     "ar": (Policy(Mode.AR), COMPILED),
@@ -79,7 +80,7 @@ async def synchronous(engines: Engines, texts: Texts, workload: Workload, max_de
     """Answer one question by the synchronous procedure; tokens of the answer."""
     rules = StepRules.from_tokenizer(VOCABULARY, [END], think_open=None, think_close=None)
     read = ReadAs(rules, VOCABULARY, judge_prompt(workload), VOCABULARY)
-    procedure = SynchronousLookahead(engines, read, SAMPLING, max_depth, workload.max_tokens)
+    procedure = SynchronousLookahead(engines, read, SAMPLING, max_depth, workload.max_tokens, draft_sampling=DRAFTING)
     return len((await procedure.answer(texts.prompt(0), "synchronous", 1)).token_ids)
 
 
@@ -89,8 +90,8 @@ async def sequential(engines: Engines, texts: Texts, workload: Workload) -> int:
     prefix = prompt = texts.prompt(0)
     ledger = Ledger(lambda: 0.0, len(prompt))
     draft, target = (
-        StepWriter(engine, role, SAMPLING, Seeds(1), "sequential", ledger)
-        for engine, role in ((engines.draft, Role.DRAFT), (engines.target, Role.TARGET))
+        StepWriter(engine, role, sampling, Seeds(1), "sequential", ledger)
+        for engine, role, sampling in ((engines.draft, Role.DRAFT, DRAFTING), (engines.target, Role.TARGET, SAMPLING))
     )
     numbers = count()
     while True:

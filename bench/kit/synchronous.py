@@ -80,6 +80,7 @@ class SynchronousLookahead:
     Attributes:
         max_depth: k, target steps of one batch; 1 is the target alone, a step at a time.
         max_tokens: of an answer.
+        draft_sampling: of drafted steps; None: as the target's.
     """
 
     engines: Engines
@@ -88,6 +89,7 @@ class SynchronousLookahead:
     max_depth: int = 4
     max_tokens: int = 640
     max_step_tokens: int = STEP_TOKENS
+    draft_sampling: Sampling | None = None
 
     def __post_init__(self) -> None:
         assert self.max_depth >= 1, self.max_depth
@@ -144,7 +146,8 @@ class _Work:
         ledger = Ledger(asyncio.get_running_loop().time, num_prompt_tokens)
 
         def writer(engine: Engine, role: Role) -> StepWriter:
-            return StepWriter(engine, role, procedure.sampling, Seeds(seed), request_id, ledger)
+            sampling = procedure.draft_sampling if role is Role.DRAFT else None
+            return StepWriter(engine, role, sampling or procedure.sampling, Seeds(seed), request_id, ledger)
 
         self._target, self._draft = writer(engines.target, Role.TARGET), writer(engines.draft, Role.DRAFT)
         prompt, tokenizer = procedure.texts.judge_prompt, procedure.texts.judge_tokenizer

@@ -29,6 +29,7 @@ from lr_backend.build.repository import build_repository
 from lr_backend.build.spec import DeploymentSpec
 from lr_backend.engine import EngineCall, Role, cancel_tensors
 from lr_backend.engine.address import LOOP_PARAMETER
+from lr_backend.notice import Lessons
 from lr_backend.serve.keeper import StubKeeper, stubs_of
 from lr_backend.serve.server import ServerOptions, TritonServer
 from lr_backend.serve.warmup import warm_engines, warm_loop
@@ -187,6 +188,9 @@ def kill_each_and_see_it_back(kept: Kept) -> None:
     bounded(lambda: sum(answers_by_loop(kept.server)) == len(crowd.answered))
     shares = answers_by_loop(kept.server)
     assert sum(shares) == len(crowd.answered) and min(shares) > 0.2 * sum(shares)
+    # What each process has measured stands where all of them take it in.
+    kinds = Counter(kind for kind, *_ in Lessons.beside(kept.server.notice_file).heard())
+    assert {"step", "drafted", "verdict", "decided"} <= set(kinds) and min(kinds["step"], kinds["decided"]) >= len(crowd.answered)
 
 
 def test_without_its_keeper_a_dead_target_does_not_come_back(kept: Kept) -> None:
