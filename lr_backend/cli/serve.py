@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 from rich.console import Console
@@ -55,6 +58,7 @@ from lr_backend.serve.server import ServerError, ServerOptions, TritonServer, us
 from lr_backend.serve.startup_check import Level, Machine, Needs, check, check_files, probe, require_ready, shared_cards
 from lr_backend.serve.warmup import QUESTION, WarmupAnswer, curl_line, warm_engines, warm_loops
 
+Result = TypeVar("Result")
 _LOOK_S = 0.05
 _AFTER_DRAIN_S = 2.0
 """For Triton to end once nothing is in flight; connections that nobody uses hold it no longer."""
@@ -271,7 +275,7 @@ def _run(
             keeper.start()
             if front is not None:
                 front.start(server.log_file)
-            answer = None if stop.event.is_set() else _warm_up(console, server, deployment, stop)
+            answer = _unless_stopped(stop, partial(_warm_up, console, server, deployment, stop))
             if front is not None and deployed is not None and not stop.event.is_set():
                 addresses, drain_s = (server.grpc_url, server.metrics_url), server.options.exit_timeout_s
                 front.open(deployed, *addresses, drain_s=drain_s, timeout_s=_FRONT_READY_S)
@@ -286,8 +290,9 @@ def _run(
                 raise ServerError(f"{keeper.why}: the server ends, to be started anew")
             if front is not None:
                 front.check()
-        if deployment.loop_config().pace:
-            console.print(str(sum(server.lateness().values(), Lateness())), highlight=False, soft_wrap=True)
+        if deployment.loop_config().pace and answer is not None:
+            with suppress(ServerError):  # a server that is busy or ending may not say it
+                console.print(str(sum(server.lateness().values(), Lateness())), highlight=False, soft_wrap=True)
         console.print("stopping: requests in flight may finish")
         return _drain(server, deployment, keeper, stop, front)
     finally:
@@ -305,6 +310,24 @@ def _deployed(deployment: DeploymentSpec) -> Deployed:
     needs = (LOOKAHEAD_MODEL, *(role.value for role in deployment.models_here if role is Role.TARGET))
     inside = opens_reasoning(config.tokenizer_dir, config.think_open)
     return Deployed.of(deployment.name, config, opens_reasoning=inside, needs=needs)
+
+
+def _unless_stopped(stop: StopRequest, work: Callable[[], Result]) -> Result | None:
+    """What the work returns or raises; None once the server is to stop: a model that hangs is not waited for."""
+    done: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    if not stop.event.is_set():
+        threading.Thread(target=run, daemon=True).start()
+    while not stop.event.is_set():
+        if wait((done,), _LOOK_S).done:
+            return done.result()
+    return None
 
 
 def _warm_up(console: Console, server: TritonServer, deployment: DeploymentSpec, stop: StopRequest) -> WarmupAnswer | None:

@@ -25,6 +25,7 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -45,6 +46,8 @@ POLL_S = 0.1
 CLEANUP_MARGIN_S = 10.0
 """For the guard to kill and reap after the drain; beyond it the launcher does that itself."""
 PORT_ATTEMPTS = 4
+MAX_LOG_BYTES = 1 << 20
+"""Of the end of a log, to look for what went wrong."""
 METRICS_INTERVAL_MS = 500
 """How often Triton looks at its machine. A server that ends waits for the next look."""
 
@@ -116,8 +119,14 @@ class ServerOptions:
 
 
 def _begin_log(path: Path) -> None:
-    """An empty log that its owner alone may read: ids and errors of everybody's requests stand in it."""
+    """An empty log that its owner alone may read: ids and errors of everybody's requests stand in it.
+
+    The last one stays beside it: a supervisor that starts a server anew does not take away why the last one died.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_file() and path.stat().st_size:
+        with suppress(OSError):  # the folder is somebody else's
+            path.replace(path.with_name(f"{path.name}.1"))
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
         if stat.S_ISREG(os.fstat(descriptor).st_mode):  # /dev/stderr has a mode of its own
@@ -249,10 +258,12 @@ class TritonServer:
         return self.options.log_file or (self._work_dir / "server.log" if self._work_dir else None)
 
     def log_text(self) -> str:
-        """What the server and its models wrote; after :meth:`stop` what they had written until then."""
+        """What the server and its models wrote at last; after :meth:`stop` what they had written until then."""
         path = self.log_file
         if path is not None and path.is_file():
-            self._last_log = path.read_text(encoding="utf-8", errors="replace")
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - MAX_LOG_BYTES))
+                self._last_log = file.read(MAX_LOG_BYTES).decode("utf-8", "replace")
         return self._last_log
 
     def start(self) -> None:

@@ -17,7 +17,7 @@ from lr_backend.cli import serve
 from lr_backend.notice import Seats
 from lr_backend.serve import keeper as room
 from lr_backend.serve.keeper import StubKeeper
-from lr_backend.serve.server import ServerOptions
+from lr_backend.serve.server import ServerError, ServerOptions
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_a_server_that_answers_nothing_but_was_not_told_to_end_is_not_drained(tm
     keeper.stop()
 
 
-@pytest.mark.parametrize(("drained", "tritons", "status"), [(True, 0, 0), (True, 143, 0), (False, 0, 1), (False, 137, 137)])
+@pytest.mark.parametrize(("drained", "tritons", "status"), [(True, 0, 0), (True, 143, 0), (False, 0, 1), (False, 137, 1)])
 def test_a_drain_that_ran_out_of_time_is_no_success(drained: bool, tritons: int, status: int) -> None:
     """However Triton itself ended: answers were lost."""
     nothing: Any = lambda *_: None  # noqa: E731
@@ -112,3 +112,18 @@ def test_a_drain_that_ran_out_of_time_is_no_success(drained: bool, tritons: int,
     front = SimpleNamespace(terminate=nothing, stop=nothing)
     parts: Any = (server, None, keeper, SimpleNamespace(impatient=False), front)
     assert serve._drain(*parts) == status
+
+
+def test_a_warm_up_that_hangs_is_not_waited_for_once_the_server_is_to_stop() -> None:
+    stop, hangs = SimpleNamespace(event=threading.Event()), threading.Event()
+    assert serve._unless_stopped(stop, lambda: 7) == 7  # type: ignore[arg-type]
+    with pytest.raises(ServerError, match="bad"):
+        serve._unless_stopped(stop, fails)  # type: ignore[arg-type]
+    threading.Timer(0.05, stop.event.set).start()
+    assert serve._unless_stopped(stop, hangs.wait) is None  # type: ignore[arg-type]
+    assert serve._unless_stopped(stop, fails) is None  # type: ignore[arg-type]
+    hangs.set()
+
+
+def fails() -> None:
+    raise ServerError("bad")

@@ -188,6 +188,16 @@ def test_only_its_owner_may_read_the_log(start: type[Started], tmp_path: Path) -
         assert server.log_file.stat().st_mode & 0o777 == 0o600
         server.stop(0.0)
         assert "of another server" not in server.log_text()
+    assert old.with_name("old.log.1").read_text() == "of another server"  # why a server died, once it is started anew
+
+
+def test_of_a_long_log_the_end_is_looked_at(start: type[Started], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lr_backend.serve.server.MAX_LOG_BYTES", 8)
+    server = start("ok", log_file=tmp_path / "log").server
+    server.start()
+    (tmp_path / "log").write_text("0123456789")
+    assert server.log_text() == "23456789"
+    server.stop(0.0)
 
 
 @pytest.fixture
