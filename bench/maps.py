@@ -4,9 +4,10 @@ The real loop on a virtual clock: deployment ``qwen3-32b-apart`` as it is emulat
 is steady: as soon as one request is answered the next is asked. Its prompt is computed already, so that what is measured is the
 reasoning. All modes, systems and acceptance rates have the same texts.
 
-Engines are ``built larger`` than the deployment ships them, for more sequences and tokens in an iteration. On the H200, at one
-acceptance rate, there is a map of the engines ``as shipped`` too, and each cell says what limits lookahead. The other systems are
-mapped at that acceptance rate alone.
+Engines are ``built larger`` than the deployment ships them, for more sequences and tokens in an iteration, and for longer texts.
+On the H200, at one acceptance rate, there is a map of the engines ``as shipped`` too, where that makes a difference: from several
+requests on, behind what they take. At that acceptance rate each cell of the larger ones says what limits lookahead, and the other
+system is mapped at it alone.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from lr_backend.request import Mode
 
 DEPLOYMENT = "qwen3-32b-apart"
 SHIPPED, LARGER = "as shipped", "built larger"
-LARGER_SIZES = (256, 32_768)
-"""Sequences and tokens of an iteration."""
+LARGER_SIZES = (256, 32_768, 36_864)
+"""Sequences and tokens of an iteration, and tokens of a sequence."""
 LOADS = (1, 8, 32)
 CONTEXTS = (1_000, 4_000, 16_000, 32_000)
 ALPHAS = (0.3, 0.6, 0.9)
@@ -146,7 +147,7 @@ def explore(cell: Cell) -> Found:
     asked = scenario(cell)
     found = {name: predicted(asked, replace(policy, num_requests=cell.load)) for name, policy in POLICIES.items()}
     ms = {name: ms_a_token(one.usages) for name, one in found.items()}
-    is_asked = (cell.system, cell.alpha) == ("h200_sxm", EQUAL_ALPHA)
+    is_asked = (cell.system, cell.sizes, cell.alpha) == ("h200_sxm", LARGER, EQUAL_ALPHA)
     limit = _limit(asked, cell.load, ms["ar"] / ms[LIMITED]) if is_asked else None
     return Found(cell, ms, limit, ms_a_token(found[CHOOSES].before[:FIRST]))
 
@@ -199,7 +200,7 @@ def cells(systems: Iterable[str], loads: Sequence[int], contexts: Sequence[int],
         for context in contexts
         for alpha in alphas
         if alpha == EQUAL_ALPHA or (system, sizes) == ("h200_sxm", LARGER)
-        if sizes == LARGER or system == "h200_sxm"
+        if sizes == LARGER or (system == "h200_sxm" and load > 1 and context < _deployment(SHIPPED).target.max_seq_len)
     ]
     return sorted(found, key=lambda cell: -cell.load * cell.context)
 
@@ -287,7 +288,7 @@ def summary(found: Sequence[Found], equal: Mapping[tuple[int, int], Sequence[Use
 
 
 def main(
-    systems: Annotated[list[str] | None, typer.Option("--system", help="By default H200, H100 and B200.")] = None,
+    systems: Annotated[list[str] | None, typer.Option("--system", help="By default H200 and H100.")] = None,
     loads: Annotated[list[int] | None, typer.Option("--load", min=1, help="Requests in flight; by default 1, 8 and 32.")] = None,
     contexts: Annotated[list[int] | None, typer.Option("--context", help="Tokens; by default 1,000 to 32,000.")] = None,
     alphas: Annotated[list[float] | None, typer.Option("--alpha", help="By default .3, .6 and .9.")] = None,
@@ -295,7 +296,7 @@ def main(
     output: Annotated[Path, typer.Option(help="Where the figures go.")] = PAGES / "maps.json",
 ) -> None:
     """Print a table for each system and acceptance rate, those of equal GPUs, and last one line of JSON."""
-    systems, asked_loads = systems or ["h200_sxm", "h100_sxm", "b200_sxm"], loads or LOADS
+    systems, asked_loads = systems or ["h200_sxm", "h100_sxm"], loads or LOADS
     console = console_of_any_width()
     profiles = [find(pace_of(_deployment(SHIPPED), role, system).profile) for system in systems for role in Role]
     asked = cells(systems, asked_loads, contexts or CONTEXTS, alphas or ALPHAS)

@@ -23,7 +23,7 @@ NOTICE_VARIABLE = "LOOKAHEAD_NOTICE_FILE"
 """Names the file of deaths to the step loop, which is there from the first death on. That of the seats lies beside it."""
 MAX_LOOPS = 64
 """Processes of the step loop that one server may have."""
-_SIZE = 8 * (1 + 4 * MAX_LOOPS)
+_SIZE = 8 * (1 + 6 * MAX_LOOPS)
 
 
 def post(path: Path, dead: Iterable[str]) -> None:
@@ -46,8 +46,9 @@ class Seats:
     """Requests in flight of each process of the step loop, and whether the server is to end, in memory that all of them share.
 
     The numbers are: whether the server is to end, and for each process its requests in flight, whether it ever had one, its lost
-    calls, and its target sequences. Each has one writer. A loop counts a request first and then looks whether the server is to
-    end; the launcher says so first and then looks at the counts. So it sees what was let in before, and nothing is let in after.
+    calls, its target sequences, and the calls that the target has answered and has hung in. Each has one writer. A loop counts a
+    request first and then looks whether the server is to end; the launcher says so first and then looks at the counts. So it sees
+    what was let in before, and nothing is let in after.
     """
 
     numbers: memoryview
@@ -96,7 +97,17 @@ class Seats:
     @property
     def num_sequences(self) -> int:
         """Target sequences of all processes."""
-        return sum(self.numbers[1 + 3 * MAX_LOOPS :])
+        return sum(self.numbers[1 + 3 * MAX_LOOPS : 1 + 4 * MAX_LOOPS])
+
+    @property
+    def num_answered(self) -> int:
+        """Calls that the target has answered, of all processes, since the start."""
+        return sum(self.numbers[1 + 4 * MAX_LOOPS : 1 + 5 * MAX_LOOPS])
+
+    @property
+    def num_hung(self) -> int:
+        """Calls that the target did not let go of, while it answered no other, of all processes, since the start."""
+        return sum(self.numbers[1 + 5 * MAX_LOOPS :])
 
     def seat(self, loop: int) -> Seat:
         """The place of one process, counted from 0."""
@@ -126,6 +137,10 @@ class Seat:
     def write(self, num_sequences: int) -> None:
         """So many target sequences of its are in flight now."""
         self._seats.numbers[self._place + 3 * MAX_LOOPS] = num_sequences
+
+    def target_was_asked(self, *, answered: bool) -> None:
+        """The target has answered one of its calls, or hangs: it lets go of none and answers no other."""
+        self._seats.numbers[self._place + (4 if answered else 5) * MAX_LOOPS] += 1
 
     @property
     def num_elsewhere(self) -> int:
@@ -179,7 +194,7 @@ class Lessons:
 
     def tell(self, lesson: Sequence[Any]) -> bool:
         """Put it behind all others; False if it is too long."""
-        text = json.dumps(lesson, separators=(",", ":")).encode()
+        text = json.dumps(lesson, separators=(",", ":"), default=float).encode()
         if len(text) > self.SIZE:
             return False
         fcntl.flock(self._file, fcntl.LOCK_EX)

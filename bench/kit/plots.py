@@ -117,7 +117,7 @@ def draw_limits(cells: Cells, path: Path) -> None:
     panels = figure.subplots(1, len(sizes), squeeze=False)[0]
     for axes, name in zip(panels, sizes, strict=True):
         _panel(axes, [one for one in mine if one["sizes"] == name], f"H200, {name}", _limited)
-    figure.suptitle("lr at depth 8 over the target alone; what would add most to that if it were free to both")
+    figure.suptitle("lr at depth 8 over the target alone;\nwhat would add most to that if it were free to both")
     save(figure, path)
 
 

@@ -63,9 +63,15 @@ def placed(spec: GpuDeployment, system: str, tp_size: int, where: Where, num_car
     return with_budgets(on_system(moved, system))
 
 
-def resized(spec: GpuDeployment, max_batch_size: int, max_num_tokens: int) -> GpuDeployment:
-    """The deployment with target and draft built for so many sequences and tokens in an iteration."""
+def resized(spec: GpuDeployment, max_batch_size: int, max_num_tokens: int, max_seq_len: int | None = None) -> GpuDeployment:
+    """The deployment with target and draft built for so many sequences and tokens in an iteration.
+
+    Args:
+        max_seq_len: tokens of a sequence; None: as they are.
+    """
     sizes = {"max_batch_size": max_batch_size, "max_num_tokens": max_num_tokens}
+    if max_seq_len is not None:
+        sizes["max_seq_len"] = max_seq_len
     return _with(spec, {Role.TARGET: sizes, Role.DRAFT: sizes, Role.JUDGE: {"max_batch_size": max_batch_size}})
 
 

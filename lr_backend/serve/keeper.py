@@ -3,8 +3,8 @@
 Triton itself does neither: a model whose process is gone stays "ready", and calls to it hang. Here its death is known at once.
 The step loop is told, so that calls in flight fail and answers end or go on without; then the model is unloaded and loaded, which
 starts a new process. What cannot be mended so ends the server, and whoever supervises it starts it anew: a process of the step
-loop, whose answers are lost with it, a model that does not load, and the loss of too many calls. Triton keeps a thread of the
-step loop for each call that a dead process was to answer.
+loop, whose answers are lost with it, a model that does not load, the loss of too many calls, and a target that hangs, as one does
+whose cards have lost each other. Triton keeps a thread of the step loop for each call that a dead process was to answer.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import json
 import os
 import select
 import threading
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import psutil
 
 from lr_backend.build.render import LOOKAHEAD_MODEL
+from lr_backend.engine import Role
 from lr_backend.notice import post
 from lr_backend.serve.restrictions import HEADER
 from lr_backend.serve.server import TritonServer
@@ -29,6 +31,8 @@ UNLOAD_S = 20.0
 """For Triton to answer to the unload of a dead model. It does at once, and takes the model apart afterwards."""
 LOAD_S = 300.0
 """For a model to be loaded anew."""
+HANG_S, LOOK_S = 30.0, 1.0
+"""A target that does not let go of a call is waited for so long, as long as it answers no other; how often that is looked at."""
 STOP_S = 1.0
 """For the thread to end. One that waits for a model to load ends with the server."""
 
@@ -48,10 +52,13 @@ class StubKeeper:
         """Models by the file descriptors of their processes."""
         self._dead: set[str] = set()
         self._stopped = False
+        self._num_hung = 0
+        self._hung: tuple[float, int] | None = None
+        """Since when the target hangs, and how many calls it had answered then."""
         self._wake, self._woken = os.pipe()
         self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
         self.lost = threading.Event()
-        self.mended = False
+        self.mended = self._hangs = False
         self.why = ""
 
     def start(self) -> None:
@@ -65,8 +72,8 @@ class StubKeeper:
 
     @property
     def can_drain(self) -> bool:
-        """The step loop lives, whatever became of the engines."""
-        return LOOKAHEAD_MODEL not in self._dead
+        """The step loop can end what it has begun: it lives, and the target does not hang."""
+        return LOOKAHEAD_MODEL not in self._dead and not self._hangs
 
     @property
     def drained(self) -> bool:
@@ -96,12 +103,27 @@ class StubKeeper:
             poll = select.poll()
             for descriptor in (self._wake, *self._watched):
                 poll.register(descriptor, select.POLLIN)
-            ended = {descriptor for descriptor, _ in poll.poll()}
+            ended = {descriptor for descriptor, _ in poll.poll(1e3 * LOOK_S)}
             if self._wake in ended or not self._server.running:
                 return
+            self._look_for_hang()
             for descriptor in ended:
                 os.close(descriptor)
                 self._has_died(self._watched.pop(descriptor))
+
+    def _look_for_hang(self) -> None:
+        seats, now_s = self._server.seats, time.monotonic()
+        if seats.num_hung > self._num_hung:
+            self._num_hung = seats.num_hung
+            self._hung = self._hung or (now_s, seats.num_answered)
+        if self._hung is None:
+            return
+        since_s, num_answered = self._hung
+        if seats.num_answered > num_answered:
+            self._hung = None
+        elif now_s - since_s > HANG_S:
+            self._hangs = True
+            self._lose(f"the target hangs: for {HANG_S:g} s it has neither answered a call nor let go of one")
 
     def _has_died(self, model: str) -> None:
         self._dead.add(model)
@@ -120,6 +142,7 @@ class StubKeeper:
             self._lose(f"the process of {model} died and cannot be started anew: {error or type(error).__name__}")
             return
         self._dead.discard(model)
+        self._hung = None if model == Role.TARGET else self._hung
         self.mended = True
         post(self._server.notice_file, self._dead)
         self._say(f"{model} is back")

@@ -135,8 +135,23 @@ class Breaker:
 class TritonEngine:
     """One model of a server as an :class:`~lr_backend.engine.Engine`."""
 
-    def __init__(self, model_name: str, infer: Infer, gate: CallGate, *, tokens_per_block: int, address: str = "") -> None:
-        """``address``: of the server, where it is not the one that this process belongs to."""
+    def __init__(
+        self,
+        model_name: str,
+        infer: Infer,
+        gate: CallGate,
+        *,
+        tokens_per_block: int,
+        address: str = "",
+        was_asked: Callable[[bool], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            address: of the server, where it is not the one that this process belongs to.
+            was_asked: is told of each call that is answered (True), and of each that hangs (False): the engine does not let go
+                of it, and answers no other.
+        """
+        self._was_asked = was_asked or (lambda answered: None)
         self._model_name = model_name
         self._called = f"{model_name} at {address}" if address else model_name
         self._cancel_timeout_s = REMOTE_CANCEL_TIMEOUT_S if address else CANCEL_TIMEOUT_S
@@ -194,6 +209,7 @@ class TritonEngine:
             raise
         self._breaker.close()
         self._num_answered += 1
+        self._was_asked(True)
         return Generation.from_tensors(outputs, tokens_per_block=self._tokens_per_block)
 
     async def _ask(self, request_id: str, tensors: Arrays, wanted: tuple[str, ...]) -> dict[str, npt.NDArray[Any]]:
@@ -230,6 +246,7 @@ class TritonEngine:
             if not await self._repeat_cancel(request_id, running) and num_answered == self._num_answered:
                 # Nor has it answered anybody else: a call that only waits for its turn is no sign of that.
                 self._trip("it does not let go of a cancelled call, and answers no other")
+                self._was_asked(False)
                 await asyncio.wait({running})
         if not running.cancelled():
             running.exception()  # nobody else asks for it any more

@@ -48,6 +48,7 @@ def test_a_server_that_is_to_stop_does_not_wait_for_a_model_that_loads(
     dead = subprocess.Popen(["sleep", "60"])
     monkeypatch.setattr(room, "stubs_of", lambda _: {"draft": [dead.pid]})
     server = SimpleNamespace(pid=None, http_url=silent, admin_key="k", notice_file=tmp_path / "notice", running=True)
+    server.seats = Seats.make(server.notice_file)
     heard = threading.Event()
     keeper = StubKeeper(server, lambda _: heard.set())  # type: ignore[arg-type]
     keeper.start()
@@ -100,6 +101,30 @@ def test_a_server_that_answers_nothing_but_was_not_told_to_end_is_not_drained(tm
     server.seats = Seats.make(server.notice_file)
     keeper = StubKeeper(server, lambda line: None)  # type: ignore[arg-type]
     assert not keeper.drained
+    keeper.stop()
+
+
+@pytest.mark.parametrize(("answers", "lost"), [(False, True), (True, False)])
+def test_a_target_that_hangs_ends_the_server_unless_it_answers_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: bool, lost: bool
+) -> None:
+    clock = iter([0.0, 29.0, 31.0, 62.0, 93.0])
+    monkeypatch.setattr(room.time, "monotonic", lambda: next(clock))
+    server = SimpleNamespace(pid=None, http_url="", admin_key="k", notice_file=tmp_path / "notice", running=True)
+    server.seats = Seats.make(server.notice_file)
+    keeper = StubKeeper(server, lambda line: None)  # type: ignore[arg-type]
+    loops = [server.seats.seat(loop) for loop in range(2)]
+    loops[1].target_was_asked(answered=True)
+    loops[0].target_was_asked(answered=False)
+    for _ in range(2):
+        keeper._look_for_hang()
+        assert not keeper.lost.is_set()
+    if answers:
+        loops[1].target_was_asked(answered=True)
+    for _ in range(3):
+        keeper._look_for_hang()
+    assert keeper.lost.is_set() is lost and keeper.can_drain is not lost
+    assert ("the target hangs" in keeper.why) is lost
     keeper.stop()
 
 

@@ -119,6 +119,7 @@ def test_lessons_are_heard_by_all_in_one_order(tmp_path_factory: pytest.TempPath
         newest = told[-(num - 1) :] if len(told) > num - 1 else told
         assert list(loops[0].heard()) == list(loops[1].heard()) == newest
         assert not loops[0].tell(["x" * Lessons.SIZE]) and not list(loops[0].heard())
+        assert loops[0].tell([np.float32(0.5), np.int64(3)]) and list(loops[1].heard()) == [[0.5, 3.0]]
 
 
 def test_what_a_writer_that_died_has_begun_was_never_told(tmp_path: Path) -> None:

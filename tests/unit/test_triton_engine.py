@@ -81,6 +81,22 @@ def test_an_error_is_raised_and_frees_the_place() -> None:
     run_virtual(main())
 
 
+def test_who_watches_is_told_of_calls_that_are_answered_and_of_those_that_hang() -> None:
+    async def main() -> None:
+        told: list[bool] = []
+        triton = ScriptedTriton(seconds=100.0, deaf=10**6)
+        engine = TritonEngine("target", triton.infer, CallGate(4), tokens_per_block=32, was_asked=told.append)
+        hanging = asyncio.create_task(engine.generate(call()))
+        await asyncio.sleep(0.1)
+        hanging.cancel()
+        await asyncio.sleep(60.0)
+        assert told == [False]
+        await engine.close()
+        assert told == [False, True]  # it has let go after all
+
+    run_virtual(main())
+
+
 @pytest.mark.parametrize("deaf", [0, 1, 5])
 def test_a_cancel_is_repeated_until_the_call_has_come_back(deaf: int) -> None:
     async def main() -> None:
