@@ -46,7 +46,7 @@ class Seats:
     """Requests in flight of each process of the step loop, and whether the server is to end, in memory that all of them share.
 
     The numbers are: whether the server is to end, and for each process its requests in flight, whether it ever had one, its lost
-    calls, its target sequences, and the calls that the target has answered and has hung in. Each has one writer. A loop counts a
+    calls, its target sequences, and the calls that the target has answered and hangs in. Each has one writer. A loop counts a
     request first and then looks whether the server is to end; the launcher says so first and then looks at the counts. So it sees
     what was let in before, and nothing is let in after.
     """
@@ -106,7 +106,7 @@ class Seats:
 
     @property
     def num_hung(self) -> int:
-        """Calls that the target did not let go of, while it answered no other, of all processes, since the start."""
+        """Calls that the target does not let go of now, of all processes."""
         return sum(self.numbers[1 + 5 * MAX_LOOPS :])
 
     def seat(self, loop: int) -> Seat:
@@ -138,9 +138,13 @@ class Seat:
         """So many target sequences of its are in flight now."""
         self._seats.numbers[self._place + 3 * MAX_LOOPS] = num_sequences
 
-    def target_was_asked(self, *, answered: bool) -> None:
-        """The target has answered one of its calls, or hangs: it lets go of none and answers no other."""
-        self._seats.numbers[self._place + (4 if answered else 5) * MAX_LOOPS] += 1
+    def answered(self) -> None:
+        """The target has answered one of its calls."""
+        self._seats.numbers[self._place + 4 * MAX_LOOPS] += 1
+
+    def hangs(self, by: int) -> None:
+        """The target does not let go of one call more (1), or of one less (-1)."""
+        self._seats.numbers[self._place + 5 * MAX_LOOPS] += by
 
     @property
     def num_elsewhere(self) -> int:
@@ -169,8 +173,8 @@ class Lessons:
     behind. Each process has its own object. For one thread.
     """
 
-    SIZE, NUM = 256, 1 << 15
-    """Bytes of a lesson, and lessons in the ring: at 1,000 a second it comes round in half a minute."""
+    SIZE, NUM = 512, 1 << 14
+    """Bytes of a lesson, and lessons in the ring: at 1,000 a second it comes round in 16 s."""
     _MARGIN = 64
     """Of the oldest, which may be overwritten while they are read."""
 
@@ -183,9 +187,13 @@ class Lessons:
 
     @classmethod
     def make(cls, notices: Path) -> None:
-        """An empty ring of a server that is about to start, beside the file of its notices."""
+        """An empty ring of a server that is about to start, beside the file of its notices.
+
+        Raises:
+            OSError: there is no room for it. Who writes to memory of a file without room is killed, so it is taken now.
+        """
         with notices.with_suffix(".lessons").open("wb") as file:
-            file.truncate(8 + cls.SIZE * cls.NUM)
+            os.posix_fallocate(file.fileno(), 0, 8 + cls.SIZE * cls.NUM)
 
     @classmethod
     def beside(cls, notices: Path) -> Self:
@@ -193,11 +201,14 @@ class Lessons:
         return cls(os.open(notices.with_suffix(".lessons"), os.O_RDWR | os.O_CLOEXEC))
 
     def tell(self, lesson: Sequence[Any]) -> bool:
-        """Put it behind all others; False if it is too long."""
+        """Put it behind all others; False if it is too long, or the file system knows no locks."""
         text = json.dumps(lesson, separators=(",", ":"), default=float).encode()
         if len(text) > self.SIZE:
             return False
-        fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+        except OSError:
+            return False
         try:
             number = self._num_told[0]
             self._memory[self._place(number) : self._place(number) + self.SIZE] = text.ljust(self.SIZE)

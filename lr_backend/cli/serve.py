@@ -279,7 +279,8 @@ def _run(
             if front is not None and deployed is not None and not stop.event.is_set():
                 addresses, drain_s = (server.grpc_url, server.metrics_url), server.options.exit_timeout_s
                 front.open(deployed, *addresses, drain_s=drain_s, timeout_s=_FRONT_READY_S)
-        if not stop.event.is_set():
+        is_warm = not stop.event.is_set()
+        if is_warm:
             _say_served(console, server, deployment, answer, front)
         while not stop.event.wait(_WAKE_S):
             if not server.running:
@@ -290,7 +291,10 @@ def _run(
                 raise ServerError(f"{keeper.why}: the server ends, to be started anew")
             if front is not None:
                 front.check()
-        if deployment.loop_config().pace and answer is not None:
+        if not is_warm:  # the front end let nobody in
+            server.stop(_AFTER_DRAIN_S)
+            return 0
+        if deployment.loop_config().pace:
             with suppress(ServerError):  # a server that is busy or ending may not say it
                 console.print(str(sum(server.lateness().values(), Lateness())), highlight=False, soft_wrap=True)
         console.print("stopping: requests in flight may finish")

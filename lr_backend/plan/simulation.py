@@ -294,7 +294,9 @@ def with_loop(machine: Machine, num_loops: int, load: int, mode: Mode) -> Machin
     The processes at work count as one thread, as many times as fast. A request stays with one process, so more processes than
     requests bring nothing. The time of a call on its way there was measured with one call at a time: it holds the loop's.
     """
-    loop_s = (CALL_CPU_S_OF_LR if mode is Mode.LR else CALL_CPU_S) / min(num_loops, load)
+    # Among several requests it is mostly whole steps that ``auto`` speculates, if anything.
+    whole_steps = mode is Mode.LR or (mode.chooses and load > 1)
+    loop_s = (CALL_CPU_S_OF_LR if whole_steps else CALL_CPU_S) / min(num_loops, load)
     places = {
         role: replace(place, hops=replace(place.hops, there_s=max(0.0, place.hops.there_s - loop_s)))
         for role, place in machine.places.items()

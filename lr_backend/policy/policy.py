@@ -60,9 +60,13 @@ class Learned:
         """That of the present load: requests in flight, by the nearest power of two."""
         key = (round(log2(max(1, self.prices.num_in_all))), proposer, verifier, ways)
         if key not in self._trials:
-            # Nothing is known: the most speculation first, or the least where a row is likely to cost more than it brings.
-            self._tell("trial", *key, self.least_chance < USUAL_CHANCE)
+            self._tell("trial", *key, self._most_first)
         return self._trials[key]
+
+    @property
+    def _most_first(self) -> bool:
+        """Where nothing is known: the most speculation first, or the least if a row is likely to cost more than it brings."""
+        return self.least_chance < USUAL_CHANCE
 
     def committed(
         self, trial: Trial, way: Way, seconds: float, num_tokens: int, num_steps: int, predict: Predict, *, fresh: bool
@@ -71,7 +75,8 @@ class Learned:
         if way == trial.way:
             (key,) = (key for key, one in self._trials.items() if one is trial)
             predicted = [predict(each) for each in key[-1]]
-            self._tell("committed", *key, way, predicted, fresh, seconds, num_tokens, num_steps, self.prices.num_in_all)
+            about = (seconds, num_tokens, num_steps, self.prices.num_in_all)
+            self._tell("committed", *key, self._most_first, way, predicted, fresh, *about)
 
     def decided(self, verifier: str, accepted: bool, log_prob: float | None) -> None:
         """A drafted step at the root was accepted by this verifier, or not."""
@@ -92,11 +97,12 @@ class Learned:
         match kind, values:
             case "trial", (load, proposer, verifier, ways, most_first):
                 self._begin_trial(load, (proposer, verifier, _ways(ways)), most_first=most_first)
-            case "committed", (load, proposer, verifier, ways, way, predicted, fresh, *about):
-                key = (load, proposer, verifier, _ways(ways))
-                predict = dict(zip(key[-1], predicted, strict=True)).__getitem__
-                if key in self._trials:
-                    self._trials[key].committed(Way(*way), *about, predict=predict, fresh=fresh)
+            case "committed", (load, proposer, verifier, ways, most_first, way, predicted, fresh, *about):
+                others = (proposer, verifier, _ways(ways))
+                predict = dict(zip(others[-1], predicted, strict=True)).__getitem__
+                # A process that has come late may have missed its beginning.
+                self._begin_trial(load, others, most_first=most_first)
+                self._trials[load, *others].committed(Way(*way), *about, predict=predict, fresh=fresh)
             case "decided", (verifier, accepted, log_prob):
                 self.acceptance[verifier].decided(accepted, log_prob)
             case _:

@@ -21,7 +21,6 @@ from pathlib import Path
 import psutil
 
 from lr_backend.build.render import LOOKAHEAD_MODEL
-from lr_backend.engine import Role
 from lr_backend.notice import post
 from lr_backend.serve.restrictions import HEADER
 from lr_backend.serve.server import TritonServer
@@ -52,7 +51,6 @@ class StubKeeper:
         """Models by the file descriptors of their processes."""
         self._dead: set[str] = set()
         self._stopped = False
-        self._num_hung = 0
         self._hung: tuple[float, int] | None = None
         """Since when the target hangs, and how many calls it had answered then."""
         self._wake, self._woken = os.pipe()
@@ -113,15 +111,11 @@ class StubKeeper:
 
     def _look_for_hang(self) -> None:
         seats, now_s = self._server.seats, time.monotonic()
-        if seats.num_hung > self._num_hung:
-            self._num_hung = seats.num_hung
-            self._hung = self._hung or (now_s, seats.num_answered)
-        if self._hung is None:
-            return
-        since_s, num_answered = self._hung
-        if seats.num_answered > num_answered:
+        if not seats.num_hung:
             self._hung = None
-        elif now_s - since_s > HANG_S:
+        elif self._hung is None or seats.num_answered > self._hung[1]:
+            self._hung = now_s, seats.num_answered
+        elif now_s - self._hung[0] > HANG_S:
             self._hangs = True
             self._lose(f"the target hangs: for {HANG_S:g} s it has neither answered a call nor let go of one")
 
@@ -142,7 +136,6 @@ class StubKeeper:
             self._lose(f"the process of {model} died and cannot be started anew: {error or type(error).__name__}")
             return
         self._dead.discard(model)
-        self._hung = None if model == Role.TARGET else self._hung
         self.mended = True
         post(self._server.notice_file, self._dead)
         self._say(f"{model} is back")

@@ -124,7 +124,7 @@ def _begin_log(path: Path) -> None:
     The last one stays beside it: a supervisor that starts a server anew does not take away why the last one died.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_file() and path.stat().st_size:
+    if path.is_file() and not path.is_symlink() and path.stat().st_size:  # /dev/stderr is a link, and may lead to a file
         with suppress(OSError):  # the folder is somebody else's
             path.replace(path.with_name(f"{path.name}.1"))
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

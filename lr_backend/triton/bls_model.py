@@ -213,13 +213,10 @@ class TritonPythonModel:
                     partial(infer, gate),
                     gate,
                     tokens_per_block=tokens_per_block,
-                    was_asked=self._target_was_asked if role is Role.TARGET else None,
+                    watch=self._seat if role is Role.TARGET else None,
                 )
                 engines[role] = self._called[role]
         return Engines(engines[Role.TARGET], engines[Role.DRAFT], engines[Role.JUDGE])
-
-    def _target_was_asked(self, answered: bool) -> None:
-        self._seat.target_was_asked(answered=answered)
 
     async def execute(self, requests: list[Any]) -> None:
         await asyncio.gather(*(self._serve(request) for request in requests))

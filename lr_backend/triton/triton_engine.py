@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy.typing as npt
 import structlog
@@ -105,6 +105,18 @@ class CallGate:
         self._on_lost(self.num_lost)
 
 
+class Watch(Protocol):
+    """Somebody who ends what hangs for too long."""
+
+    def answered(self) -> None:
+        """A call was answered."""
+        ...
+
+    def hangs(self, by: int) -> None:
+        """The engine does not let go of one call more (1), or of one less (-1)."""
+        ...
+
+
 class Breaker:
     """Whether an engine is worth calling. Open: calls fail at once. After a while one call may try; its success closes it."""
 
@@ -143,15 +155,14 @@ class TritonEngine:
         *,
         tokens_per_block: int,
         address: str = "",
-        was_asked: Callable[[bool], None] | None = None,
+        watch: Watch | None = None,
     ) -> None:
         """
         Args:
             address: of the server, where it is not the one that this process belongs to.
-            was_asked: is told of each call that is answered (True), and of each that hangs (False): the engine does not let go
-                of it, and answers no other.
+            watch: is told of calls that are answered, and of those that hang.
         """
-        self._was_asked = was_asked or (lambda answered: None)
+        self._watch = watch
         self._model_name = model_name
         self._called = f"{model_name} at {address}" if address else model_name
         self._cancel_timeout_s = REMOTE_CANCEL_TIMEOUT_S if address else CANCEL_TIMEOUT_S
@@ -209,7 +220,8 @@ class TritonEngine:
             raise
         self._breaker.close()
         self._num_answered += 1
-        self._was_asked(True)
+        if self._watch is not None:
+            self._watch.answered()
         return Generation.from_tensors(outputs, tokens_per_block=self._tokens_per_block)
 
     async def _ask(self, request_id: str, tensors: Arrays, wanted: tuple[str, ...]) -> dict[str, npt.NDArray[Any]]:
@@ -246,10 +258,18 @@ class TritonEngine:
             if not await self._repeat_cancel(request_id, running) and num_answered == self._num_answered:
                 # Nor has it answered anybody else: a call that only waits for its turn is no sign of that.
                 self._trip("it does not let go of a cancelled call, and answers no other")
-                self._was_asked(False)
-                await asyncio.wait({running})
+                await self._wait_hanging(running)
         if not running.cancelled():
             running.exception()  # nobody else asks for it any more
+
+    async def _wait_hanging(self, running: asyncio.Task[Generation]) -> None:
+        if self._watch is not None:
+            self._watch.hangs(1)
+        try:
+            await asyncio.wait({running})
+        finally:
+            if self._watch is not None:
+                self._watch.hangs(-1)
 
     async def _repeat_cancel(self, request_id: str, running: asyncio.Task[Generation]) -> bool:
         """Ask for a while; whether the call has ended."""

@@ -6,7 +6,7 @@ import os
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lr_backend.cli import serve
-from lr_backend.notice import Seats
+from lr_backend.notice import Seat, Seats
 from lr_backend.serve import keeper as room
 from lr_backend.serve.keeper import StubKeeper
 from lr_backend.serve.server import ServerError, ServerOptions
@@ -104,24 +104,30 @@ def test_a_server_that_answers_nothing_but_was_not_told_to_end_is_not_drained(tm
     keeper.stop()
 
 
-@pytest.mark.parametrize(("answers", "lost"), [(False, True), (True, False)])
-def test_a_target_that_hangs_ends_the_server_unless_it_answers_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: bool, lost: bool
+@pytest.mark.parametrize(
+    ("meanwhile", "lost"),
+    [
+        pytest.param(lambda seat: None, True, id="nothing"),
+        pytest.param(lambda seat: seat.answered(), False, id="it answers another call"),
+        pytest.param(lambda seat: seat.hangs(-1), False, id="it lets go"),
+    ],
+)
+def test_a_target_that_hangs_ends_the_server_unless_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[Seat], None], lost: bool
 ) -> None:
-    clock = iter([0.0, 29.0, 31.0, 62.0, 93.0])
+    clock = iter([0.0, 29.0, 31.0, 60.0])
     monkeypatch.setattr(room.time, "monotonic", lambda: next(clock))
     server = SimpleNamespace(pid=None, http_url="", admin_key="k", notice_file=tmp_path / "notice", running=True)
     server.seats = Seats.make(server.notice_file)
     keeper = StubKeeper(server, lambda line: None)  # type: ignore[arg-type]
-    loops = [server.seats.seat(loop) for loop in range(2)]
-    loops[1].target_was_asked(answered=True)
-    loops[0].target_was_asked(answered=False)
+    seat = server.seats.seat(1)
+    server.seats.seat(0).answered()
+    seat.hangs(1)
     for _ in range(2):
         keeper._look_for_hang()
         assert not keeper.lost.is_set()
-    if answers:
-        loops[1].target_was_asked(answered=True)
-    for _ in range(3):
+    meanwhile(seat)
+    for _ in range(2):
         keeper._look_for_hang()
     assert keeper.lost.is_set() is lost and keeper.can_drain is not lost
     assert ("the target hangs" in keeper.why) is lost

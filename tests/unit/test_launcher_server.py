@@ -191,6 +191,17 @@ def test_only_its_owner_may_read_the_log(start: type[Started], tmp_path: Path) -
     assert old.with_name("old.log.1").read_text() == "of another server"  # why a server died, once it is started anew
 
 
+def test_a_log_behind_a_link_stays_where_it_is(start: type[Started], tmp_path: Path) -> None:
+    """/dev/stderr is one, and may lead to a file."""
+    there, link = tmp_path / "there.log", tmp_path / "link.log"
+    there.write_text("of another server")
+    link.symlink_to(there)
+    server = start("ok", log_file=link).server
+    server.start()
+    server.stop(0.0)
+    assert link.is_symlink() and sorted(path.name for path in tmp_path.glob("*.log*")) == ["link.log", "there.log"]
+
+
 def test_of_a_long_log_the_end_is_looked_at(start: type[Started], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lr_backend.serve.server.MAX_LOG_BYTES", 8)
     server = start("ok", log_file=tmp_path / "log").server

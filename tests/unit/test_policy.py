@@ -465,6 +465,24 @@ def state_of(of: Any) -> Any:
     return {name: state_of(value) for name, value in vars(of).items()} if hasattr(of, "__dict__") else repr(of)
 
 
+def test_a_process_that_has_missed_how_a_trial_began_goes_on_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Lessons, "NUM", 8)
+    monkeypatch.setattr(Lessons, "_MARGIN", 1)
+    path, clock = tmp_path / "notice", Clock()
+    seats = Seats.make(path)
+    Lessons.make(path)
+    first, late = (Learned(clock, OtherLoops(seats.seat(loop), Lessons.beside(path))) for loop in range(2))
+    policy = Measured(request(), first, 4, JUDGE, can_draft=True)
+    for drafts in (True, False):
+        for _ in range(LEAST_STEPS):
+            first.prices.learn("step", drafts, 0.0, 1.0, 10)
+    for _ in range(12 * SPAN_STEPS):
+        clock.now_s += 1.0
+        policy.committed(10)
+    late.catch_up()
+    assert set(late._trials) == set(first._trials) and late._trials
+
+
 def test_a_row_is_weighed_by_the_requests_of_all_processes(tmp_path: Path) -> None:
     path = tmp_path / "notice"
     seats = Seats.make(path)

@@ -11,6 +11,7 @@ import pytest
 
 from lr_backend.engine import EngineCall
 from lr_backend.errors import EngineRejected, EngineUnavailable
+from lr_backend.notice import Seats
 from lr_backend.testing import run_virtual
 from lr_backend.triton.triton_engine import MAX_CANCELS, RETRY_S, CallGate, TritonEngine
 
@@ -83,16 +84,16 @@ def test_an_error_is_raised_and_frees_the_place() -> None:
 
 def test_who_watches_is_told_of_calls_that_are_answered_and_of_those_that_hang() -> None:
     async def main() -> None:
-        told: list[bool] = []
+        seats = Seats.alone()
         triton = ScriptedTriton(seconds=100.0, deaf=10**6)
-        engine = TritonEngine("target", triton.infer, CallGate(4), tokens_per_block=32, was_asked=told.append)
+        engine = TritonEngine("target", triton.infer, CallGate(4), tokens_per_block=32, watch=seats.seat(0))
         hanging = asyncio.create_task(engine.generate(call()))
         await asyncio.sleep(0.1)
         hanging.cancel()
         await asyncio.sleep(60.0)
-        assert told == [False]
+        assert (seats.num_hung, seats.num_answered) == (1, 0)
         await engine.close()
-        assert told == [False, True]  # it has let go after all
+        assert (seats.num_hung, seats.num_answered) == (0, 1)  # it has let go after all
 
     run_virtual(main())
 
