@@ -386,17 +386,6 @@ def test_reasoning_ends_at_its_mark(text: str, is_cut: bool, parts: tuple[str, s
 
 
 @pytest.mark.parametrize(
-    ("text", "parts"),
-    [
-        ("The </think> tag closes.", ("", "The </think> tag closes.")),
-        ("<think>\n\n</think>\n42", ("", "42")),
-    ],
-)
-def test_a_mark_in_an_answer_without_reasoning_is_a_word(text: str, parts: tuple[str, str]) -> None:
-    assert split_reasoning(text, has_none=True) == parts
-
-
-@pytest.mark.parametrize(
     ("name", "value"),
     [("authorization", "Bearer key\n"), ("x-name", "Jos\u00e9"), ("x name", "1"), ("", "1")],
 )

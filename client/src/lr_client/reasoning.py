@@ -9,17 +9,14 @@ MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 _LONGEST = max(len(opening) for opening, _ in MARKS)
 
 
-def split_reasoning(text: str, *, is_cut: bool = False, has_none: bool = False) -> tuple[str, str]:
+def split_reasoning(text: str, *, is_cut: bool = False) -> tuple[str, str]:
     """The reasoning and the answer of a whole text, without marks and outer blanks.
 
     A text without an end of the reasoning was cut inside it if it opens with a mark, or if ``is_cut``: the
     server counted all of its tokens as reasoning (some chat templates put the opening mark into the
-    prompt). Else all of it is the answer; so it is where the server counted no reasoning (``has_none``)
-    and no mark opens the text: then a mark is a word of the answer.
+    prompt). Else all of it is the answer.
     """
     opening, closings = _marks_of(text)
-    if has_none and not opening:
-        return "", text.strip()
     if end := _first_end(text, closings):
         reasoning, answer = text[: end[0]], text[end[1] :]
     elif is_cut or opening:
