@@ -166,7 +166,7 @@ def _num_answers(load: int) -> int:
 
 
 def _behind_loops(asked: Scenario, policy: Policy) -> Scenario:
-    num_loops = stood_for(DEPLOYMENT).server.num_loops
+    num_loops = _deployment(SHIPPED).server.num_loops
     return replace(asked, machine=with_loop(asked.machine, num_loops, policy.num_requests, policy.mode))
 
 

@@ -134,7 +134,7 @@ class Seat:
         """So many of its calls are lost now."""
         self._seats.numbers[self._place + 2 * MAX_LOOPS] = num_calls
 
-    def write(self, num_sequences: int) -> None:
+    def say_sequences(self, num_sequences: int) -> None:
         """So many target sequences of its are in flight now."""
         self._seats.numbers[self._place + 3 * MAX_LOOPS] = num_sequences
 
@@ -147,7 +147,7 @@ class Seat:
         self._seats.numbers[self._place + 5 * MAX_LOOPS] += by
 
     @property
-    def num_elsewhere(self) -> int:
+    def num_sequences_elsewhere(self) -> int:
         """Target sequences of the other processes."""
         return self._seats.num_sequences - self._seats.numbers[self._place + 3 * MAX_LOOPS]
 
@@ -242,10 +242,10 @@ class OtherLoops:
 
     @property
     def num_sequences(self) -> int:
-        return self.seat.num_elsewhere
+        return self.seat.num_sequences_elsewhere
 
     def say_sequences(self, num: int) -> None:
-        self.seat.write(num)
+        self.seat.say_sequences(num)
 
     def tell(self, lesson: Sequence[Any]) -> bool:
         return self.lessons.tell(lesson)

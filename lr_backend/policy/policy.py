@@ -58,10 +58,13 @@ class Learned:
 
     def trial(self, proposer: str, verifier: str, ways: tuple[Way, ...]) -> Trial:
         """That of the present load: requests in flight, by the nearest power of two."""
-        key = (round(log2(max(1, self.prices.num_in_all))), proposer, verifier, ways)
+        key = self._key(proposer, verifier, ways)
         if key not in self._trials:
             self._tell("trial", *key, self._most_first)
         return self._trials[key]
+
+    def _key(self, proposer: str, verifier: str, ways: tuple[Way, ...]) -> Key:
+        return round(log2(max(1, self.prices.num_in_all))), proposer, verifier, ways
 
     @property
     def _most_first(self) -> bool:
@@ -69,14 +72,25 @@ class Learned:
         return self.least_chance < USUAL_CHANCE
 
     def committed(
-        self, trial: Trial, way: Way, seconds: float, num_tokens: int, num_steps: int, predict: Predict, *, fresh: bool
+        self,
+        of: tuple[str, str, tuple[Way, ...]],
+        way: Way,
+        seconds: float,
+        num_tokens: int,
+        num_steps: int,
+        predict: Predict,
+        *,
+        fresh: bool,
     ) -> None:
-        """One request took ``seconds`` for so many tokens, as in :meth:`~lr_backend.policy.trial.Trial.committed`."""
-        if way == trial.way:
-            (key,) = (key for key, one in self._trials.items() if one is trial)
-            predicted = [predict(each) for each in key[-1]]
+        """One request took ``seconds`` for so many tokens, as in :meth:`~lr_backend.policy.trial.Trial.committed`.
+
+        Args:
+            of: the proposer, the verifier and the ways that the request has.
+        """
+        if way == self.trial(*of).way:
+            predicted = [predict(each) for each in of[-1]]
             about = (seconds, num_tokens, num_steps, self.prices.num_in_all)
-            self._tell("committed", *key, self._most_first, way, predicted, fresh, *about)
+            self._tell("committed", *self._key(*of), self._most_first, way, predicted, fresh, *about)
 
     def decided(self, verifier: str, accepted: bool, log_prob: float | None) -> None:
         """A drafted step at the root was accepted by this verifier, or not."""
@@ -294,16 +308,20 @@ class Measured:
         self, num_tokens: int, num_steps: int = 1, *, accepted: bool | None = None, verifier: str | None = None
     ) -> None:
         self.verifier = verifier or self.verifier  # once a risk budget is spent, only equal tokens are accepted
-        trial, now_s = self._trial, self.shared.prices.clock()
+        now_s = self.shared.prices.clock()
         # What was drafted before looking ahead has stopped was paid for then.
         if not self._is_alone and (self._way.ahead or accepted is None):
             seconds = now_s - self._since_s - (0.0 if accepted is None else self._luck_s(accepted))
-            self.shared.committed(trial, self._way, seconds, num_tokens, num_steps, self._predicted, fresh=not accepted)
+            self.shared.committed(self._of, self._way, seconds, num_tokens, num_steps, self._predicted, fresh=not accepted)
         self._since_s, self._way = now_s, self._way_now
 
     @property
+    def _of(self) -> tuple[str, str, tuple[Way, ...]]:
+        return self.request.proposer, self.verifier, self._ways
+
+    @property
     def _trial(self) -> Trial:
-        return self.shared.trial(self.request.proposer, self.verifier, self._ways)
+        return self.shared.trial(*self._of)
 
     @property
     def _chosen(self) -> Way:

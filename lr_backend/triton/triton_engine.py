@@ -21,6 +21,7 @@ import structlog
 from lr_backend.engine import EngineCall, Generation, cancel_tensors
 from lr_backend.engine.upstream_errors import kind_of
 from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, NotFinite, Overloaded
+from lr_backend.notice import Seats
 
 log = structlog.get_logger()
 
@@ -160,9 +161,9 @@ class TritonEngine:
         """
         Args:
             address: of the server, where it is not the one that this process belongs to.
-            watch: is told of calls that are answered, and of those that hang.
+            watch: is told of calls that are answered, and of those that hang; None: nobody is.
         """
-        self._watch = watch
+        self._watch: Watch = watch or Seats.alone().seat(0)
         self._model_name = model_name
         self._called = f"{model_name} at {address}" if address else model_name
         self._cancel_timeout_s = REMOTE_CANCEL_TIMEOUT_S if address else CANCEL_TIMEOUT_S
@@ -220,8 +221,7 @@ class TritonEngine:
             raise
         self._breaker.close()
         self._num_answered += 1
-        if self._watch is not None:
-            self._watch.answered()
+        self._watch.answered()
         return Generation.from_tensors(outputs, tokens_per_block=self._tokens_per_block)
 
     async def _ask(self, request_id: str, tensors: Arrays, wanted: tuple[str, ...]) -> dict[str, npt.NDArray[Any]]:
@@ -258,18 +258,13 @@ class TritonEngine:
             if not await self._repeat_cancel(request_id, running) and num_answered == self._num_answered:
                 # Nor has it answered anybody else: a call that only waits for its turn is no sign of that.
                 self._trip("it does not let go of a cancelled call, and answers no other")
-                await self._wait_hanging(running)
+                self._watch.hangs(1)
+                try:
+                    await asyncio.wait({running})
+                finally:
+                    self._watch.hangs(-1)
         if not running.cancelled():
             running.exception()  # nobody else asks for it any more
-
-    async def _wait_hanging(self, running: asyncio.Task[Generation]) -> None:
-        if self._watch is not None:
-            self._watch.hangs(1)
-        try:
-            await asyncio.wait({running})
-        finally:
-            if self._watch is not None:
-                self._watch.hangs(-1)
 
     async def _repeat_cancel(self, request_id: str, running: asyncio.Task[Generation]) -> bool:
         """Ask for a while; whether the call has ended."""
