@@ -90,7 +90,7 @@ OF_EVERY_KIND = (
     {"mode": "lr", "verifier": "judge", "audit_rate": 1.0, "risk_budget": 0.9},
     {"mode": "lr_sd"},
 )
-"""Requests that together make every metric exist."""
+"""Requests that together make every metric exist, where somebody waits for their steps."""
 LAST = (
     *("lr_false_accept_rate_high", "lr_call_duration_seconds", "lr_step_interval_seconds", "lr_event_loop_lag_seconds"),
     *("lr_engine_waiting", "vllm:spec_decode_num_accepted_tokens_per_pos_total"),
@@ -101,7 +101,8 @@ LAST = (
 def ask_for_everything(served: Served) -> None:
     with served.client as client:
         for seed, fields in enumerate(OF_EVERY_KIND):
-            client.chat.completions.create(**ASKED | {"temperature": 0.6, "seed": seed}, extra_body={"lookahead": fields})
+            waits = {"temperature": 0.6, "seed": seed, "stop": "no such words"}
+            client.chat.completions.create(**ASKED | waits, extra_body={"lookahead": fields})
 
 
 @pytest.fixture(scope="module")
