@@ -34,7 +34,15 @@ from bench.kit.intervals import Share
 from bench.kit.measure import ModeReport, Sample, best_baseline, mean_step_tokens, report
 from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
 from bench.kit.rows import AS_IT_IS, PROBLEM_SEED, Change, Row, ask, compare
-from bench.kit.serving import demo_spec, engines_alone, other_thread_counts, serving, thread_setting, with_verifiers
+from bench.kit.serving import (
+    LEARNS_FROM,
+    demo_spec,
+    engines_alone,
+    other_thread_counts,
+    serving,
+    thread_setting,
+    with_verifiers,
+)
 from bench.kit.verifiers import chance, grade
 from demo.problems import Problem, problems, same_step
 from lr_backend.config import LoopConfig
@@ -297,22 +305,24 @@ def main(
         rows = chosen(all_rows(config, other_thread_counts(spec)), names)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--row") from None
-    questions = list(islice(problems(PROBLEM_SEED, "test"), num_problems + 1))
+    asked = list(islice(problems(PROBLEM_SEED, "test"), LEARNS_FROM + num_problems))
+    learned, questions = asked[:LEARNS_FROM], asked[LEARNS_FROM:]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lookahead-ablation-")))
         with engines_alone(spec, folder / "alone") as alone:
-            hardware = measure_hardware(alone, spec, questions[0])
+            hardware = measure_hardware(alone, spec, learned[0])
         servers = {
             change: stack.enter_context(serving(change.of(spec), folder / str(change), only=change.models))
             for change in dict.fromkeys((AS_IT_IS, *(row.change for row in rows)))
         }
         clients = {change: stack.enter_context(Client(server.grpc_url)) for change, server in servers.items()}
         for row in rows:  # a row that is refused fails here and not in the middle of the run
-            ask(clients[row.change], row, questions[0], 0, temperature)
-        samples = compare(clients, rows, questions[1:], temperature, console)
+            for problem in learned if row.fields["mode"] == "auto" else learned[:1]:
+                ask(clients[row.change], row, problem, 0, temperature)
+        samples = compare(clients, rows, questions, temperature, console)
         stepwise = [row for row in rows if row.request(config).mode.speculates_steps]
         with console.status("checking what was accepted"):
-            checked = {row.name: check(clients[row.change], row, questions[1 : num_checked + 1], temperature) for row in stepwise}
+            checked = {row.name: check(clients[row.change], row, questions[:num_checked], temperature) for row in stepwise}
     samples, baseline = best_baseline(samples)
     setting = baseline if baseline != BASELINE else thread_setting(spec.target.num_threads)
     result = lines(rows, samples, hardware, config, checked)

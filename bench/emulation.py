@@ -25,7 +25,7 @@ from lr_backend.build.emulated_spec import EmulatedDeployment, emulated
 from lr_backend.build.pace import machine_of, stood_for
 from lr_backend.emulated.texts import Texts
 from lr_backend.emulated.workload import Workload
-from lr_backend.hardware.lateness import Lateness
+from lr_backend.hardware.lateness import MAX_LATE_SHARE, Lateness
 from lr_backend.hardware.overheads import BLS_MS
 from lr_backend.plan.equal_gpus import DRAFT_TOKENS
 from lr_backend.plan.simulation import Policy, Scenario, ms_a_token, simulate
@@ -64,7 +64,12 @@ class Held:
 
     @property
     def within(self) -> bool:
-        return abs(self.off) <= self.limit
+        return not self.void and abs(self.off) <= self.limit
+
+    @property
+    def void(self) -> bool:
+        """This machine was too slow: the row says nothing."""
+        return self.late_share > MAX_LATE_SHARE
 
 
 def measure(deployment: EmulatedDeployment, folder: Path, loads: Sequence[int] = LOADS) -> list[Held]:
@@ -135,9 +140,16 @@ def main(
         table.add_row(str(one.load), one.row, f"{one.wall_ms:.2f}", f"{one.virtual_ms:.2f}", off, f"{one.late_share:.1%}")
     console.print(table)
     console.print(f"[yellow]{deployment.pace_label}[/]", soft_wrap=True, highlight=False)
-    rows = [{**asdict(one), "off": round(one.off, 4), "within": one.within} for one in found]
+    rows = [{**asdict(one), "off": round(one.off, 4), "within": one.within, "void": one.void} for one in found]
     write_json(output, {"label": deployment.pace_label, "rows": rows})
-    told = {"rows": len(found), "within": sum(one.within for one in found), "worst": round(max(abs(one.off) for one in found), 4)}
+    void = sum(one.void for one in found)
+    worst = max((abs(one.off) for one in found if not one.void), default=None)
+    told = {
+        "rows": len(found),
+        "void": void,
+        "within": sum(one.within for one in found),
+        "worst": None if worst is None else round(worst, 4),
+    }
     print_line(console, told)
 
 

@@ -37,6 +37,7 @@ from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
 from bench.kit.plots import Ratio, draw_ratios
 from bench.kit.serving import (
     ALONE,
+    LEARNS_FROM,
     MAX_TOKENS,
     REQUEST_TIMEOUT_S,
     demo_spec,
@@ -262,9 +263,16 @@ class Everyone:
 
 @contextmanager
 def everyone(
-    spec: EmbeddedDeployment, trial: Sequence[Problem], temperature: float, max_depth: int, folder: Path, console: Console
+    spec: EmbeddedDeployment,
+    trial: Sequence[Problem],
+    learned: Sequence[Problem],
+    temperature: float,
+    max_depth: int,
+    folder: Path,
+    console: Console,
 ) -> Iterator[Everyone]:
-    """Servers and libraries that are ready to answer; each contender has answered the first problem of the ``trial``."""
+    """Servers and libraries that are ready to answer; each contender has answered the first problem of the ``trial``,
+    and ``auto`` all those to learn from."""
     with ExitStack() as stack:
         with console.status("starting Triton with lookahead, target, draft and judge"):
             server = stack.enter_context(serving(spec, folder / "all"))
@@ -289,12 +297,14 @@ def everyone(
         }
         for ask in contenders.values():  # one that cannot run fails here, and not in the middle
             ask(trial[0], 0)
+        for problem in learned:
+            contenders["auto"](problem, 0)
         synchronous.num_accepted = synchronous.num_compared = 0
         yield Everyone(contenders, synchronous, threads)
 
 
 def main(
-    num_problems: Annotated[int, typer.Option("--problems", min=1)] = 20,
+    num_problems: Annotated[int, typer.Option("--problems", min=1)] = 60,
     temperature: Annotated[float, typer.Option(min=0.0, max=5.0)] = 0.6,
     max_depth: Annotated[int, typer.Option(min=1, max=8, help="Target steps in flight, of the synchronous procedure too.")] = 4,
     output: Annotated[Path, typer.Option(help="Where the figures go.")] = PAGES / "peers.json",
@@ -306,11 +316,11 @@ def main(
     spec = demo_spec(Layout.PROCESS_A_ROLE)
     defaults = {**spec.lookahead["defaults"], "max_depth": max_depth}
     spec = spec.model_copy(update={"lookahead": {**spec.lookahead, "defaults": defaults}})
-    questions = list(islice(problems(PROBLEM_SEED, "test"), num_problems + THREAD_TRIAL_PROBLEMS))
-    trial, asked = questions[:THREAD_TRIAL_PROBLEMS], questions[THREAD_TRIAL_PROBLEMS:]
+    questions = list(islice(problems(PROBLEM_SEED, "test"), num_problems + THREAD_TRIAL_PROBLEMS + LEARNS_FROM))
+    asked, trial, learned = questions[:num_problems], questions[num_problems:-LEARNS_FROM], questions[-LEARNS_FROM:]
     with (
         tempfile.TemporaryDirectory(prefix="lookahead-peers-") as folder,
-        everyone(spec, trial, temperature, max_depth, Path(folder), console) as found,
+        everyone(spec, trial, learned, temperature, max_depth, Path(folder), console) as found,
     ):
         samples, baseline = best_baseline(compare(found.contenders, asked, console), BASELINE)
     rows = report(samples, BASELINE)

@@ -33,6 +33,7 @@ def line(summary: Summary, mode: str) -> dict[str, Any]:
     if base is None or ours is None or base.accuracy is None or ours.accuracy is None or ours.difference is None:
         raise EvaluationError(f"no problem was scored in both {BASELINE} and {mode}")
     wrong = ours.checked.wrong if ours.checked is not None else None
+    alpha = ours.step_acceptance_rate
     return {
         "data_set": summary.data_set,
         "num_problems": summary.num_problems,
@@ -41,6 +42,9 @@ def line(summary: Summary, mode: str) -> dict[str, Any]:
         "difference_points": _figures(ours.difference.scaled(100.0), 2),
         "margin_points": round(100.0 * summary.margin, 4),
         "loss_over_margin_excluded": ours.verdict == NonInferiority.SHOWN,
+        "alpha": None if alpha is None else round(alpha, 4),
+        "num_compared": sum(one.decided for one in ours.positions),
+        "num_accepted": sum(one.accepted for one in ours.positions),
         "wrongly_accepted": _figures(Estimate(wrong.value, *wrong.interval())) if wrong is not None and wrong.total else None,
     }
 

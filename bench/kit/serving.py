@@ -26,6 +26,8 @@ from lr_backend.serve.server import ServerOptions, TritonServer
 MAX_TOKENS = 640
 START_S = 180.0
 REQUEST_TIMEOUT_S = 120.0
+LEARNS_FROM = 50
+"""Requests that mode ``auto`` learns from before it is measured."""
 ALONE = ("target", "lookahead")
 """The models of a server that answers ``ar`` and nothing else."""
 

@@ -1,8 +1,9 @@
 """Each mode under rising load, by NVIDIA's perf_analyzer.
 
-Two sweeps: so many requests in flight (1 to 16), and Poisson arrivals at shares of what ``ar`` can answer. ``ar`` and ``sd`` are
-asked with ``stream=false``, one uninterrupted answer, which is their best; their streamed twins show first step and gaps only.
-``lr`` and ``lr_sd`` are streamed, which costs them nothing. Everything that perf_analyzer wrote stays in a folder.
+A deployment on GPUs is emulated at its hardware's pace; the demo's models run at this machine's. Two sweeps: so many requests in
+flight, and Poisson arrivals at shares of what ``ar`` can answer. ``ar`` and ``sd`` are asked with ``stream=false``, one
+uninterrupted answer, which is their best; their streamed twins show first step and gaps only. The other modes are streamed, which
+costs them nothing. ``auto`` learns before it is measured. Everything that perf_analyzer wrote stays in a folder.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,36 +25,77 @@ from rich.table import Table
 
 from bench.kit.hardware import device_line
 from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
-from bench.kit.serving import demo_spec, serving
+from bench.kit.serving import LEARNS_FROM, demo_spec, serving
 from bench.load import inputs, summary
 from bench.load.errors import LoadError
 from bench.load.export import Limits
 from bench.load.perf_analyzer import PerfAnalyzer, obtain
 from bench.load.plot import draw
 from bench.load.sweep import BASELINE, SERIES, Point, Results, Sweep, closed_points, open_points, rates_from
+from lr_backend.build.emulated_spec import EmulatedDeployment, emulated
+from lr_backend.build.spec import DeploymentSpec
 from lr_backend.errors import LookaheadError
+from lr_backend.hardware.lateness import Lateness
+from lr_backend.serve.server import TritonServer
 
+DEPLOYMENT = "qwen3-32b-apart"
 CONCURRENCY = (1, 2, 4, 8, 16)
 RATE_SHARES = (0.25, 0.5, 0.75, 1.0)
 TOOLS = Path("out/tools")
 READY_TIMEOUT_S = 60.0
-WARM_UP_ROUNDS = 2
+WARM_UP_ROUNDS, WARM_UP_IN_FLIGHT = 2, 4
 
 
-def warm_up(client: Client, questions: list[inputs.Fields], temperature: float) -> None:
-    """Every series a few times: perf_analyzer's own warm-up would begin with the requests that it measures next.
+@dataclass(frozen=True)
+class Subject:
+    """What is put under load, and with which questions.
+
+    Attributes:
+        told: its name, for the record; of an emulated deployment also what its times are worth.
+        served: None where it runs already.
+        asked: where the questions are from, for the record.
+    """
+
+    told: str
+    served: DeploymentSpec | None
+    questions: inputs.Questions
+    asked: str
+
+    @classmethod
+    def of(cls, url: str | None, spec: str, system: str, input_data: Path | None) -> Subject:
+        """Raises LoadError or LookaheadError where there is no such thing."""
+        served = None if url else DeploymentSpec.load(spec) if spec == "demo" else emulated(spec, system)
+        told = url or (f"{served.name}: {served.pace_label}" if isinstance(served, EmulatedDeployment) else spec)
+        if input_data is None and isinstance(served, EmulatedDeployment):
+            return cls(told, served, inputs.scripted_anew(served.workload), f"workload {served.workload}")
+        path = input_data or inputs.INPUTS / "demo.json"
+        rows = inputs.load(path)
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        return cls(told, served, lambda name, count: rows, f"{path.name}, sha256 {digest}")
+
+
+def warm_up(url: str, questions: inputs.Questions, temperature: float) -> None:
+    """Every series a few times, and ``auto`` until it has learned.
+
+    perf_analyzer's own warm-up would begin with the requests that it measures next.
 
     Raises:
         LoadError: the server does not answer.
     """
-    for index in range(WARM_UP_ROUNDS):
-        for series in SERIES:
-            question = questions[index % len(questions)]
-            try:
-                options = Options(mode=series.mode, stream=series.stream, temperature=temperature, max_tokens=64, seed=index)
-                client.ask(question.get("text_input", ["Why?"])[0], options, timeout_s=READY_TIMEOUT_S)
-            except ClientError as error:
-                raise LoadError(f"the server at {client.url} does not answer: {error}") from error
+    modes = [*(series.mode for _ in range(WARM_UP_ROUNDS) for series in SERIES), *["auto"] * LEARNS_FROM]
+    asked = questions("warm-up", len(modes))
+
+    def ask(index: int) -> None:
+        question = asked[index % len(asked)].get("text_input", ["Why?"])[0]
+        with Client(url) as client:
+            client.ask(question, Options(mode=modes[index], temperature=temperature, seed=index), timeout_s=READY_TIMEOUT_S)
+
+    try:
+        ask(0)
+        with ThreadPoolExecutor(WARM_UP_IN_FLIGHT) as pool:
+            list(pool.map(ask, range(1, len(modes))))
+    except ClientError as error:
+        raise LoadError(f"the server at {url} does not answer: {error}") from error
 
 
 def show(console: Console, rows: Iterable[tuple[str, ...]], title: str) -> None:
@@ -73,6 +116,7 @@ class Session:
     console: Console
     points: list[Point] = field(default_factory=list)
     failed: dict[Point, str] = field(default_factory=dict)
+    lateness: Lateness = field(default_factory=Lateness)
 
     def measure(self, sweep: Sweep, more: list[Point]) -> None:
         """Measure more points."""
@@ -100,15 +144,22 @@ class Session:
 
 # Each option is one axis of the sweep.
 def main(
-    url: Annotated[str | None, typer.Option(help="gRPC address of a running server; by default the demo is served.")] = None,
-    input_data: Annotated[Path, typer.Option("--input-data", help="perf_analyzer input file.")] = inputs.INPUTS / "demo.json",
+    url: Annotated[str | None, typer.Option(help="gRPC address of a running server; by default one is started.")] = None,
+    spec: Annotated[
+        str, typer.Option(help="What is served where no --url is given: demo, or a deployment on GPUs.")
+    ] = DEPLOYMENT,
+    system: Annotated[str, typer.Option(help="Whose pace a deployment on GPUs is emulated at.")] = "h200_sxm",
+    input_data: Annotated[
+        Path | None,
+        typer.Option(help="perf_analyzer input file; by default the demo's, and the workload's of an emulated deployment."),
+    ] = None,
     concurrency: Annotated[list[int] | None, typer.Option(min=1, max=64, help="Requests in flight; repeat it.")] = None,
     rate: Annotated[list[float] | None, typer.Option(min=0.001, help="Arrivals a second; by default from ar's capacity.")] = None,
     rates: Annotated[bool, typer.Option(help="Sweep arrival rates too.")] = True,
     min_requests: Annotated[int, typer.Option(min=1, help="Of a point by concurrency, if four rounds are fewer.")] = 12,
     rate_requests: Annotated[int, typer.Option(min=1, help="Of a point by arrival rate.")] = 24,
     temperature: Annotated[float, typer.Option(min=0.0, max=5.0)] = 0.6,
-    first_step_limit_s: Annotated[float, typer.Option("--first-step-limit", min=0.001, help="Goodput: seconds.")] = 1.0,
+    first_step_limit_s: Annotated[float, typer.Option("--first-step-limit", min=0.001, help="Goodput: seconds.")] = 0.5,
     latency_limit_s: Annotated[float, typer.Option("--latency-limit", min=0.001, help="Goodput: seconds to the end.")] = 4.0,
     point_timeout_s: Annotated[float, typer.Option("--point-timeout", min=1.0, help="Of one point, in seconds.")] = 300.0,
     perf_analyzer: Annotated[
@@ -124,12 +175,12 @@ def main(
     settings: dict[str, object] = {}
     stopped: str | None = None
     try:
-        questions = inputs.load(input_data)
+        subject = Subject.of(url, spec, system, input_data)
         analyzer = PerfAnalyzer((str(perf_analyzer),)) if perf_analyzer is not None else obtain(TOOLS)
         settings |= {
             "perf_analyzer": analyzer.version(),
-            "server": url or "demo",
-            "input_sha256": hashlib.sha256(input_data.read_bytes()).hexdigest()[:16],
+            "server": subject.told,
+            "input": subject.asked,
             "temperature": temperature,
             "min_requests": min_requests,
             "rate_requests": rate_requests,
@@ -137,18 +188,21 @@ def main(
         }
         session.results.begin(settings, fresh=fresh)
         with ExitStack() as stack:
-            address = url or _demo_server(stack, session.console)
+            server = _starting(stack, subject.served, session.console) if subject.served is not None else None
+            address = server.grpc_url if server is not None else str(url)
             client = stack.enter_context(Client(address))
-            warm_up(client, questions, temperature)
+            warm_up(address, subject.questions, temperature)
 
             def is_ready() -> bool:
                 return client.is_ready(timeout_s=READY_TIMEOUT_S)
 
             fields = {"temperature": temperature}
-            sweep = Sweep(analyzer, address, questions, fields, session.results, point_timeout_s, is_ready)
+            sweep = Sweep(analyzer, address, subject.questions, fields, session.results, point_timeout_s, is_ready)
             session.measure(sweep, closed_points(concurrency or CONCURRENCY, min_requests))
             if rates:
                 session.measure(sweep, open_points(rate or session.rates(), rate_requests))
+            if server is not None:
+                session.lateness = sum(server.lateness().values(), Lateness())
     except (LoadError, LookaheadError) as error:
         stopped = str(error)
     except KeyboardInterrupt:
@@ -156,10 +210,10 @@ def main(
     _end(session, settings, stopped, output, errors)
 
 
-def _demo_server(stack: ExitStack, console: Console) -> str:
+def _starting(stack: ExitStack, served: DeploymentSpec, console: Console) -> TritonServer:
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lookahead-load-"))
     with console.status("starting Triton with lookahead, target, draft and judge"):
-        return stack.enter_context(serving(demo_spec(), Path(folder) / "repository")).grpc_url
+        return stack.enter_context(serving(served, Path(folder) / "repository"))
 
 
 def _end(session: Session, settings: dict[str, object], stopped: str | None, output: Path, errors: Console) -> None:
@@ -182,7 +236,8 @@ def _end(session: Session, settings: dict[str, object], stopped: str | None, out
 
 def _write(session: Session, found: summary.Found, settings: dict[str, object], output: Path) -> None:
     """Table, plot, JSON and Markdown of what was measured; ends with the JSON line."""
-    whole = summary.document(found, settings, session.limits, session.failed)
+    paced = {"late_share": round(session.lateness.share, 4)} if session.lateness.paced_s else {}
+    whole = summary.document(found, settings | paced, session.limits, session.failed)
     write_json(output, whole)
     (session.results.folder / "load.md").write_text(summary.markdown(found), encoding="utf-8")
     plot = output.with_suffix(".png")
@@ -191,6 +246,9 @@ def _write(session: Session, found: summary.Found, settings: dict[str, object], 
     show(session.console, summary.rows(found), good)
     told = f"written to {output} and {plot}; in {session.results.folder} load.md, and a folder a point"
     session.console.print(told, highlight=False, soft_wrap=True)
+    if session.lateness.paced_s:
+        colour = "bold red" if session.lateness.void else "dim"
+        session.console.print(f"[{colour}]{session.lateness}[/]", highlight=False, soft_wrap=True)
     print_line(session.console, summary.line(whole))
 
 

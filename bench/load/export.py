@@ -118,13 +118,13 @@ class PointFigures:
     goodput_rps: float
     good_share: float
 
+    @property
+    def token_s(self) -> float | None:
+        """Seconds of an answer over its tokens, of all answers together."""
+        return self.latency_s.mean / self.mean_tokens if self.latency_s.mean and self.mean_tokens else None
+
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> PointFigures:
-        quantiles = {name: Quantiles(**values[name]) for name in ("latency_s", "first_step_s", "gap_s")}
-        return cls(**{**values, **quantiles})
 
 
 def figures(requests: Sequence[RequestTimes], limits: Limits) -> PointFigures:

@@ -7,7 +7,7 @@ data sets' own JSONL files. A file holds questions and ``max_tokens``; :func:`fo
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -32,6 +32,8 @@ _KNOWN = frozenset(spec.name for spec in LOOKAHEAD_INPUTS)
 
 Fields = dict[str, list[Any]]
 """One request: every input tensor flattened, as perf_analyzer wants it."""
+Questions = Callable[[str, int], Sequence[Fields]]
+"""(a point's name, how many) -> its requests; where they are fewer, they are asked again."""
 
 
 def demo_questions(count: int) -> list[str]:
@@ -52,6 +54,26 @@ def scripted_questions(name_or_path: str, count: int, prompt_tokens: int | None)
     workload = Workload.load(name_or_path)
     texts = Texts(replace(workload, prompt_tokens=prompt_tokens or workload.prompt_tokens), 0)
     return [texts.question(number) for number in range(count)], workload.max_tokens
+
+
+def scripted_anew(name_or_path: str) -> Questions:
+    """Questions for an emulated deployment, other ones at every point.
+
+    It has one text for a question, whatever the seed: who asks again would find the text in the KV cache.
+
+    Raises:
+        ConfigError: there is no such workload.
+    """
+    from lr_backend.emulated.texts import Texts
+    from lr_backend.emulated.workload import Workload
+
+    texts = Texts(Workload.load(name_or_path), 0)
+
+    def questions(name: str, count: int) -> Sequence[Fields]:
+        first = crc32(name.encode())
+        return input_file([texts.question(first + number) for number in range(count)], texts.workload.max_tokens)["data"]
+
+    return questions
 
 
 def read_questions(path: Path, dataset: str) -> list[str]:

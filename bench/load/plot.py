@@ -14,7 +14,7 @@ from bench.load.export import Limits, PointFigures
 from bench.load.summary import at_loads, speedups
 from bench.load.sweep import Point, Series
 
-COLOURS = {"ar": "#444444", "sd": "#1f77b4", "lr": "#d95f02", "lr_sd": "#2ca02c"}
+COLOURS = {"ar": "#444444", "sd": "#1f77b4", "lr": "#d95f02", "lr_sd": "#2ca02c", "auto": "#9467bd"}
 STREAMED_STYLE = (0, (4, 2))
 
 Found = Mapping[Point, PointFigures]
@@ -52,7 +52,7 @@ def _speedup(axes: Axes, found: Found) -> None:
     for series, loads, ratios in speedups(found):
         _line(axes, series, loads, ratios, label=series.name)
     axes.axhline(1.0, color=COLOURS["ar"], linewidth=1)
-    _finish(axes, "crossover: mean latency of ar over the mode's", "speedup over ar", closed=True, from_zero=False)
+    _finish(axes, "crossover: seconds a token of ar over the mode's", "speedup over ar", closed=True, from_zero=False)
 
 
 def _first_step(axes: Axes, found: Found) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.load.export import Limits, PointFigures, Quantiles, crossover
+from bench.load.export import Limits, PointFigures, crossover
 from bench.load.sweep import BASELINE, SERIES, Point, Series
 
 Found = Mapping[Point, PointFigures]
@@ -15,8 +15,8 @@ HEADINGS = (
     "load",
     "answers/s",
     "tokens/s",
-    "E2E s p50/p90/p99",
-    "first step s p50/p90/p99",
+    "E2E s p50/p90",
+    "first step s p50/p90",
     "gap ms p50/p90/p99",
     "goodput/s",
     "good",
@@ -34,17 +34,14 @@ def at_loads(found: Found, *, closed: bool) -> dict[Series, list[Point]]:
 
 
 def speedups(found: Found) -> list[tuple[Series, list[float], list[float]]]:
-    """(mode, concurrency, mean latency of ``ar`` over the mode's) of every mode that is compared by latency.
-
-    Both answer the same questions in the same number, each under seeds of its own.
-    """
+    """(mode, concurrency, seconds a token of ``ar`` over the mode's) of every mode that is compared by latency."""
     lines = at_loads(found, closed=True)
-    base = {point.load: found[point].latency_s.mean for point in lines.get(BASELINE, ())}
+    base = {point.load: found[point].token_s for point in lines.get(BASELINE, ())}
     result: list[tuple[Series, list[float], list[float]]] = []
     for series, points in lines.items():
         if series == BASELINE or not series.whole:
             continue
-        pairs = [(point.load, base.get(point.load), found[point].latency_s.mean) for point in points]
+        pairs = [(point.load, base.get(point.load), found[point].token_s) for point in points]
         kept = [(load, ours / theirs) for load, ours, theirs in pairs if ours and theirs]
         result.append((series, [load for load, _ in kept], [ratio for _, ratio in kept]))
     return result
@@ -64,9 +61,9 @@ def rows(found: Found) -> list[tuple[str, ...]]:
                         load,
                         f"{one.requests_per_s:.2f}",
                         f"{one.tokens_per_s:.0f}",
-                        _three(one.latency_s, 1.0, 2),
-                        _three(one.first_step_s, 1.0, 2) if series.stream else "",
-                        _three(one.gap_s, 1e3, 0) if series.stream else "",
+                        _shown((one.latency_s.p50, one.latency_s.p90), 1.0, 2),
+                        _shown((one.first_step_s.p50, one.first_step_s.p90), 1.0, 2) if series.stream else "",
+                        _shown((one.gap_s.p50, one.gap_s.p90, one.gap_s.p99), 1e3, 0) if series.stream else "",
                         f"{one.goodput_rps:.2f}",
                         f"{one.good_share:.0%}",
                     )
@@ -126,9 +123,8 @@ def line(whole: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _three(values: Quantiles, factor: float, digits: int) -> str:
-    shown = (values.p50, values.p90, values.p99)
-    return " / ".join("-" if value is None else f"{factor * value:.{digits}f}" for value in shown)
+def _shown(quantiles: Sequence[float | None], factor: float, digits: int) -> str:
+    return " / ".join("-" if value is None else f"{factor * value:.{digits}f}" for value in quantiles)
 
 
 def _round(value: float | None) -> float | None:

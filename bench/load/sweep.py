@@ -38,7 +38,7 @@ class Series:
     @property
     def whole(self) -> bool:
         """Compared by latency and throughput: modes that need no steps are asked for the whole answer at once, as their best."""
-        return self.stream == (self.mode in ("lr", "lr_sd"))
+        return self.stream == (self.mode in ("lr", "lr_sd", "auto"))
 
 
 SERIES = (
@@ -48,6 +48,7 @@ SERIES = (
     Series("sd_streamed", "sd", stream=True),
     Series("lr", "lr", stream=True),
     Series("lr_sd", "lr_sd", stream=True),
+    Series("auto", "auto", stream=True),
 )
 BASELINE = SERIES[0]
 
@@ -191,13 +192,14 @@ class Sweep:
     """Measures points against one server.
 
     Attributes:
+        questions: of each point.
         fields: of every request, beside the question's and the series' own.
         is_ready: whether the server answers; asked when a point has failed.
     """
 
     runner: Runner
     url: str
-    questions: Sequence[inputs.Fields]
+    questions: inputs.Questions
     fields: Mapping[str, Any]
     results: Results
     point_timeout_s: float
@@ -236,7 +238,8 @@ class Sweep:
                 folder = Path(temporary) / "point"
                 folder.mkdir()
                 fields = {**self.fields, "mode": point.series.mode, "stream": point.series.stream}
-                document = inputs.for_point(self.questions, fields, point.name, point.num_requests)
+                asked = self.questions(point.name, point.num_requests)
+                document = inputs.for_point(asked, fields, point.name, point.num_requests)
                 (folder / INPUT).write_text(json.dumps(document), encoding="utf-8")
                 try:
                     arguments = point.arguments(self.url, folder)

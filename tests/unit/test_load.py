@@ -142,7 +142,7 @@ def test_figures_of_a_point() -> None:
     assert one.latency_s.mean == pytest.approx(1.5)
     assert one.first_step_s.p50 == pytest.approx((0.2 + 0.4) / 2)
     assert one.gap_s.p50 == pytest.approx(0.3)
-    assert PointFigures.from_dict(json.loads(json.dumps(one.as_dict()))) == one
+    assert one.token_s == pytest.approx(6.0 / 300)
 
 
 def test_quantiles_interpolate_between_order_statistics() -> None:
@@ -176,7 +176,7 @@ def test_every_series_meets_every_load_in_turns() -> None:
     assert points[len(SERIES)].series == SERIES[1]
     assert {point.num_requests for point in points if point.concurrency == 1} == {6}
     assert {point.num_requests for point in points if point.concurrency == 8} == {32}
-    assert [series.name for series in SERIES if series.whole] == ["ar", "sd", "lr", "lr_sd"]
+    assert [series.name for series in SERIES if series.whole] == ["ar", "sd", "lr", "lr_sd", "auto"]
 
 
 def test_rates_are_shares_of_a_capacity() -> None:
@@ -232,7 +232,15 @@ class ScriptedAnalyzer:
 
 def sweep_of(tmp_path: Path, analyzer: ScriptedAnalyzer, *, ready: bool = True) -> Sweep:
     questions = inputs.load(inputs.INPUTS / "demo.json")
-    return Sweep(analyzer, "127.0.0.1:1", questions, {"temperature": 0.6}, Results(tmp_path / "load"), 5.0, lambda: ready)
+    return Sweep(
+        analyzer,
+        "127.0.0.1:1",
+        lambda name, count: questions,
+        {"temperature": 0.6},
+        Results(tmp_path / "load"),
+        5.0,
+        lambda: ready,
+    )
 
 
 def ignore(point: Point, what: str) -> None:
@@ -331,6 +339,15 @@ def test_requests_of_a_point_go_through_the_questions_in_turn_under_seeds_of_the
     assert set().union(*rows) <= {spec.name for spec in LOOKAHEAD_INPUTS}
     other = inputs.for_point(questions, {"mode": "ar", "stream": True}, "ar/c1", 1)["data"]
     assert other[0]["seed"] != rows[0]["seed"]
+
+
+def test_an_emulated_deployment_is_asked_nothing_twice() -> None:
+    questions = inputs.scripted_anew("qwen3-gsm8k")
+
+    asked = [row["text_input"][0] for name in ("ar/c1", "lr/c1", "lr/c4") for row in questions(name, 8)]
+
+    assert len(set(asked)) == 24
+    assert questions("ar/c1", 2) == questions("ar/c1", 8)[:2]
 
 
 @pytest.mark.parametrize(
