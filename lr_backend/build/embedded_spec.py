@@ -145,6 +145,10 @@ class EmbeddedDeployment(DeploymentSpec):
         return "; ".join(parts)
 
     @property
+    def shares_cards(self) -> bool:
+        return self.target.pace is None or stood_for(self.paced_as).shares_cards
+
+    @property
     def engine_drafts(self) -> bool:
         return self.target.holds_draft_model
 

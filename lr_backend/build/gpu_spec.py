@@ -334,6 +334,14 @@ class GpuDeployment(DeploymentSpec):
         return all(getattr(self.engine(role), "coupled_noise", False) for role in (Role.TARGET, Role.DRAFT))
 
     @property
+    def shares_cards(self) -> bool:
+        target, *others = (
+            {(self.engine(role).url, number) for number in self.engine(role).gpu_device_ids}
+            for role in (Role.TARGET, Role.DRAFT, Role.JUDGE)
+        )
+        return not target.isdisjoint(set().union(*others))
+
+    @property
     def engine_drafts(self) -> bool:
         return self.speculation is not None
 

@@ -207,7 +207,8 @@ class _Run:
         coupled = all(policy.mode is Mode.LOSSLESS for policy in policies)
         config = _config(self.scenario).model_copy(update={"coupled_noise": coupled})
         models = Models(RULES, VOCABULARY, judge_prompt(workload), VOCABULARY)
-        self._server = Server(self._engines, models, config, Learned(asyncio.get_running_loop().time))
+        learned = Learned(asyncio.get_running_loop().time, shares_cards=self.scenario.machine.shares_cards)
+        self._server = Server(self._engines, models, config, learned)
         self.requests = [_request(workload, policy, self.seed, self.trace) for policy in policies]
         self.asked = [index for index, policy in enumerate(policies) for _ in range(policy.num_requests)]
 

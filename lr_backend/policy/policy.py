@@ -44,13 +44,15 @@ class Learned:
     Args:
         clock: returns seconds; only differences are used.
         others: the server's other processes of the step loop, which learn the same; None: there are none.
+        shares_cards: as in :class:`~lr_backend.config.LoopConfig`.
 
     Attributes:
         draft_length: how many draft tokens bring most. Each process learns it by itself.
     """
 
-    def __init__(self, clock: Clock, others: Others | None = None) -> None:
+    def __init__(self, clock: Clock, others: Others | None = None, *, shares_cards: bool = False) -> None:
         self._others = others or Alone()
+        self._shares_cards = shares_cards
         self.prices = Prices(clock, self._others, self._tell)
         self.acceptance: defaultdict[str, Acceptance] = defaultdict(Acceptance)
         self.draft_length: defaultdict[str, DraftLength] = defaultdict(DraftLength)
@@ -129,7 +131,8 @@ class Learned:
         like = known[min(known, key=lambda one: abs(one - load))] if known else None
         proposer, _, ways = others
         first = ways if most_first else ways[::-1]
-        self._trials[load, *others] = Trial(first, like, drafts_by_calls=proposer != ProposerName.ENGINE)
+        by_calls = proposer != ProposerName.ENGINE
+        self._trials[load, *others] = Trial(first, like, drafts_by_calls=by_calls, shares_cards=self._shares_cards)
 
     def learn_draft_length(
         self, proposer: str, verifications: Iterable[tuple[int, int, float]], draft_calls: Iterable[tuple[int, float]]

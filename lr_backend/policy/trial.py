@@ -32,6 +32,9 @@ not known yet and may be the best."""
 CAUTION = 1.0 / 32.0
 """Speculation by calls, of steps or of draft tokens, is expected to take so much longer for every request in flight beyond those
 at its last try."""
+LESS_SHARE = 1.5
+"""On shared cards a way that does less is tried once if it is expected to take so many times as long as the best: its prediction
+is made of tokens that were written beside the draft."""
 EXPLORED_SHARE = 0.01
 """Trying ways that are known to be slower may cost this share of the time at most."""
 COST_MEMORY = 256
@@ -55,15 +58,18 @@ class Trial:
     Args:
         like: the trial of a load near this one: its predictions are as wrong, until more is known.
         drafts_by_calls: draft tokens are verified by calls of their own, and not inside the engine.
+        shares_cards: draft or judge computes on the target's cards.
 
     Attributes:
         way: to take now.
         num_kept: spans in a row after which it was still the best. Tries of other ways between them count for nothing.
     """
 
-    def __init__(self, ways: Sequence[Way], like: Trial | None = None, *, drafts_by_calls: bool = True) -> None:
+    def __init__(
+        self, ways: Sequence[Way], like: Trial | None = None, *, drafts_by_calls: bool = True, shares_cards: bool = False
+    ) -> None:
         self._ways = tuple(ways)
-        self._drafts_by_calls = drafts_by_calls
+        self._drafts_by_calls, self._shares_cards = drafts_by_calls, shares_cards
         self._usual = {way: like.off(way) if like is not None else None for way in self._ways}
         self._usually_at = {way: like.seen_at(way) if like is not None else 1 for way in self._ways}
         self._taken, self._off = ({way: Average(memory=MEMORY) for way in ways} for _ in range(2))
@@ -151,9 +157,14 @@ class Trial:
         best = min(expected, key=expected.__getitem__)
         if self.way == best:
             others = [way for way in self._ways if way != best]
-            most = (1.0 + 1.0 / self._num_requests) * expected[best]
-            new = [way for way in others if self.off(way) is None and expected[way] < most]
-            close = [way for way in others if expected[way] < most and self._may_be_best(way, expected[way], expected[best])]
+            usual = 1.0 + 1.0 / self._num_requests
+            most = {way: expected[best] * max(usual, LESS_SHARE * self._hides(way, best)) for way in others}
+            new = [way for way in others if self.off(way) is None and expected[way] < most[way]]
+            close = [
+                way
+                for way in others
+                if expected[way] < usual * expected[best] and self._may_be_best(way, expected[way], expected[best])
+            ]
             free = new or (close if self._num_spans % SPANS_A_TRY == 0 else [])
             # A span of a way that is slower by some share costs that share of a span.
             cheap = [way for way in others if self._affords(expected[way] / expected[best] - 1.0)]
@@ -162,6 +173,10 @@ class Trial:
                 return best
         self.way, self._is_charged = best, False
         return best
+
+    def _hides(self, way: Way, best: Way) -> bool:
+        """While the best way is taken, what this one takes cannot be seen: on shared cards, where it does less."""
+        return self._shares_cards and way.ahead <= best.ahead and way.drafts <= best.drafts
 
     def _may_be_best(self, way: Way, expected: float, best: float) -> bool:
         """Too few spans were timed to say that it is slower."""

@@ -212,7 +212,7 @@ class LookaheadService:
 
         # Made by the first request: what is learned is timed by the clock of the event loop.
         if self._server is None:
-            learned = Learned(running_clock(), self._others)
+            learned = Learned(running_clock(), self._others, shares_cards=self._config.shares_cards)
             self._server = Server(self._engines, self._models, self._config, learned, self.audits)
         loop = assemble(request, prompt_ids, request_id, self._server, emit)
         ledger = loop.ledger

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lr_backend.build.emulated_spec import emulated
-from lr_backend.build.pace import CARD_MEMORY_GIB, kv_tokens, machine_of
+from lr_backend.build.pace import CARD_MEMORY_GIB, kv_tokens, machine_of, stood_for
 from lr_backend.build.repository import build_repository
 from lr_backend.build.spec import DeploymentSpec, EmulatedDeployment, GpuDeployment
 from lr_backend.config import LoopConfig
@@ -79,6 +79,17 @@ def test_sizes_limits_and_defaults_are_those_of_the_deployment(plain: EmulatedDe
     assert (ours_loop.coupled_noise, ours_loop.draft_temperature) == (False, theirs_loop.draft_temperature)
     assert plain.server == LIKE.server.model_copy(update={"num_loops": 1})
     assert plain.placements == ()
+
+
+@pytest.mark.parametrize(("name", "shares"), [("qwen3-32b-apart", False), ("qwen3-32b-2gpu", True), ("qwen3-32b", True)])
+def test_the_loop_knows_who_computes_on_the_targets_cards(name: str, shares: bool) -> None:
+    assert DeploymentSpec.load(name).loop_config().shares_cards == shares
+    assert emulated(name, SYSTEM).loop_config().shares_cards == shares
+    assert machine_of(stood_for(name), SYSTEM).shares_cards == shares
+
+
+def test_engines_of_one_processor_share_it() -> None:
+    assert DeploymentSpec.load("demo").loop_config().shares_cards
 
 
 def test_kv_memory_is_what_the_sum_leaves_on_the_systems_cards(plain: EmulatedDeployment) -> None:

@@ -119,6 +119,19 @@ def test_draft_tokens_inside_the_engine_need_no_caution() -> None:
     assert followed[-10:].count(Way(False, True)) >= 8
 
 
+@pytest.mark.parametrize("shares_cards", [False, True])
+def test_on_shared_cards_doing_less_is_tried_even_where_it_looks_slower(shares_cards: bool) -> None:
+    """Beside the draft a target token takes longer, so the target alone looks slower than it is."""
+    predicted = dict.fromkeys(WAYS, 2.0) | {Way(True, False): 1.0, ALONE: 1.4}
+    truth = dict.fromkeys(WAYS, 2.0) | {Way(True, False): 1.0, ALONE: 0.8}
+    trial = Trial(WAYS, shares_cards=shares_cards)
+    trial.way = Way(True, False)
+
+    followed = in_a_crowd(trial, truth, 20, predicted.__getitem__)
+
+    assert followed[-10:].count(ALONE) == (10 if shares_cards else 0)
+
+
 def test_a_crowd_takes_what_looks_much_better_and_then_knows_it() -> None:
     predicted = {way: 0.3 if way == Way(True, False) else 1.0 for way in WAYS}
     truth = {way: 0.6 if way == Way(True, False) else 1.0 for way in WAYS}
