@@ -53,7 +53,7 @@ fields: venv ## the client's options and the tables of the documentation, from t
 bench-engine: venv ## what an iteration of the embedded engine costs, beside transformers
 	$(BIN)/python -m bench engine
 
-bench-ablation: venv ## what depth, width, own branches, verifiers and draft tokens are each worth (about 17 minutes)
+bench-ablation: venv ## what depth, width, own branches, verifiers and draft tokens are each worth (about 6 minutes)
 	$(BIN)/python -m bench ablation
 
 image-check: venv ## builds both images without docker, runs the CPU one and asks it a question (root, Debian or Ubuntu)
@@ -91,10 +91,10 @@ bench-emulation: venv ## how near an emulated server on the wall's clock comes t
 bench-systems: venv ## random models of real shapes with scripted acceptance, against the paper's formulas
 	$(BIN)/python -m bench systems
 
-bench-peers: venv ## transformers, the target alone and the paper's synchronous procedure beside the four modes
+bench-peers: venv ## transformers, the target alone and the paper's synchronous procedure beside the modes
 	$(BIN)/python -m bench peers
 
-load: venv ## each mode under rising load, by NVIDIA's perf_analyzer (downloaded once; about 15 minutes)
+load: venv ## each mode under rising load, by NVIDIA's perf_analyzer (downloaded once; about 25 minutes)
 	$(BIN)/python -m bench load
 
 dashboard: venv ## the picture of the dashboard, over five minutes of the demo's server (needs Debian's prometheus)

@@ -25,7 +25,7 @@ from lr_backend.build.emulated_spec import EmulatedDeployment, emulated
 from lr_backend.build.pace import machine_of, stood_for
 from lr_backend.emulated.texts import Texts
 from lr_backend.emulated.workload import Workload
-from lr_backend.hardware.lateness import MAX_LATE_SHARE, Lateness
+from lr_backend.hardware.lateness import Lateness
 from lr_backend.hardware.overheads import BLS_MS
 from lr_backend.plan.equal_gpus import DRAFT_TOKENS
 from lr_backend.plan.simulation import Policy, Scenario, ms_a_token, simulate
@@ -49,27 +49,30 @@ TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One row at one load: milliseconds a token, by the wall's clock and by the virtual one."""
+    """One row at one load: milliseconds a token, by the wall's clock and by the virtual one.
+
+    Attributes:
+        late: how late the paced engines were meanwhile.
+    """
 
     row: str
     load: int
     wall_ms: float
     virtual_ms: float
     limit: float
-    late_share: float
+    late: Lateness
 
     @property
     def off(self) -> float:
         return self.wall_ms / self.virtual_ms - 1.0
 
-    @property
-    def within(self) -> bool:
-        return not self.void and abs(self.off) <= self.limit
+    def as_dict(self) -> dict[str, Any]:
+        derived = {"late_share": self.late.share, "void": self.late.void, "off": round(self.off, 4), "within": self.within}
+        return {**asdict(self), **derived}
 
     @property
-    def void(self) -> bool:
-        """This machine was too slow: the row says nothing."""
-        return self.late_share > MAX_LATE_SHARE
+    def within(self) -> bool:
+        return not self.late.void and abs(self.off) <= self.limit
 
 
 def measure(deployment: EmulatedDeployment, folder: Path, loads: Sequence[int] = LOADS) -> list[Held]:
@@ -85,7 +88,7 @@ def measure(deployment: EmulatedDeployment, folder: Path, loads: Sequence[int] =
                 time.sleep(2 * REFRESH_S)
                 late = sum(server.lateness().values(), Lateness()) - before
                 virtual_ms = ms_a_token(simulate(scenario, replace(policy, num_requests=load), first=first).usages)
-                found.append(Held(row, load, wall_ms, virtual_ms, LIMITS[policy.mode], late.share))
+                found.append(Held(row, load, wall_ms, virtual_ms, LIMITS[policy.mode], late))
                 first += load
     return found
 
@@ -137,13 +140,14 @@ def main(
         table.add_column(name, justify="left" if name == "mode" else "right")
     for one in found:
         off = f"[{'green' if one.within else 'bold red'}]{one.off:+.1%}[/]"
-        table.add_row(str(one.load), one.row, f"{one.wall_ms:.2f}", f"{one.virtual_ms:.2f}", off, f"{one.late_share:.1%}")
+        late = f"{one.late.share:.1%}{' (void)' * one.late.void}"
+        table.add_row(str(one.load), one.row, f"{one.wall_ms:.2f}", f"{one.virtual_ms:.2f}", off, late)
     console.print(table)
     console.print(f"[yellow]{deployment.pace_label}[/]", soft_wrap=True, highlight=False)
-    rows = [{**asdict(one), "off": round(one.off, 4), "within": one.within, "void": one.void} for one in found]
+    rows = [one.as_dict() for one in found]
     write_json(output, {"label": deployment.pace_label, "rows": rows})
-    void = sum(one.void for one in found)
-    worst = max((abs(one.off) for one in found if not one.void), default=None)
+    void = sum(one.late.void for one in found)
+    worst = max((abs(one.off) for one in found if not one.late.void), default=None)
     told = {
         "rows": len(found),
         "void": void,

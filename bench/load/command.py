@@ -3,18 +3,18 @@
 A deployment on GPUs is emulated at its hardware's pace; the demo's models run at this machine's. Two sweeps: so many requests in
 flight, and Poisson arrivals at shares of what ``ar`` can answer. ``ar`` and ``sd`` are asked with ``stream=false``, one
 uninterrupted answer, which is their best; their streamed twins show first step and gaps only. The other modes are streamed, which
-costs them nothing. ``auto`` learns before it is measured. Everything that perf_analyzer wrote stays in a folder.
+costs them nothing. Everything that perf_analyzer wrote stays in a folder.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import tempfile
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -23,27 +23,32 @@ from lr_client import Client, ClientError, Options
 from rich.console import Console
 from rich.table import Table
 
-from bench.kit.hardware import device_line
+from bench.kit.hardware import device_line, processor_line
 from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
-from bench.kit.serving import LEARNS_FROM, demo_spec, serving
+from bench.kit.serving import demo_spec, serving
 from bench.load import inputs, summary
 from bench.load.errors import LoadError
 from bench.load.export import Limits
 from bench.load.perf_analyzer import PerfAnalyzer, obtain
 from bench.load.plot import draw
-from bench.load.sweep import BASELINE, SERIES, Point, Results, Sweep, closed_points, open_points, rates_from
-from lr_backend.build.emulated_spec import EmulatedDeployment, emulated
+from bench.load.sweep import BASELINE, SERIES, Point, Results, Series, Sweep, closed_points, open_points, rates_from
+from lr_backend.build.emulated_spec import DEFAULT_WORKLOAD, EmulatedDeployment, emulated
 from lr_backend.build.spec import DeploymentSpec
+from lr_backend.emulated.workload import Workload
 from lr_backend.errors import LookaheadError
 from lr_backend.hardware.lateness import Lateness
 from lr_backend.serve.server import TritonServer
+from lr_backend.triton.metrics import REFRESH_S
 
 DEPLOYMENT = "qwen3-32b-apart"
-CONCURRENCY = (1, 2, 4, 8, 16)
-RATE_SHARES = (0.25, 0.5, 0.75, 1.0)
+CONCURRENCY = (1, 4, 8, 16)
+RATE_SHARES = (0.5, 1.0)
 TOOLS = Path("out/tools")
-READY_TIMEOUT_S = 60.0
-WARM_UP_ROUNDS, WARM_UP_IN_FLIGHT = 2, 4
+NUM_STEPS = 12
+"""Of an answer of an emulated deployment: the published ones have hundreds."""
+READY_TIMEOUT_S, WARM_UP_TIMEOUT_S = 60.0, 300.0
+LEARN_ROUNDS = 3
+"""Of requests of mode ``auto`` at each concurrency, before anything is measured."""
 
 
 @dataclass(frozen=True)
@@ -62,40 +67,54 @@ class Subject:
     asked: str
 
     @classmethod
-    def of(cls, url: str | None, spec: str, system: str, input_data: Path | None) -> Subject:
-        """Raises LoadError or LookaheadError where there is no such thing."""
-        served = None if url else DeploymentSpec.load(spec) if spec == "demo" else emulated(spec, system)
-        told = url or (f"{served.name}: {served.pace_label}" if isinstance(served, EmulatedDeployment) else spec)
-        if input_data is None and isinstance(served, EmulatedDeployment):
-            return cls(told, served, inputs.scripted_anew(served.workload), f"workload {served.workload}")
+    def of(cls, url: str | None, spec: str, system: str, input_data: Path | None, folder: Path) -> Subject:
+        """``folder`` holds what is written for it.
+
+        Raises:
+            LoadError, LookaheadError: there is no such thing.
+        """
+        if not url and spec != "demo":
+            if input_data is not None:
+                raise LoadError("an emulated deployment has one text for a question: it is asked questions of its own")
+            texts = replace(Workload.load(DEFAULT_WORKLOAD), num_steps=NUM_STEPS)
+            file = folder / "short.toml"
+            file.write_text(texts.as_toml(), encoding="utf-8")
+            served = emulated(spec, system, str(file))
+            told, asked = f"{served.name}: {served.pace_label}", f"{DEFAULT_WORKLOAD}, {NUM_STEPS} steps an answer"
+            return cls(told, served, inputs.scripted_anew(texts), asked)
         path = input_data or inputs.INPUTS / "demo.json"
         rows = inputs.load(path)
         digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-        return cls(told, served, lambda name, count: rows, f"{path.name}, sha256 {digest}")
+        asked = f"{path.name}, sha256 {digest}"
+        return cls(url or spec, None if url else DeploymentSpec.load(spec), lambda name, count: rows, asked)
 
 
-def warm_up(url: str, questions: inputs.Questions, temperature: float) -> None:
-    """Every series a few times, and ``auto`` until it has learned.
+def warm_up(url: str, questions: inputs.Questions, temperature: float, concurrency: Sequence[int]) -> None:
+    """Every series once, and ``auto`` at every concurrency: it learns at each load by itself.
 
     perf_analyzer's own warm-up would begin with the requests that it measures next.
 
     Raises:
         LoadError: the server does not answer.
     """
-    modes = [*(series.mode for _ in range(WARM_UP_ROUNDS) for series in SERIES), *["auto"] * LEARNS_FROM]
-    asked = questions("warm-up", len(modes))
+    auto = next(series for series in SERIES if series.mode == "auto")
+    rounds = [(1, list(SERIES)), *((places, [auto] * (LEARN_ROUNDS * places)) for places in concurrency)]
+    with Client(url) as client:
+        for number, (places, asked) in enumerate(rounds):
+            rows = questions(f"warm-up {number}", len(asked))
 
-    def ask(index: int) -> None:
-        question = asked[index % len(asked)].get("text_input", ["Why?"])[0]
-        with Client(url) as client:
-            client.ask(question, Options(mode=modes[index], temperature=temperature, seed=index), timeout_s=READY_TIMEOUT_S)
+            def ask(index: int, rows: Sequence[inputs.Fields] = rows, asked: Sequence[Series] = asked) -> None:
+                row, series = rows[index % len(rows)], asked[index]
+                options = Options(mode=series.mode, stream=series.stream, temperature=temperature, seed=index)
+                most = row.get("max_tokens", [None])[0]
+                options = replace(options, max_tokens=most) if most else options
+                client.ask(row.get("text_input", ["Why?"])[0], options, timeout_s=WARM_UP_TIMEOUT_S)
 
-    try:
-        ask(0)
-        with ThreadPoolExecutor(WARM_UP_IN_FLIGHT) as pool:
-            list(pool.map(ask, range(1, len(modes))))
-    except ClientError as error:
-        raise LoadError(f"the server at {url} does not answer: {error}") from error
+            try:
+                with ThreadPoolExecutor(places) as pool:
+                    list(pool.map(ask, range(len(asked))))
+            except ClientError as error:
+                raise LoadError(f"the server at {url} does not answer: {error}") from error
 
 
 def show(console: Console, rows: Iterable[tuple[str, ...]], title: str) -> None:
@@ -116,7 +135,6 @@ class Session:
     console: Console
     points: list[Point] = field(default_factory=list)
     failed: dict[Point, str] = field(default_factory=dict)
-    lateness: Lateness = field(default_factory=Lateness)
 
     def measure(self, sweep: Sweep, more: list[Point]) -> None:
         """Measure more points."""
@@ -159,7 +177,7 @@ def main(
     min_requests: Annotated[int, typer.Option(min=1, help="Of a point by concurrency, if four rounds are fewer.")] = 12,
     rate_requests: Annotated[int, typer.Option(min=1, help="Of a point by arrival rate.")] = 24,
     temperature: Annotated[float, typer.Option(min=0.0, max=5.0)] = 0.6,
-    first_step_limit_s: Annotated[float, typer.Option("--first-step-limit", min=0.001, help="Goodput: seconds.")] = 0.5,
+    first_step_limit_s: Annotated[float, typer.Option("--first-step-limit", min=0.001, help="Goodput: seconds.")] = 1.0,
     latency_limit_s: Annotated[float, typer.Option("--latency-limit", min=0.001, help="Goodput: seconds to the end.")] = 4.0,
     point_timeout_s: Annotated[float, typer.Option("--point-timeout", min=1.0, help="Of one point, in seconds.")] = 300.0,
     perf_analyzer: Annotated[
@@ -175,34 +193,35 @@ def main(
     settings: dict[str, object] = {}
     stopped: str | None = None
     try:
-        subject = Subject.of(url, spec, system, input_data)
-        analyzer = PerfAnalyzer((str(perf_analyzer),)) if perf_analyzer is not None else obtain(TOOLS)
-        settings |= {
-            "perf_analyzer": analyzer.version(),
-            "server": subject.told,
-            "input": subject.asked,
-            "temperature": temperature,
-            "min_requests": min_requests,
-            "rate_requests": rate_requests,
-            "device": device_line(demo_spec().target.num_threads) if url is None else f"a client with {os.cpu_count()} cores",
-        }
-        session.results.begin(settings, fresh=fresh)
         with ExitStack() as stack:
-            server = _starting(stack, subject.served, session.console) if subject.served is not None else None
+            made = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lookahead-load-")))
+            subject = Subject.of(url, spec, system, input_data, made)
+            analyzer = PerfAnalyzer((str(perf_analyzer),)) if perf_analyzer is not None else obtain(TOOLS)
+            settings |= {
+                "perf_analyzer": analyzer.version(),
+                "server": subject.told,
+                "input": subject.asked,
+                "temperature": temperature,
+                "min_requests": min_requests,
+                "rate_requests": rate_requests,
+                "device": device_line(demo_spec().target.num_threads) if spec == "demo" and not url else processor_line(),
+            }
+            session.results.begin(settings, fresh=fresh)
+            server = _starting(stack, subject.served, made, session.console) if subject.served is not None else None
             address = server.grpc_url if server is not None else str(url)
             client = stack.enter_context(Client(address))
-            warm_up(address, subject.questions, temperature)
+            widths = concurrency or CONCURRENCY
+            warm_up(address, subject.questions, temperature, widths)
 
             def is_ready() -> bool:
                 return client.is_ready(timeout_s=READY_TIMEOUT_S)
 
-            fields = {"temperature": temperature}
-            sweep = Sweep(analyzer, address, subject.questions, fields, session.results, point_timeout_s, is_ready)
-            session.measure(sweep, closed_points(concurrency or CONCURRENCY, min_requests))
+            results, fields = session.results, {"temperature": temperature}
+            lateness = Late(server) if server is not None and isinstance(subject.served, EmulatedDeployment) else None
+            sweep = Sweep(analyzer, address, subject.questions, fields, results, point_timeout_s, is_ready, lateness)
+            session.measure(sweep, closed_points(widths, min_requests))
             if rates:
                 session.measure(sweep, open_points(rate or session.rates(), rate_requests))
-            if server is not None:
-                session.lateness = sum(server.lateness().values(), Lateness())
     except (LoadError, LookaheadError) as error:
         stopped = str(error)
     except KeyboardInterrupt:
@@ -210,10 +229,25 @@ def main(
     _end(session, settings, stopped, output, errors)
 
 
-def _starting(stack: ExitStack, served: DeploymentSpec, console: Console) -> TritonServer:
-    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lookahead-load-"))
+class Late:
+    """How late a server's paced engines were since it was last asked."""
+
+    def __init__(self, server: TritonServer) -> None:
+        self._server = server
+        self._before = self._now()
+
+    def __call__(self) -> Lateness:
+        time.sleep(2 * REFRESH_S)
+        before, self._before = self._before, self._now()
+        return self._before - before
+
+    def _now(self) -> Lateness:
+        return sum(self._server.lateness().values(), Lateness())
+
+
+def _starting(stack: ExitStack, served: DeploymentSpec, folder: Path, console: Console) -> TritonServer:
     with console.status("starting Triton with lookahead, target, draft and judge"):
-        return stack.enter_context(serving(served, Path(folder) / "repository"))
+        return stack.enter_context(serving(served, folder / "repository"))
 
 
 def _end(session: Session, settings: dict[str, object], stopped: str | None, output: Path, errors: Console) -> None:
@@ -236,8 +270,7 @@ def _end(session: Session, settings: dict[str, object], stopped: str | None, out
 
 def _write(session: Session, found: summary.Found, settings: dict[str, object], output: Path) -> None:
     """Table, plot, JSON and Markdown of what was measured; ends with the JSON line."""
-    paced = {"late_share": round(session.lateness.share, 4)} if session.lateness.paced_s else {}
-    whole = summary.document(found, settings | paced, session.limits, session.failed)
+    whole = summary.document(found, settings, session.limits, session.failed)
     write_json(output, whole)
     (session.results.folder / "load.md").write_text(summary.markdown(found), encoding="utf-8")
     plot = output.with_suffix(".png")
@@ -246,9 +279,6 @@ def _write(session: Session, found: summary.Found, settings: dict[str, object], 
     show(session.console, summary.rows(found), good)
     told = f"written to {output} and {plot}; in {session.results.folder} load.md, and a folder a point"
     session.console.print(told, highlight=False, soft_wrap=True)
-    if session.lateness.paced_s:
-        colour = "bold red" if session.lateness.void else "dim"
-        session.console.print(f"[{colour}]{session.lateness}[/]", highlight=False, soft_wrap=True)
     print_line(session.console, summary.line(whole))
 
 

@@ -102,6 +102,7 @@ class PointFigures:
         goodput_rps: answers a second that kept to the limits.
         good_share: of all requests.
         arrivals_per_s: requests sent a second, while any were sent.
+        late_share: of engines that keep a pace; None: there were none.
     """
 
     num_requests: int
@@ -117,6 +118,7 @@ class PointFigures:
     gap_s: Quantiles
     goodput_rps: float
     good_share: float
+    late_share: float | None = None
 
     @property
     def token_s(self) -> float | None:

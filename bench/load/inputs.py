@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from zlib import crc32
 
 import typer
@@ -19,6 +19,9 @@ import typer
 from bench.load.errors import LoadError
 from lr_backend.errors import ConfigError
 from lr_backend.fields import LOOKAHEAD_INPUTS
+
+if TYPE_CHECKING:
+    from lr_backend.emulated.workload import Workload
 
 INPUTS = Path(__file__).resolve().parents[1] / "inputs"
 DEMO_SEED = 4242
@@ -56,18 +59,14 @@ def scripted_questions(name_or_path: str, count: int, prompt_tokens: int | None)
     return [texts.question(number) for number in range(count)], workload.max_tokens
 
 
-def scripted_anew(name_or_path: str) -> Questions:
-    """Questions for an emulated deployment, other ones at every point.
+def scripted_anew(workload: Workload) -> Questions:
+    """Questions for an emulated deployment of this workload, other ones at every point.
 
     It has one text for a question, whatever the seed: who asks again would find the text in the KV cache.
-
-    Raises:
-        ConfigError: there is no such workload.
     """
     from lr_backend.emulated.texts import Texts
-    from lr_backend.emulated.workload import Workload
 
-    texts = Texts(Workload.load(name_or_path), 0)
+    texts = Texts(workload, 0)
 
     def questions(name: str, count: int) -> Sequence[Fields]:
         first = crc32(name.encode())

@@ -7,6 +7,7 @@ from typing import Any
 
 from bench.load.export import Limits, PointFigures, crossover
 from bench.load.sweep import BASELINE, SERIES, Point, Series
+from lr_backend.hardware.lateness import MAX_LATE_SHARE
 
 Found = Mapping[Point, PointFigures]
 
@@ -20,6 +21,7 @@ HEADINGS = (
     "gap ms p50/p90/p99",
     "goodput/s",
     "good",
+    "late",
 )
 
 
@@ -66,6 +68,7 @@ def rows(found: Found) -> list[tuple[str, ...]]:
                         _shown((one.gap_s.p50, one.gap_s.p90, one.gap_s.p99), 1e3, 0) if series.stream else "",
                         f"{one.goodput_rps:.2f}",
                         f"{one.good_share:.0%}",
+                        "" if one.late_share is None else f"{one.late_share:.1%}{' (void)' * (one.late_share > MAX_LATE_SHARE)}",
                     )
                 )
     return result

@@ -10,7 +10,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,10 +19,11 @@ from bench.load import inputs
 from bench.load.errors import LoadError
 from bench.load.export import Limits, PointFigures, RequestTimes, figures, read_export
 from bench.load.perf_analyzer import PerfAnalyzerError
+from lr_backend.hardware.lateness import Lateness
 
 MODEL = "lookahead"
 MANIFEST = "run.json"
-EXPORT, CSV, INPUT, LOG = "profile.json", "latency.csv", "input.json", "perf_analyzer.txt"
+EXPORT, CSV, INPUT, LOG, LATE = "profile.json", "latency.csv", "input.json", "perf_analyzer.txt", "lateness.json"
 CONNECT_ATTEMPTS = 3
 RATE_THREADS = 4
 
@@ -165,7 +166,15 @@ class Results:
 
     def figures(self, points: Iterable[Point], limits: Limits) -> dict[Point, PointFigures]:
         """Of the points that were measured."""
-        return {point: figures(found, limits) for point in points if (found := self.requests(point)) is not None}
+        return {
+            point: replace(figures(found, limits), late_share=self._late_share(point))
+            for point in points
+            if (found := self.requests(point)) is not None
+        }
+
+    def _late_share(self, point: Point) -> float | None:
+        path = self.folder / point.name / LATE
+        return Lateness(**json.loads(path.read_text(encoding="utf-8"))).share if path.is_file() else None
 
     def keep(self, point: Point, measured: Path) -> None:
         """Make a measured point's folder the point's own, at once."""
@@ -195,6 +204,7 @@ class Sweep:
         questions: of each point.
         fields: of every request, beside the question's and the series' own.
         is_ready: whether the server answers; asked when a point has failed.
+        lateness: of engines that keep a pace, since it was last asked; None: there are none.
     """
 
     runner: Runner
@@ -204,6 +214,7 @@ class Sweep:
     results: Results
     point_timeout_s: float
     is_ready: Callable[[], bool]
+    lateness: Callable[[], Lateness] | None = None
 
     def run(self, points: Iterable[Point], report: Callable[[Point, str], None]) -> dict[Point, str]:
         """Measure what is not there yet; returns why, of the points that failed.
@@ -254,5 +265,9 @@ class Sweep:
                 except LoadError as error:
                     self.results.keep_failure(point, folder)
                     raise PerfAnalyzerError(f"perf_analyzer left no usable export: {error}") from error
+                finally:
+                    late = self.lateness() if self.lateness is not None else None
+                if late is not None:
+                    (folder / LATE).write_text(json.dumps(asdict(late)), encoding="utf-8")
                 self.results.keep(point, folder)
                 return

@@ -7,6 +7,7 @@ import shutil
 import stat
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,9 @@ from bench.load.sweep import (
     open_points,
     rates_from,
 )
+from lr_backend.emulated.workload import Workload
 from lr_backend.fields import LOOKAHEAD_INPUTS
+from lr_backend.hardware.lateness import Lateness
 
 DATA = Path(__file__).parents[1] / "data" / "perf_analyzer"
 LIMITS = Limits(first_step_s=0.5, latency_s=2.0)
@@ -266,6 +269,17 @@ def test_a_point_keeps_everything_that_was_written(tmp_path: Path) -> None:
     assert not [path for path in (tmp_path / "load").iterdir() if path.name.startswith(".")]
 
 
+def test_each_point_keeps_how_late_its_engines_were(tmp_path: Path) -> None:
+    since = iter([Lateness(10.0, 0.05), Lateness(10.0, 0.5), Lateness(10.0, 0.0)])
+    sweep = replace(sweep_of(tmp_path, ScriptedAnalyzer()), lateness=lambda: next(since))
+
+    sweep.run(POINTS, ignore)
+
+    found = sweep.results.figures(POINTS, LIMITS)
+    assert [one.late_share for one in found.values()] == [0.005, 0.05, 0.0]
+    assert [row[-1] for row in summary.rows(found)] == ["0.5%", "5.0% (void)", "0.0%"]
+
+
 def test_what_was_measured_is_not_measured_again(tmp_path: Path) -> None:
     sweep_of(tmp_path, ScriptedAnalyzer()).run(POINTS[:2], ignore)
     analyzer, told = ScriptedAnalyzer(), []
@@ -342,7 +356,7 @@ def test_requests_of_a_point_go_through_the_questions_in_turn_under_seeds_of_the
 
 
 def test_an_emulated_deployment_is_asked_nothing_twice() -> None:
-    questions = inputs.scripted_anew("qwen3-gsm8k")
+    questions = inputs.scripted_anew(Workload.load("qwen3-gsm8k"))
 
     asked = [row["text_input"][0] for name in ("ar/c1", "lr/c1", "lr/c4") for row in questions(name, 8)]
 
