@@ -43,8 +43,8 @@ def line(summary: Summary, mode: str) -> dict[str, Any]:
         "margin_points": round(100.0 * summary.margin, 4),
         "loss_over_margin_excluded": ours.verdict == NonInferiority.SHOWN,
         "alpha": None if alpha is None else round(alpha, 4),
-        "num_compared": sum(one.decided for one in ours.positions),
-        "num_accepted": sum(one.accepted for one in ours.positions),
+        "num_decided": ours.num_decided,
+        "num_accepted": ours.num_accepted,
         "wrongly_accepted": _figures(Estimate(wrong.value, *wrong.interval())) if wrong is not None and wrong.total else None,
     }
 

@@ -105,6 +105,7 @@ class Row:
         ceiling: the paper's S1 or S2 at the measured acceptance and cost ratio, times the best ``sd`` speedup where tokens are
             speculated too; ``hardware_ceiling``: as in :mod:`bench.kit.hardware`. ``realised_share``: speedup over the latter,
             else the former.
+        num_accepted, num_decided: drafted steps at the root, late ones among the decided.
         audits, false_accepts: the server's own audits, of these answers.
     """
 
@@ -127,6 +128,8 @@ class Row:
     completion_tokens: float
     speedup: Estimate | None
     token_speedup: Estimate | None
+    num_accepted: int
+    num_decided: int
     step_acceptance_rate: float | None
     mean_accepted_length: float | None
     token_acceptance_rate: float | None
@@ -356,6 +359,8 @@ def _row(
         completion_tokens=tokens / len(group),
         speedup=speedup,
         token_speedup=token_speedup,
+        num_accepted=accepted,
+        num_decided=decided,
         step_acceptance_rate=_rate(accepted, decided),
         mean_accepted_length=_rate(accepted, sum(map(accepted_runs, usages))) if decided else None,
         token_acceptance_rate=_rate(sum(use.num_accepted_tokens for use in usages), sum(use.num_draft_tokens for use in usages)),

@@ -182,6 +182,7 @@ def test_the_last_word_on_quality_is_whether_a_loss_over_the_margin_is_excluded(
     assert [line(one, "lr")["loss_over_margin_excluded"] for one in (few, many, lost)] == [False, True, False]
     found = line(many, "lr")
     assert found["difference_points"][0] == -0.5 and found["difference_points"][1] > -1.5 == -found["margin_points"]
+    assert found["num_accepted"] / found["num_decided"] == pytest.approx(found["alpha"], abs=1e-4)
     assert found["ar"][0] == 0.9975 and found["wrongly_accepted"] is None
     with pytest.raises(EvaluationError, match="scored in both ar and sd"):
         line(few, "sd")
