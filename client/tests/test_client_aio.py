@@ -262,3 +262,31 @@ def test_ready_says_whether_server_and_model_are(server: FakeServer) -> None:
         assert not await client.is_ready(models=["lookahead", "target"])
 
     run(server, scenario)
+
+
+def test_a_client_outlives_its_event_loop(server: FakeServer) -> None:
+    client = AsyncClient(server.url, timeout_s=WAIT_S)
+
+    for _ in range(2):
+        assert asyncio.run(client.ask("steps", Options(trace=True))).answer == "42"
+
+    asyncio.run(client.close())
+    with pytest.raises(ClientError, match="the client is closed"):
+        asyncio.run(client.ask("steps"))
+
+
+def test_a_client_is_refused_in_a_second_loop_while_the_first_lives(server: FakeServer) -> None:
+    async def scenario(client: AsyncClient) -> None:
+        await client.ask("steps")
+        with pytest.raises(ClientError, match="another event loop"):
+            await asyncio.to_thread(lambda: asyncio.run(client.ask("steps")))
+        with pytest.raises(ClientError, match="another event loop"):
+            await asyncio.to_thread(lambda: asyncio.run(client.close()))
+        await client.ask("steps")
+
+    run(server, scenario)
+
+
+def test_a_client_without_an_event_loop_is_told_so(server: FakeServer) -> None:
+    with pytest.raises(ClientError, match="no event loop runs here"):
+        AsyncClient(server.url).stream("steps")

@@ -1,6 +1,6 @@
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -253,3 +253,20 @@ def test_a_server_on_this_machine_is_not_reached_through_a_proxy(
     monkeypatch.setenv(variable, "http://127.0.0.1:9")
     with Client(server.url, timeout_s=10.0) as client:
         assert client.ask("plain").text == "ab"
+
+
+@pytest.mark.parametrize("use", [lambda client: client.stream("steps"), lambda client: client.is_ready()])
+def test_a_client_that_another_thread_closes_says_so(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, use: Callable[[Client], object]
+) -> None:
+    client = Client(server.url)
+    check = client._streams.check_open
+
+    def closed_just_after() -> None:
+        check()
+        client.close()
+
+    monkeypatch.setattr(client._streams, "check_open", closed_just_after)
+
+    with pytest.raises(ClientError, match="the client is closed"):
+        use(client)

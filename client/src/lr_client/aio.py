@@ -13,6 +13,7 @@ import grpc
 
 from lr_client import _wire
 from lr_client.client import DEFAULT_TIMEOUT_S, DEFAULT_URL, READY_TIMEOUT_S
+from lr_client.errors import ClientError
 from lr_client.fields import Options
 from lr_client.protocol import Collector, encode
 from lr_client.types import Event, Question, Result
@@ -36,7 +37,8 @@ class AsyncStream(AsyncIterator[Event]):
 
     def cancel(self) -> None:
         """Tell the server to stop; the iteration raises ``Cancelled``. No effect after the end."""
-        self._exchange.cancel()
+        with contextlib.suppress(RuntimeError):  # its event loop may be closed already
+            self._exchange.cancel()
 
     async def __anext__(self) -> Event:
         while (event := self._exchange.next_event()) is None:
@@ -71,8 +73,7 @@ class AsyncStream(AsyncIterator[Event]):
         self.cancel()
 
     def __del__(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the event loop may be closed already
-            self.cancel()
+        self.cancel()
 
 
 def _task_is_cancelled() -> bool:
@@ -84,6 +85,7 @@ class AsyncClient:
     """Asks a lookahead server, over one gRPC connection that any number of tasks of one event loop may share.
 
     Takes the arguments of :class:`lr_client.Client`. The first request connects, in the loop that runs then.
+    Once that loop is closed, the next request connects anew.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class AsyncClient:
         self._server_name = server_name
         self._metadata = _wire.metadata_pairs(metadata)
         self._streams = _wire.OpenStreams()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._channel: Any = None
         self._stub: Any = None
 
@@ -183,6 +186,9 @@ class AsyncClient:
                     return False
         except grpc.RpcError:
             return False
+        except grpc.aio.UsageError:  # what gRPC says of a channel that another task has just closed
+            self._streams.check_open()
+            raise
         except asyncio.CancelledError:
             if _task_is_cancelled():
                 raise
@@ -192,7 +198,15 @@ class AsyncClient:
     def _connected(self) -> Any:
         # grpc.aio binds a channel to the loop that runs when it is made.
         self._streams.check_open()
-        if self._stub is None:
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            raise ClientError(
+                "no event loop runs here", advice="ask from a coroutine, or use Client"
+            ) from None
+        if self._loop is not None and self._loop is not loop and not self._loop.is_closed():
+            raise ClientError("the client is in use in another event loop", advice="make one for each loop")
+        if self._loop is not loop:
             options = _wire.channel_options(self.url, self._server_name)
             self._channel = (
                 grpc.aio.insecure_channel(self.url, options)
@@ -200,10 +214,20 @@ class AsyncClient:
                 else grpc.aio.secure_channel(self.url, self._credentials, options)
             )
             self._stub = _wire.stub(self._channel)
+            self._loop = loop
         return self._stub
 
     async def close(self) -> None:
-        """Cancel open requests and close the connection. May be called again."""
+        """Cancel open requests and close the connection. May be called again.
+
+        Raises:
+            ClientError: the client is in use in another event loop.
+        """
+        loop = self._loop
+        if loop is not None and loop is not asyncio.get_running_loop():
+            if not loop.is_closed():
+                raise ClientError("the client is in use in another event loop", advice="close it there")
+            self._channel = self._stub = None  # what is left of its connection ends with it
         self._streams.close()
         if self._channel is not None:
             await self._channel.close()

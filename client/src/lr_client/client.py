@@ -153,7 +153,11 @@ class Client:
         request_id = _wire.checked_id(request_id)
         headers = (*self._metadata, *_wire.metadata_pairs(metadata))
         request = _wire.infer_request(self.model, request_id, encode(question, options or Options()))
-        call = self._stub.ModelStreamInfer(iter((request,)), timeout=limit_s, metadata=headers)
+        try:
+            call = self._stub.ModelStreamInfer(iter((request,)), timeout=limit_s, metadata=headers)
+        except ValueError:  # what gRPC says of a channel that another thread has just closed
+            self._streams.check_open()
+            raise
         exchange = _wire.Exchange(call, request_id=request_id, url=self.url, timeout_s=limit_s)
         stream = Stream(call, exchange)
         self._streams.add(stream)
@@ -183,6 +187,9 @@ class Client:
                     return False
         except grpc.RpcError:
             return False
+        except ValueError:  # as in stream()
+            self._streams.check_open()
+            raise
         return True
 
     def close(self) -> None:
