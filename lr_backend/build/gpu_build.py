@@ -19,7 +19,7 @@ import lr_backend
 from lr_backend.build.admission import Admission, admissions, require_admission, shortfalls
 from lr_backend.build.calibration import hash_texts, require_texts, without_texts
 from lr_backend.build.checkpoints import CheckpointInfo, check_checkpoint, check_same_vocabulary, has_weights
-from lr_backend.build.digests import digests, installed_versions, sha256_text
+from lr_backend.build.digests import digests, installed_versions, num_bytes_to_read, sha256_text
 from lr_backend.build.engine_check import check_engine
 from lr_backend.build.gpu_spec import GpuDeployment, TrtllmEngineSpec
 from lr_backend.build.manifest import Platform, probe_platform, read_engine_manifest, require_servable
@@ -44,6 +44,8 @@ from lr_backend.engine import Role
 from lr_backend.errors import CheckpointError, ConfigError
 from lr_backend.nvidia import TENSORRT_LLM
 
+SAID_BYTES = 1_000_000_000
+"""More than this takes seconds to read, so it is said."""
 _PACKAGES = ("transformers", "numpy", "tensorrt-llm", "tensorrt")
 
 
@@ -137,7 +139,7 @@ def build_gpu_deployment(
             _compile(plan, resume, console or Console(stderr=True), platform)
         else:
             for each in plan.steps:
-                _require_current(plan, each)
+                _require_current(plan, each, console or Console(stderr=True))
     manifest = _manifest(plan, command, dry_run)
     if not (dry_run or compile_engines):
         require_servable(manifest, platform())
@@ -368,7 +370,7 @@ def _known_inputs(dirs: EngineDirs) -> dict[str, Any]:
     return known if isinstance(known, dict) else {}
 
 
-def _require_current(plan: GpuPlan, role: Role) -> None:
+def _require_current(plan: GpuPlan, role: Role, console: Console) -> None:
     """Refuse an engine that is not there, or that was compiled by other commands or from other files than there are now."""
     dirs = plan.dirs(role)
     manifest = read_engine_manifest(dirs.manifest)
@@ -387,6 +389,9 @@ def _require_current(plan: GpuPlan, role: Role) -> None:
         if path.name in then and (path.suffix == ".safetensors" or path.name == "config.json")
     ]
     known = {**then, **_known_inputs(dirs)}
+    if (num_bytes := num_bytes_to_read(compiled, {"files": known})) > SAID_BYTES:
+        told = f"{role}: reading {num_bytes / 1e9:.0f} GB of weights, to see that its engine was built from them"
+        console.print(told, highlight=False, soft_wrap=True)
     now = digests(compiled, {"files": known})
     if known != {**known, **now}:
         with suppress(ConfigError):  # a server may only read there

@@ -18,7 +18,7 @@ from rich.console import Console
 from safetensors import safe_open
 from typer.testing import CliRunner
 
-from lr_backend.build import render
+from lr_backend.build import gpu_build, render
 from lr_backend.build.gpu_build import build_gpu_deployment
 from lr_backend.build.manifest import Platform, mismatches, probe_platform
 from lr_backend.build.report import BuildReport
@@ -506,6 +506,19 @@ def test_engines_of_other_weights_are_not_served(spec: GpuDeployment, tools: Fak
     weights.write_bytes(content)
     with pytest.raises(ConfigError, match=rf"draft: {weights.name} in .* is not what its engine was built from"):
         serve_from(spec, tools)
+
+
+def test_weights_that_must_be_read_are_told_of_once(
+    spec: GpuDeployment, tools: FakeTools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(spec, tools)
+    monkeypatch.setattr(gpu_build, "SAID_BYTES", 0)
+    os.utime(next((spec.root / "ck" / "draft").glob("*.safetensors")), ns=(1, 1))
+    first, second = io.StringIO(), io.StringIO()
+    serve_from(spec, tools, console=Console(file=first))
+    assert "draft: reading 0 GB of weights" in first.getvalue()
+    serve_from(spec, tools, console=Console(file=second))
+    assert "reading" not in second.getvalue()
 
 
 def test_engines_of_weights_in_other_files_are_not_served(spec: GpuDeployment, tools: FakeTools) -> None:
