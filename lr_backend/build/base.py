@@ -118,6 +118,11 @@ class EngineSpec(Section):
         return urls
 
     @property
+    def hosts(self) -> frozenset[str]:
+        """Where the role lives; the empty name is that of the step loop's own server."""
+        return frozenset(Address.parse(url).host for url in self.url) or frozenset({""})
+
+    @property
     def num_drafts(self) -> int:
         """Most draft tokens of one verification; 0 where the engine takes none."""
         return 0

@@ -146,7 +146,9 @@ class EmbeddedDeployment(DeploymentSpec):
 
     @property
     def shares_cards(self) -> bool:
-        return self.target.pace is None or stood_for(self.paced_as).shares_cards
+        if self.target.pace is not None:
+            return stood_for(self.paced_as).shares_cards
+        return not self.target.hosts.isdisjoint(self.draft.hosts | self.judge.hosts)
 
     @property
     def engine_drafts(self) -> bool:

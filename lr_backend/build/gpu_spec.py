@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -335,11 +336,10 @@ class GpuDeployment(DeploymentSpec):
 
     @property
     def shares_cards(self) -> bool:
-        target, *others = (
-            {(self.engine(role).url, number) for number in self.engine(role).gpu_device_ids}
-            for role in (Role.TARGET, Role.DRAFT, Role.JUDGE)
-        )
-        return not target.isdisjoint(set().union(*others))
+        def cards(engine: TrtllmEngineSpec | LlmapiEngineSpec) -> set[tuple[str, int]]:
+            return set(product(engine.hosts, engine.gpu_device_ids))
+
+        return not cards(self.target).isdisjoint(cards(self.draft) | cards(self.judge))
 
     @property
     def engine_drafts(self) -> bool:

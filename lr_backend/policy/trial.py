@@ -159,7 +159,7 @@ class Trial:
             others = [way for way in self._ways if way != best]
             usual = 1.0 + 1.0 / self._num_requests
             most = {way: expected[best] * max(usual, LESS_SHARE * self._hides(way, best)) for way in others}
-            new = [way for way in others if self.off(way) is None and expected[way] < most[way]]
+            new = [way for way in others if self._is_new(way, best) and expected[way] < most[way]]
             close = [
                 way
                 for way in others
@@ -173,6 +173,10 @@ class Trial:
                 return best
         self.way, self._is_charged = best, False
         return best
+
+    def _is_new(self, way: Way, best: Way) -> bool:
+        """It was never taken, here or near this load; where it is hidden, here: what hides it grows with the load."""
+        return (self._off[way].value if self._hides(way, best) else self.off(way)) is None
 
     def _hides(self, way: Way, best: Way) -> bool:
         """While the best way is taken, what this one takes cannot be seen: on shared cards, where it does less."""

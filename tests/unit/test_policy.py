@@ -132,6 +132,20 @@ def test_on_shared_cards_doing_less_is_tried_even_where_it_looks_slower(shares_c
     assert followed[-10:].count(ALONE) == (10 if shares_cards else 0)
 
 
+def test_on_shared_cards_what_was_seen_at_a_lower_load_does_not_count() -> None:
+    """There the draft was in nobody's way, and the target alone the slower one."""
+    ahead = Way(True, False)
+    alone = dict.fromkeys(WAYS, 2.0) | {ahead: 1.0, ALONE: 1.4}
+    known = Trial(WAYS, shares_cards=True)
+    spans(known, alone, 40, alone.__getitem__)
+    truth = alone | {ALONE: 0.8}
+    trial = Trial(WAYS, known, shares_cards=True)
+    trial.way = ahead
+
+    assert known.off(ALONE) is not None
+    assert in_a_crowd(trial, truth, 20, alone.__getitem__)[-10:].count(ALONE) == 10
+
+
 def test_a_crowd_takes_what_looks_much_better_and_then_knows_it() -> None:
     predicted = {way: 0.3 if way == Way(True, False) else 1.0 for way in WAYS}
     truth = {way: 0.6 if way == Way(True, False) else 1.0 for way in WAYS}
