@@ -70,7 +70,7 @@ docs: venv ## the docs site, in out/site
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt 'mkdocs-material'
 	$(BIN)/python -m tools.docs_site
 
-eval-demo: venv ## speed and quality of the four modes over N problems (200), as a page under out/
+eval-demo: venv ## speed and quality of the modes over N problems (200), as a page under out/
 	$(BIN)/python -m bench evaluation --problems $(N)
 
 bench-pace: venv ## every mode at the pace of H200s, and how near the planner comes (8 minutes; 20 with --slow-motion 3)

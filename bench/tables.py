@@ -201,7 +201,7 @@ TABLES = (
     Table(
         "evaluation",
         "bench.evaluation.speed",
-        "speed and quality of the four modes over 200 problems",
+        "speed and quality of the modes over 200 problems",
         2,
         "benchmarks/evaluation.md",
         "evaluation.json",

@@ -32,7 +32,7 @@ from bench.kit.serving import MAX_TOKENS, engines_alone, serving
 from demo.problems import problems
 from lr_backend.build.spec import DeploymentSpec, EmbeddedDeployment
 
-MODES = "ar,sd,lr,lr_sd"
+MODES = "ar,sd,lr,lr_sd,auto"
 DATA_SEED = 2025
 PACKAGES = ("lookahead-server", "torch", "transformers", "tritonclient", "numpy", "math-verify")
 

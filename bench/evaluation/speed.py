@@ -1,4 +1,4 @@
-"""Speed and quality of the four modes over demo problems: a run of ``lookahead eval`` and its report.
+"""Speed and quality of the modes over demo problems: a run of ``lookahead eval`` and its report.
 
 It goes on where it was stopped.
 """
