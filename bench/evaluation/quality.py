@@ -21,6 +21,7 @@ from bench.evaluation.turns import option_fields, turns
 from bench.kit.intervals import Estimate
 from bench.kit.output import PAGES, console_of_any_width, keep_json, print_line
 from bench.kit.serving import MAX_TOKENS
+from lr_backend.build.paced import paced
 
 
 def line(summary: Summary, mode: str) -> dict[str, Any]:
@@ -68,20 +69,29 @@ def main(
     seed: Annotated[int, typer.Option()] = 0,
     url: Annotated[str | None, typer.Option(help="gRPC host:port of a running server; by default one is started.")] = None,
     spec: Annotated[str, typer.Option(help="What is served where no --url is given.")] = "demo",
-    out: Annotated[Path | None, typer.Option(help="Run directory and report; by default out/quality-<dataset>.")] = None,
+    pace: Annotated[
+        str | None, typer.Option(help="Serve it at the pace of this system, where auto looks ahead: h200_sxm and so on.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Run directory and report; by default out/quality-<dataset>[-<pace>].")] = None,
     output: Annotated[Path, typer.Option(help="Where the figures go; those of other runs stay.")] = PAGES / "quality.json",
 ) -> None:
     """Print the tables, write a page, and end with one JSON line."""
     console = console_of_any_width()
-    out = out or Path("out") / f"quality-{Path(dataset).name.split('.')[0]}"
+    if url and pace:
+        raise typer.BadParameter("a server that runs already has its own", param_hint="--pace")
+    out = out or Path("out") / "-".join(["quality", Path(dataset).name.split(".")[0], *([pace] if pace else [])])
     common = {**option_fields(option or ()), "max_tokens": max_tokens, "temperature": temperature}
     data = load(dataset, seed=DATA_SEED, end=num_problems)
     settings = Settings(data, turns((BASELINE, mode), (), common), samples=samples, seed=seed, concurrency=concurrency)
-    run_evaluation(settings, out, url=url, deployment=None if url else deployment_of(spec), console=console)
+    deployment = None if url else deployment_of(spec)
+    if deployment is not None and pace is not None:
+        deployment = paced(deployment, pace)
+    run_evaluation(settings, out, url=url, deployment=deployment, console=console)
     title = f"Quality of mode {mode}"
     (summary,) = write_report([out], out, margin=margin / 100.0, baseline=BASELINE, console=console, title=title)
     found = line(summary, mode)
-    keep_json(output, f"{summary.data_set}, {mode}, temperature {temperature:g}", found)
+    at_pace = f", at the pace of {pace}" if pace else ""
+    keep_json(output, f"{summary.data_set}, {mode}, temperature {temperature:g}{at_pace}", found)
     print_line(console, found)
 
 
