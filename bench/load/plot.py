@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -16,6 +17,7 @@ from bench.load.sweep import Point, Series
 
 COLOURS = {"ar": "#444444", "sd": "#1f77b4", "lr": "#d95f02", "lr_sd": "#2ca02c", "auto": "#9467bd"}
 STREAMED_STYLE = (0, (4, 2))
+TITLE_COLUMNS = 160
 
 Found = Mapping[Point, PointFigures]
 
@@ -31,7 +33,7 @@ def draw(found: Found, limits: Limits, title: str, path: Path) -> None:
         _latency(axes[1][0], found, closed=False)
         _first_step(axes[1][1], found)
         _goodput(axes[1][2], found, limits)
-        figure.suptitle(title)
+        figure.suptitle(fill(title, TITLE_COLUMNS), fontsize=9)
         save(figure, path)
 
 
