@@ -5,6 +5,7 @@ Take :class:`DeploymentSpec` from :mod:`lr_backend.build.spec`, where every runt
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
@@ -39,6 +40,8 @@ _FILLED_BY_BUILD = (
     "pace",
     "remotes",
 )
+
+LOOPBACK = re.compile(r"localhost|127\..*|\[?::1\]?")
 
 JUDGES_FRAME = 128
 """Tokens around the two steps in a judge's prompt, about."""
@@ -119,8 +122,9 @@ class EngineSpec(Section):
 
     @property
     def hosts(self) -> frozenset[str]:
-        """Where the role lives; the empty name is that of the step loop's own server."""
-        return frozenset(Address.parse(url).host for url in self.url) or frozenset({""})
+        """Where the role lives; the empty name is the machine of the step loop's own server."""
+        hosts = [Address.parse(url).host for url in self.url]
+        return frozenset("" if LOOPBACK.fullmatch(host) else host for host in hosts) or frozenset({""})
 
     @property
     def num_drafts(self) -> int:

@@ -101,6 +101,22 @@ def test_draft_tokens_go_one_hot_unless_the_spec_says_off(spec_path: Path) -> No
     assert spec.loop_config().draft_logits == "off"
 
 
+@pytest.mark.parametrize(
+    ("target", "draft", "shares"),
+    [
+        ("", "", True),
+        ("", 'url = "grpc://127.0.0.1:8101"\n', True),
+        ('url = "grpc://a:1"\n', 'url = "grpc://a:2"\n', True),
+        ('url = ["grpc://a:1", "grpc://b:1"]\n', 'url = "grpc://b:2"\n', True),
+        ('url = "grpc://a:1"\n', 'url = "grpc://b:1"\n', False),
+    ],
+)
+def test_cards_are_shared_by_roles_of_one_machine(spec_path: Path, target: str, draft: str, shares: bool) -> None:
+    apart = ("[judge]\n", '[judge]\nurl = "grpc://c:1"\n')
+    spec = load(spec_path, ("[target]\n", f"[target]\n{target}"), ("[draft]\n", f"[draft]\n{draft}"), apart)
+    assert spec.loop_config().shares_cards == shares
+
+
 def test_noise_is_shared_where_target_and_draft_both_say_so(spec_path: Path) -> None:
     assert not load(spec_path, *OF_THE_LLM_API).loop_config().coupled_noise
     assert not load(spec_path, ("[target]\n", "[target]\ncoupled_noise = true\n")).loop_config().coupled_noise
