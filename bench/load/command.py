@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -37,7 +37,7 @@ from lr_backend.build.spec import DeploymentSpec
 from lr_backend.emulated.workload import Workload
 from lr_backend.errors import LookaheadError
 from lr_backend.hardware.lateness import Lateness
-from lr_backend.serve.server import TritonServer
+from lr_backend.serve.server import ServerError, TritonServer
 from lr_backend.triton.metrics import REFRESH_S
 
 DEPLOYMENT = "qwen3-32b-apart"
@@ -75,7 +75,7 @@ class Subject:
         """
         if not url and spec != "demo":
             if input_data is not None:
-                raise LoadError("an emulated deployment has one text for a question: it is asked questions of its own")
+                raise LoadError("--input-data goes with --spec demo or --url: an emulated deployment has questions of its own")
             texts = replace(Workload.load(DEFAULT_WORKLOAD), num_steps=NUM_STEPS)
             file = folder / "short.toml"
             file.write_text(texts.as_toml(), encoding="utf-8")
@@ -169,7 +169,7 @@ def main(
     system: Annotated[str, typer.Option(help="Whose pace a deployment on GPUs is emulated at.")] = "h200_sxm",
     input_data: Annotated[
         Path | None,
-        typer.Option(help="perf_analyzer input file; by default the demo's, and the workload's of an emulated deployment."),
+        typer.Option(help="perf_analyzer input file, with --spec demo or --url; by default the demo's."),
     ] = None,
     concurrency: Annotated[list[int] | None, typer.Option(min=1, max=64, help="Requests in flight; repeat it.")] = None,
     rate: Annotated[list[float] | None, typer.Option(min=0.001, help="Arrivals a second; by default from ar's capacity.")] = None,
@@ -230,18 +230,20 @@ def main(
 
 
 class Late:
-    """How late a server's paced engines were since it was last asked."""
+    """How late a server's paced engines were since it was last asked; where it does not say, nothing is known, which is void."""
 
     def __init__(self, server: TritonServer) -> None:
         self._server = server
         self._before = self._now()
 
     def __call__(self) -> Lateness:
-        time.sleep(2 * REFRESH_S)
-        before, self._before = self._before, self._now()
+        before = self._before
+        with suppress(ServerError):
+            self._before = self._now()
         return self._before - before
 
     def _now(self) -> Lateness:
+        time.sleep(2 * REFRESH_S)
         return sum(self._server.lateness().values(), Lateness())
 
 

@@ -103,6 +103,7 @@ class PointFigures:
         good_share: of all requests.
         arrivals_per_s: requests sent a second, while any were sent.
         late_share: of engines that keep a pace; None: there were none.
+        void: they were too late for the figures to say anything of the hardware that is stood for.
     """
 
     num_requests: int
@@ -119,6 +120,7 @@ class PointFigures:
     goodput_rps: float
     good_share: float
     late_share: float | None = None
+    void: bool = False
 
     @property
     def token_s(self) -> float | None:

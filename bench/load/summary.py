@@ -7,7 +7,6 @@ from typing import Any
 
 from bench.load.export import Limits, PointFigures, crossover
 from bench.load.sweep import BASELINE, SERIES, Point, Series
-from lr_backend.hardware.lateness import MAX_LATE_SHARE
 
 Found = Mapping[Point, PointFigures]
 
@@ -36,14 +35,17 @@ def at_loads(found: Found, *, closed: bool) -> dict[Series, list[Point]]:
 
 
 def speedups(found: Found) -> list[tuple[Series, list[float], list[float]]]:
-    """(mode, concurrency, seconds a token of ``ar`` over the mode's) of every mode that is compared by latency."""
+    """(mode, concurrency, seconds a token of ``ar`` over the mode's) of every mode that is compared by latency.
+
+    Void points are left out.
+    """
     lines = at_loads(found, closed=True)
-    base = {point.load: found[point].token_s for point in lines.get(BASELINE, ())}
+    base = {point.load: found[point].token_s for point in lines.get(BASELINE, ()) if not found[point].void}
     result: list[tuple[Series, list[float], list[float]]] = []
     for series, points in lines.items():
         if series == BASELINE or not series.whole:
             continue
-        pairs = [(point.load, base.get(point.load), found[point].token_s) for point in points]
+        pairs = [(point.load, base.get(point.load), found[point].token_s) for point in points if not found[point].void]
         kept = [(load, ours / theirs) for load, ours, theirs in pairs if ours and theirs]
         result.append((series, [load for load, _ in kept], [ratio for _, ratio in kept]))
     return result
@@ -68,7 +70,7 @@ def rows(found: Found) -> list[tuple[str, ...]]:
                         _shown((one.gap_s.p50, one.gap_s.p90, one.gap_s.p99), 1e3, 0) if series.stream else "",
                         f"{one.goodput_rps:.2f}",
                         f"{one.good_share:.0%}",
-                        "" if one.late_share is None else f"{one.late_share:.1%}{' (void)' * (one.late_share > MAX_LATE_SHARE)}",
+                        "" if one.late_share is None else f"{one.late_share:.1%}{' (void)' * one.void}",
                     )
                 )
     return result

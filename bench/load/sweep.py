@@ -167,14 +167,15 @@ class Results:
     def figures(self, points: Iterable[Point], limits: Limits) -> dict[Point, PointFigures]:
         """Of the points that were measured."""
         return {
-            point: replace(figures(found, limits), late_share=self._late_share(point))
-            for point in points
-            if (found := self.requests(point)) is not None
+            point: self._judged(point, figures(found, limits)) for point in points if (found := self.requests(point)) is not None
         }
 
-    def _late_share(self, point: Point) -> float | None:
+    def _judged(self, point: Point, found: PointFigures) -> PointFigures:
         path = self.folder / point.name / LATE
-        return Lateness(**json.loads(path.read_text(encoding="utf-8"))).share if path.is_file() else None
+        if not path.is_file():
+            return found
+        late = Lateness(**json.loads(path.read_text(encoding="utf-8")))
+        return replace(found, late_share=late.share, void=late.void)
 
     def keep(self, point: Point, measured: Path) -> None:
         """Make a measured point's folder the point's own, at once."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import typer
@@ -48,6 +48,7 @@ from bench.load.sweep import (
 from lr_backend.emulated.workload import Workload
 from lr_backend.fields import LOOKAHEAD_INPUTS
 from lr_backend.hardware.lateness import Lateness
+from lr_backend.serve.server import ServerError, TritonServer
 
 DATA = Path(__file__).parents[1] / "data" / "perf_analyzer"
 LIMITS = Limits(first_step_s=0.5, latency_s=2.0)
@@ -270,14 +271,38 @@ def test_a_point_keeps_everything_that_was_written(tmp_path: Path) -> None:
 
 
 def test_each_point_keeps_how_late_its_engines_were(tmp_path: Path) -> None:
-    since = iter([Lateness(10.0, 0.05), Lateness(10.0, 0.5), Lateness(10.0, 0.0)])
+    since = iter([Lateness(10.0, 0.05), Lateness(10.0, 0.5), Lateness()])  # the last one says nothing
     sweep = replace(sweep_of(tmp_path, ScriptedAnalyzer()), lateness=lambda: next(since))
 
     sweep.run(POINTS, ignore)
 
     found = sweep.results.figures(POINTS, LIMITS)
     assert [one.late_share for one in found.values()] == [0.005, 0.05, 0.0]
-    assert [row[-1] for row in summary.rows(found)] == ["0.5%", "5.0% (void)", "0.0%"]
+    assert [row[-1] for row in summary.rows(found)] == ["0.5%", "5.0% (void)", "0.0% (void)"]
+    assert summary.document(found, {}, LIMITS, {})["speedups"] == {"lr": {}}
+
+
+def test_a_server_that_does_not_say_how_late_it_was_is_taken_to_be_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "REFRESH_S", 0.0)
+    said: list[dict[str, Lateness] | ServerError] = [
+        {"target": Lateness(5.0, 0.0)},
+        {"target": Lateness(9.0, 0.01)},
+        ServerError("its metrics do not answer"),
+        {"target": Lateness(20.0, 0.02)},
+    ]
+
+    class Served:
+        def lateness(self) -> dict[str, Lateness]:
+            found = said.pop(0)
+            if isinstance(found, ServerError):
+                raise found
+            return found
+
+    late = command.Late(cast(TritonServer, Served()))
+
+    assert late() == Lateness(4.0, 0.01)
+    assert late().void
+    assert late() == Lateness(11.0, 0.01)
 
 
 def test_what_was_measured_is_not_measured_again(tmp_path: Path) -> None:
