@@ -22,11 +22,11 @@ from bench.evaluation.summary import Row, Summary
 from bench.kit.intervals import wilson
 from lr_backend.request import Mode, VerifierName
 
-MODE_COLOURS: Mapping[str, str] = {Mode.AR: "ar", Mode.SD: "sd", Mode.LR: "lr", Mode.LR_SD: "lr-sd"}
+MODE_COLOURS: Mapping[str, str] = {Mode.AR: "ar", Mode.SD: "sd", Mode.LR: "lr", Mode.LR_SD: "lr-sd", Mode.AUTO: "auto"}
 INK, SOFT, GRID = "#010101", "#010102", "#010103"
 FAMILIES = (*VerifierName, "chance", "grade", "embedding")
 """Verifiers that have a colour. ``chance_50`` is of the family ``chance``."""
-_SERIES = ("ar", "sd", "lr", "lr-sd", *(f"by-{name}" for name in FAMILIES))
+_SERIES = ("ar", "sd", "lr", "lr-sd", "auto", *(f"by-{name}" for name in FAMILIES))
 _STAND_INS = {name: f"#0102{number:02x}" for number, name in enumerate(_SERIES, start=1)}
 _VARIABLES = {INK: "--ink", SOFT: "--soft", GRID: "--grid", **{colour: f"--{name}" for name, colour in _STAND_INS.items()}}
 MARKERS = "os^DvP*Xhd<>p8"
