@@ -23,6 +23,8 @@ from bench.kit.output import PAGES, console_of_any_width, keep_json, print_line
 from bench.kit.serving import MAX_TOKENS
 from lr_backend.build.paced import paced
 
+DEFAULT_SPEC = "demo"
+
 
 def line(summary: Summary, mode: str) -> dict[str, Any]:
     """What came of it: shares as (value, low, high), the difference in points.
@@ -68,7 +70,7 @@ def main(
     option: Annotated[list[str] | None, typer.Option(help="A request field for both modes. Repeat it.")] = None,
     seed: Annotated[int, typer.Option()] = 0,
     url: Annotated[str | None, typer.Option(help="gRPC host:port of a running server; by default one is started.")] = None,
-    spec: Annotated[str, typer.Option(help="What is served where no --url is given.")] = "demo",
+    spec: Annotated[str, typer.Option(help="What is served where no --url is given.")] = DEFAULT_SPEC,
     pace: Annotated[
         str | None, typer.Option(help="Serve it at the pace of this system, where auto looks ahead: h200_sxm and so on.")
     ] = None,
@@ -90,8 +92,9 @@ def main(
     title = f"Quality of mode {mode}"
     (summary,) = write_report([out], out, margin=margin / 100.0, baseline=BASELINE, console=console, title=title)
     found = line(summary, mode)
-    at_pace = f", at the pace of {pace}" if pace else ""
-    keep_json(output, f"{summary.data_set}, {mode}, temperature {temperature:g}{at_pace}", found)
+    where = url or (f"spec {spec}" if spec != DEFAULT_SPEC else "")
+    what = (f"at the pace of {pace}" if pace else "", where, *(option or ()), f"seed {seed}" if seed else "")
+    keep_json(output, ", ".join([summary.data_set, mode, f"temperature {temperature:g}", *filter(None, what)]), found)
     print_line(console, found)
 
 
