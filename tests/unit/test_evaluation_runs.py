@@ -369,7 +369,7 @@ def test_the_command_on_quality_ends_in_its_verdict(server: FakeServer, tmp_path
     assert told.exit_code == 0, told.output
     found = json.loads(told.output.strip().splitlines()[-1])
     assert (found["num_problems"], found["ar"][0], found["lr"][0], found["difference_points"][0]) == (4, 0.75, 0.75, 0.0)
-    assert json.loads((tmp_path / "quality.json").read_text()) == {"demo, lr, temperature 0.6": found}
+    assert json.loads((tmp_path / "quality.json").read_text()) == {f"demo, lr, temperature 0.6, {server.url}": found}
     assert (found["margin_points"], found["loss_over_margin_excluded"]) == (90.0, True)
     assert {seen.inputs["mode"][0] for seen in server.requests} == {"ar", "lr"}
 
