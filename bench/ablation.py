@@ -31,18 +31,10 @@ from rich.table import Table
 
 from bench.kit.hardware import Hardware, device_line, hardware_ceiling, measure_hardware
 from bench.kit.intervals import Share
-from bench.kit.measure import ModeReport, Sample, best_baseline, mean_step_tokens, report
+from bench.kit.measure import LEARNS_FROM, ModeReport, Sample, best_baseline, mean_step_tokens, report
 from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
 from bench.kit.rows import AS_IT_IS, PROBLEM_SEED, Change, Row, ask, compare
-from bench.kit.serving import (
-    LEARNS_FROM,
-    demo_spec,
-    engines_alone,
-    other_thread_counts,
-    serving,
-    thread_setting,
-    with_verifiers,
-)
+from bench.kit.serving import demo_spec, engines_alone, other_thread_counts, serving, thread_setting, with_verifiers
 from bench.kit.verifiers import chance, grade
 from demo.problems import Problem, problems, same_step
 from lr_backend.config import LoopConfig

@@ -8,7 +8,6 @@ Python, and this machine's haste.
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -20,17 +19,15 @@ from lr_client import Client, Options
 from rich.table import Table
 
 from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
-from bench.kit.serving import serving
+from bench.kit.serving import LatenessSince, serving, short_texts
 from lr_backend.build.emulated_spec import EmulatedDeployment, emulated
 from lr_backend.build.pace import machine_of, stood_for
 from lr_backend.emulated.texts import Texts
-from lr_backend.emulated.workload import Workload
 from lr_backend.hardware.lateness import Lateness
 from lr_backend.hardware.overheads import BLS_MS
 from lr_backend.plan.equal_gpus import DRAFT_TOKENS
 from lr_backend.plan.simulation import Policy, Scenario, ms_a_token, simulate
 from lr_backend.request import Mode
-from lr_backend.triton.metrics import REFRESH_S
 
 DEPLOYMENT = "qwen3-32b-apart"
 LOADS = (1, 4, 8)
@@ -80,15 +77,13 @@ def measure(deployment: EmulatedDeployment, folder: Path, loads: Sequence[int] =
     texts, scenario = Texts(deployment.texts, 0), virtual(deployment)
     found, first = [], 0
     with serving(deployment, folder) as server:
+        lateness = LatenessSince(server)
         for load in loads:
             for row, policy in ROWS.items():
-                before = sum(server.lateness().values(), Lateness())
                 numbers = range(first, first + load)
                 wall_ms = _ask(server.grpc_url, texts, policy, numbers) / deployment.slow_motion
-                time.sleep(2 * REFRESH_S)
-                late = sum(server.lateness().values(), Lateness()) - before
                 virtual_ms = ms_a_token(simulate(scenario, replace(policy, num_requests=load), first=first).usages)
-                found.append(Held(row, load, wall_ms, virtual_ms, LIMITS[policy.mode], late))
+                found.append(Held(row, load, wall_ms, virtual_ms, LIMITS[policy.mode], lateness()))
                 first += load
     return found
 
@@ -131,9 +126,7 @@ def main(
     console = console_of_any_width()
     with tempfile.TemporaryDirectory(prefix="lookahead-emulation-") as name:
         folder = Path(name)
-        texts = folder / "short.toml"
-        texts.write_text(replace(Workload.load(workload), num_steps=NUM_STEPS).as_toml(), encoding="utf-8")
-        deployment = emulated(DEPLOYMENT, system, str(texts), slow_motion=slow_motion)
+        deployment = emulated(DEPLOYMENT, system, short_texts(workload, NUM_STEPS, folder), slow_motion=slow_motion)
         found = measure(deployment, folder / "repository", loads or LOADS)
     table = Table(title=f"{DEPLOYMENT} emulated on {system}: ms a token, the wall's clock and the virtual one")
     for name in ("in flight", "mode", "wall", "virtual", "off", "late"):

@@ -37,7 +37,7 @@ from bench.emulation import DEPLOYMENT, ROWS, TIMEOUT_S
 from bench.kit.engines_apart import EnginesApart, Sets, request_id
 from bench.kit.hardware import processor_line
 from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
-from bench.kit.serving import serving
+from bench.kit.serving import serving, short_texts
 from lr_backend.build.emulated_spec import DEFAULT_WORKLOAD, EmulatedDeployment, emulated
 from lr_backend.build.pace import machine_of, stood_for
 from lr_backend.build.render import LOOKAHEAD_MODEL
@@ -490,16 +490,15 @@ def main(
     share_interpreter()
     with tempfile.TemporaryDirectory(prefix="lookahead-loop-") as name:
         folder = Path(name)
-        texts = folder / "short.toml"
-        texts.write_text(replace(Workload.load(DEFAULT_WORKLOAD), num_steps=steps).as_toml(), encoding="utf-8")
-        slow = emulated(DEPLOYMENT, SYSTEM, str(texts), slow_motion=TRITON_SLOW_MOTION)
+        texts = short_texts(DEFAULT_WORKLOAD, steps, folder)
+        slow = emulated(DEPLOYMENT, SYSTEM, texts, slow_motion=TRITON_SLOW_MOTION)
         instances = [
             through_triton(slow, folder / f"{mode}.{count}", count, mode, TRITON_LOAD)
             for mode, count in TRITON_RUNS
             if triton and mode in chosen
         ]
-        measured = list(measure(setting_of(str(texts)), chosen, sorted(loads or LOADS), console))
-        rows, more = on_both_clocks(str(texts), measured)
+        measured = list(measure(setting_of(texts), chosen, sorted(loads or LOADS), console))
+        rows, more = on_both_clocks(texts, measured)
     found = Found(emulated(DEPLOYMENT, SYSTEM).pace_label, rows, more, instances)
     show(console, found)
     write_json(output, found.as_dict())

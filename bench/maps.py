@@ -25,6 +25,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from bench.kit.measure import LEARNS_FROM
 from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
 from bench.kit.plots import draw_limits, draw_maps
 from lr_backend.build.gpu_spec import GpuDeployment
@@ -71,8 +72,8 @@ POLICIES: Mapping[str, Policy] = {
 }
 FIXED = tuple(name for name in POLICIES if name != "auto")
 CHOOSES = "auto"
-LEARNS_FROM, FIRST = 50, 20
-"""Requests that the server has answered before it is measured, where a mode learns; of so many first ones it is told too."""
+FIRST = 20
+"""So many requests of a mode that learns are also told by themselves."""
 NUM_HARDEST, NUM_SETS = 3, 12
 """Cells where ``auto`` falls shortest of the best fixed row: what it learns there is followed over so many sets of requests."""
 LIMITED = "lr"

@@ -32,12 +32,11 @@ from transformers import AutoModelForCausalLM
 
 from bench.kit.hardware import device_line
 from bench.kit.intervals import Cluster, Estimate, ratio
-from bench.kit.measure import ModeReport, Sample, best_baseline, report
+from bench.kit.measure import LEARNS_FROM, ModeReport, Sample, best_baseline, report
 from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
 from bench.kit.plots import Ratio, draw_ratios
 from bench.kit.serving import (
     ALONE,
-    LEARNS_FROM,
     MAX_TOKENS,
     REQUEST_TIMEOUT_S,
     demo_spec,

@@ -9,6 +9,9 @@ from lr_client import Usage
 
 from bench.kit.intervals import paired_speedup
 
+LEARNS_FROM = 50
+"""Requests that a server has answered before a mode that learns is measured."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:

@@ -9,8 +9,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,14 @@ from demo.problems import Problem, check_answer
 from lr_backend.build.base import Layout
 from lr_backend.build.repository import build_repository
 from lr_backend.build.spec import DeploymentSpec, EmbeddedDeployment
-from lr_backend.serve.server import ServerOptions, TritonServer
+from lr_backend.emulated.workload import Workload
+from lr_backend.hardware.lateness import Lateness
+from lr_backend.serve.server import ServerError, ServerOptions, TritonServer
+from lr_backend.triton.metrics import REFRESH_S
 
 MAX_TOKENS = 640
 START_S = 180.0
 REQUEST_TIMEOUT_S = 120.0
-LEARNS_FROM = 50
-"""Requests that mode ``auto`` learns from before it is measured."""
 ALONE = ("target", "lookahead")
 """The models of a server that answers ``ar`` and nothing else."""
 
@@ -82,6 +83,35 @@ def engines_alone(spec: EmbeddedDeployment, repository: Path) -> Iterator[Triton
     """Target and draft of a deployment, to be asked by themselves, which engines that the loop runs in its process cannot be."""
     with serving(with_layout(spec, Layout.PROCESS_A_ROLE), repository, only=("target", "draft")) as server:
         yield server
+
+
+class LatenessSince:
+    """How late a server's paced engines were since it was last asked; where it does not say, nothing is known, which is void."""
+
+    def __init__(self, server: TritonServer) -> None:
+        self._server = server
+        self._before = self._now()
+
+    def __call__(self) -> Lateness:
+        before = self._before
+        with suppress(ServerError):
+            self._before = self._now()
+        return self._before - before
+
+    def _now(self) -> Lateness:
+        time.sleep(2 * REFRESH_S)  # what it says may be that old
+        return sum(self._server.lateness().values(), Lateness())
+
+
+def short_texts(workload: str, num_steps: int, folder: Path) -> str:
+    """The file, made in ``folder``, of a workload (by name or file) whose answers have so many steps.
+
+    Raises:
+        ConfigError: there is no such workload.
+    """
+    file = folder / "short.toml"
+    file.write_text(replace(Workload.load(workload), num_steps=num_steps).as_toml(), encoding="utf-8")
+    return str(file)
 
 
 @dataclass(frozen=True)

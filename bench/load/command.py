@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -25,7 +24,7 @@ from rich.table import Table
 
 from bench.kit.hardware import device_line, processor_line
 from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
-from bench.kit.serving import demo_spec, serving
+from bench.kit.serving import LatenessSince, demo_spec, serving, short_texts
 from bench.load import inputs, summary
 from bench.load.errors import LoadError
 from bench.load.export import Limits
@@ -34,11 +33,8 @@ from bench.load.plot import draw
 from bench.load.sweep import BASELINE, SERIES, Point, Results, Series, Sweep, closed_points, open_points, rates_from
 from lr_backend.build.emulated_spec import DEFAULT_WORKLOAD, EmulatedDeployment, emulated
 from lr_backend.build.spec import DeploymentSpec
-from lr_backend.emulated.workload import Workload
 from lr_backend.errors import LookaheadError
-from lr_backend.hardware.lateness import Lateness
-from lr_backend.serve.server import ServerError, TritonServer
-from lr_backend.triton.metrics import REFRESH_S
+from lr_backend.serve.server import TritonServer
 
 DEPLOYMENT = "qwen3-32b-apart"
 CONCURRENCY = (1, 4, 8, 16)
@@ -76,12 +72,9 @@ class Subject:
         if not url and spec != "demo":
             if input_data is not None:
                 raise LoadError("--input-data goes with --spec demo or --url: an emulated deployment has questions of its own")
-            texts = replace(Workload.load(DEFAULT_WORKLOAD), num_steps=NUM_STEPS)
-            file = folder / "short.toml"
-            file.write_text(texts.as_toml(), encoding="utf-8")
-            served = emulated(spec, system, str(file))
+            served = emulated(spec, system, short_texts(DEFAULT_WORKLOAD, NUM_STEPS, folder))
             told, asked = f"{served.name}: {served.pace_label}", f"{DEFAULT_WORKLOAD}, {NUM_STEPS} steps an answer"
-            return cls(told, served, inputs.scripted_anew(texts), asked)
+            return cls(told, served, inputs.scripted_anew(served.texts), asked)
         path = input_data or inputs.INPUTS / "demo.json"
         rows = inputs.load(path)
         digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
@@ -217,7 +210,7 @@ def main(
                 return client.is_ready(timeout_s=READY_TIMEOUT_S)
 
             results, fields = session.results, {"temperature": temperature}
-            lateness = Late(server) if server is not None and isinstance(subject.served, EmulatedDeployment) else None
+            lateness = LatenessSince(server) if server is not None and isinstance(subject.served, EmulatedDeployment) else None
             sweep = Sweep(analyzer, address, subject.questions, fields, results, point_timeout_s, is_ready, lateness)
             session.measure(sweep, closed_points(widths, min_requests))
             if rates:
@@ -227,24 +220,6 @@ def main(
     except KeyboardInterrupt:
         stopped = "interrupted"
     _end(session, settings, stopped, output, errors)
-
-
-class Late:
-    """How late a server's paced engines were since it was last asked; where it does not say, nothing is known, which is void."""
-
-    def __init__(self, server: TritonServer) -> None:
-        self._server = server
-        self._before = self._now()
-
-    def __call__(self) -> Lateness:
-        before = self._before
-        with suppress(ServerError):
-            self._before = self._now()
-        return self._before - before
-
-    def _now(self) -> Lateness:
-        time.sleep(2 * REFRESH_S)
-        return sum(self._server.lateness().values(), Lateness())
 
 
 def _starting(stack: ExitStack, served: DeploymentSpec, folder: Path, console: Console) -> TritonServer:

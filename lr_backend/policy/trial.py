@@ -175,11 +175,11 @@ class Trial:
         return best
 
     def _is_new(self, way: Way, best: Way) -> bool:
-        """It was never taken, here or near this load; where it is hidden, here: what hides it grows with the load."""
+        """It was never taken, at this load or near it. If it is hidden, only this load counts: what hides it grows with it."""
         return (self._off[way].value if self._hides(way, best) else self.off(way)) is None
 
     def _hides(self, way: Way, best: Way) -> bool:
-        """While the best way is taken, what this one takes cannot be seen: on shared cards, where it does less."""
+        """This way does less than the best one, on shared cards: beside the draft nobody sees what it would take."""
         return self._shares_cards and way.ahead <= best.ahead and way.drafts <= best.drafts
 
     def _may_be_best(self, way: Way, expected: float, best: float) -> bool:

@@ -17,6 +17,8 @@ import typer
 from typer.testing import CliRunner
 
 import bench.load.command as command
+from bench.kit import serving
+from bench.kit.serving import LatenessSince
 from bench.load import inputs, perf_analyzer, summary
 from bench.load.errors import LoadError
 from bench.load.export import (
@@ -283,7 +285,7 @@ def test_each_point_keeps_how_late_its_engines_were(tmp_path: Path) -> None:
 
 
 def test_a_server_that_does_not_say_how_late_it_was_is_taken_to_be_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "REFRESH_S", 0.0)
+    monkeypatch.setattr(serving, "REFRESH_S", 0.0)
     said: list[dict[str, Lateness] | ServerError] = [
         {"target": Lateness(5.0, 0.0)},
         {"target": Lateness(9.0, 0.01)},
@@ -298,7 +300,7 @@ def test_a_server_that_does_not_say_how_late_it_was_is_taken_to_be_too_late(monk
                 raise found
             return found
 
-    late = command.Late(cast(TritonServer, Served()))
+    late = LatenessSince(cast(TritonServer, Served()))
 
     assert late() == Lateness(4.0, 0.01)
     assert late().void

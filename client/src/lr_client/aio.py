@@ -204,9 +204,11 @@ class AsyncClient:
             raise ClientError(
                 "no event loop runs here", advice="ask from a coroutine, or use Client"
             ) from None
-        if self._loop is not None and self._loop is not loop and not self._loop.is_closed():
-            raise ClientError("the client is in use in another event loop", advice="make one for each loop")
         if self._loop is not loop:
+            if self._loop is not None and not self._loop.is_closed():
+                raise ClientError(
+                    "the client is in use in another event loop", advice="make one for each loop"
+                )
             options = _wire.channel_options(self.url, self._server_name)
             self._channel = (
                 grpc.aio.insecure_channel(self.url, options)
