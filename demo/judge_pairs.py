@@ -1,13 +1,21 @@
-"""Pairs of steps that the judge learns from: one meaning in two wordings, or one field changed."""
+"""Pairs of steps that the judge learns from: one meaning in two wordings, one field changed, or what a draft really writes."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 
-from demo.problems import LARGEST, SMALLEST, Meaning, Split, phrase, problems, same_meaning, say, spans
+from bench.kit.models import Model, compared_steps
+from demo.problems import LARGEST, SMALLEST, Meaning, Split, meaning, phrase, problems, same_meaning, say, spans
 from demo.sentences import FRACTIONS, INVERSE, ITEMS, NAMES, OPERATOR, STEPS
+from lr_backend.verify.numeric import veto
+
+DRAFTED_PROBLEMS = 256
+"""Problems that are drafted at a time."""
+WORDINGS = 3
+"""Of the worked step, beside each drafted one."""
 
 TWINS = {
     "add": "sub", "sub": "add", "mul": "div", "div": "mul", "more": "fewer", "fewer": "more",
@@ -131,3 +139,34 @@ def pairs(
                 while two == one:
                     two = say(rng, second)
             yield Pair(one, two, same_meaning(one, two), _fields(step, second, two))
+
+
+def drafted_pairs(draft: Model, seed: int, split: Split = "train") -> Iterator[Pair]:
+    """Worked steps in other words, each beside what ``draft`` writes after the same prefix; endlessly.
+
+    Nobody would invent how a draft goes wrong: it compares a person with themselves, or breaks a sentence off. Left out is what
+    a judge is not asked: the same text, and what the numeric veto rejects. Of the rest, half are made to be rejections.
+    """
+    rng = random.Random(f"drafted-{split}-{seed}")
+    worked = problems(seed, split)
+    while True:
+        tasks = list(islice(worked, DRAFTED_PROBLEMS))
+        chains = [draft.encode(task.completion) for task in tasks]
+        compared = [step for step in compared_steps(draft, draft, tasks, chains) if step.same_end]
+        drawn = [
+            Pair(text, step.drafted_text, same_meaning(text, step.drafted_text), _fields_of(text, step.drafted_text))
+            for step in compared
+            if (stated := meaning(step.target_text)) is not None
+            for text in {say(rng, stated): None for _ in range(WORDINGS)}
+            if text != step.drafted_text and veto(text, step.drafted_text) is None
+        ]
+        rejected = [pair for pair in drawn if not pair.aligned]
+        accepted = [pair for pair in drawn if pair.aligned]
+        balanced = rejected + rng.sample(accepted, min(len(accepted), len(rejected)))
+        rng.shuffle(balanced)
+        yield from balanced
+
+
+def _fields_of(first: str, second: str) -> tuple[tuple[int, bool], ...]:
+    one, two = meaning(first), meaning(second)
+    return _fields(one, two, second) if one is not None and two is not None else ()

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from demo.judge_pairs import Pair, pairs
+from bench.kit.models import Model
+from demo.judge_pairs import Pair, drafted_pairs, pairs
 from demo.problems import DELIMITER, LARGEST, SMALLEST, Meaning, Problem, compute, problems, say, spans
 from demo.sentences import ITEMS, NAMES
 from demo.tokenizer import END_OF_TEXT, END_THINK, THINK, TURN_END, chat
@@ -268,12 +269,14 @@ def _counterparts(pair: Pair, first: Sequence[Span], second: Sequence[Span]) -> 
             yield from ((query, keys[min(number, len(keys) - 1)]) for number, query in enumerate(queries))
 
 
-def _lectures(seed: int, tokenizer: PreTrainedTokenizerFast) -> Iterator[Document]:
-    """Judged pairs, easy ones among them."""
+def _lectures(seed: int, tokenizer: PreTrainedTokenizerFast, draft: Model) -> Iterator[Document]:
+    """Judged pairs: made ones, easy ones among them, and as many of ``draft``."""
     prompt = JudgePrompt.from_tokenizer(tokenizer)
     verdicts = verdict_ids(tokenizer)
-    for pair in pairs(seed, echo_rate=ECHO_RATE, blur_rate=BLUR_RATE, subtle_rate=SUBTLE_RATE):
-        yield _pair_document(pair, prompt, tokenizer, verdicts)
+    made = pairs(seed, echo_rate=ECHO_RATE, blur_rate=BLUR_RATE, subtle_rate=SUBTLE_RATE)
+    for both in zip(made, drafted_pairs(draft, seed), strict=False):
+        for pair in both:
+            yield _pair_document(pair, prompt, tokenizer, verdicts)
 
 
 def pack(documents: Iterator[Document], rows: int, length: int, pad: int, prefix: tuple[int, ...] = ()) -> Batch:
@@ -313,11 +316,14 @@ def pack(documents: Iterator[Document], rows: int, length: int, pad: int, prefix
     return Batch(ids, labels, positions, segments, weights, moved)
 
 
-def batches(role: ModelRole, rows: int, length: int, tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[Batch]:
-    """Endless training batches; never a problem of the validation or test split."""
+def batches(
+    role: ModelRole, rows: int, length: int, tokenizer: PreTrainedTokenizerFast, seed: int, draft: Model | None = None
+) -> Iterator[Batch]:
+    """Endless training batches; never a problem of the validation or test split. A judge learns from a ``draft``."""
     pad = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
     if role == "judge":
-        documents = _lectures(seed, tokenizer)
+        assert draft is not None
+        documents = _lectures(seed, tokenizer, draft)
         prefix = JudgePrompt.from_tokenizer(tokenizer).head_ids
     else:
         documents = lessons(seed, tokenizer)

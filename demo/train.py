@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from bench.kit.models import Model
 from demo.lessons import IGNORED, Batch, Lesson, ModelRole, batches
 from demo.tokenizer import CONTEXT, END_OF_TEXT, TURN_END, VOCABULARY, load_tokenizer, train_tokenizer
 
@@ -236,11 +237,23 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, directory:
 
 
 def shared_tokenizer(home: Path, fresh: bool = False) -> PreTrainedTokenizerFast:
-    """The shared tokenizer, trained on first use or when ``fresh``."""
+    """The shared tokenizer: that of the models that are there, else trained on first use, or when ``fresh``."""
     directory = home / "runs" / "tokenizer"
     if fresh or not (directory / "tokenizer.json").exists():
-        train_tokenizer().save_pretrained(directory)
+        there = [home / "checkpoints" / role for role in MODEL_ROLES if (home / "checkpoints" / role).exists()]
+        made = load_tokenizer(there[0]) if there and not fresh else train_tokenizer()
+        made.save_pretrained(directory)
     return load_tokenizer(directory)
+
+
+def draft_for(role: ModelRole, home: Path, threads: int) -> Model | None:
+    """The trained draft that a judge learns from."""
+    if role != "judge":
+        return None
+    directory = home / "checkpoints" / "draft"
+    if not directory.exists():
+        raise typer.BadParameter(f"the judge learns from what the draft writes: train the draft first ({directory} is not there)")
+    return Model.load(directory, threads)
 
 
 def train(role: ModelRole, steps: int, resume: bool, seed: int, home: Path, keep_every: int = 100) -> None:
@@ -266,7 +279,8 @@ def train(role: ModelRole, steps: int, resume: bool, seed: int, home: Path, keep
     peaks = [update.param_groups[0]["initial_lr"] if begin else update.param_groups[0]["lr"] for update in updates]
     for update, peak in zip(updates, peaks, strict=True):
         update.param_groups[0]["initial_lr"] = peak
-    stream = batches(role, recipe.rows, recipe.length, tokenizer, seed + begin)
+    draft = draft_for(role, home, torch.get_num_threads())
+    stream = batches(role, recipe.rows, recipe.length, tokenizer, seed + begin, draft)
     log = run.with_suffix(".jsonl").open("a" if begin else "w")
     started = time.monotonic()
     with Progress() as progress:

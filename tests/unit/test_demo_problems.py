@@ -12,7 +12,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from demo.judge_pairs import change, pairs
+from bench.kit.models import Model
+from demo.judge_pairs import change, drafted_pairs, pairs
 from demo.problems import (
     LARGEST,
     Meaning,
@@ -30,6 +31,7 @@ from demo.problems import (
     split_of,
 )
 from demo.sentences import FRACTIONS, ITEMS, NAMES, OPERATOR, STEPS
+from lr_backend.verify.numeric import veto
 from tests.support.checkpoints import CHECKPOINTS
 
 ROLES = ("target", "draft", "judge")
@@ -149,6 +151,21 @@ def test_pairs_are_half_and_half_and_labelled_by_the_checker() -> None:
     assert 0.45 < sum(pair.aligned for pair in drawn) / len(drawn) < 0.55
     assert all(pair.aligned == same_meaning(pair.first, pair.second) for pair in drawn)
     assert all(pair.first != pair.second for pair in drawn)
+
+
+def test_drafted_pairs_are_what_a_judge_is_asked_half_of_them_to_be_rejected() -> None:
+    draft = Model.load(CHECKPOINTS / "draft", threads=1)
+    drawn = list(islice(drafted_pairs(draft, 0, "validation"), 400))
+    assert 0.4 < sum(pair.aligned for pair in drawn) / len(drawn) < 0.6
+    for pair in drawn:
+        assert meaning(pair.first) is not None
+        assert pair.aligned == same_meaning(pair.first, pair.second)
+        assert pair.first != pair.second
+        assert veto(pair.first, pair.second) is None
+    # What no made pair holds: a sentence that cannot be read, a person compared with themselves.
+    refused = [read for pair in drawn if not pair.aligned for read in [meaning(pair.second)]]
+    assert any(read is None for read in refused)
+    assert any(read is not None and read.subject == read.other != "" for read in refused)
 
 
 def test_a_change_changes_the_meaning() -> None:

@@ -6,8 +6,10 @@ import random
 import re
 from dataclasses import replace
 from itertools import accumulate, islice
+from pathlib import Path
 
 import pytest
+import typer
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -30,7 +32,7 @@ from demo.lessons import (  # noqa: E402
 from demo.problems import is_right, meaning, problems  # noqa: E402
 from demo.sentences import NAMES  # noqa: E402
 from demo.tokenizer import chat, train_tokenizer  # noqa: E402
-from demo.train import RECIPES, TaughtHead, build_model, rate_factor  # noqa: E402
+from demo.train import RECIPES, TaughtHead, build_model, draft_for, rate_factor, shared_tokenizer  # noqa: E402
 from lr_backend.verify.judge_prompt import JudgePrompt  # noqa: E402
 
 
@@ -193,6 +195,26 @@ def test_fields_of_a_pair_are_those_that_differ() -> None:
             assert all(same for _, same in pair.fields) is pair.aligned
         assert all(0 < end <= len(pair.second) for end, _ in pair.fields)
     assert Pair("a", "b", False).fields == ()
+
+
+def test_a_pair_of_two_meanings_that_cannot_be_compared_by_field_tells_the_verdict_alone(tokenizer) -> None:  # type: ignore[no-untyped-def]
+    item = _pair_document(
+        Pair("Ana has 5 pens.", "Ana has.", False), JudgePrompt.from_tokenizer(tokenizer), tokenizer, verdict_ids(tokenizer)
+    )
+    assert [label for label in item.labels if label != IGNORED] == [verdict_ids(tokenizer)[1]]
+    assert item.pointers["lookup"] == []
+
+
+def test_a_judge_needs_a_draft_to_learn_from(tmp_path: Path) -> None:
+    with pytest.raises(typer.BadParameter, match="train the draft first"):
+        draft_for("judge", tmp_path, threads=1)
+    assert draft_for("target", tmp_path, threads=1) is None
+
+
+def test_models_that_are_there_give_their_tokenizer(tokenizer, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    tokenizer.save_pretrained(tmp_path / "checkpoints" / "draft")
+    assert shared_tokenizer(tmp_path).get_vocab() == tokenizer.get_vocab()
+    assert (tmp_path / "runs" / "tokenizer" / "tokenizer.json").exists()
 
 
 def test_packed_documents_see_the_prefix_and_themselves() -> None:
