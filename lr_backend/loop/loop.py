@@ -254,7 +254,7 @@ class LookaheadLoop:
 
     def _pair(self, position: Node, target: Step, node: Node, call_id: str) -> StepPair:
         assert node.drafted is not None
-        texts = self.answer.plain(target), self.answer.plain(node.drafted)
+        texts = self.answer.stated(target), self.answer.stated(node.drafted)
         return StepPair(target, node.drafted, *texts, call_id, position.prefix)
 
     def _pair_decided(self, decision: Decision) -> StepPair:

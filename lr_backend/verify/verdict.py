@@ -68,7 +68,9 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class StepPair:
-    """A target step and a drafted step after the same prefix, as tokens and as text without special tokens.
+    """A target step and a drafted step after the same prefix.
+
+    The texts are without special tokens and marks of the reasoning.
 
     Attributes:
         prefix: what both continue, shape [N].
