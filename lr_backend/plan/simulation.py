@@ -393,7 +393,6 @@ def _config(scenario: Scenario) -> LoopConfig:
         markers=(),
         limits=limits,
         timeouts=timeouts,
-        draft_temperature=0.0,
         engine_drafts=True,
         engine_always_drafts=scenario.engine_always_drafts,
         own_branches=scenario.own_branches,

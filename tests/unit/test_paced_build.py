@@ -53,7 +53,7 @@ def test_sizes_limits_and_defaults_are_those_of_the_engines_that_are_stood_for(f
     ours, theirs = fast.loop_config(), LIKE.loop_config()
     assert ours.defaults == theirs.defaults
     assert ours.limits.max_depth == theirs.limits.max_depth
-    assert ours.draft_temperature == theirs.draft_temperature == 0.0
+    assert ours.draft_temperature == theirs.draft_temperature is None
     assert ours.limits.max_tokens == demo_spec().loop_config().limits.max_tokens
     assert fast.server.layout is Layout.PROCESS_A_ROLE
     assert fast.name == "demo.h200_sxm"
@@ -70,7 +70,7 @@ def test_only_engines_that_stand_for_none_of_tensorrt_llms_share_their_noise(fas
     own, inside = demo_spec().loop_config(), paced(demo_spec(), SYSTEM, drafts_itself=True).loop_config()
     assert (own.coupled_noise, own.draft_temperature) == (True, None)
     for config in (fast.loop_config(), inside):
-        assert (config.coupled_noise, config.draft_temperature) == (False, 0.0)
+        assert (config.coupled_noise, config.draft_temperature) == (False, None)
 
 
 def test_embedded_engines_at_that_pace_share_their_noise(fast: EmbeddedDeployment) -> None:
