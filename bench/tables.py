@@ -219,6 +219,16 @@ TABLES = (
         "difference_points",
     ),
     Table(
+        "wording",
+        "bench.wording",
+        "what answers lose by a draft's wording, with a checker that is never wrong",
+        20,
+        "benchmarks/evaluation.md",
+        "wording.json",
+        _options("--problems 4 --samples 1"),
+        "num_problems",
+    ),
+    Table(
         "trial",
         "bench.evaluation.trial",
         "what each verifier lets through, and what that does to the answers",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +16,12 @@ import bench.overhead
 import bench.verifiers
 from bench.faults import is_lost
 from bench.kit.crowd import Ended
+from bench.kit.models import CHECKPOINTS, Model
 from bench.kit.turns import Spread, ratio, timed_rounds
 from bench.overhead import Overhead
 from bench.verifiers import Case, VerifierFigures
+from bench.wording import answers, figures
+from demo.problems import problems
 from lr_backend.steps.step import Step, StepEnd
 from lr_backend.verify import Reason, StepPair, Verdict
 from tests.support.embedded_engines import tiny_checkpoint
@@ -121,3 +125,18 @@ def test_an_answer_whose_server_went_away_is_lost_and_a_call_that_came_too_late_
     ended = Ended(10.0 - before_s, 11.0, kind)
     assert is_lost(ended, 10.0) is lost
     assert not is_lost(ended, 12.0), "it was over"
+
+
+def test_an_answer_goes_on_from_a_drafted_step_only_where_it_means_what_the_targets_own_does() -> None:
+    models = [Model.load(CHECKPOINTS / role, threads=1) for role in ("target", "draft")]
+    tasks = list(islice(problems(2, "test"), 3))
+    alone = answers(*models, tasks, None, 0)
+    drafted = answers(*models, tasks, 0.0, 0)
+    assert [one.num_drafted for one in alone] == [0] * len(tasks)
+    assert sum(one.num_accepted for one in drafted) > 0
+    for one in (*alone, *drafted):
+        assert one.num_accepted <= one.num_drafted
+        assert not one.is_reasoning
+        assert models[0].decode(one.written).endswith("<|im_end|>")
+    assert [one.written for one in answers(*models, tasks, None, 0)] == [one.written for one in alone]
+    assert figures(models[0], [drafted])["answers"] == len(tasks)
