@@ -154,8 +154,8 @@ class LoopConfig(BaseModel):
             for one whose token-only rule is biased, ``off`` for no draft tokens at T > 0.
         draft_temperature: temperature of the first drafted step after a prefix, where the request's is higher; None: the
             request's. What the draft finds most likely is accepted more often than what it happens to draw, but it has few
-            wordings, and on those the target errs more often (docs/benchmarks/evaluation.md). Further siblings (``width``) keep
-            the request's. Where it is set, noise is shared only by modes that accept nothing but the target's own words.
+            wordings, and after those the target seems to err more (docs/benchmarks/evaluation.md). Further siblings (``width``)
+            keep the request's. Where it is set, noise is shared only by modes that accept nothing but the target's own words.
         vocab_size: logits width of the target, for ``one_hot``.
         coupled_noise: target and draft draw the token at a position with noise that follows from the call's seed and the position
             alone (:mod:`lr_backend.embedded`); sampled ``lossless`` answers need it. TensorRT-LLM's engines do not.
