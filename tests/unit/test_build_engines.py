@@ -468,13 +468,16 @@ def test_a_signal_or_a_closed_terminal_ends_the_command_too(spec: GpuDeployment,
             pass
         os.kill(os.getpid(), number)
 
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    before = signal.getsignal(number)
-    with pytest.raises(SystemExit) as ended:
-        run_steps((convert,), dirs, {}, Console(file=io.StringIO()))
-    thread.join()
-    assert (ended.value.code, signal.getsignal(number)) == (128 + number, before)
+    started_with = signal.signal(number, signal.SIG_DFL)  # nohup has SIGHUP ignored, and then nothing is to end
+    try:
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(SystemExit) as ended:
+            run_steps((convert,), dirs, {}, Console(file=io.StringIO()))
+        thread.join()
+        assert (ended.value.code, signal.getsignal(number)) == (128 + number, signal.SIG_DFL)
+    finally:
+        signal.signal(number, started_with)
     with pytest.raises(ProcessLookupError):
         os.kill(int((tools.control / "pid").read_text()), 0)
 
