@@ -1,4 +1,4 @@
-"""What it costs that the target goes on from a draft's wording: nothing, unless the draft always takes its best guess.
+"""What it costs that the target goes on from a draft's wording, by the temperature that the draft draws at.
 
 One step at a time, in process, and the demo world's checker in the judge's place, which is never wrong: where the draft's step
 means what the target's does, the draft's is kept. Whatever the answers lose beside the target's own is not a verifier's.
@@ -19,11 +19,11 @@ from rich.table import Table
 
 from bench.evaluation.command import DATA_SEED
 from bench.kit.intervals import Share
-from bench.kit.models import CHAIN_TOKENS, CHECKPOINTS, STEP_TOKENS, TEMPERATURE, Model, end_tokens
+from bench.kit.models import CHAIN_TOKENS, CHECKPOINTS, STEP_TOKENS, TEMPERATURE, Model, end_tokens, sampling_at
 from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
 from demo.problems import Problem, check_answer, problems, same_step
 from demo.tokenizer import END_THINK, chat
-from lr_backend.engine import GREEDY, Sampling
+from lr_backend.engine import Sampling
 from lr_backend.engine.inprocess import run_all
 from lr_backend.engine.request import EngineRequest, StopWords
 
@@ -50,8 +50,7 @@ class Writing:
 def answers(target: Model, draft: Model, tasks: Sequence[Problem], temperature: float | None, seed: int) -> list[Writing]:
     """The tasks' answers with steps drafted at ``temperature``; None drafts none."""
     rng = Random(f"wording-{temperature}-{seed}")
-    sampling = Sampling(TEMPERATURE, top_k=20, top_p=0.95)
-    drafted_as = Sampling(temperature, top_k=20, top_p=0.95) if temperature else GREEDY
+    sampling, drafted_as = sampling_at(TEMPERATURE), sampling_at(temperature or 0.0)
     step_ends, turn_ends = end_tokens(target, at_steps=True), end_tokens(target, at_steps=False)
     at_steps, at_turns = (StopWords.of((token,) for token in ends) for ends in (step_ends, turn_ends))
     all_answers = [Writing(task, target.encode(chat(task.question))) for task in tasks]
@@ -82,15 +81,14 @@ def answers(target: Model, draft: Model, tasks: Sequence[Problem], temperature: 
 
 def figures(target: Model, found: Sequence[Sequence[Writing]]) -> dict[str, Any]:
     """Of the answers of several samples: the share that is right (95 %, by problem) and the share of drafted steps accepted."""
-    right = Share.of(
-        (number, check_answer(one.task, target.decode(one.written))) for sample in found for number, one in enumerate(sample)
-    )
+    each = [[check_answer(one.task, target.decode(one.written)) for one in sample] for sample in found]
+    right = Share.of(answer for sample in each for answer in enumerate(sample))
     num_drafted = sum(one.num_drafted for sample in found for one in sample)
     num_accepted = sum(one.num_accepted for sample in found for one in sample)
     return {
         "answers": right.total,
         "right": [round(value, 4) for value in (right.value, *right.interval())],
-        "each": [sum(check_answer(one.task, target.decode(one.written)) for one in sample) for sample in found],
+        "each": [sum(sample) for sample in each],
         "alpha": round(num_accepted / num_drafted, 4) if num_drafted else None,
     }
 

@@ -63,11 +63,16 @@ def end_tokens(model: Model, at_steps: bool) -> frozenset[int]:
     return frozenset(token for token, text in texts if any(mark in text for mark in marks))
 
 
+def sampling_at(temperature: float) -> Sampling:
+    """As the demo's requests are sampled; greedy at temperature 0."""
+    return Sampling(temperature, top_k=20, top_p=0.95) if temperature else GREEDY
+
+
 def generate_all(
     model: Model, prompts: Sequence[Sequence[int]], *, at_steps: bool, max_new_tokens: int, temperature: float, seed: int = 0
 ) -> list[list[int]]:
     """Continue each prompt up to and including its first end token; greedy at temperature 0. Answers in the order given."""
-    sampling = Sampling(temperature, top_k=20, top_p=0.95) if temperature else GREEDY
+    sampling = sampling_at(temperature)
     stops = StopWords.of((token,) for token in end_tokens(model, at_steps))
     requests = [
         EngineRequest("", tuple(prompt), max_new_tokens, sampling, seed=seed + index, stop_words=stops)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -136,13 +136,16 @@ class Answer:
 
     def plain(self, step: Step) -> str:
         """The text of a step, without special tokens."""
-        return str(self._tokenizer.decode(list(step.ids), skip_special_tokens=True))
+        return self._decoded(step.ids)
 
     def stated(self, step: Step) -> str:
         """What a verifier reads of a step: its plain text without the marks of the reasoning, which every pair has in common
         (:func:`~lr_backend.verify.verdict.settle`)."""
         marks = (self._rules.think_open_id, self._rules.think_close_id)
-        return str(self._tokenizer.decode([token for token in step.ids if token not in marks], skip_special_tokens=True))
+        return self._decoded(token for token in step.ids if token not in marks)
+
+    def _decoded(self, ids: Iterable[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def _may_reason(self, prefix: IntArray) -> bool:
         """The reasoning has not been closed, be it by the prompt's last tokens or since."""
