@@ -393,6 +393,7 @@ def _config(scenario: Scenario) -> LoopConfig:
         markers=(),
         limits=limits,
         timeouts=timeouts,
+        draft_temperature=0.0,  # tells the scripted draft its first candidate from the further ones
         engine_drafts=True,
         engine_always_drafts=scenario.engine_always_drafts,
         own_branches=scenario.own_branches,
