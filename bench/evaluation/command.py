@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from bench.evaluation import grading, workers
 from bench.evaluation.asking import Plan, ask_all, warm_up
 from bench.evaluation.errors import EndpointLost, EvaluationError
-from bench.evaluation.records import HARDWARE, Key, RunDirectory, RunRecord, TaskRecord, TurnRecord
+from bench.evaluation.records import HARDWARE, OWN_SERVER, Key, RunDirectory, RunRecord, TaskRecord, TurnRecord
 from bench.evaluation.scoring import Outcome
 from bench.evaluation.summary import BASELINE, DEFAULT_MARGIN, Run, Summary, summarise
 from bench.evaluation.tasks import DATA_DIR_VARIABLE, NAMES, DataSet, load
@@ -188,7 +188,7 @@ def run_evaluation(
     """
     directory = RunDirectory(out)
     defaults = deployment.loop_config().defaults if deployment is not None else None
-    endpoint = url or f"own server, spec {deployment.name if deployment else ''}"
+    endpoint = url or f"{OWN_SERVER}{deployment.name if deployment else ''}"
     plan = settings.plan(endpoint)
     with directory.alone():
         resumed = directory.begin(settings.record(endpoint, defaults))

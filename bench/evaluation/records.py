@@ -23,6 +23,8 @@ from bench.evaluation.tasks import Rule
 
 VERSION = 1
 RUN, ANSWERS, FAILURES, SCORES, HARDWARE = "run.json", "answers.jsonl", "failures.jsonl", "scores.jsonl", "hardware.json"
+OWN_SERVER = "own server, spec "
+"""How an endpoint begins that the run itself has started; the name of the spec follows."""
 
 
 class Key(NamedTuple):
@@ -92,7 +94,9 @@ class RunRecord(_Record):
             "trace",
         )
         turns = {turn.name: turn.fields for turn in self.turns}
-        return {**{name: getattr(self, name) for name in names}, "turns": turns}
+        # A server that runs may come back at another address. One of our own must have the same spec, pace included.
+        served = self.endpoint if self.endpoint.startswith(OWN_SERVER) else "by its address"
+        return {**{name: getattr(self, name) for name in names}, "turns": turns, "served": served}
 
 
 class AnswerRecord(_Record):

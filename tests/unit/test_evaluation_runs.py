@@ -18,7 +18,7 @@ from bench.evaluation import asking, grading, quality
 from bench.evaluation.asking import ask_all
 from bench.evaluation.command import Settings, app, run_evaluation
 from bench.evaluation.errors import EndpointLost, EvaluationError
-from bench.evaluation.records import ANSWERS, FAILURES, RUN, Key, RunDirectory
+from bench.evaluation.records import ANSWERS, FAILURES, OWN_SERVER, RUN, Key, RunDirectory
 from bench.evaluation.scoring import Outcome, Score
 from bench.evaluation.summary import Run
 from bench.evaluation.tasks import DataSet, Rule, Task, load
@@ -295,6 +295,21 @@ def test_a_run_of_other_settings_is_refused_with_what_differs(server: FakeServer
         evaluate(server, tmp_path / "run", fewer)
     with pytest.raises(EvaluationError, match=r"fingerprint was .* and is "):
         evaluate(server, tmp_path / "run", settings(load("demo", seed=2, end=4)))
+
+
+def test_a_run_goes_on_at_another_address_and_with_no_other_spec(data: DataSet, tmp_path: Path) -> None:
+    def begun(name: str, endpoint: str) -> bool:
+        directory = RunDirectory(tmp_path / name)
+        directory.path.mkdir(exist_ok=True)
+        return not directory.begin(settings(data).record(endpoint, None))
+
+    paced = f"{OWN_SERVER}demo.h200_sxm"
+    assert begun("own", paced) and not begun("own", paced)
+    with pytest.raises(EvaluationError, match=f'served was "{paced}" and is "{OWN_SERVER}demo"'):
+        begun("own", f"{OWN_SERVER}demo")
+    with pytest.raises(EvaluationError, match='and is "by its address"'):
+        begun("own", "localhost:8001")
+    assert begun("theirs", "localhost:8001") and not begun("theirs", "localhost:9001")
 
 
 def test_a_directory_is_written_by_one_run_and_holds_nothing_else(server: FakeServer, data: DataSet, tmp_path: Path) -> None:
