@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError, model_validator
 from lr_backend.build.base import DeploymentSpec, EngineSpec, Section
 from lr_backend.build.pace import drafts_with_its_draft, kv_tokens, pace_of, stood_for
 from lr_backend.contract import EMBEDDED_ENGINE_INPUTS, TensorSpec
-from lr_backend.emulated.texts import Script
+from lr_backend.emulated.texts import DRAFT_TEMPERATURE, Script
 from lr_backend.emulated.vocabulary import TOKENIZER_DIR
 from lr_backend.emulated.workload import Workload
 from lr_backend.engine import Role
@@ -130,7 +130,7 @@ class EmulatedDeployment(DeploymentSpec):
             sizes |= {"max_draft_len": engine.num_drafts, "max_tokens_in_paged_kv_cache": kept[role]}
             roles[role.value] = {**sizes, **sections[role.value]}
         # Token ids are few: what they say of their chances needs no rows of the vocabulary. Their time is charged all the same.
-        loop = {**spec.lookahead, "draft_logits": "none"}
+        loop = {**spec.lookahead, "draft_logits": "none", "draft_temperature": DRAFT_TEMPERATURE}
         if raw.get("drafts_itself"):
             loop = _over(loop, {"defaults": {"proposer": "engine"}})
         timeouts = spec.loop_config().timeouts.model_dump()

@@ -54,6 +54,9 @@ _VERDICT = VOCABULARY.encode(VERDICT_PREFILL)
 """What a prompt that asks for a verdict ends with."""
 (_MARK,) = VOCABULARY.encode("?")
 """Of a word that means something else, where it is read by its characters: a judge's steps begin without a space."""
+DRAFT_TEMPERATURE = 0.0
+"""Of first candidates in every loop over scripted texts: a draft that does not draw writes its first candidate, one that does
+another one for each seed."""
 PIECE = 64
 """Tokens of an answer that are worked out at a time."""
 RUN = 12

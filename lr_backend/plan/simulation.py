@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 
 from lr_backend.config import Limits, LoopConfig, Timeouts
 from lr_backend.contract import IntArray
-from lr_backend.emulated.texts import ScriptedSource, Texts
+from lr_backend.emulated.texts import DRAFT_TEMPERATURE, ScriptedSource, Texts
 from lr_backend.emulated.virtual import LoopThread, SharedCards, VirtualEngine
 from lr_backend.emulated.vocabulary import ALIGNED, END, VOCABULARY
 from lr_backend.emulated.workload import Workload
@@ -393,7 +393,7 @@ def _config(scenario: Scenario) -> LoopConfig:
         markers=(),
         limits=limits,
         timeouts=timeouts,
-        draft_temperature=0.0,  # tells the scripted draft its first candidate from the further ones
+        draft_temperature=DRAFT_TEMPERATURE,
         engine_drafts=True,
         engine_always_drafts=scenario.engine_always_drafts,
         own_branches=scenario.own_branches,

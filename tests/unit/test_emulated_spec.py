@@ -18,7 +18,7 @@ from lr_backend.config import LoopConfig
 from lr_backend.embedded.config import EngineConfig
 from lr_backend.emulated.engine import PacedEngine
 from lr_backend.emulated.open import open_engine
-from lr_backend.emulated.texts import Script, Texts
+from lr_backend.emulated.texts import DRAFT_TEMPERATURE, Script, Texts
 from lr_backend.emulated.vocabulary import TOKENIZER_DIR, VOCABULARY
 from lr_backend.emulated.workload import Workload, published
 from lr_backend.engine import Role
@@ -76,7 +76,7 @@ def test_sizes_limits_and_defaults_are_those_of_the_deployment(plain: EmulatedDe
         assert plain.checkpoint_dir(role) == TOKENIZER_DIR
     ours_loop, theirs_loop = plain.loop_config(), LIKE.loop_config()
     assert (ours_loop.limits, ours_loop.defaults) == (theirs_loop.limits, theirs_loop.defaults)
-    assert (ours_loop.coupled_noise, ours_loop.draft_temperature) == (False, theirs_loop.draft_temperature)
+    assert (ours_loop.coupled_noise, ours_loop.draft_temperature) == (False, DRAFT_TEMPERATURE)
     assert plain.server == LIKE.server.model_copy(update={"num_loops": 1})
     assert plain.placements == ()
 
