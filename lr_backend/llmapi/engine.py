@@ -21,7 +21,7 @@ from lr_backend.engine.stopping import cut_at_end
 from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, LookaheadError, Overloaded
 from lr_backend.llmapi.config import LlmApiConfig
 from lr_backend.llmapi.outputs import log_probs_of, passes_of, perf_of
-from lr_backend.llmapi.sampling import check_request, sampling_arguments
+from lr_backend.llmapi.sampling import check_request, num_log_probs, sampling_arguments
 from lr_backend.llmapi.speculation import draft_counts
 from lr_backend.llmapi.stats import LlmApiStats
 
@@ -198,11 +198,12 @@ class LlmApiEngine:
 
     def _response(self, run: _Run, output: Any) -> EngineResponse:
         request, completion = run.request, output.outputs[0]
-        log_probs = log_probs_of(completion, run.tokens) if request.return_log_probs else ()
-        if request.return_log_probs and run.cancelled.is_set():
+        scored = num_log_probs(request, self.config) > 0
+        log_probs = log_probs_of(completion, run.tokens) if scored else ()
+        if scored and run.cancelled.is_set():
             # Upstream leaves out the last ones of what it cancelled.
             del run.tokens[len(log_probs) :]
-        elif request.return_log_probs and len(log_probs) < len(run.tokens):
+        elif scored and len(log_probs) < len(run.tokens):
             raise EngineError("return_log_probs: this TensorRT-LLM gives no log-probability for a token that it drew")
         perf = perf_of(completion)
         num_drafts, num_accepted = draft_counts(self.config, len(run.tokens), passes_of(output), perf.num_draft_tokens)

@@ -17,7 +17,8 @@ as of 1.2 and of main in August 2026):
 - **Seeds**: 1.2's default sampler draws from one generator for all requests; a request's seed is passed on and counts only where
   ``sampler`` is ``TRTLLMSampler``. With ``coupled_noise`` it counts everywhere, as a logits processor draws.
 - **Log-probabilities** are those of the k likeliest tokens. The drawn one is among them if k >= ``top_k``. The one-model EAGLE-3
-  has none.
+  has none, and with ``coupled_noise`` upstream sees the drawn token alone. Where they cannot be had an answer comes without: the
+  step loop is only surer with them, and must not lose its draft over them.
 """
 
 from __future__ import annotations
@@ -52,10 +53,6 @@ def check_request(request: EngineRequest, config: LlmApiConfig) -> int:
         )
     if min(request.input_ids) < 0:
         raise EngineRejected("input_ids: token ids must be at least 0")
-    if request.return_log_probs and config.coupled_noise and not request.sampling.greedy:
-        raise EngineRejected("return_log_probs: not with sampling here; with coupled_noise upstream sees the drawn token alone")
-    if request.return_log_probs and num_log_probs(request) > MAX_LOG_PROBS:
-        raise EngineRejected(f"return_log_probs: with sampling it needs runtime_top_k from 1 to {MAX_LOG_PROBS} here")
     return min(request.max_new_tokens, config.max_seq_len - num_prompt)
 
 
@@ -64,8 +61,6 @@ def _check_own_drafts(request: EngineRequest, config: LlmApiConfig) -> None:
     if request.num_draft_tokens > config.max_draft_len:
         found = f"drafts {config.max_draft_len} a pass" if config.drafts else "drafts nothing by itself"
         raise EngineRejected(f"num_draft_tokens: {request.num_draft_tokens} wanted, and this engine {found}")
-    if request.return_log_probs and config.speculative == "eagle3":
-        raise EngineRejected("return_log_probs: not with speculative=eagle3; upstream's one-model path gives none")
 
 
 def sampling_arguments(request: EngineRequest, config: LlmApiConfig, max_new_tokens: int) -> dict[str, Any]:
@@ -85,7 +80,7 @@ def sampling_arguments(request: EngineRequest, config: LlmApiConfig, max_new_tok
         "seed": request.seed,
         "stop_token_ids": engine_stop_ids(request, config) or None,
         "include_stop_str_in_output": True,
-        "logprobs": num_log_probs(request) if request.return_log_probs else None,
+        "logprobs": num_log_probs(request, config) or None,
         "return_perf_metrics": request.return_perf_metrics,
         "detokenize": False,
         "add_special_tokens": False,
@@ -101,8 +96,10 @@ def engine_stop_ids(request: EngineRequest, config: LlmApiConfig) -> list[int]:
     return sorted(ids) if len(ids) <= config.max_engine_stop_ids else []
 
 
-def num_log_probs(request: EngineRequest) -> int:
-    """Candidates to ask for, so that the drawn token is one of them; more than :data:`MAX_LOG_PROBS` where no number suffices."""
+def num_log_probs(request: EngineRequest, config: LlmApiConfig) -> int:
+    """Candidates to ask for, so that the drawn token is one of them; 0 where none are wanted, or no number suffices."""
+    if not request.return_log_probs or config.speculative == "eagle3":
+        return 0
     if request.sampling.greedy:
         return 1
-    return request.sampling.top_k or MAX_LOG_PROBS + 1
+    return 0 if config.coupled_noise or request.sampling.top_k > MAX_LOG_PROBS else request.sampling.top_k

@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from tritonclient.utils import InferenceServerException
 
 from lr_backend.build.render import TEMPLATES, _render_folder
 from lr_backend.contract import ENGINE_INPUTS, ENGINE_OUTPUTS, encode_stop_words, tensor_list_pbtxt
-from lr_backend.engine import EngineCall, Generation
+from lr_backend.engine import EngineCall, Generation, Sampling
 from lr_backend.errors import EngineRejected
 from lr_backend.serve.backend_dir import PACKAGE
 from lr_backend.serve.restrictions import HEADER
@@ -82,6 +83,8 @@ def test_the_contract_over_the_wire(server: TritonServer) -> None:
     answers = ask(server, *calls)
     assert {answer.token_ids for answer in answers} == {tuple(range(10))}
     assert all(answer.log_probs == (-0.25,) * 10 for answer in answers)
+    (unscored,) = ask(server, replace(calls[0], sampling=Sampling(0.5, 0)))  # of a token among all nobody says how likely it is
+    assert len(unscored.token_ids) > 0 and unscored.log_probs == ()
 
 
 def test_drafts_are_refused_by_name(server: TritonServer) -> None:

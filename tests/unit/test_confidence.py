@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lr_backend.engine import EngineCall, Generation
 from lr_backend.policy.acceptance import MAX_ALPHA, USUAL_ALPHA, USUAL_UNTIL, Acceptance
 from lr_backend.policy.average import Average
 from lr_backend.policy.confidence import LEAST_VERDICTS, MEMORY, Confidence
 from lr_backend.policy.policy import Learned
 from lr_backend.request import Usage, VerifierName
-from lr_backend.testing import run_virtual
+from lr_backend.testing import ScriptedEngine, run_virtual
 from tests.support.world import PROMPT, World, chance, imitator, storyteller
 
 SURE, UNSURE = -1.0, -9.0
@@ -159,6 +161,17 @@ def test_only_auto_asks_how_sure_the_draft_is() -> None:
         world = hesitant_world(1)
         run_virtual(last_of(world, {**AUTO, "mode": mode}))
         assert {recorded.call.return_log_probs for recorded in world.draft.calls} == {mode == "auto"}
+
+
+def test_a_draft_that_cannot_say_how_sure_it_is_is_asked_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, whole = hesitant_world(1), ScriptedEngine.generate
+
+    async def silent(engine: ScriptedEngine, call: EngineCall) -> Generation:
+        return replace(await whole(engine, call), log_probs=())
+
+    monkeypatch.setattr(ScriptedEngine, "generate", silent)
+    usage = run_virtual(last_of(world, AUTO, AUTO))
+    assert not usage.degraded and usage.num_steps_accepted > 0
 
 
 @pytest.mark.parametrize(("log_prob", "rows"), [(0.0, 4), (UNSURE, 1)])

@@ -203,9 +203,8 @@ def test_coupled_noise_draws_by_a_processor_and_greedily_from_what_it_leaves() -
     assert params.logits_processor == CoupledNoise(asked.sampling, 7)
     assert "logits_processor" not in sampling_arguments(replace(asked, sampling=Sampling()), coupled, 8)
     assert "logits_processor" not in sampling_arguments(asked, CONFIG, 8)
-    with pytest.raises(EngineRejected, match="return_log_probs"):
-        check_request(asked, coupled)
-    assert check_request(replace(asked, sampling=Sampling()), coupled) == 8
+    assert sampling_arguments(asked, coupled, 8)["logprobs"] is None
+    assert sampling_arguments(replace(asked, sampling=Sampling()), coupled, 8)["logprobs"] == 1
 
 
 def test_the_engine_gets_only_stops_that_cannot_come_too_early() -> None:
@@ -217,15 +216,14 @@ def test_the_engine_gets_only_stops_that_cannot_come_too_early() -> None:
     assert engine_stop_ids(request((1,), 8, words, min_tokens=2, end_id=2), CONFIG) == [2], "an end token ends a run at any time"
 
 
-def test_a_drawn_token_is_among_the_candidates_or_the_request_is_refused() -> None:
+def test_a_drawn_token_is_among_the_candidates_or_none_are_asked_for() -> None:
     def asked(**sampling: Any) -> Any:
         return request((1,), return_log_probs=True, sampling=Sampling(**sampling))
 
     assert sampling_arguments(asked(), CONFIG, 8)["logprobs"] == 1
     assert sampling_arguments(asked(temperature=0.6, top_k=20), CONFIG, 8)["logprobs"] == 20
     for top_k in (0, MAX_LOG_PROBS + 1):
-        with pytest.raises(EngineRejected, match="return_log_probs"):
-            check_request(asked(temperature=0.6, top_k=top_k), CONFIG)
+        assert sampling_arguments(asked(temperature=0.6, top_k=top_k), CONFIG, 8)["logprobs"] is None
 
 
 def test_limits() -> None:

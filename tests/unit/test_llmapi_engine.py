@@ -17,6 +17,7 @@ from lr_backend.engine.request import EngineRequest, EngineResponse
 from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, LookaheadError, Overloaded
 from lr_backend.llmapi.engine import LlmApiEngine
 from lr_backend.llmapi.outputs import log_probs_of
+from lr_backend.llmapi.sampling import MAX_LOG_PROBS
 from tests.support.embedded_engines import Pending, request
 from tests.support.fake_llmapi import Choose, Completion, FakeLLM, Logprob, RequestError, by_logits, scripted
 from tests.support.llmapi_engines import llmapi_engine
@@ -186,6 +187,13 @@ def test_log_probabilities_stand_beside_the_tokens(make: Make) -> None:
     answer = ask(make(), (3, 4), return_log_probs=True)
     assert answer.log_probs == (-0.25,) * 5
     assert answer.tensors()["cum_log_probs"].tolist() == [[-1.25]]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.5, 0), Sampling(0.5, MAX_LOG_PROBS + 1)], ids=["all tokens", "too many"])
+def test_where_no_log_probabilities_can_be_had_the_answer_comes_without(make: Make, sampling: Sampling) -> None:
+    answer = ask(make(), (3, 4), return_log_probs=True, sampling=sampling)
+    assert len(answer.token_ids) == 5 and answer.log_probs == ()
+    assert answer.generation().log_probs == ()
 
 
 def test_a_log_probability_that_is_not_there_is_an_error_and_no_guess(make: Make) -> None:
