@@ -6,7 +6,7 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -21,7 +21,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from bench.evaluation import grading, workers
 from bench.evaluation.asking import Plan, ask_all, warm_up
 from bench.evaluation.errors import EndpointLost, EvaluationError
-from bench.evaluation.records import HARDWARE, OWN_SERVER, Key, RunDirectory, RunRecord, TaskRecord, TurnRecord
+from bench.evaluation.records import (
+    HARDWARE,
+    LATENESS,
+    OWN_SERVER,
+    Key,
+    LatenessRecord,
+    RunDirectory,
+    RunRecord,
+    TaskRecord,
+    TurnRecord,
+)
 from bench.evaluation.scoring import Outcome
 from bench.evaluation.summary import BASELINE, DEFAULT_MARGIN, Run, Summary, summarise
 from bench.evaluation.tasks import DATA_DIR_VARIABLE, NAMES, DataSet, load
@@ -31,6 +41,9 @@ from bench.kit.output import console_of_any_width, print_line
 from bench.kit.serving import MAX_TOKENS, engines_alone, serving
 from demo.problems import problems
 from lr_backend.build.spec import DeploymentSpec, EmbeddedDeployment
+from lr_backend.hardware.lateness import Lateness
+from lr_backend.serve.server import ServerError, TritonServer
+from lr_backend.triton.metrics import REFRESH_S
 
 MODES = "ar,sd,lr,lr_sd,auto"
 DATA_SEED = 2025
@@ -285,7 +298,21 @@ def _own_server(deployment: EmbeddedDeployment, directory: RunDirectory, console
                 (directory.path / HARDWARE).write_text(json.dumps(hardware.as_dict()) + "\n", encoding="utf-8")
             server = stack.enter_context(serving(deployment, Path(folder) / "repository"))
             client = stack.enter_context(Client(server.grpc_url))
-        yield client
+        try:
+            yield client
+        finally:
+            with suppress(ServerError):
+                _keep_lateness(server, directory)
+
+
+def _keep_lateness(server: TritonServer, directory: RunDirectory) -> None:
+    """Note how late a server with a pace was, from its start on. Raises ServerError: it does not answer."""
+    if not server.lateness():
+        return
+    time.sleep(2 * REFRESH_S)  # what it says may be that old
+    found = sum(server.lateness().values(), Lateness())
+    with directory.appending(LATENESS) as late:
+        late.add(LatenessRecord(paced_s=found.paced_s, late_s=found.late_s))
 
 
 def _score(directory: RunDirectory, settings: Settings, scoring: Scoring, console: Console) -> None:

@@ -14,6 +14,7 @@ import typer
 
 from bench.evaluation.command import DATA_SEED, Settings, deployment_of, run_evaluation, write_report
 from bench.evaluation.errors import EvaluationError
+from bench.evaluation.records import RunDirectory
 from bench.evaluation.statistics import NonInferiority
 from bench.evaluation.summary import BASELINE, DEFAULT_MARGIN, Summary
 from bench.evaluation.tasks import load
@@ -92,6 +93,9 @@ def main(
     title = f"Quality of mode {mode}"
     (summary,) = write_report([out], out, margin=margin / 100.0, baseline=BASELINE, console=console, title=title)
     found = line(summary, mode)
+    if (lateness := RunDirectory(out).lateness()).paced_s:
+        console.print(f"{lateness}. That is of speeds; who is right depends on time only by how often steps were drafted.")
+        found["late_share"] = round(lateness.share, 4)
     where = url or (f"spec {spec}" if spec != DEFAULT_SPEC else "")
     what = (f"at the pace of {pace}" if pace else "", where, *(option or ()), f"seed {seed}" if seed else "")
     keep_json(output, ", ".join([summary.data_set, mode, f"temperature {temperature:g}", *filter(None, what)]), found)

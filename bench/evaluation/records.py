@@ -20,9 +20,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from bench.evaluation.errors import EvaluationError
 from bench.evaluation.scoring import Outcome, Score
 from bench.evaluation.tasks import Rule
+from lr_backend.hardware.lateness import Lateness
 
 VERSION = 1
 RUN, ANSWERS, FAILURES, SCORES, HARDWARE = "run.json", "answers.jsonl", "failures.jsonl", "scores.jsonl", "hardware.json"
+LATENESS = "lateness.jsonl"
 OWN_SERVER = "own server, spec "
 """How an endpoint begins that the run itself has started; the name of the spec follows."""
 
@@ -163,6 +165,13 @@ class ScoreRecord(_Record):
         return cls(task=key.task, turn=key.turn, sample=key.sample, outcome=score.outcome, found=score.found, note=score.note)
 
 
+class LatenessRecord(_Record):
+    """How late the paced engines of one server were, in seconds; see :class:`~lr_backend.hardware.lateness.Lateness`."""
+
+    paced_s: float
+    late_s: float
+
+
 def answer_record(key: Key, seed: int, result: Result, latency_s: float, first_text_s: float | None) -> AnswerRecord:
     """An answer as it is kept."""
     return AnswerRecord(
@@ -228,6 +237,11 @@ class RunDirectory:
     def scores(self) -> dict[Key, ScoreRecord]:
         """The last score of each answer."""
         return {record.key: record for record in _lines(self.path / SCORES, ScoreRecord)}
+
+    def lateness(self) -> Lateness:
+        """Of all servers of the run that kept a pace."""
+        records = _lines(self.path / LATENESS, LatenessRecord)
+        return sum((Lateness(one.paced_s, one.late_s) for one in records), Lateness())
 
     def hardware(self) -> dict[str, Any] | None:
         """What was measured of the engines alone, where the run had its own server."""

@@ -48,8 +48,8 @@ def test_peers_answer_the_same_problem(tmp_path: Path, monkeypatch: pytest.Monke
     assert rows["ar"]["speedup"] == [1.0, 1.0, 1.0]
 
 
-def test_an_evaluation_serves_its_own_spec(tmp_path: Path) -> None:
-    few = ["--problems", "2", "--mode", "lr", "--max-tokens", "64", "--concurrency", "2"]
+def test_an_evaluation_serves_its_own_spec_and_tells_how_late_it_was(tmp_path: Path) -> None:
+    few = ["--problems", "2", "--mode", "lr", "--max-tokens", "64", "--concurrency", "2", "--pace", "h200_sxm"]
     runnable = typer.Typer()
     runnable.command()(bench.evaluation.quality.main)
 
@@ -59,3 +59,5 @@ def test_an_evaluation_serves_its_own_spec(tmp_path: Path) -> None:
     line = json.loads(result.output.strip().splitlines()[-1])
     assert line["num_problems"] == 2
     assert json.loads((tmp_path / "run" / "hardware.json").read_text())["cost_ratio"] > 0.0
+    (lateness,) = map(json.loads, (tmp_path / "run" / "lateness.jsonl").read_text().splitlines())
+    assert line["late_share"] == pytest.approx(lateness["late_s"] / lateness["paced_s"], abs=1e-4)
