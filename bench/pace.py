@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.kit.output import PAGES, console_of_any_width, keep_json, print_line
-from bench.kit.pace import AHEAD, BASELINE, ROWS, SYSTEM, MeasuredHops, Paced, Row, compare, hops, stage
+from bench.kit.pace import AHEAD, BASELINE, LEARNS_FROM, ROWS, SYSTEM, MeasuredHops, Paced, Row, compare, hops, stage
 from bench.kit.rows import PROBLEM_SEED
 from bench.kit.serving import demo_spec
 from demo.problems import Problem, problems
@@ -153,7 +153,7 @@ def ms_a_token(scenario: Scenario, policy: Policy, num_steps: int = NUM_STEPS) -
     """Of answers of so many steps together, on the virtual clock. What chooses learns from each for the next."""
     num_texts = -(-num_steps // scenario.workload.num_steps)
     if policy.mode.chooses:
-        return simulation.ms_a_token(simulate(scenario, policy, num_sets=num_texts).usages)
+        return simulation.ms_a_token(simulate(scenario, policy, num_sets=LEARNS_FROM + num_texts).usages[LEARNS_FROM:])
     return simulation.ms_a_token(usage for seed in range(num_texts) for usage in simulate(scenario, policy, seed).usages)
 
 
@@ -256,7 +256,7 @@ def main(
 ) -> None:
     """Print a table for each kind of token speculation, and last one line of JSON."""
     console = console_of_any_width()
-    asked = list(islice(problems(PROBLEM_SEED, "test"), 2 + num_problems))
+    asked = list(islice(problems(PROBLEM_SEED, "test"), 2 + num_problems + LEARNS_FROM))
     measured: dict[str, Paced] = {}
     for name, (kind, rows, options) in list(KINDS.items())[: 1 if compiled_only else None]:
         found = _measure(console, rows, asked, system, temperature, like=paced_as, slow_motion=slow_motion, **options)
@@ -276,7 +276,7 @@ def _measure(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lookahead-pace-")))
         with console.status("starting Triton"):
             on = stack.enter_context(stage(demo_spec(), system, asked[:2], folder, console, rows=rows, **options))
-        return compare(on, asked[2:], temperature, console, rows)
+        return compare(on, asked[2:-LEARNS_FROM], temperature, console, rows, asked[-LEARNS_FROM:])
 
 
 if __name__ == "__main__":
