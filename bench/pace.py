@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.kit.output import PAGES, console_of_any_width, keep_json, print_line
-from bench.kit.pace import AHEAD, BASELINE, LEARNS_FROM, ROWS, SYSTEM, MeasuredHops, Paced, Row, compare, hops, stage
+from bench.kit.pace import AHEAD, BASELINE, LEARNS_FROM, ROWS, SYSTEM, MeasuredHops, Paced, Row, compare, hops, learn, stage
 from bench.kit.rows import PROBLEM_SEED
 from bench.kit.serving import demo_spec
 from demo.problems import Problem, problems
@@ -276,7 +276,9 @@ def _measure(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lookahead-pace-")))
         with console.status("starting Triton"):
             on = stack.enter_context(stage(demo_spec(), system, asked[:2], folder, console, rows=rows, **options))
-        return compare(on, asked[2:-LEARNS_FROM], temperature, console, rows, asked[-LEARNS_FROM:])
+        if "auto" in rows:
+            learn(on, asked[-LEARNS_FROM:], temperature)
+        return compare(on, asked[2:-LEARNS_FROM], temperature, console, rows)
 
 
 if __name__ == "__main__":

@@ -231,25 +231,18 @@ def stage(
             console.print(f"[dim]{lateness.share:.1%} late on this machine: slower motion[/]")
 
 
-def compare(
-    on: Stage,
-    questions: Sequence[Problem],
-    temperature: float,
-    console: Console,
-    rows: Mapping[str, Row] = ROWS,
-    learns_from: Sequence[Problem] = (),
-) -> Paced:
-    """Every row on every problem, in turns whose order rotates.
+def learn(on: Stage, questions: Sequence[Problem], temperature: float) -> None:
+    """Let the server find out what pays on these, as a request that chooses nothing asks them."""
+    for index, problem in enumerate(questions):
+        on.ask(problem, "learns", {}, temperature, index)
 
-    Args:
-        learns_from: asked before, in the rows that choose by themselves.
-    """
+
+def compare(
+    on: Stage, questions: Sequence[Problem], temperature: float, console: Console, rows: Mapping[str, Row] = ROWS
+) -> Paced:
+    """Every row on every problem, in turns whose order rotates."""
     samples: list[Sample] = []
     traces: dict[str, list[Trace]] = {row: [] for row in rows}
-    choosing = {row: fields for row, fields in rows.items() if "mode" not in fields}
-    for index, problem in enumerate(learns_from, start=len(questions)):
-        for row, fields in choosing.items():
-            on.ask(problem, row, fields, temperature, index)
     before = on.lateness()
     for index, problem, row in in_turns(tuple(rows), questions, "at production pace", console):
         sample, trace = on.ask(problem, row, rows[row], temperature, index)

@@ -89,16 +89,9 @@ def test_what_was_late_before_the_comparison_does_not_count(tried: list[float], 
         assert isinstance(stage.server, SlowServer)
         stage.server.late_s = 0.0
         stage.server.num_asked = 0
+        pace.learn(stage, PROBES, 0.6)
+        assert stage.server.num_asked == len(PROBES)
         found = pace.compare(stage, PROBES, 0.6, QUIET)
     assert found.lateness == Lateness(10.0 * len(PROBES) * len(pace.ROWS), 0.0)
     assert found.rows.keys() == pace.ROWS.keys()
     assert {row.total for row in found.rows.values()} == {len(PROBES)}
-
-
-def test_the_row_that_chooses_answers_others_before_it_is_measured(tried: list[float], tmp_path: Path) -> None:
-    with pace.stage(demo_spec(), pace.SYSTEM, PROBES, tmp_path, QUIET, slow_motion=1.0) as stage:
-        assert isinstance(stage.server, SlowServer)
-        stage.server.num_asked = 0
-        found = pace.compare(stage, PROBES[:1], 0.6, QUIET, learns_from=PROBES)
-        assert stage.server.num_asked == len(pace.ROWS) + len(PROBES)
-    assert {row.total for row in found.rows.values()} == {1}
