@@ -11,7 +11,7 @@ from lr_client import Usage
 from bench import pace
 from bench.kit import pace as kit_pace
 from bench.kit.measure import Sample
-from bench.kit.pace import ROWS, SYSTEM, Paced
+from bench.kit.pace import LEARNS_FROM, ROWS, SYSTEM, Paced
 from bench.kit.serving import demo_spec
 from lr_backend.build.paced import paced
 from lr_backend.emulated.workload import Workload
@@ -116,7 +116,7 @@ def test_what_chooses_is_predicted_of_one_server_that_is_asked_everything(found:
     scenario = found.scenario("lr", found.machine())
     for mode in (Mode.AUTO, Mode.LR):
         pace.ms_a_token(scenario, Policy(mode), 3 * scenario.workload.num_steps)
-    assert asked == [(0, 3), (0, 1), (1, 1), (2, 1)]
+    assert asked == [(0, LEARNS_FROM + 3), (0, 1), (1, 1), (2, 1)]
 
 
 def test_longer_hops_than_planned_go_into_the_prediction(found: Paced) -> None:
