@@ -38,12 +38,10 @@ from bench.evaluation.tasks import DATA_DIR_VARIABLE, NAMES, DataSet, load
 from bench.evaluation.turns import Turn, option_fields, rounds, turns
 from bench.kit.hardware import measure_hardware, processor_line
 from bench.kit.output import console_of_any_width, print_line
-from bench.kit.serving import MAX_TOKENS, engines_alone, serving
+from bench.kit.serving import MAX_TOKENS, engines_alone, lateness_of, serving
 from demo.problems import problems
 from lr_backend.build.spec import DeploymentSpec, EmbeddedDeployment
-from lr_backend.hardware.lateness import Lateness
 from lr_backend.serve.server import ServerError, TritonServer
-from lr_backend.triton.metrics import REFRESH_S
 
 MODES = "ar,sd,lr,lr_sd,auto"
 DATA_SEED = 2025
@@ -309,8 +307,7 @@ def _keep_lateness(server: TritonServer, directory: RunDirectory) -> None:
     """Note how late a server with a pace was, from its start on. Raises ServerError: it does not answer."""
     if not server.lateness():
         return
-    time.sleep(2 * REFRESH_S)  # what it says may be that old
-    found = sum(server.lateness().values(), Lateness())
+    found = lateness_of(server)
     with directory.appending(LATENESS) as late:
         late.add(LatenessRecord(paced_s=found.paced_s, late_s=found.late_s))
 

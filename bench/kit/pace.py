@@ -7,7 +7,6 @@ are divided by it.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -21,7 +20,7 @@ from lr_client import Client
 from rich.console import Console
 
 from bench.kit.measure import ModeReport, Sample, report
-from bench.kit.serving import ask, serving
+from bench.kit.serving import ask, lateness_of, serving
 from bench.kit.turns import in_turns
 from demo.problems import Problem
 from lr_backend.build.paced import paced
@@ -37,7 +36,6 @@ from lr_backend.plan.table import LEAST_STEPS, plan_row
 from lr_backend.request import LookaheadRequest, Mode
 from lr_backend.serve.server import TritonServer
 from lr_backend.trace.schema import Call, Trace
-from lr_backend.triton.metrics import REFRESH_S
 
 SYSTEM = "h200_sxm"
 BASELINE = "ar"
@@ -78,8 +76,7 @@ class Stage:
 
     def lateness(self) -> Lateness:
         """Of all engines until now."""
-        time.sleep(2 * REFRESH_S)
-        return sum(self.server.lateness().values(), Lateness())
+        return lateness_of(self.server)
 
 
 @dataclass(frozen=True)

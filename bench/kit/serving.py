@@ -85,22 +85,24 @@ def engines_alone(spec: EmbeddedDeployment, repository: Path) -> Iterator[Triton
         yield server
 
 
+def lateness_of(server: TritonServer) -> Lateness:
+    """Of all paced engines of a server until now. Raises ServerError: it does not answer."""
+    time.sleep(2 * REFRESH_S)  # what it says may be that old
+    return sum(server.lateness().values(), Lateness())
+
+
 class LatenessSince:
     """How late a server's paced engines were since it was last asked; where it does not say, nothing is known, which is void."""
 
     def __init__(self, server: TritonServer) -> None:
         self._server = server
-        self._before = self._now()
+        self._before = lateness_of(server)
 
     def __call__(self) -> Lateness:
         before = self._before
         with suppress(ServerError):
-            self._before = self._now()
+            self._before = lateness_of(self._server)
         return self._before - before
-
-    def _now(self) -> Lateness:
-        time.sleep(2 * REFRESH_S)  # what it says may be that old
-        return sum(self._server.lateness().values(), Lateness())
 
 
 def short_texts(workload: str, num_steps: int, folder: Path) -> str:

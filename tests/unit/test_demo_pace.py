@@ -65,7 +65,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
     monkeypatch.setattr(pace, "serving", serving)
     monkeypatch.setattr(pace, "Client", NoClient)
-    monkeypatch.setattr(pace, "REFRESH_S", 0.0)
+    monkeypatch.setattr("bench.kit.serving.REFRESH_S", 0.0)
     monkeypatch.setattr(pace, "ask", ask)
     monkeypatch.setattr(pace.Stage, "ask", counted)
     return found
