@@ -76,7 +76,7 @@ MIXED = (
     Iteration((Join(32, 1_000),), 8, 8_000),
     Iteration(tuple(Join(32, 1_000) for _ in range(4)), 8, 8_000),
 )
-NUM_TIMED = 8
+NUM_TIMED, NUM_ALONE = 8, 30
 WORK: Mapping[Role, Iteration] = {
     Role.TARGET: Iteration((), 2, 2 * 1_024),
     Role.DRAFT: Iteration((), 2, 2 * 1_024),
@@ -349,6 +349,39 @@ def scenario(system: str, how: CardSharing) -> Scenario:
     return Scenario.of(spec.loop_config(), workload, machine, prompts_are_cached=True)
 
 
+@dataclass(frozen=True)
+class SlowerKernels(ProfileCosts):
+    """The costs of a model each of whose iterations takes so much longer on the card, whatever is in it."""
+
+    more_ms: float
+
+    def kernels_ms(self, iteration: Iteration) -> float:
+        return super().kernels_ms(iteration) + self.more_ms
+
+
+def adds_ms(those: Mapping[Role, Worker], system: str) -> dict[Role, float]:
+    """What an iteration of each role takes here alone beyond its table: CUDA MPS, the process and the way to it."""
+    found = {}
+    for role, worker in those.items():
+        took = []
+        for _ in range(NUM_ALONE):
+            started_s = time.perf_counter()
+            worker.ask(WORK[role])
+            took.append(1e3 * (time.perf_counter() - started_s))
+        found[role] = max(0.0, median(took) - _costs(MODELS[role], system).kernels_ms(WORK[role]))
+    return found
+
+
+def slower(what: Scenario, more_ms: Mapping[Role, float]) -> Scenario:
+    """The scenario on a machine whose iterations take so much longer."""
+    places = dict(what.machine.places)
+    for role, ms in more_ms.items():
+        costs = places[role].costs
+        assert isinstance(costs, ProfileCosts), costs
+        places[role] = replace(places[role], costs=SlowerKernels(costs.profile, costs.overheads, ms))
+    return replace(what, machine=replace(what.machine, places=places))
+
+
 def on_card(those: Mapping[Role, Worker], what: Scenario, policy: Policy, num_answers: int) -> dict[str, Any]:
     """A policy with its iterations on the card: milliseconds a token, and what they took over what kernels take alone."""
     engines = EnginesOnCard.of(those)
@@ -368,17 +401,25 @@ def on_card(those: Mapping[Role, Worker], what: Scenario, policy: Policy, num_an
 
 
 def modes(
-    those: Mapping[Role, Worker], how: CardSharing, system: str, loads: Sequence[int], num_answers: int
+    those: Mapping[Role, Worker], what: Scenario, more_ms: Mapping[Role, float], loads: Sequence[int], num_answers: int
 ) -> Iterator[dict[str, Any]]:
-    """Every policy at every load, one after another: on the card, and as it was predicted."""
-    what = scenario(system, how)
+    """Every policy at every load, one after another: on the card, and as it was predicted.
+
+    Args:
+        more_ms: that iterations take longer here than by their tables; ``as_slow_ms`` is predicted with it.
+    """
+    as_slow = slower(what, more_ms)
     with ProcessPoolExecutor(4, get_context("spawn")) as apart:
         asked = [(load, name, replace(POLICIES[name], num_requests=load)) for load in loads for name in FIXED]
-        predicted = [apart.submit(predicted_ms, what, policy, max(num_answers, load)) for load, _, policy in asked]
+        predicted = [
+            [apart.submit(predicted_ms, one, policy, max(num_answers, load)) for one in (what, as_slow)]
+            for load, _, policy in asked
+        ]
         for (load, name, policy), said in zip(asked, predicted, strict=True):
             on_card(those, what, policy, 1)  # records graphs, and lets compilers do their work
             found = on_card(those, what, policy, max(num_answers, load))
-            yield {"mode": name, "load": load, "predicted_ms": said.result(), **found}
+            tables_ms, as_slow_ms = (one.result() for one in said)
+            yield {"mode": name, "load": load, "predicted_ms": tables_ms, "as_slow_ms": as_slow_ms, **found}
 
 
 def predicted_ms(what: Scenario, policy: Policy, num_answers: int) -> float:
@@ -386,16 +427,18 @@ def predicted_ms(what: Scenario, policy: Policy, num_answers: int) -> float:
     return ms_a_token(simulate_steady(what, policy, num_answers=num_answers).usages)
 
 
-def show_modes(console: Console, how: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    table = Table(title=f"Modes on one card, {how}: milliseconds a token, and speedup over ar at the same load")
-    for heading in ("in flight", "mode", "on the card", "over ar", "predicted", "over ar", "on the card / predicted"):
+def show_modes(console: Console, how: str, more_ms: Mapping[Any, float], rows: Sequence[Mapping[str, Any]]) -> None:
+    more = ", ".join(f"{role} {ms:.2f}" for role, ms in more_ms.items())
+    title = f"Modes on one card, {how}: milliseconds a token, and speedup over ar at the same load\n"
+    table = Table(title=f"{title}(as slow as here: so many more ms an iteration: {more})")
+    columns = {"on the card": "ms_a_token", "predicted": "predicted_ms", "predicted as slow as here": "as_slow_ms"}
+    for heading in ("in flight", "mode", *(part for name in columns for part in (name, "over ar"))):
         table.add_column(heading, justify="right")
     alone = {row["load"]: row for row in rows if row["mode"] == "ar"}
     for row in rows:
-        base, ms, said = alone[row["load"]], row["ms_a_token"], row["predicted_ms"]
-        ratios = (base["ms_a_token"] / ms, base["predicted_ms"] / said)
-        numbers = (f"{ms:.2f}", f"{ratios[0]:.2f}", f"{said:.2f}", f"{ratios[1]:.2f}", f"{ms / said:.2f}")
-        table.add_row(f"{row['load']}", row["mode"], *numbers)
+        base = alone[row["load"]]
+        pairs = [(f"{row[key]:.2f}", f"{base[key] / row[key]:.2f}") for key in columns.values()]
+        table.add_row(f"{row['load']}", row["mode"], *(cell for pair in pairs for cell in pair))
     console.print(table)
 
 
@@ -441,11 +484,11 @@ def main(
                     show_sharing(console, name, rows)
                     keep_json(output, f"sharing, {name}", {"rows": rows})
                 if "modes" in wanted:
-                    rows = []
-                    for row in modes(those, arrangement.law, system, loads or LOADS, num_answers):
-                        rows.append(row)
-                        keep_json(output, f"modes, {name}", {"rows": rows})  # minutes each: what is known stays
-                    show_modes(console, name, rows)
+                    more_ms, found = adds_ms(those, system), []
+                    for row in modes(those, scenario(system, arrangement.law), more_ms, loads or LOADS, num_answers):
+                        found.append(row)  # minutes each: what is known stays
+                        keep_json(output, f"modes, {name}", {"more_ms": more_ms, "rows": found})
+                    show_modes(console, name, more_ms, found)
         except ConfigError as error:
             console.print(error.message, style="red")
     print_line(console, json.loads(output.read_text(encoding="utf-8")))

@@ -7,7 +7,6 @@ one memory, what lies between the products is fused to a few kernels, and iterat
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -155,17 +154,10 @@ class FusedModel:
             self._graphs[iteration] = self._recorded(compute), compute  # which holds the tensors that the graph reads
         return self._graphs[iteration][0].replay
 
-    def run(self, iteration: Iteration) -> float:
-        """Compute an iteration like this one (:func:`like`) to its end, by a graph.
-
-        Returns the seconds that it took to record the graph, if it was not there yet.
-        """
-        started_s = time.perf_counter()
-        compute = self.replayed(like(iteration, self._max_kv_tokens))
-        recorded_s = time.perf_counter() - started_s
-        compute()
+    def run(self, iteration: Iteration) -> None:
+        """Compute an iteration like this one (:func:`like`) to its end, by a graph."""
+        self.replayed(like(iteration, self._max_kv_tokens))()
         self.wait()
-        return recorded_s
 
     def wait(self) -> None:
         """Until the card has done everything."""

@@ -12,13 +12,13 @@ import multiprocessing
 import os
 import selectors
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
-from bench.kit.card import FusedModel, shard_of
+from bench.kit.card import FusedModel, like, shard_of
 from lr_backend.embedded.checkpoint import ModelSpec
 from lr_backend.emulated.texts import ScriptedSource
 from lr_backend.emulated.virtual import LoopThread, SharedCards, VirtualEngine
@@ -68,6 +68,7 @@ class Worker:
 
     def __init__(self, model: ModelOnCard, environment: Mapping[str, str] | None = None) -> None:
         """Starts the process; :meth:`wait` for it before another is started: a model that loads takes twice its memory."""
+        self._max_kv_tokens, self._known = model.max_kv_tokens, set[Iteration]()
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(model, theirs, dict(environment or {})), daemon=True)
@@ -91,6 +92,13 @@ class Worker:
         self.connection.send(work)
         return self.wait()
 
+    def knows(self, iteration: Iteration) -> bool:
+        """Whether one like it has been computed, so that its graph is recorded; from now on it counts as such."""
+        alike = like(iteration, self._max_kv_tokens)
+        known = alike in self._known
+        self._known.add(alike)
+        return known
+
     def close(self) -> None:
         self.connection.close()
         self._process.join(10.0)
@@ -104,7 +112,11 @@ def _serve(model: ModelOnCard, connection: Connection, environment: dict[str, st
         connection.send("ready")
         while True:
             work = connection.recv()
-            connection.send(_busy_s(loaded, work) if isinstance(work, Busy) else loaded.run(work))
+            if isinstance(work, Busy):
+                connection.send(_busy_s(loaded, work))
+            else:
+                loaded.run(work)
+                connection.send("done")
     except EOFError:
         pass
     except BaseException as error:
@@ -169,19 +181,20 @@ class CardEngine(VirtualEngine):
         self._worker, self.computed, self._costs = worker, computed, place.costs
 
     async def compute(self) -> None:
-        iteration = self.timeline.iteration
-        kernels_s = self._costs.kernels_ms(iteration) / 1e3
-        clock = asyncio.get_running_loop()
+        iteration, clock = self.timeline.iteration, asyncio.get_running_loop()
         assert isinstance(clock, PunctualLoop), clock
+        if not self._worker.knows(iteration):
+            clock.stand_still(lambda: self._worker.ask(iteration))
         started_s = clock.time()
-        clock.stopped_s += await self._answer(iteration)
+        await self._answer(iteration)
+        kernels_s = self._costs.kernels_ms(iteration) / 1e3
         self.computed.num_iterations += 1
         self.computed.card_s += clock.time() - started_s
         self.computed.predicted_s += kernels_s
         await asyncio.sleep(max(0.0, self._costs.seconds(iteration) - kernels_s))
 
-    async def _answer(self, iteration: Iteration) -> float:
-        """Have it computed; returns the seconds of recording."""
+    async def _answer(self, iteration: Iteration) -> None:
+        """Have it computed."""
         loop, connection = asyncio.get_running_loop(), self._worker.connection
         answered: asyncio.Future[None] = loop.create_future()
         loop.add_reader(connection.fileno(), answered.set_result, None)
@@ -190,7 +203,7 @@ class CardEngine(VirtualEngine):
             await answered
         finally:
             loop.remove_reader(connection.fileno())
-        return float(self._worker.wait())
+        self._worker.wait()
 
 
 class _WatchingSelector(selectors.DefaultSelector):
@@ -212,7 +225,7 @@ class PunctualLoop(asyncio.SelectorEventLoop):
     """An event loop whose timers are some microseconds late, at the price of a core.
 
     Attributes:
-        stopped_s: that its clock has stood still in all, while graphs were recorded.
+        stopped_s: that its clock has stood still in all.
     """
 
     def __init__(self) -> None:
@@ -221,6 +234,12 @@ class PunctualLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return super().time() - self.stopped_s
+
+    def stand_still(self, work: Callable[[], object]) -> None:
+        """Do work that takes no time by this clock, and let nobody else on this loop do anything meanwhile."""
+        started_s = super().time()
+        work()
+        self.stopped_s += super().time() - started_s
 
 
 @dataclass(frozen=True)

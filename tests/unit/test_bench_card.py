@@ -112,11 +112,11 @@ def test_what_was_published_can_be_shown() -> None:
         elif name.startswith("sharing"):
             card.show_sharing(console, name, found["rows"])
         elif name.startswith("modes"):
-            card.show_modes(console, name, found["rows"])
+            card.show_modes(console, name, found["more_ms"], found["rows"])
     card.show_constants(console, published["constants"])
 
     shown = console.export_text()
-    assert all(heading in shown for heading in ("measured / table", "by the law", "LAUNCH_US", "on the card / predicted"))
+    assert all(heading in shown for heading in ("measured / table", "by the law", "LAUNCH_US", "predicted as slow as here"))
 
 
 def test_an_iteration_in_words() -> None:
@@ -160,5 +160,21 @@ def test_the_loop_runs_over_iterations_that_are_computed(monkeypatch: pytest.Mon
     with workers({Role.TARGET: large, Role.DRAFT: small, Role.JUDGE: small}) as those:
         found = card.on_card(those, short, Policy(Mode.LR, 2), 1)
 
+        all_known = card.on_card(those, short, Policy(Mode.AR), 1)
+        all_known = card.on_card(those, short, Policy(Mode.AR), 1)
+
     assert found["ms_a_token"] > 0.0
+    assert found["recording_s"] > 0.0 == all_known["recording_s"]
     assert all(found["num_iterations"][role] > 0 for role in ("target", "draft", "judge"))
+
+
+def test_what_an_iteration_takes_longer_here_is_part_of_its_kernels() -> None:
+    what = card.scenario("h200_sxm", CardSharing.MPS)
+    more = card.slower(what, {Role.DRAFT: 0.8})
+    iteration = Iteration((), 1, 1000)
+
+    before, after = what.machine.places[Role.DRAFT].costs, more.machine.places[Role.DRAFT].costs
+
+    assert after.seconds(iteration) == pytest.approx(before.seconds(iteration) + 0.8e-3)
+    assert after.demand(iteration).kernel_s > before.demand(iteration).kernel_s
+    assert more.machine.places[Role.TARGET] == what.machine.places[Role.TARGET]
