@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from lr_client import Client, ClientError
@@ -40,7 +40,9 @@ from bench.kit.hardware import measure_hardware, processor_line
 from bench.kit.output import console_of_any_width, print_line
 from bench.kit.serving import MAX_TOKENS, engines_alone, lateness_of, serving
 from demo.problems import problems
+from lr_backend.build.digests import sha256_text
 from lr_backend.build.spec import DeploymentSpec, EmbeddedDeployment
+from lr_backend.engine import Role
 from lr_backend.serve.server import ServerError, TritonServer
 
 MODES = "ar,sd,lr,lr_sd,auto"
@@ -143,8 +145,9 @@ class Settings:
             endpoint,
         )
 
-    def record(self, endpoint: str, defaults: Mapping[str, Any] | None) -> RunRecord:
-        """The settings as they are kept; ``defaults`` are the deployment's, where it is ours."""
+    def record(self, endpoint: str, deployment: EmbeddedDeployment | None = None) -> RunRecord:
+        """The settings as they are kept; the deployment is of a server of our own."""
+        defaults = deployment.loop_config().defaults if deployment is not None else None
         return RunRecord(
             data_set=self.data.name,
             rule=self.data.rule,
@@ -166,6 +169,7 @@ class Settings:
             stream=self.stream,
             trace=self.trace,
             endpoint=endpoint,
+            models=models_hash(deployment) if deployment is not None else "",
             hardware=processor_line(),
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             versions={name: found for name in PACKAGES if (found := _version(name))},
@@ -198,11 +202,10 @@ def run_evaluation(
         EvaluationError: other settings, no server, or requests that failed. What was measured is kept, and scored if it can be.
     """
     directory = RunDirectory(out)
-    defaults = deployment.loop_config().defaults if deployment is not None else None
     endpoint = url or f"{OWN_SERVER}{deployment.name if deployment else ''}"
     plan = settings.plan(endpoint)
     with directory.alone():
-        resumed = directory.begin(settings.record(endpoint, defaults))
+        resumed = directory.begin(settings.record(endpoint, deployment))
         num_wanted = sum(map(len, plan.rounds))
         num_there = len({answer.key for answer in directory.answers()})
         if resumed:
@@ -218,6 +221,16 @@ def run_evaluation(
     if lost is not None:
         raise lost
     return directory
+
+
+def models_hash(deployment: EmbeddedDeployment) -> str:
+    """Another one once the spec has changed, or a file of a checkpoint by its size or time: large ones are not read."""
+    parts = [deployment.model_dump_json()]
+    for folder in sorted({deployment.checkpoint_dir(role) for role in Role}):
+        for path in sorted(folder.rglob("*")):
+            status = path.stat()
+            parts.append(f"{path} {status.st_size} {status.st_mtime_ns}" if path.is_file() else "")
+    return sha256_text("\n".join(parts))
 
 
 def deployment_of(spec: str) -> EmbeddedDeployment:

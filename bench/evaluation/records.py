@@ -61,7 +61,11 @@ class TurnRecord(_Record):
 
 
 class RunRecord(_Record):
-    """The settings of a run. What is in ``compared()`` must stay the same for a run to go on."""
+    """The settings of a run. What is in ``compared()`` must stay the same for a run to go on.
+
+    Attributes:
+        models: of a server of our own, a hash of its spec and of its checkpoints' files.
+    """
 
     version: int = VERSION
     data_set: str
@@ -77,6 +81,7 @@ class RunRecord(_Record):
     stream: bool
     trace: bool
     endpoint: str
+    models: str = ""
     hardware: str = ""
     created: str = ""
     versions: dict[str, str] = {}
@@ -94,6 +99,7 @@ class RunRecord(_Record):
             "concurrency",
             "stream",
             "trace",
+            "models",
         )
         turns = {turn.name: turn.fields for turn in self.turns}
         # A server that runs may come back at another address. One of our own must have the same spec, pace included.

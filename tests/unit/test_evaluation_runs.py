@@ -23,8 +23,10 @@ from bench.evaluation.scoring import Outcome, Score
 from bench.evaluation.summary import Run
 from bench.evaluation.tasks import DataSet, Rule, Task, load
 from bench.evaluation.turns import option_fields, rounds, seed_of, turns
+from bench.kit.serving import demo_spec
 from lr_backend.cli import app as cli
 from lr_backend.cli import checkout
+from lr_backend.engine import Role
 from tests.support.fake_lookahead import Fail, FakeServer, Reply
 
 USAGE = {"completion_tokens": 20, "latency_s": 0.1, "num_steps": 2, "num_target_passes": 20, "first_step_s": 0.05}
@@ -183,7 +185,7 @@ def test_an_endpoint_that_dies_midway_costs_nothing_that_was_measured(data: Data
     seen: list[Key] = []
     with FakeServer(scripts) as first, Client(first.url) as client:
         directory.path.mkdir()
-        directory.begin(chosen.record(first.url, None))
+        directory.begin(chosen.record(first.url))
 
         def dies(key: Key) -> None:
             seen.append(key)
@@ -301,7 +303,7 @@ def test_a_run_goes_on_at_another_address_and_with_no_other_spec(data: DataSet, 
     def begun(name: str, endpoint: str) -> bool:
         directory = RunDirectory(tmp_path / name)
         directory.path.mkdir(exist_ok=True)
-        return not directory.begin(settings(data).record(endpoint, None))
+        return not directory.begin(settings(data).record(endpoint))
 
     paced = f"{OWN_SERVER}demo.h200_sxm"
     assert begun("own", paced) and not begun("own", paced)
@@ -310,6 +312,25 @@ def test_a_run_goes_on_at_another_address_and_with_no_other_spec(data: DataSet, 
     with pytest.raises(EvaluationError, match='and is "by its address"'):
         begun("own", "localhost:8001")
     assert begun("theirs", "localhost:8001") and not begun("theirs", "localhost:9001")
+
+
+def test_a_run_does_not_go_on_with_models_that_were_trained_anew(data: DataSet, tmp_path: Path) -> None:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    weights = folder / "model.safetensors"
+    weights.write_bytes(b"old")
+    demo = demo_spec()
+    own = demo.model_copy(
+        update={role.value: getattr(demo, role.value).model_copy(update={"checkpoint": folder}) for role in Role}
+    )
+
+    before = settings(data).record(f"{OWN_SERVER}demo", own).compared()
+    same = settings(data).record(f"{OWN_SERVER}demo", own).compared()
+    weights.write_bytes(b"new weights")
+    after = settings(data).record(f"{OWN_SERVER}demo", own).compared()
+
+    assert before == same
+    assert {name for name in before if before[name] != after[name]} == {"models"}
 
 
 def test_a_directory_is_written_by_one_run_and_holds_nothing_else(server: FakeServer, data: DataSet, tmp_path: Path) -> None:
