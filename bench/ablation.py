@@ -4,11 +4,13 @@ One row a setting. Every row answers the same problems as ``ar``, in turns whose
 the seconds. ``ar`` is one uninterrupted request at its best thread setting. Settings that no request carries have servers of
 their own.
 
-Two bounds stand beside it. ``ceiling`` is the paper's (S1 and S2) at the measured acceptance and cost ratio, where parallel
-steps and verdicts are free. ``hardware_ceiling`` is what the real loop gains on a virtual clock (:mod:`lr_backend.plan`) over
-engines as fast as they were measured here: the target's time a token by sequences in its batch, how much a busy draft slows it
-down on the shared cores, and no overhead at all: no hand-over, no prefill, no verdicts. Rows that speculate by draft tokens too
-have both times the best measured ``sd``. ``realised_share`` is speedup over hardware ceiling.
+With ``--pace`` the engines keep the pace of a system (:mod:`bench.kit.pace`), and only the parts of the loop have rows.
+
+At this machine's own pace two bounds stand beside it. ``ceiling`` is the paper's (S1 and S2) at the measured acceptance and cost
+ratio, where parallel steps and verdicts are free. ``hardware_ceiling`` is what the real loop gains on a virtual clock
+(:mod:`lr_backend.plan`) over engines as fast as they were measured here: the target's time a token by sequences in its batch, how
+much a busy draft slows it down on the shared cores, and no overhead at all: no hand-over, no prefill, no verdicts. Rows that
+speculate by draft tokens too have both times the best measured ``sd``. ``realised_share`` is speedup over hardware ceiling.
 
 Beside the timed run, a few problems of each row are asked again with ``trace``, untimed, and the drafted steps that were
 accepted are read by the demo world's checker.
@@ -19,7 +21,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,15 +36,37 @@ from bench.kit.intervals import Share
 from bench.kit.measure import LEARNS_FROM, ModeReport, Sample, best_baseline, mean_step_tokens, report
 from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
 from bench.kit.rows import AS_IT_IS, PROBLEM_SEED, Change, Row, ask, compare
-from bench.kit.serving import demo_spec, engines_alone, other_thread_counts, serving, thread_setting, with_verifiers
+from bench.kit.serving import (
+    LatenessSince,
+    demo_spec,
+    engines_alone,
+    other_thread_counts,
+    serving,
+    thread_setting,
+    with_verifiers,
+)
 from bench.kit.verifiers import chance, grade
 from demo.problems import Problem, problems, same_step
+from lr_backend.build.paced import paced
 from lr_backend.config import LoopConfig
+from lr_backend.hardware.lateness import Lateness
 from lr_backend.policy.formulas import ceiling
 from lr_backend.request import VerifierName
 from lr_backend.verify.verdict import UNCOMPARED
 
 BASELINE = "ar"
+PARTS = (
+    "sd",
+    "lr",
+    "lr depth 4",
+    "lr width 2",
+    "lr own branches off",
+    "lr_sd",
+    "lr_sd num_draft_tokens 4",
+    "lr_sd own branches off",
+    "auto",
+)
+"""Rows at the pace of a system, unless others are named. Each part of the loop is one of these or its absence."""
 VERIFIERS: Mapping[str, Mapping[str, Any]] = {"chance": chance(0.5), "grade": grade(9.0)}
 """That the server has beside its own."""
 
@@ -145,14 +169,14 @@ class Line:
 
     Attributes:
         measured: rates, and the speedup over ``ar`` with its 95 % interval.
-        ceiling, hardware_ceiling: see the module; None where no steps are speculated.
+        cost_ratio, ceiling, hardware_ceiling: see the module; None at the pace of a system, or where no steps are speculated.
         checked: None where no problem was asked again.
     """
 
     name: str
     fields: Mapping[str, Any]
     measured: ModeReport
-    cost_ratio: float
+    cost_ratio: float | None = None
     ceiling: float | None = None
     hardware_ceiling: float | None = None
     checked: Checked | None = field(default=None)
@@ -191,7 +215,7 @@ class Line:
 def lines(
     rows: Sequence[Row],
     samples: Sequence[Sample],
-    hardware: Hardware,
+    hardware: Hardware | None,
     config: LoopConfig,
     checked: Mapping[str, Checked] | None = None,
 ) -> list[Line]:
@@ -208,13 +232,14 @@ def lines(
         one, request = found[row.name], row.request(config)
         most: tuple[float | None, float | None] = (None, None)
         alpha = one.step_acceptance_rate
-        if request.mode.speculates_steps and alpha is not None and alpha < 1.0:
+        if hardware is not None and request.mode.speculates_steps and alpha is not None and alpha < 1.0:
             factor = by_tokens if request.mode.speculates_tokens else 1.0
             free = ceiling(alpha, min(1.0, hardware.cost_ratio), request.max_depth)
             own_branches = row.change.own_branches
             gain = hardware_ceiling(hardware, request, alpha, step_tokens, own_branches=own_branches)
             most = (factor * free, factor * gain)
-        result.append(Line(row.name, row.fields, one, hardware.cost_ratio, *most, (checked or {}).get(row.name)))
+        cost_ratio = hardware.cost_ratio if hardware is not None else None
+        result.append(Line(row.name, row.fields, one, cost_ratio, *most, (checked or {}).get(row.name)))
     return result
 
 
@@ -281,28 +306,44 @@ def show(console: Console, result: Sequence[Line], title: str) -> None:
     console.print(table)
 
 
+def hardware_line(hardware: Hardware) -> str:
+    batches = ", ".join(f"{num}: {1e3 * seconds:.2f} ms" for num, seconds in hardware.target_token_s.items())
+    return (
+        f"a target token by sequences in its batch: {batches}; beside a busy draft {hardware.beside_draft:.2f} times that "
+        f"alone; a drafted step costs {hardware.cost_ratio:.2f} of a target step"
+    )
+
+
 def main(
     num_problems: Annotated[int, typer.Option("--problems", min=1, help="Answered by every row.")] = 60,
     num_checked: Annotated[int, typer.Option("--checked", min=0, help="Asked again, untimed, to check what was accepted.")] = 8,
     names: Annotated[list[str] | None, typer.Option("--row", help="Only these rows; by default all.")] = None,
+    pace: Annotated[str | None, typer.Option(help="A system whose pace the engines keep, such as h200_sxm.")] = None,
+    slow_motion: Annotated[
+        float, typer.Option(min=1.0, max=100.0, help="With --pace: this machine takes so many times as long.")
+    ] = 1.0,
     temperature: Annotated[float, typer.Option(min=0.0, max=5.0)] = 0.6,
-    output: Annotated[Path, typer.Option(help="Where the figures go.")] = PAGES / "ablation.json",
+    output: Annotated[Path | None, typer.Option(help="Where the figures go; by default beside the page.")] = None,
     page: Annotated[Path | None, typer.Option(help="Where the table goes as Markdown.")] = None,
 ) -> None:
     """Print a table, and one JSON line a row, the default last."""
     console = console_of_any_width()
     spec = with_verifiers(demo_spec(), VERIFIERS)
+    if pace is not None:
+        spec = paced(spec, pace, slow_motion=slow_motion)
     config = spec.loop_config()
     try:
-        rows = chosen(all_rows(config, other_thread_counts(spec)), names)
+        rows = chosen(all_rows(config, () if pace else other_thread_counts(spec)), names or (PARTS if pace else None))
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--row") from None
     asked = list(islice(problems(PROBLEM_SEED, "test"), LEARNS_FROM + num_problems))
     learned, questions = asked[:LEARNS_FROM], asked[LEARNS_FROM:]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lookahead-ablation-")))
-        with engines_alone(spec, folder / "alone") as alone:
-            hardware = measure_hardware(alone, spec, learned[0])
+        hardware: Hardware | None = None
+        if pace is None:
+            with engines_alone(spec, folder / "alone") as alone:
+                hardware = measure_hardware(alone, spec, learned[0])
         servers = {
             change: stack.enter_context(serving(change.of(spec), folder / str(change), only=change.models))
             for change in dict.fromkeys((AS_IT_IS, *(row.change for row in rows)))
@@ -311,28 +352,31 @@ def main(
         for row in rows:  # a row that is refused fails here and not in the middle of the run
             for problem in learned if row.fields["mode"] == "auto" else learned[:1]:
                 ask(clients[row.change], row, problem, 0, temperature)
-        samples = compare(clients, rows, questions, temperature, console)
+        late_since = [LatenessSince(server) for server in servers.values()] if pace else []
+        samples = [
+            replace(sample, latency_s=sample.latency_s / slow_motion)
+            for sample in compare(clients, rows, questions, temperature, console)
+        ]
+        lateness = sum((late() for late in late_since), Lateness())
         stepwise = [row for row in rows if row.request(config).mode.speculates_steps]
         with console.status("checking what was accepted"):
             checked = {row.name: check(clients[row.change], row, questions[:num_checked], temperature) for row in stepwise}
     samples, baseline = best_baseline(samples)
-    setting = baseline if baseline != BASELINE else thread_setting(spec.target.num_threads)
+    setting = baseline if baseline != BASELINE or pace else thread_setting(spec.target.num_threads)
     result = lines(rows, samples, hardware, config, checked)
     show(console, result, f"{num_problems} problems at temperature {temperature:g}, one at a time, over {setting}")
-    batches = ", ".join(f"{num}: {1e3 * seconds:.2f} ms" for num, seconds in hardware.target_token_s.items())
-    console.print(
-        f"[dim]a target token by sequences in its batch: {batches}; beside a busy draft {hardware.beside_draft:.2f} times that "
-        f"alone; a drafted step costs {hardware.cost_ratio:.2f} of a target step[/]"
-    )
+    console.print(f"[dim]{hardware_line(hardware) if hardware is not None else f'{spec.pace_label}; {lateness}'}[/]")
+    measured_on = {"hardware": hardware.as_dict()} if hardware is not None else {"pace": spec.pace_label}
     document = {
         "num_problems": num_problems,
         "temperature": temperature,
         "baseline": setting,
-        "hardware": hardware.as_dict(),
+        **measured_on,
+        **({"late_share": lateness.share, "void": lateness.void} if pace else {}),
         "rows": [line.as_dict() for line in result],
         "device": device_line(spec.target.num_threads),
     }
-    write_json(output, document)
+    write_json(output or PAGES / ("ablation_paced.json" if pace else "ablation.json"), document)
     if page is not None:
         page.write_text(markdown(result), encoding="utf-8")
     for line in result:

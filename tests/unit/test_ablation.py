@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from bench import ablation
 from bench.ablation import (
     HEADINGS,
+    PARTS,
     Checked,
     Hardware,
     Line,
@@ -32,6 +33,7 @@ from bench.kit import hardware as hardware_module
 from bench.kit.intervals import Share
 from bench.kit.measure import Sample
 from bench.kit.serving import demo_spec, with_verifiers
+from lr_backend.hardware.lateness import Lateness
 from lr_backend.hardware.machine import LinearTimes
 from lr_backend.policy.formulas import ceiling
 
@@ -253,9 +255,9 @@ class MadeUpClient:
         return Result(text="?", reasoning="?", answer="?", finish_reason="stop", usage=usage if options.mode != "ar" else Usage())
 
 
-def test_a_run_asks_every_row_every_problem_and_ends_with_the_default(
-    short: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def clients(short: None, monkeypatch: pytest.MonkeyPatch) -> list[MadeUpClient]:
+    """Of the servers of a run, none of which starts."""
     clients: list[MadeUpClient] = []
 
     def client(url: str) -> Any:
@@ -267,9 +269,20 @@ def test_a_run_asks_every_row_every_problem_and_ends_with_the_default(
         monkeypatch.setattr(ablation, name, lambda *arguments, **options: nullcontext(SimpleNamespace(grpc_url="nowhere")))
     monkeypatch.setattr(ablation, "measure_hardware", lambda *arguments: FREE)
     monkeypatch.setattr(ablation, "other_thread_counts", lambda spec: [2])
+    return clients
+
+
+def run(*arguments: str) -> list[dict[str, Any]]:
+    """The lines of JSON that it ends in."""
     app = typer.Typer()
     app.command()(ablation.main)
-    arguments = (
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    return [json.loads(line) for line in result.output.splitlines() if line.startswith("{")]
+
+
+def test_a_run_asks_every_row_every_problem_and_ends_with_the_default(clients: list[MadeUpClient], tmp_path: Path) -> None:
+    printed = run(
         "--problems",
         "2",
         "--checked",
@@ -284,10 +297,6 @@ def test_a_run_asks_every_row_every_problem_and_ends_with_the_default(
         str(tmp_path / "out.md"),
     )
 
-    result = CliRunner().invoke(app, arguments)
-
-    assert result.exit_code == 0, result.output
-    printed = [json.loads(line) for line in result.output.splitlines() if line.startswith("{")]
     assert [line["name"] for line in printed] == ["ar", "lr", "lr_sd"]
     assert all(line.keys() >= LINE_FIELDS and line["total"] == 2 for line in printed)
     assert json.loads((tmp_path / "a" / "out.json").read_text())["rows"] == printed
@@ -298,6 +307,24 @@ def test_a_run_asks_every_row_every_problem_and_ends_with_the_default(
     assert [options.trace for _, options in main.asked] == [None] * 9 + [True] * 2
     assert len({options.seed for _, options in main.asked[3:9]}) == 6
     assert len(other.asked) == 3  # the target alone at another thread count
+
+
+def test_at_the_pace_of_a_system_the_parts_of_the_loop_have_rows_and_no_ceilings(
+    clients: list[MadeUpClient], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(ablation, "LatenessSince", lambda server: lambda: Lateness(100.0, 0.5))
+    output = tmp_path / "out.json"
+
+    printed = run("--problems", "1", "--checked", "0", "--pace", "h200_sxm", "--slow-motion", "2", "--output", str(output))
+
+    assert {line["name"] for line in printed} == {"ar", *PARTS}
+    assert all(line["c"] is line["hardware_ceiling"] is None for line in printed)
+    document = json.loads(output.read_text())
+    assert "h200_sxm" in document["pace"] and "hardware" not in document
+    assert (document["late_share"], document["void"]) == (0.005, False)
+    as_it_is, no_own_branches = clients
+    assert {options.mode for _, options in no_own_branches.asked} == {"lr", "lr_sd"}
+    assert "auto" in {options.mode for _, options in as_it_is.asked}
 
 
 def test_an_unknown_row_is_refused_before_anything_starts() -> None:
