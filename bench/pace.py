@@ -26,8 +26,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from bench.kit.measure import LEARNS_FROM, Sample
 from bench.kit.output import PAGES, console_of_any_width, keep_json, print_line
-from bench.kit.pace import AHEAD, BASELINE, LEARNS_FROM, ROWS, SYSTEM, MeasuredHops, Paced, Row, compare, hops, learn, stage
+from bench.kit.pace import AHEAD, BASELINE, ROWS, SYSTEM, MeasuredHops, Paced, Row, compare, hops, learn, stage
 from bench.kit.rows import PROBLEM_SEED
 from bench.kit.serving import demo_spec
 from demo.problems import Problem, problems
@@ -69,6 +70,8 @@ KINDS: Mapping[str, tuple[str, Mapping[str, Row], Mapping[str, Any]]] = {
 NUM_STEPS, NUM_STEPS_AT_A_BOUND = 200, 60
 """Steps of all texts that a prediction is made of: acceptance is chance. The ends of the constants' ranges need fewer, since they
 are only compared with their middle, over the same texts."""
+FIRST = 20
+"""So many of the answers by which a server learns are told by themselves."""
 LIMITS = {Mode.AR: 0.05, Mode.LR: 0.05, Mode.SD: 0.08, Mode.LR_SD: 0.08, Mode.AUTO: 0.08, Mode.LOSSLESS: 0.08}
 """How far a prediction may be off."""
 
@@ -259,11 +262,15 @@ def main(
     asked = list(islice(problems(PROBLEM_SEED, "test"), 2 + num_problems + LEARNS_FROM))
     measured: dict[str, Paced] = {}
     for name, (kind, rows, options) in list(KINDS.items())[: 1 if compiled_only else None]:
-        found = _measure(console, rows, asked, system, temperature, like=paced_as, slow_motion=slow_motion, **options)
+        found, learned = _measure(console, rows, asked, system, temperature, like=paced_as, slow_motion=slow_motion, **options)
         slow_motion = found.spec.slow_motion
         lines = agreements(found)
         show(console, f"{kind}: {num_problems} problems, temperature {temperature:g}, one at a time", found, lines)
-        keep_json(output, name, document(found, lines, "auto" if "auto" in rows else "sd"))
+        told = document(found, lines, "auto" if "auto" in rows else "sd")
+        if learned:
+            told["auto_first_ms_a_token"] = first_ms = _ms_a_token(learned[:FIRST])
+            console.print(f"[dim]auto, its first {FIRST} answers of {LEARNS_FROM}: {first_ms:.2f} ms a token[/]")
+        keep_json(output, name, told)
         measured[name] = found
     console.print(f"written to {output}")
     print_line(console, summary(measured))
@@ -271,14 +278,18 @@ def main(
 
 def _measure(
     console: Console, rows: Mapping[str, Row], asked: Sequence[Problem], system: str, temperature: float, **options: Any
-) -> Paced:
+) -> tuple[Paced, list[Sample]]:
+    """Also the answers by which the server has learned."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lookahead-pace-")))
         with console.status("starting Triton"):
             on = stack.enter_context(stage(demo_spec(), system, asked[:2], folder, console, rows=rows, **options))
-        if "auto" in rows:
-            learn(on, asked[-LEARNS_FROM:], temperature)
-        return compare(on, asked[2:-LEARNS_FROM], temperature, console, rows)
+        learned = learn(on, asked[-LEARNS_FROM:], temperature) if "auto" in rows else []
+        return compare(on, asked[2:-LEARNS_FROM], temperature, console, rows), learned
+
+
+def _ms_a_token(samples: Sequence[Sample]) -> float:
+    return 1e3 * sum(one.latency_s for one in samples) / sum(one.usage.completion_tokens for one in samples)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from bench.kit import pace
 from bench.kit.hardware import cost_ratio
-from bench.kit.measure import ModeReport, Sample, best_baseline, report
+from bench.kit.measure import LEARNS_FROM, ModeReport, Sample, best_baseline, report
 from bench.kit.output import console_of_any_width, print_line, write_json
 from bench.kit.serving import (
     ALONE,
@@ -161,15 +161,15 @@ def at_production_pace(
         trace = show_one(stage.client, questions[0], temperature, console)
         fewer = max(LEAST_PACED_PROBLEMS, int(PACED_PROBLEMS / stage.spec.slow_motion))
         asked = questions[1 : 1 + (num_problems or fewer)]
-        with console.status(f"auto learns from {pace.LEARNS_FROM} other problems"):
-            pace.learn(stage, questions[-pace.LEARNS_FROM :], temperature)
+        with console.status(f"auto learns from {LEARNS_FROM} other problems"):
+            pace.learn(stage, questions[-LEARNS_FROM:], temperature)
         found = pace.compare(stage, asked, temperature, console)
     like = f"{len(asked)} problems at production pace, temperature {temperature:g}, one at a time"
     console.print(table(found.rows, like))
     share = found.realised_share("auto")
     console.print("[dim]speedup: seconds of ar, one uninterrupted request with nothing else running, over the row's;[/]")
     console.print(
-        f"[dim]auto: the request that chooses nothing, after {pace.LEARNS_FROM} others; {share:.0%} of what the loop gains where "
+        f"[dim]auto: the request that chooses nothing, after {LEARNS_FROM} others; {share:.0%} of what the loop gains where "
         "nothing but engines takes time[/]"
     )
     console.print(f"[yellow]{found.spec.pace_label}[/]", highlight=False, soft_wrap=True)
@@ -217,7 +217,7 @@ def main(
 ) -> None:
     """Serve the demo models and compare the modes, at production pace and at this CPU's own."""
     console = console_of_any_width()
-    most = 3 + max(num_problems, paced_problems or PACED_PROBLEMS) + pace.LEARNS_FROM
+    most = 3 + max(num_problems, paced_problems or PACED_PROBLEMS) + LEARNS_FROM
     questions = list(islice(problems(PROBLEM_SEED, "test"), most))
     with tempfile.TemporaryDirectory(prefix="lookahead-demo-") as name:
         folder = Path(name)

@@ -19,7 +19,7 @@ import numpy as np
 from lr_client import Client
 from rich.console import Console
 
-from bench.kit.measure import ModeReport, Sample, report
+from bench.kit.measure import LEARNS_FROM, ModeReport, Sample, report
 from bench.kit.serving import ask, lateness_of, serving
 from bench.kit.turns import in_turns
 from demo.problems import Problem
@@ -55,8 +55,6 @@ SLOW_MOTIONS = (1.0, 2.0, 3.0)
 PROBE = {"max_tokens": 120}
 PROBE_LATE_SHARE = 0.6 * MAX_LATE_SHARE
 """A probe is short: what it comes to leaves room for what it has not seen."""
-LEARNS_FROM = 20
-"""Answers by which a server has learned what pays."""
 TIMEOUT_S = 600.0
 
 
@@ -228,10 +226,9 @@ def stage(
             console.print(f"[dim]{lateness.share:.1%} late on this machine: slower motion[/]")
 
 
-def learn(on: Stage, questions: Sequence[Problem], temperature: float) -> None:
-    """Let the server find out what pays on these, as a request that chooses nothing asks them."""
-    for index, problem in enumerate(questions):
-        on.ask(problem, "learns", {}, temperature, index)
+def learn(on: Stage, questions: Sequence[Problem], temperature: float) -> list[Sample]:
+    """Let the server find out what pays on these, as a request that chooses nothing asks them; its answers."""
+    return [on.ask(problem, "learns", {}, temperature, index)[0] for index, problem in enumerate(questions)]
 
 
 def compare(

@@ -10,8 +10,8 @@ from lr_client import Usage
 
 from bench import pace
 from bench.kit import pace as kit_pace
-from bench.kit.measure import Sample
-from bench.kit.pace import LEARNS_FROM, ROWS, SYSTEM, Paced
+from bench.kit.measure import LEARNS_FROM, Sample
+from bench.kit.pace import ROWS, SYSTEM, Paced
 from bench.kit.serving import demo_spec
 from lr_backend.build.paced import paced
 from lr_backend.emulated.workload import Workload
