@@ -49,6 +49,7 @@ from bench.kit.verifiers import chance, grade
 from demo.problems import Problem, problems, same_step
 from lr_backend.build.paced import paced
 from lr_backend.config import LoopConfig
+from lr_backend.errors import ConfigError
 from lr_backend.hardware.lateness import Lateness
 from lr_backend.policy.formulas import ceiling
 from lr_backend.request import VerifierName
@@ -66,7 +67,7 @@ PARTS = (
     "lr_sd own branches off",
     "auto",
 )
-"""Rows at the pace of a system, unless others are named. Each part of the loop is one of these or its absence."""
+"""Rows at the pace of a system, unless others are named: each part of the loop is on, off or of another size in one of them."""
 VERIFIERS: Mapping[str, Mapping[str, Any]] = {"chance": chance(0.5), "grade": grade(9.0)}
 """That the server has beside its own."""
 
@@ -317,7 +318,9 @@ def hardware_line(hardware: Hardware) -> str:
 def main(
     num_problems: Annotated[int, typer.Option("--problems", min=1, help="Answered by every row.")] = 60,
     num_checked: Annotated[int, typer.Option("--checked", min=0, help="Asked again, untimed, to check what was accepted.")] = 8,
-    names: Annotated[list[str] | None, typer.Option("--row", help="Only these rows; by default all.")] = None,
+    names: Annotated[
+        list[str] | None, typer.Option("--row", help="Only these rows; by default all, at a pace the parts.")
+    ] = None,
     pace: Annotated[str | None, typer.Option(help="A system whose pace the engines keep, such as h200_sxm.")] = None,
     slow_motion: Annotated[
         float, typer.Option(min=1.0, max=100.0, help="With --pace: this machine takes so many times as long.")
@@ -328,9 +331,14 @@ def main(
 ) -> None:
     """Print a table, and one JSON line a row, the default last."""
     console = console_of_any_width()
+    if pace is None and slow_motion != 1.0:
+        raise typer.BadParameter("slow motion is of a pace; give --pace too", param_hint="--slow-motion")
     spec = with_verifiers(demo_spec(), VERIFIERS)
     if pace is not None:
-        spec = paced(spec, pace, slow_motion=slow_motion)
+        try:
+            spec = paced(spec, pace, slow_motion=slow_motion)
+        except ConfigError as error:
+            raise typer.BadParameter(error.message, param_hint="--pace") from None
     config = spec.loop_config()
     try:
         rows = chosen(all_rows(config, () if pace else other_thread_counts(spec)), names or (PARTS if pace else None))

@@ -284,7 +284,7 @@ def _measure(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lookahead-pace-")))
         with console.status("starting Triton"):
             on = stack.enter_context(stage(demo_spec(), system, asked[:2], folder, console, rows=rows, **options))
-        learned = learn(on, asked[-LEARNS_FROM:], temperature) if "auto" in rows else []
+        learned = learn(on, asked[-LEARNS_FROM:], temperature, console) if "auto" in rows else []
         return compare(on, asked[2:-LEARNS_FROM], temperature, console, rows), learned
 
 

@@ -222,7 +222,7 @@ TABLES = (
         "wording",
         "bench.wording",
         "what answers lose by a draft's wording, with a checker that is never wrong",
-        20,
+        25,
         "benchmarks/evaluation.md",
         "wording.json",
         _options("--problems 4 --samples 1"),

@@ -161,8 +161,7 @@ def at_production_pace(
         trace = show_one(stage.client, questions[0], temperature, console)
         fewer = max(LEAST_PACED_PROBLEMS, int(PACED_PROBLEMS / stage.spec.slow_motion))
         asked = questions[1 : 1 + (num_problems or fewer)]
-        with console.status(f"auto learns from {LEARNS_FROM} other problems"):
-            pace.learn(stage, questions[-LEARNS_FROM:], temperature)
+        pace.learn(stage, questions[-LEARNS_FROM:], temperature, console)
         found = pace.compare(stage, asked, temperature, console)
     like = f"{len(asked)} problems at production pace, temperature {temperature:g}, one at a time"
     console.print(table(found.rows, like))
@@ -210,7 +209,7 @@ def on_this_cpu(
 
 def main(
     num_problems: Annotated[int, typer.Option("--problems", min=1, help="At this CPU's own pace.")] = 12,
-    paced_problems: Annotated[int | None, typer.Option(min=1, help="At production pace; by default two minutes' worth.")] = None,
+    paced_problems: Annotated[int | None, typer.Option(min=1, help="At production pace; by default for two minutes.")] = None,
     temperature: Annotated[float, typer.Option(min=0.0, max=5.0)] = 0.6,
     output: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("out/demo.json"),
     layout: Annotated[Layout | None, typer.Option(help="Of processes at this CPU's own pace.")] = None,

@@ -169,7 +169,7 @@ class Settings:
             stream=self.stream,
             trace=self.trace,
             endpoint=endpoint,
-            models=models_hash(deployment) if deployment is not None else "",
+            served_hash=served_hash(deployment) if deployment is not None else "",
             hardware=processor_line(),
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             versions={name: found for name in PACKAGES if (found := _version(name))},
@@ -223,13 +223,13 @@ def run_evaluation(
     return directory
 
 
-def models_hash(deployment: EmbeddedDeployment) -> str:
+def served_hash(deployment: EmbeddedDeployment) -> str:
     """Another one once the spec has changed, or a file of a checkpoint by its size or time: large ones are not read."""
     parts = [deployment.model_dump_json()]
     for folder in sorted({deployment.checkpoint_dir(role) for role in Role}):
-        for path in sorted(folder.rglob("*")):
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             status = path.stat()
-            parts.append(f"{path} {status.st_size} {status.st_mtime_ns}" if path.is_file() else "")
+            parts.append(f"{path.relative_to(folder)} {status.st_size} {status.st_mtime_ns}")
     return sha256_text("\n".join(parts))
 
 

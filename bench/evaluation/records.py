@@ -64,7 +64,7 @@ class RunRecord(_Record):
     """The settings of a run. What is in ``compared()`` must stay the same for a run to go on.
 
     Attributes:
-        models: of a server of our own, a hash of its spec and of its checkpoints' files.
+        served_hash: of the spec of a server of our own, and of its checkpoints' files: names, sizes, times.
     """
 
     version: int = VERSION
@@ -81,7 +81,7 @@ class RunRecord(_Record):
     stream: bool
     trace: bool
     endpoint: str
-    models: str = ""
+    served_hash: str = ""
     hardware: str = ""
     created: str = ""
     versions: dict[str, str] = {}
@@ -99,7 +99,7 @@ class RunRecord(_Record):
             "concurrency",
             "stream",
             "trace",
-            "models",
+            "served_hash",
         )
         turns = {turn.name: turn.fields for turn in self.turns}
         # A server that runs may come back at another address. One of our own must have the same spec, pace included.

@@ -236,7 +236,10 @@ class PunctualLoop(asyncio.SelectorEventLoop):
         return super().time() - self.stopped_s
 
     def stand_still(self, work: Callable[[], object]) -> None:
-        """Do work that takes no time by this clock, and let nobody else on this loop do anything meanwhile."""
+        """Do work that takes no time by this clock, and let nobody else on this loop do anything meanwhile.
+
+        What other processes have begun still ends.
+        """
         started_s = super().time()
         work()
         self.stopped_s += super().time() - started_s

@@ -226,9 +226,10 @@ def stage(
             console.print(f"[dim]{lateness.share:.1%} late on this machine: slower motion[/]")
 
 
-def learn(on: Stage, questions: Sequence[Problem], temperature: float) -> list[Sample]:
+def learn(on: Stage, questions: Sequence[Problem], temperature: float, console: Console) -> list[Sample]:
     """Let the server find out what pays on these, as a request that chooses nothing asks them; its answers."""
-    return [on.ask(problem, "learns", {}, temperature, index)[0] for index, problem in enumerate(questions)]
+    turns = in_turns(("auto",), questions, "auto learns what pays", console)
+    return [on.ask(problem, "learns", {}, temperature, index)[0] for index, problem, _ in turns]
 
 
 def compare(

@@ -89,7 +89,7 @@ def test_what_was_late_before_the_comparison_does_not_count(tried: list[float], 
         assert isinstance(stage.server, SlowServer)
         stage.server.late_s = 0.0
         stage.server.num_asked = 0
-        pace.learn(stage, PROBES, 0.6)
+        pace.learn(stage, PROBES, 0.6, QUIET)
         assert stage.server.num_asked == len(PROBES)
         found = pace.compare(stage, PROBES, 0.6, QUIET)
     assert found.lateness == Lateness(10.0 * len(PROBES) * len(pace.ROWS), 0.0)
