@@ -55,6 +55,7 @@ from lr_backend.policy.formulas import ceiling
 from lr_backend.request import VerifierName
 from lr_backend.verify.verdict import UNCOMPARED
 
+PUBLISHED, PUBLISHED_PACED = PAGES / "ablation.json", PAGES / "ablation_paced.json"
 BASELINE = "ar"
 PARTS = (
     "sd",
@@ -326,7 +327,7 @@ def main(
         float, typer.Option(min=1.0, max=100.0, help="With --pace: this machine takes so many times as long.")
     ] = 1.0,
     temperature: Annotated[float, typer.Option(min=0.0, max=5.0)] = 0.6,
-    output: Annotated[Path | None, typer.Option(help="Where the figures go; by default beside the page.")] = None,
+    output: Annotated[Path, typer.Option(help="Where the figures go; at a pace, by default to ablation_paced.json.")] = PUBLISHED,
     page: Annotated[Path | None, typer.Option(help="Where the table goes as Markdown.")] = None,
 ) -> None:
     """Print a table, and one JSON line a row, the default last."""
@@ -384,7 +385,7 @@ def main(
         "rows": [line.as_dict() for line in result],
         "device": device_line(spec.target.num_threads),
     }
-    write_json(output or PAGES / ("ablation_paced.json" if pace else "ablation.json"), document)
+    write_json(PUBLISHED_PACED if pace and output == PUBLISHED else output, document)
     if page is not None:
         page.write_text(markdown(result), encoding="utf-8")
     for line in result:
