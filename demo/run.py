@@ -180,9 +180,18 @@ def at_production_pace(
 
 
 def on_this_cpu(
-    spec: EmbeddedDeployment, questions: list[Problem], temperature: float, console: Console, folder: Path
+    spec: EmbeddedDeployment,
+    questions: list[Problem],
+    learned: list[Problem],
+    temperature: float,
+    console: Console,
+    folder: Path,
 ) -> dict[str, Any]:
-    """The modes unpaced, each against the best setting of ``ar``."""
+    """The modes unpaced, each against the best setting of ``ar``.
+
+    Args:
+        learned: answered before by the mode that learns.
+    """
     with console.status("timing draft and target alone"), engines_alone(spec, folder / "alone") as alone:
         c = cost_ratio(alone, spec, questions[0])
     with ExitStack() as stack:
@@ -198,6 +207,9 @@ def on_this_cpu(
                     ask(client, questions[0], {"mode": mode}, temperature, index)
                 for other_client in baselines.values():
                     ask(other_client, questions[0], {"mode": "ar"}, temperature, index)
+        with console.status("auto learns what pays"):
+            for index, problem in enumerate(learned):
+                ask(client, problem, {"mode": "auto"}, temperature, index)
         samples = compare(dict.fromkeys(MODES, client), baselines, questions[1:], temperature, console)
     samples, baseline = best_baseline(samples)
     rows = {mode: found for mode, found in report(samples, "ar").items() if mode in MODES}
@@ -221,7 +233,8 @@ def main(
     with tempfile.TemporaryDirectory(prefix="lookahead-demo-") as name:
         folder = Path(name)
         found, trace = at_production_pace(demo_spec(), questions, paced_problems, temperature, console, folder / "paced")
-        own = on_this_cpu(demo_spec(layout), questions[: num_problems + 1], temperature, console, folder)
+        asked, learned = questions[: num_problems + 1], questions[-LEARNS_FROM:]
+        own = on_this_cpu(demo_spec(layout), asked, learned, temperature, console, folder)
     write_json(output, {"temperature": temperature, **own, "pace": found.as_dict()})
     console.print(f"written to {output}")
     if trace is not None:
