@@ -375,13 +375,12 @@ def main(
     result = lines(rows, samples, hardware, config, checked)
     show(console, result, f"{num_problems} problems at temperature {temperature:g}, one at a time, over {setting}")
     console.print(f"[dim]{hardware_line(hardware) if hardware is not None else f'{spec.pace_label}; {lateness}'}[/]")
-    measured_on = {"hardware": hardware.as_dict()} if hardware is not None else {"pace": spec.pace_label}
+    paced_on = {"pace": spec.pace_label, "late_share": lateness.share, "void": lateness.void}
     document = {
         "num_problems": num_problems,
         "temperature": temperature,
         "baseline": setting,
-        **measured_on,
-        **({"late_share": lateness.share, "void": lateness.void} if pace else {}),
+        **({"hardware": hardware.as_dict()} if hardware is not None else paced_on),
         "rows": [line.as_dict() for line in result],
         "device": device_line(spec.target.num_threads),
     }

@@ -89,15 +89,14 @@ class Worker:
         return answer
 
     def ask(self, work: Iteration | Busy) -> Any:
+        if isinstance(work, Iteration):
+            self._known.add(like(work, self._max_kv_tokens))
         self.connection.send(work)
         return self.wait()
 
     def knows(self, iteration: Iteration) -> bool:
-        """Whether one like it has been computed, so that its graph is recorded; from now on it counts as such."""
-        alike = like(iteration, self._max_kv_tokens)
-        known = alike in self._known
-        self._known.add(alike)
-        return known
+        """Whether it was asked for one like it, so that the graph is recorded."""
+        return like(iteration, self._max_kv_tokens) in self._known
 
     def close(self) -> None:
         self.connection.close()

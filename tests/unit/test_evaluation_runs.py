@@ -320,9 +320,8 @@ def test_a_run_does_not_go_on_with_models_that_were_trained_anew(data: DataSet, 
     weights = folder / "model.safetensors"
     weights.write_bytes(b"old")
     demo = demo_spec()
-    own = demo.model_copy(
-        update={role.value: getattr(demo, role.value).model_copy(update={"checkpoint": folder}) for role in Role}
-    )
+    engines = {role.value: demo.engine(role).model_copy(update={"checkpoint": folder}) for role in Role}
+    own = demo.model_copy(update=engines)
 
     before = settings(data).record(f"{OWN_SERVER}demo", own).compared()
     same = settings(data).record(f"{OWN_SERVER}demo", own).compared()
