@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.kit.hardware import device_line, processor_line
+from bench.kit.measure import LEARNS_FROM
 from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
 from bench.kit.serving import LatenessSince, demo_spec, serving, short_texts
 from bench.load import inputs, summary
@@ -44,7 +45,7 @@ NUM_STEPS = 12
 """Of an answer of an emulated deployment: the published ones have hundreds."""
 READY_TIMEOUT_S, WARM_UP_TIMEOUT_S = 60.0, 300.0
 LEARN_ROUNDS = 3
-"""Of requests of mode ``auto`` at each concurrency, before anything is measured."""
+"""Of requests of mode ``auto`` at each concurrency at least, before anything is measured."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,9 @@ class Subject:
     asked: str
 
     @classmethod
-    def of(cls, url: str | None, spec: str, system: str, input_data: Path | None, folder: Path) -> Subject:
+    def of(
+        cls, url: str | None, spec: str, system: str, input_data: Path | None, folder: Path, slow_motion: float = 1.0
+    ) -> Subject:
         """``folder`` holds what is written for it.
 
         Raises:
@@ -72,9 +75,11 @@ class Subject:
         if not url and spec != "demo":
             if input_data is not None:
                 raise LoadError("--input-data goes with --spec demo or --url: an emulated deployment has questions of its own")
-            served = emulated(spec, system, short_texts(DEFAULT_WORKLOAD, NUM_STEPS, folder))
+            served = emulated(spec, system, short_texts(DEFAULT_WORKLOAD, NUM_STEPS, folder), slow_motion=slow_motion)
             told, asked = f"{served.name}: {served.pace_label}", f"{DEFAULT_WORKLOAD}, {NUM_STEPS} steps an answer"
             return cls(told, served, inputs.scripted_anew(served.texts), asked)
+        if slow_motion != 1.0:
+            raise LoadError("--slow-motion goes with an emulated deployment: nothing else keeps a pace")
         path = input_data or inputs.INPUTS / "demo.json"
         rows = inputs.load(path)
         digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
@@ -82,16 +87,28 @@ class Subject:
         return cls(url or spec, None if url else DeploymentSpec.load(spec), lambda name, count: rows, asked)
 
 
-def warm_up(url: str, questions: inputs.Questions, temperature: float, concurrency: Sequence[int]) -> None:
+def warm_up(
+    url: str,
+    questions: inputs.Questions,
+    temperature: float,
+    concurrency: Sequence[int],
+    *,
+    learns_from: int = 0,
+    timeout_s: float = WARM_UP_TIMEOUT_S,
+) -> None:
     """Every series once, and ``auto`` at every concurrency: it learns at each load by itself.
 
     perf_analyzer's own warm-up would begin with the requests that it measures next.
+
+    Args:
+        learns_from: answers of ``auto`` at each concurrency at least.
+        timeout_s: of one answer.
 
     Raises:
         LoadError: the server does not answer.
     """
     auto = next(series for series in SERIES if series.mode == "auto")
-    rounds = [(1, list(SERIES)), *((places, [auto] * (LEARN_ROUNDS * places)) for places in concurrency)]
+    rounds = [(1, list(SERIES)), *((places, [auto] * max(learns_from, LEARN_ROUNDS * places)) for places in concurrency)]
     with Client(url) as client:
         for number, (places, asked) in enumerate(rounds):
             rows = questions(f"warm-up {number}", len(asked))
@@ -101,7 +118,7 @@ def warm_up(url: str, questions: inputs.Questions, temperature: float, concurren
                 options = Options(mode=series.mode, stream=series.stream, temperature=temperature, seed=index)
                 most = row.get("max_tokens", [None])[0]
                 options = replace(options, max_tokens=most) if most else options
-                client.ask(row.get("text_input", ["Why?"])[0], options, timeout_s=WARM_UP_TIMEOUT_S)
+                client.ask(row.get("text_input", ["Why?"])[0], options, timeout_s=timeout_s)
 
             try:
                 with ThreadPoolExecutor(places) as pool:
@@ -160,6 +177,9 @@ def main(
         str, typer.Option(help="What is served where no --url is given: demo, or a deployment on GPUs.")
     ] = DEPLOYMENT,
     system: Annotated[str, typer.Option(help="Whose pace a deployment on GPUs is emulated at.")] = "h200_sxm",
+    slow_motion: Annotated[
+        float, typer.Option(min=1.0, max=100.0, help="Of an emulated deployment: all takes so many times as long.")
+    ] = 1.0,
     input_data: Annotated[
         Path | None,
         typer.Option(help="perf_analyzer input file, with --spec demo or --url; by default the demo's."),
@@ -172,7 +192,9 @@ def main(
     temperature: Annotated[float, typer.Option(min=0.0, max=5.0)] = 0.6,
     first_step_limit_s: Annotated[float, typer.Option("--first-step-limit", min=0.001, help="Goodput: seconds.")] = 1.0,
     latency_limit_s: Annotated[float, typer.Option("--latency-limit", min=0.001, help="Goodput: seconds to the end.")] = 4.0,
-    point_timeout_s: Annotated[float, typer.Option("--point-timeout", min=1.0, help="Of one point, in seconds.")] = 300.0,
+    point_timeout_s: Annotated[
+        float, typer.Option("--point-timeout", min=1.0, help="Of one point, in seconds at the pace.")
+    ] = 300.0,
     perf_analyzer: Annotated[
         Path | None, typer.Option(help="A binary of your own; by default the pinned release is downloaded once.")
     ] = None,
@@ -182,13 +204,13 @@ def main(
 ) -> None:
     """Print a table and one JSON line; plot and figures beside the page, raw files in a folder."""
     errors = Console(stderr=True)
-    session = Session(Results(folder), Limits(first_step_limit_s, latency_limit_s), console_of_any_width())
+    session = Session(Results(folder, slow_motion), Limits(first_step_limit_s, latency_limit_s), console_of_any_width())
     settings: dict[str, object] = {}
     stopped: str | None = None
     try:
         with ExitStack() as stack:
             made = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lookahead-load-")))
-            subject = Subject.of(url, spec, system, input_data, made)
+            subject = Subject.of(url, spec, system, input_data, made, slow_motion)
             analyzer = PerfAnalyzer((str(perf_analyzer),)) if perf_analyzer is not None else obtain(TOOLS)
             settings |= {
                 "perf_analyzer": analyzer.version(),
@@ -204,14 +226,17 @@ def main(
             address = server.grpc_url if server is not None else str(url)
             client = stack.enter_context(Client(address))
             widths = concurrency or CONCURRENCY
-            warm_up(address, subject.questions, temperature, widths)
+            # A server that runs already has learned, or its next answers may take minutes each.
+            learns_from, timeout_s = LEARNS_FROM if server is not None else 0, slow_motion * WARM_UP_TIMEOUT_S
+            warm_up(address, subject.questions, temperature, widths, learns_from=learns_from, timeout_s=timeout_s)
 
             def is_ready() -> bool:
                 return client.is_ready(timeout_s=READY_TIMEOUT_S)
 
             results, fields = session.results, {"temperature": temperature}
             lateness = LatenessSince(server) if server is not None and isinstance(subject.served, EmulatedDeployment) else None
-            sweep = Sweep(analyzer, address, subject.questions, fields, results, point_timeout_s, is_ready, lateness)
+            timeout_s = slow_motion * point_timeout_s
+            sweep = Sweep(analyzer, address, subject.questions, fields, results, timeout_s, is_ready, lateness)
             session.measure(sweep, closed_points(widths, min_requests))
             if rates:
                 session.measure(sweep, open_points(rate or session.rates(), rate_requests))

@@ -74,18 +74,23 @@ class Point:
     def name(self) -> str:
         return f"{self.series.name}/{f'c{self.concurrency}' if self.concurrency is not None else f'r{self.rate:g}'}"
 
-    def arguments(self, url: str, folder: Path) -> list[str]:
-        """perf_analyzer's; the profile export may not exist yet."""
-        only = f"{self.load:g}:{self.load:g}:1"  # without an end, a rate below 1 would be a range up to 1
+    def arguments(self, url: str, folder: Path, slow_motion: float = 1.0) -> list[str]:
+        """perf_analyzer's; the profile export may not exist yet.
+
+        Args:
+            slow_motion: the server takes so many times as long for everything, so arrivals come as much slower.
+        """
+        load = self.load if self.rate is None else self.rate / slow_motion
+        only = f"{load:g}:{load:g}:1"  # without an end, a rate below 1 would be a range up to 1
         if self.concurrency is not None:
-            load = ["--concurrency-range", only]
+            asked = ["--concurrency-range", only]
         else:
             poisson = ["--request-distribution", "poisson", "--max-threads", str(RATE_THREADS)]
-            load = ["--request-rate-range", only, *poisson]
+            asked = ["--request-rate-range", only, *poisson]
         return [
             *("-m", MODEL, "-i", "grpc", "-u", url, "--async", "--streaming"),
             *("--input-data", str(folder / INPUT)),
-            *load,
+            *asked,
             *("--request-count", str(self.num_requests)),
             *("--profile-export-file", str(folder / EXPORT)),
             *("-f", str(folder / CSV), "--verbose-csv"),
@@ -129,9 +134,14 @@ class Runner(Protocol):
 
 @dataclass(frozen=True)
 class Results:
-    """The folder of one run."""
+    """The folder of one run.
+
+    Attributes:
+        slow_motion: of what was measured, which is read as if everything had gone so many times as fast.
+    """
 
     folder: Path
+    slow_motion: float = 1.0
 
     def begin(self, settings: Mapping[str, Any], *, fresh: bool) -> None:
         """Take the folder up, or begin it.
@@ -162,7 +172,7 @@ class Results:
             MalformedExport: it was, and the file has been damaged since.
         """
         path = self.folder / point.name / EXPORT
-        return read_export(path) if path.is_file() else None
+        return [one.sped_up(self.slow_motion) for one in read_export(path)] if path.is_file() else None
 
     def figures(self, points: Iterable[Point], limits: Limits) -> dict[Point, PointFigures]:
         """Of the points that were measured."""
@@ -254,7 +264,7 @@ class Sweep:
                 document = inputs.for_point(asked, fields, point.name, point.num_requests)
                 (folder / INPUT).write_text(json.dumps(document), encoding="utf-8")
                 try:
-                    arguments = point.arguments(self.url, folder)
+                    arguments = point.arguments(self.url, folder, self.results.slow_motion)
                     log, lives = folder / LOG, self.is_ready
                     self.runner.run(arguments, timeout_s=self.point_timeout_s, log=log, server_lives=lives)
                     read_export(folder / EXPORT)  # what cannot be read later is no result

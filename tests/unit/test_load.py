@@ -1,4 +1,4 @@
-"""The load test: what its numbers are made of, what is resumed, and what is said when something fails."""
+"""The load test: what is asked, what is resumed, and what is said when something fails."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import typer
@@ -21,17 +21,7 @@ from bench.kit import serving
 from bench.kit.serving import LatenessSince
 from bench.load import inputs, perf_analyzer, summary
 from bench.load.errors import LoadError
-from bench.load.export import (
-    Limits,
-    MalformedExport,
-    PointFigures,
-    Quantiles,
-    RequestTimes,
-    crossover,
-    figures,
-    parse_export,
-    read_export,
-)
+from bench.load.export import Limits, PointFigures, RequestTimes, figures
 from bench.load.perf_analyzer import PerfAnalyzer, PerfAnalyzerError, last_words
 from bench.load.plot import draw
 from bench.load.sweep import (
@@ -56,119 +46,6 @@ DATA = Path(__file__).parents[1] / "data" / "perf_analyzer"
 LIMITS = Limits(first_step_s=0.5, latency_s=2.0)
 LR = next(series for series in SERIES if series.name == "lr")
 AR = SERIES[0]
-
-
-def times(
-    sent_s: float, text_s: Sequence[float], end_s: float, num_tokens: int = 100, finish_reason: str = "stop"
-) -> RequestTimes:
-    return RequestTimes(sent_s, tuple(text_s), end_s, num_tokens, finish_reason)
-
-
-# What an export says -----------------------------------------------------------------------------------------------
-
-
-def test_a_streamed_export_gives_first_step_gaps_and_end() -> None:
-    requests = read_export(DATA / "lr_streamed.json")
-
-    document = json.loads((DATA / "lr_streamed.json").read_text())
-    entry = document["experiments"][0]["requests"][0]
-    first, stamps, outputs = requests[0], entry["response_timestamps"], entry["response_outputs"]
-    assert len(requests) == 3
-    assert first.latency_s == pytest.approx((stamps[-1] - entry["timestamp"]) / 1e9)
-    assert first.first_step_s == pytest.approx((stamps[0] - entry["timestamp"]) / 1e9)
-    assert len(first.text_s) == sum(bool(output["text_output"]) for output in outputs) == len(outputs) - 1
-    assert first.gaps_s == pytest.approx([(b - a) / 1e9 for a, b in pairwise(stamps[:-1])])
-    assert first.num_tokens == json.loads(outputs[-1]["usage"])["completion_tokens"]
-    assert 0 < first.first_step_s < first.latency_s
-    assert first.finish_reason == "stop"
-
-
-def test_an_answer_in_one_piece_has_no_gaps_and_its_first_step_at_the_end() -> None:
-    for request in read_export(DATA / "ar_whole.json"):
-        assert request.gaps_s == ()
-        assert request.first_step_s == request.latency_s
-
-
-def test_requests_are_sorted_by_when_they_were_sent() -> None:
-    document = json.loads((DATA / "lr_streamed.json").read_text())
-    expected = parse_export(document)
-    document["experiments"][0]["requests"].reverse()
-
-    assert parse_export(document) == expected
-    assert [request.sent_s for request in expected] == sorted(request.sent_s for request in expected)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda document: document.pop("experiments"), "experiments"),
-        (lambda document: document["experiments"].clear(), "not the export of one point"),
-        (lambda document: document["experiments"][0]["requests"].clear(), "no request completed"),
-        (lambda document: document["experiments"][0]["requests"][0]["response_outputs"].pop(), "arrivals"),
-        (lambda document: document["experiments"][0]["requests"][0]["response_outputs"][-1].update(usage=""), "usage"),
-    ],
-)
-def test_what_is_no_export_is_refused_with_a_reason(change: Callable[[Any], None], message: str) -> None:
-    document = json.loads((DATA / "lr_streamed.json").read_text())
-    change(document)
-
-    with pytest.raises(MalformedExport, match=message):
-        parse_export(document)
-
-
-def test_a_damaged_file_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
-    with pytest.raises(MalformedExport, match=r"profile\.json cannot be read"):
-        read_export(path)
-    path.write_text('{"experiments": [')
-    with pytest.raises(MalformedExport, match=r"profile\.json is no JSON"):
-        read_export(path)
-
-
-# Figures -----------------------------------------------------------------------------------------------------------
-
-
-def test_figures_of_a_point() -> None:
-    requests = [
-        times(0.0, [0.2, 0.5, 1.0], 1.0, 100),  # good
-        times(0.5, [1.2, 1.5], 1.5, 50),  # first step after 0.7 s
-        times(1.0, [1.4], 4.0, 150),  # takes 3 s
-        times(2.0, [2.1], 3.0, 0, "deadline"),  # in time, but cut
-    ]
-
-    one = figures(requests, LIMITS)
-
-    assert (one.num_requests, one.num_cut) == (4, 1)
-    assert one.duration_s == 4.0
-    assert (one.requests_per_s, one.tokens_per_s, one.mean_tokens) == (1.0, 75.0, 75.0)
-    assert one.tokens_per_s_per_user == pytest.approx((100 + 50 + 50 + 0) / 4)
-    assert one.arrivals_per_s == pytest.approx(3 / 2.0)
-    assert (one.goodput_rps, one.good_share) == (0.25, 0.25)
-    assert one.latency_s.p50 == pytest.approx(1.0)
-    assert one.latency_s.mean == pytest.approx(1.5)
-    assert one.first_step_s.p50 == pytest.approx((0.2 + 0.4) / 2)
-    assert one.gap_s.p50 == pytest.approx(0.3)
-    assert one.token_s == pytest.approx(6.0 / 300)
-
-
-def test_quantiles_interpolate_between_order_statistics() -> None:
-    assert Quantiles.of([3.0, 1.0, 2.0]) == Quantiles(2.0, pytest.approx(2.8), pytest.approx(2.98), 2.0)
-    assert Quantiles.of([]) == Quantiles(None, None, None, None)
-
-
-def test_a_limit_is_kept_up_to_and_with_its_value() -> None:
-    assert LIMITS.kept_by(times(0.0, [0.5], 2.0))
-    assert not LIMITS.kept_by(times(0.0, [0.51], 2.0))
-    assert not LIMITS.kept_by(times(0.0, [0.5], 2.01))
-    assert not LIMITS.kept_by(times(0.0, [], 1.0))  # no text before the end, which is past the first limit
-
-
-@pytest.mark.parametrize(
-    ("ratios", "load"),
-    [([1.4, 1.2, 0.8], 3.0), ([1.4, 1.2, 1.0], None), ([0.9, 0.8, 0.7], None), ([1.0, 0.5, 0.4], 1.0), ([0.9, 1.1, 0.9], 3.0)],
-)
-def test_the_crossover_is_where_the_speedup_falls_below_one(ratios: list[float], load: float | None) -> None:
-    assert crossover([1.0, 2.0, 4.0], ratios) == (None if load is None else pytest.approx(load))
 
 
 # Points ------------------------------------------------------------------------------------------------------------
@@ -201,6 +78,14 @@ def test_arguments_are_perf_analyzers(tmp_path: Path) -> None:
     poisson = Point(LR, rate=0.55, num_requests=16).arguments("127.0.0.1:8001", tmp_path)
     assert poisson[poisson.index("--request-rate-range") + 1] == "0.55:0.55:1"
     assert poisson[poisson.index("--request-distribution") + 1] == "poisson"
+
+
+def test_in_slow_motion_arrivals_come_slower_and_as_many_are_in_flight(tmp_path: Path) -> None:
+    closed = Point(LR, concurrency=4, num_requests=16).arguments("127.0.0.1:8001", tmp_path, slow_motion=4.0)
+    assert closed[closed.index("--concurrency-range") + 1] == "4:4:1"
+
+    poisson = Point(LR, rate=0.6, num_requests=16).arguments("127.0.0.1:8001", tmp_path, slow_motion=4.0)
+    assert poisson[poisson.index("--request-rate-range") + 1] == "0.15:0.15:1"
 
 
 # A sweep, with a scripted perf_analyzer ------------------------------------------------------------------------------
@@ -347,6 +232,17 @@ def test_a_connection_that_came_too_late_is_tried_again(tmp_path: Path) -> None:
 
     assert sweep_of(tmp_path, analyzer).run(POINTS, ignore) == {}
     assert analyzer.asked == ["ar! 1", "lr 1", "lr 1", "lr r1"]
+
+
+def test_what_was_measured_in_slow_motion_is_told_at_the_pace(tmp_path: Path) -> None:
+    slow = replace(sweep_of(tmp_path, analyzer := ScriptedAnalyzer()), results=Results(tmp_path / "load", slow_motion=4.0))
+    slow.run(POINTS, ignore)
+
+    assert analyzer.asked == ["ar! 1", "lr 1", "lr r0.25"]
+    as_written = Results(tmp_path / "load").figures(POINTS, LIMITS)
+    for point, one in slow.results.figures(POINTS, LIMITS).items():
+        assert one.latency_s.mean == pytest.approx(as_written[point].latency_s.mean / 4.0)
+        assert one.tokens_per_s == pytest.approx(4.0 * as_written[point].tokens_per_s)
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
@@ -525,7 +421,7 @@ def found() -> dict[Point, PointFigures]:
     result = {}
     for series, factor in ((AR, 1.0), (LR, 0.5)):
         for width, slow in ((1, 1.0), (4, 1.0 if series == AR else 4.0)):
-            requests = [times(0.1 * n, [0.1 * n + 0.2], 0.1 * n + factor * slow) for n in range(4)]
+            requests = [RequestTimes(0.1 * n, (0.1 * n + 0.2,), 0.1 * n + factor * slow, 100, "stop") for n in range(4)]
             result[Point(series, concurrency=width, num_requests=4)] = figures(requests, LIMITS)
         result[Point(series, rate=1.0, num_requests=4)] = figures(requests, LIMITS)
     return result
@@ -547,6 +443,42 @@ def test_the_plot_is_drawn_of_whatever_there_is(found: dict[Point, PointFigures]
     for name, some in {"all": found, "one": dict([next(iter(found.items()))]), "none": {}}.items():
         draw(some, LIMITS, "title", tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_only_what_keeps_a_pace_has_slow_motion(tmp_path: Path) -> None:
+    slow = command.Subject.of(None, "qwen3-32b-apart", "h200_sxm", None, tmp_path, slow_motion=4.0)
+    assert "4 times as long" in slow.told
+
+    for url, spec in (("127.0.0.1:9", "demo"), (None, "demo")):
+        assert command.Subject.of(url, spec, "h200_sxm", None, tmp_path).told == (url or "demo")
+        with pytest.raises(LoadError, match="--slow-motion goes with an emulated deployment"):
+            command.Subject.of(url, spec, "h200_sxm", None, tmp_path, slow_motion=4.0)
+
+
+def test_a_warm_up_asks_each_series_once_and_auto_until_it_has_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, bool, float | None]] = []
+
+    class Scripted:
+        def __init__(self, url: str) -> None:
+            self.url = url
+
+        def __enter__(self) -> Scripted:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def ask(self, question: str, options: command.Options, *, timeout_s: float) -> None:
+            asked.append((str(options.mode), bool(options.stream), timeout_s))
+
+    monkeypatch.setattr(command, "Client", Scripted)
+    rows = inputs.load(inputs.INPUTS / "demo.json")
+
+    command.warm_up("here", lambda name, count: rows, 0.6, (1, 20), learns_from=50, timeout_s=7.0)
+
+    each, learned = asked[: len(SERIES)], asked[len(SERIES) :]
+    assert sorted(each) == sorted((series.mode, series.stream, 7.0) for series in SERIES)
+    assert learned == [("auto", True, 7.0)] * (50 + 60)
 
 
 def test_without_a_server_the_command_says_so_and_ends(tmp_path: Path) -> None:
