@@ -52,13 +52,16 @@ class RequestAudit:
         spent = self._is_spent() if self._settled is None else self._settled
         return VerifierName.EXACT if spent else self._name
 
+    @property
+    def takes_only_equal(self) -> bool:
+        """The budget is spent."""
+        return self._budget > 0.0 and self.decides != self._name
+
     def allowed(self, verifier: Verifier) -> Verifier:
         """``verifier``, or while the budget is spent the exact one."""
         if self.decides == self._name:
             return verifier
-        assert self._desk is not None
-        self._desk.counts_of(self._name).num_requests_spent += not self._was_spent
-        self._was_spent = True
+        self._note_spent()
         return self._exact
 
     def decided(self, verdict: Verdict | None, place: int, pair_of: Callable[[], StepPair]) -> None:
@@ -69,7 +72,11 @@ class RequestAudit:
             place: tokens before the step.
             pair_of: the pair that the verdict is about.
         """
-        if self._desk is None or verdict is None or audit_draw(self._seed, place) >= self._share:
+        if self._desk is None or verdict is None:
+            return
+        if verdict.reason is Reason.RISK_BUDGET:
+            self._note_spent()
+        if audit_draw(self._seed, place) >= self._share:
             return
         if verdict.accepted and verdict.reason is not Reason.EXACT:
             self._num_taken += self._desk.offer(AuditCase(pair_of(), self._name, done=self._done))
@@ -91,6 +98,11 @@ class RequestAudit:
             "false_accept_rate_high": estimate.high if known else None,
             "risk_budget_spent": self._was_spent,
         }
+
+    def _note_spent(self) -> None:
+        assert self._desk is not None
+        self._desk.counts_of(self._name).num_requests_spent += not self._was_spent
+        self._was_spent = True
 
     def _is_spent(self) -> bool:
         return self._desk is not None and self._budget > 0.0 and self._desk.estimate(self._name).exceeds(self._budget)

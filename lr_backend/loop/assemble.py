@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -18,7 +18,7 @@ from lr_backend.loop.ledger import Ledger, MeteredEngine
 from lr_backend.loop.loop import LookaheadLoop
 from lr_backend.loop.seeds import Seeds
 from lr_backend.loop.writer import DraftTokens, StepWriter
-from lr_backend.policy.policy import Fixed, Learned, Measured
+from lr_backend.policy.policy import Fixed, Learned, Measured, RequestPolicy
 from lr_backend.propose import DraftModel, Lookup, NGram, Proposer
 from lr_backend.request import LookaheadRequest, ProposerName, VerifierName
 from lr_backend.steps.rules import StepRules
@@ -86,19 +86,19 @@ def assemble(request: LookaheadRequest, prompt_ids: IntArray, request_id: str, s
     # A draft with a temperature of its own is to differ from the target, where drafted steps are accepted for their meaning.
     coupled = config.coupled_noise and (config.draft_temperature is None or not judges)
     seeds = Seeds(request.seed, coupled=coupled, by_step=judges)
-    draft_tokens = _draft_tokens(request, server, ledger, request_id, seeds)
+
+    def draft_failed() -> None:
+        ledger.degrade("draft")
+        policy.keep_alone()
+
+    draft_tokens = _draft_tokens(request, server, ledger, request_id, seeds, draft_failed)
     num_engine_drafts = _most_draft_tokens(request, config) if request.proposer == ProposerName.ENGINE else 0
     writer = partial(StepWriter, sampling=request.sampling, seeds=seeds, request_id=request_id, ledger=ledger)
 
     # Before the policy, which keeps what it learns by the verifier's name: a client may make one up.
     verifier = make_verifier(request, config, verifier_parts(metered, request, server))
-    max_depth = min(request.max_depth, limits.max_depth) if request.mode.speculates_steps else 0
     can_draft = draft_tokens is not None or num_engine_drafts > 0
-    policy = (
-        Measured(request, learned, max_depth, request.effective_verifier, can_draft, config.engine_always_drafts)
-        if _chooses(request)
-        else Fixed(request, learned, max_depth, can_draft)
-    )
+    policy = _policy(request, server, len(prompt_ids), can_draft=can_draft)
     text = TextStream(models.tokenizer, request.stop)
     max_tokens = min(request.max_tokens, limits.max_tokens)
     unmetered = verifier_parts(server.engines, request, server)
@@ -157,12 +157,24 @@ def _chooses(request: LookaheadRequest) -> bool:
     return request.mode.chooses and not request.deterministic
 
 
+def _policy(request: LookaheadRequest, server: Server, num_prompt_tokens: int, *, can_draft: bool) -> RequestPolicy:
+    """``can_draft``: there are draft tokens to be had."""
+    config, learned = server.config, server.learned
+    max_depth = min(request.max_depth, config.limits.max_depth) if request.mode.speculates_steps else 0
+    if not _chooses(request):
+        return Fixed(request, learned, max_depth, can_draft)
+    verifier, must_draft = request.effective_verifier, config.engine_always_drafts
+    return Measured(request, learned, max_depth, verifier, can_draft, must_draft, num_prompt_tokens)
+
+
 def _most_draft_tokens(request: LookaheadRequest, config: LoopConfig) -> int:
     """Draft tokens for one pass of the target, at most; 0 in a mode that has none."""
     return min(request.num_draft_tokens, config.limits.max_draft_len) if request.mode.speculates_tokens else 0
 
 
-def _draft_tokens(request: LookaheadRequest, server: Server, ledger: Ledger, request_id: str, seeds: Seeds) -> DraftTokens | None:
+def _draft_tokens(
+    request: LookaheadRequest, server: Server, ledger: Ledger, request_id: str, seeds: Seeds, failed: Callable[[], None]
+) -> DraftTokens | None:
     """Where draft tokens come from that the loop hands over; None: there are none, or the engine writes its own."""
     config = server.config
     most = _most_draft_tokens(request, config)
@@ -174,7 +186,8 @@ def _draft_tokens(request: LookaheadRequest, server: Server, ledger: Ledger, req
     if request.proposer == ProposerName.NGRAM:
         return DraftTokens(Lookup(NGram()), most, one_hot_vocab)
     if request.proposer != ProposerName.DRAFT_MODEL:
-        return DraftTokens(Lookup(server.models.proposers[request.proposer]), most, one_hot_vocab)
+        proposer, num_ids = server.models.proposers[request.proposer], len(server.models.tokenizer)
+        return DraftTokens(Lookup(proposer, num_ids), most, one_hot_vocab)
     timeout_s = None if request.deterministic else config.timeouts.draft_s
     source = DraftModel(
         engine=MeteredEngine(server.engines.draft, Role.DRAFT, ledger, timeout_s=timeout_s, drafts_tokens=True),
@@ -182,8 +195,8 @@ def _draft_tokens(request: LookaheadRequest, server: Server, ledger: Ledger, req
         request_id=request_id,
         seed=seeds.draft_tokens,
         tokens_a_call=most,
-        available=lambda: "draft" not in ledger.degraded,
-        failed=lambda: ledger.degrade("draft"),
+        available=lambda: not ledger.draft_failed,
+        failed=failed,
         proposed=ledger.draft_tokens_verified,
         patient=request.deterministic,
     )

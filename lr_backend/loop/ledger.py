@@ -13,9 +13,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 
 from lr_backend.clock import Clock
+from lr_backend.contract import IntArray
 from lr_backend.engine import Engine, EngineCall, Generation, Role
 from lr_backend.errors import EngineError, EngineTimeout
 from lr_backend.loop.tree import Decision, Node
+from lr_backend.policy.prices import LONG_PROMPT
 from lr_backend.request import Mode, StepRecord, Usage, rate
 from lr_backend.steps.tokens import num_equal
 from lr_backend.trace.schema import Purpose
@@ -134,6 +136,14 @@ class Ledger:
         """Note once that the answer goes on without something."""
         self.degraded.setdefault(what, self.now_s())
 
+    @property
+    def draft_failed(self) -> bool:
+        return "draft" in self.degraded
+
+    def num_read(self, prefix: IntArray) -> int:
+        """Tokens of the prompt, where it is all that a step after ``prefix`` finds."""
+        return len(prefix) if len(prefix) == self.prompt_tokens else 0
+
     def drafts_verified(self, num_proposed: int, num_accepted: int) -> None:
         """Count one verification of draft tokens."""
         self.num_proposed += num_proposed
@@ -141,18 +151,27 @@ class Ledger:
         self.verifications.append((num_proposed, num_accepted))
 
     def timed_verifications(self) -> Iterator[tuple[int, int, float]]:
-        """Draft tokens proposed and accepted, and seconds, of every verification that has come to its end."""
-        for span in self.spans:
-            if span.role is Role.TARGET and span.num_proposed and not (span.cancelled or span.failed):
+        """Draft tokens proposed and accepted, and seconds, of every verification that has come to its end.
+
+        Here and below: but for those that read a long prompt.
+        """
+        for span in self._timed(Role.TARGET):
+            if span.num_proposed:
                 assert span.finished_s is not None
                 yield span.num_proposed, span.num_accepted, span.finished_s - span.started_s
 
     def timed_draft_calls(self) -> Iterator[tuple[int, float]]:
         """Tokens and seconds of every call of the draft that has come to its end."""
-        for span in self.spans:
-            if span.role is Role.DRAFT and span.num_tokens and not (span.cancelled or span.failed):
+        for span in self._timed(Role.DRAFT):
+            if span.num_tokens:
                 assert span.finished_s is not None
                 yield span.num_tokens, span.finished_s - span.started_s
+
+    def _timed(self, role: Role) -> Iterator[CallSpan]:
+        least = self.prompt_tokens if self.prompt_tokens >= LONG_PROMPT else 0
+        for span in self.spans:
+            if span.role is role and not (span.cancelled or span.failed) and span.num_prompt_tokens > least:
+                yield span
 
     def draft_tokens_verified(self, call_id: str, num_proposed: int, num_accepted: int) -> None:
         """Of those that a call of the draft model has written, some were verified."""

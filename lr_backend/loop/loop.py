@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -37,7 +36,7 @@ from lr_backend.request import FinishReason, LookaheadRequest, Origin
 from lr_backend.steps.rules import Ending, StepRules
 from lr_backend.steps.step import Step
 from lr_backend.trace.schema import Purpose
-from lr_backend.verify import ExactVerifier, Reason, StepPair, Verifier
+from lr_backend.verify import UNASKED, ExactVerifier, Reason, StepPair, Verifier
 
 STRETCH_STEPS = 4
 """The longest steps that one call of the target alone may hold. A further call costs one admission."""
@@ -153,7 +152,7 @@ class LookaheadLoop:
     def _expand(self, tree: Tree) -> None:
         """Start every drafted step and every target step that the window allows."""
         targets = tree.start_targets()
-        for node in tree.start_drafts():
+        for node in () if self.ledger.draft_failed else tree.start_drafts():
             self._drafting[node] = GrowingText()
             self._work.start(node, Purpose.DRAFTED_STEP, partial(self._draft, tree, node))
         for node in targets:
@@ -168,15 +167,14 @@ class LookaheadLoop:
     def _advance(self, tree: Tree) -> None:
         """Move the root as far as verdicts allow: commit what it passes, cancel what has lost."""
         answer = self.answer
-        while answer.finish is None and answer.is_reasoning and (decision := tree.decide()) is not None:
+        while answer.finish is None and answer.is_reasoning and (decision := tree.decide(only_equal=self.audit.takes_only_equal)):
             accepted, compared = decision.winner is not None, decision.compared
             self._cancel(decision.discarded)
             self.ledger.root_moved(decision)
             verdict = compared.verdict if compared is not None else None
             self.audit.decided(verdict, len(decision.position.prefix), partial(self._pair_decided, decision))
-            if compared is not None:
-                drafted = compared.drafted
-                self.shared.decided(self.audit.decides, accepted, drafted.log_prob if drafted is not None else None)
+            if (first := decision.first) is not None:
+                self.shared.decided(self.audit.decides, *first)
             origin = Origin.DRAFT if accepted else Origin.CORRECTION if compared is not None else Origin.TARGET
             answer.commit(decision.step, origin, decision.reason, decision)
             was_accepted = accepted if compared is not None else None
@@ -202,7 +200,7 @@ class LookaheadLoop:
         # In pieces, where the target verifies them while they are written.
         in_pieces = is_first and drafts is not None and drafts.source.follows_drafted and self.policy.verifies_drafts
         try:
-            with self.shared.prices.drafting() as work:
+            with self.shared.prices.drafting(self.ledger.num_read(node.prefix)) as work:
                 step = await self.draft.draft(
                     node.prefix,
                     self._budget(node.prefix),
@@ -242,10 +240,10 @@ class LookaheadLoop:
         # Before the reasoning is known to have begun, and in a tool call, only the same tokens will do.
         by_meaning = self.answer.may_accept_by_meaning(node.prefix, target)
         verifier = self.audit.allowed(self.verifier) if by_meaning else ExactVerifier()
-        # What takes the verifier's place takes no time, and says nothing of the verifier's.
-        prices = self.shared.prices
-        with prices.verdict(self.request.effective_verifier) if verifier is self.verifier else nullcontext():
-            verdict = await verifier.verify(pair)
+        began_s, verdict = self.ledger.now_s(), await verifier.verify(pair)
+        # What takes the verifier's place, or says that it has failed, says nothing of the verifier's time.
+        if verifier is self.verifier and verdict.reason not in UNASKED:
+            self.shared.prices.judged(self.request.effective_verifier, self.ledger.now_s() - began_s)
         if verdict.reason is Reason.JUDGE_ERROR:
             self.ledger.degrade("judge")
         if verdict.reason is Reason.VERIFIER_ERROR:
@@ -265,10 +263,11 @@ class LookaheadLoop:
 
     async def _target_step(self, prefix: IntArray, most: int, ending: Ending, node: Node | None = None) -> Step:
         """The target's step after ``prefix``, timed; with draft tokens where they pay."""
-        drafts, sibling = self.policy.verifies_drafts, node.sibling if node is not None else 0
+        tokens, sibling = self.target.draft_tokens, node.sibling if node is not None else 0
+        drafts = self.policy.verifies_drafts and (tokens is None or tokens.source.is_available)
         first = node.children[0] if node is not None and node.children else None
-        with self.shared.prices.step(drafts=drafts) as work:
-            if drafts and self.target.draft_tokens is not None:
+        with self.shared.prices.step(drafts=drafts, num_read=self.ledger.num_read(prefix)) as work:
+            if drafts and tokens is not None:
                 drafted = self._drafting.get(first) if first is not None else None
                 step = await self.target.verify(prefix, most, ending, sibling=sibling, drafted=drafted)
             else:
@@ -281,12 +280,12 @@ class LookaheadLoop:
     @property
     def _depth(self) -> int:
         """How far to look ahead from here; 0: the target alone. A failed draft is never asked again."""
-        return 0 if "draft" in self.ledger.degraded else self.policy.depth
+        return 0 if self.ledger.draft_failed else self.policy.depth
 
     @property
     def _num_alone(self) -> int:
         """Tokens that the target writes before looking ahead may pay again."""
-        steps = None if "draft" in self.ledger.degraded else self.policy.alone_steps()
+        steps = None if self.ledger.draft_failed else self.policy.alone_steps()
         return self.answer.num_left if steps is None else min(self.answer.num_left, ceil(steps * self.shared.step_tokens))
 
     def _has_come_to_rest(self, tree: Tree) -> bool:

@@ -128,6 +128,15 @@ class Decision:
     discarded: tuple[Node, ...]
     depth: int = 0
 
+    @property
+    def first(self) -> tuple[bool, float | None] | None:
+        """Whether the first drafted step was accepted, and its log-probability; None: there was none, as the draft failed or
+        was not asked. What became of the others depends on it."""
+        child = self.position.children[0] if self.position.children else None
+        if child is None or child.verdict is None or child.verdict.reason is Reason.DRAFT_ERROR:
+            return None
+        return child.verdict.accepted, child.drafted.log_prob if child.drafted is not None else None
+
 
 @dataclass
 class Horizon:
@@ -309,11 +318,14 @@ class Tree:
 
     # How the root moves --------------------------------------------------------------------------------------------
 
-    def decide(self) -> Decision | None:
+    def decide(self, *, only_equal: bool = False) -> Decision | None:
         """The next move of the root, or None while something that it depends on is still open. Moves the root.
 
         The lowest accepted sibling wins, once all lower ones are decided, so the result does not depend on which verdict
         came first. A draft still running when the root's target step is there is late.
+
+        Args:
+            only_equal: by now other tokens than the target's are not taken, whatever a verdict said before.
         """
         root = self.root
         if root.target is None:
@@ -322,8 +334,11 @@ class Tree:
             if child.drafting is Drafting.RUNNING and not self.wait_for_drafts:
                 child.drafting = Drafting.DROPPED
                 child.verdict = Verdict(False, Reason.LATE)
+        for child in root.children:
             if child.verdict is None:
                 return None
+            if only_equal and child.verdict.accepted and child.verdict.reason is not Reason.EXACT:
+                child.verdict = Verdict(False, Reason.RISK_BUDGET)
             if child.verdict.accepted:
                 return self._accept(child)
         return self._correct()

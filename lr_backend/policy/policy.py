@@ -19,7 +19,7 @@ from lr_backend.policy.acceptance import Acceptance
 from lr_backend.policy.draft_length import DraftLength
 from lr_backend.policy.formulas import speedup
 from lr_backend.policy.others import Alone, Others
-from lr_backend.policy.prices import Prices
+from lr_backend.policy.prices import LONG_PROMPT, Prices
 from lr_backend.policy.trial import LEAST_STEPS, Predict, Trial, Way
 from lr_backend.request import LookaheadRequest, ProposerName
 
@@ -159,8 +159,7 @@ class Learned:
     def price_of_row(self) -> float:
         """By which share one sequence more slows down the target, with those in flight."""
         prices = self.prices
-        crowding = max(prices.target.values(), key=lambda one: one.token_s.count).crowding
-        return crowding.slowdown(max(0, prices.num_sequences - 1), 1) - 1.0
+        return prices.usual.crowding.slowdown(max(0, prices.num_sequences - 1), 1) - 1.0
 
     @property
     def least_chance(self) -> float:
@@ -257,6 +256,7 @@ class Measured:
         verifier: who decides on drafted steps.
         can_draft: there are draft tokens to be had.
         must_draft: the target writes nothing without them.
+        num_prompt_tokens: to be read before the first step.
     """
 
     request: LookaheadRequest
@@ -265,12 +265,16 @@ class Measured:
     verifier: str
     can_draft: bool
     must_draft: bool = False
+    num_prompt_tokens: int = 0
     _ways: tuple[Way, ...] = field(init=False)
     _way: Way = field(init=False)
     _since_s: float = field(init=False)
     _is_alone: bool = False
+    _reads: bool = field(init=False)
+    """Reading the prompt is most of what the next step takes."""
 
     def __post_init__(self) -> None:
+        self._reads = self.num_prompt_tokens >= LONG_PROMPT
         depths = (True, False) if self.max_depth else (False,)
         drafts = (self.can_draft,) if self.must_draft or not self.can_draft else (True, False)
         self._ways = tuple(Way(ahead, one) for ahead in depths for one in drafts)
@@ -313,10 +317,10 @@ class Measured:
         self.verifier = verifier or self.verifier  # once a risk budget is spent, only equal tokens are accepted
         now_s = self.shared.prices.clock()
         # What was drafted before looking ahead has stopped was paid for then.
-        if not self._is_alone and (self._way.ahead or accepted is None):
+        if not self._is_alone and not self._reads and (self._way.ahead or accepted is None):
             seconds = now_s - self._since_s - (0.0 if accepted is None else self._luck_s(accepted))
             self.shared.committed(self._of, self._way, seconds, num_tokens, num_steps, self._predicted, fresh=not accepted)
-        self._since_s, self._way = now_s, self._way_now
+        self._since_s, self._way, self._reads = now_s, self._way_now, False
 
     @property
     def _of(self) -> tuple[str, str, tuple[Way, ...]]:

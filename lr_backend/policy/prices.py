@@ -117,6 +117,10 @@ class Work:
     num_tokens: int = 0
 
 
+LONG_PROMPT = 1024
+"""Tokens of a prompt from which on the step that reads it says little of what a token takes."""
+
+
 @dataclass
 class TargetPrices:
     """Of the target's steps, all with draft tokens or all without.
@@ -150,6 +154,8 @@ class Prices:
         self._tell = tell or self.learn
         self.target = {False: TargetPrices(), True: TargetPrices()}
         """By whether draft tokens are verified."""
+        self._verifies = Average()
+        """Share of the steps whose draft tokens were."""
         self.drafted_token_s = Average()
         self.step_tokens = Average()
         self.verdict_s: defaultdict[str, Average] = defaultdict(Average)
@@ -166,6 +172,11 @@ class Prices:
         """Target sequences in flight, of all processes."""
         return self._sequences.count + self._others.num_sequences
 
+    @property
+    def usual(self) -> TargetPrices:
+        """Of the steps that have lately been more."""
+        return self.target[(self._verifies.value or 0.0) > 0.5]
+
     def learn(self, kind: str, *values: Any) -> None:
         """Take in what this process or another one has measured."""
         match kind, values:
@@ -173,6 +184,7 @@ class Prices:
                 found = self.target[drafts]
                 found.crowding.add(companions, token_s, num_tokens)
                 found.token_s.add(token_s)
+                self._verifies.add(float(drafts))
             case "drafted", (token_s, num_tokens):
                 self.drafted_token_s.add(token_s)
                 self.step_tokens.add(num_tokens)
@@ -189,8 +201,12 @@ class Prices:
             self.num_requests -= 1
 
     @contextmanager
-    def step(self, *, drafts: bool) -> Iterator[Work]:
-        """The target writes: a companion to the others while it does, and timed by token if it comes to its end."""
+    def step(self, *, drafts: bool, num_read: int = 0) -> Iterator[Work]:
+        """The target writes: a companion to the others while it does, and timed by token if it comes to its end.
+
+        Args:
+            num_read: tokens of the prompt, where this step is the first to read it.
+        """
         work, started, found = Work(), self.clock(), self.target[drafts]
         elsewhere, before = self._others.num_sequences, self._change(+1)
         found.num_under_way += 1
@@ -200,7 +216,7 @@ class Prices:
             after = self._change(-1)
             found.num_under_way -= 1
         seconds = self.clock() - started
-        if seconds > 0.0 and work.num_tokens:
+        if seconds > 0.0 and work.num_tokens and num_read < LONG_PROMPT:
             # Of the other processes two looks have to do.
             companions = (after - before) / seconds - 1.0 + (elsewhere + self._others.num_sequences) / 2.0
             self._tell("step", drafts, max(0.0, companions), seconds / work.num_tokens, work.num_tokens)
@@ -211,16 +227,13 @@ class Prices:
         return seconds
 
     @contextmanager
-    def drafting(self) -> Iterator[Work]:
-        """The draft writes a step; timed by token if it comes to its end."""
+    def drafting(self, num_read: int = 0) -> Iterator[Work]:
+        """The draft writes a step; timed by token if it comes to its end. ``num_read`` as in :meth:`step`."""
         work, started = Work(), self.clock()
         yield work
-        if work.num_tokens:
+        if work.num_tokens and num_read < LONG_PROMPT:
             self._tell("drafted", (self.clock() - started) / work.num_tokens, work.num_tokens)
 
-    @contextmanager
-    def verdict(self, verifier: str) -> Iterator[None]:
-        """A verdict is made; timed if it comes to its end."""
-        started = self.clock()
-        yield
-        self._tell("verdict", verifier, self.clock() - started)
+    def judged(self, verifier: str, seconds: float) -> None:
+        """A verdict took so long."""
+        self._tell("verdict", verifier, seconds)

@@ -7,7 +7,8 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import takewhile
+from typing import ClassVar, Protocol
 
 import numpy as np
 
@@ -35,26 +36,35 @@ class Proposer(Protocol):
 
 @dataclass(frozen=True)
 class Lookup:
-    """The :class:`~lr_backend.propose.proposal.DraftSource` of a proposer: its answers for one text after another."""
+    """The :class:`~lr_backend.propose.proposal.DraftSource` of a proposer: its answers for one text after another.
+
+    Attributes:
+        num_ids: token ids that there are; what is proposed ends before any other. None: it proposes no other.
+    """
 
     proposer: Proposer
-    follows_drafted = False
+    num_ids: int | None = None
+    follows_drafted: ClassVar[bool] = False
+    is_available: ClassVar[bool] = True
 
     @asynccontextmanager
     async def step(self, prefix: IntArray, stop_words: IntArray, room: Room, drafted: GrowingText | None) -> AsyncIterator[_Step]:
-        yield _Step(self.proposer, prefix)
+        yield _Step(self.proposer, prefix, self.num_ids)
 
 
 @dataclass
 class _Step:
     proposer: Proposer
     prefix: IntArray
+    num_ids: int | None
     _plain_tokens: int = LEAST_PLAIN
 
     async def next(self, written: Sequence[int], max_tokens: int) -> Proposal:
         context = np.concatenate([self.prefix, np.asarray(written, dtype=np.int32)])
         try:
             found = tuple(int(token) for token in await self.proposer.propose(context, max_tokens))[:max_tokens]
+            if self.num_ids is not None:
+                found = tuple(takewhile(range(self.num_ids).__contains__, found))
         except (Exception, asyncio.CancelledError) as error:  # a deployment's own code may raise anything
             if own_task_is_cancelled(error):
                 raise

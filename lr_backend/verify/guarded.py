@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass, replace
 
 from lr_backend.errors import own_task_is_cancelled
-from lr_backend.verify.verdict import Reason, StepPair, Verdict, Verifier
+from lr_backend.verify.verdict import SETTLED, Reason, StepPair, Verdict, Verifier
 
 _logger = logging.getLogger(__name__)
 
@@ -33,4 +33,6 @@ class GuardedVerifier:
             return Verdict(False, Reason.VERIFIER_ERROR, verifier=self.name)
         if not isinstance(verdict, Verdict):
             return Verdict(False, Reason.GARBAGE, verifier=self.name)
-        return replace(verdict, verifier=verdict.verifier or self.name)
+        # What is settled without a verifier is not its to say: equal tokens are never audited.
+        reason = Reason.PLUG_IN if verdict.reason in SETTLED else verdict.reason
+        return replace(verdict, reason=reason, verifier=verdict.verifier or self.name)

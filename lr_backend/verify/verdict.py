@@ -53,6 +53,10 @@ class Reason(StrEnum):
 
 UNCOMPARED = frozenset({Reason.NONE, Reason.LATE, Reason.DRAFT_ERROR, Reason.DUPLICATE})
 """Reasons of a step for which no drafted step was compared with the target's."""
+SETTLED = UNCOMPARED | {Reason.EXACT, Reason.RISK_BUDGET}
+"""Reasons that no verifier gives."""
+UNASKED = frozenset({Reason.JUDGE_ERROR, Reason.VERIFIER_ERROR, Reason.CAPPED})
+"""Reasons of a rejection for which a verifier may not have looked at the pair: its model has failed, or the pair is too long."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,12 @@ from lr_backend.audit.auditor import CheckerAuditor, ModelAuditor, make_auditor
 from lr_backend.audit.desk import AuditCase, AuditCounts, AuditDesk
 from lr_backend.audit.interval import LEAST_AUDITS, Z_95, Estimate, FalseAccepts, corrected
 from lr_backend.audit.request import TRICKLE, audit_draw
+from lr_backend.clock import running_clock
 from lr_backend.config import AuditSettings
 from lr_backend.errors import EngineUnavailable, InvalidRequest
 from lr_backend.policy.acceptance import Acceptance
 from lr_backend.policy.policy import Learned
-from lr_backend.request import VerifierName
+from lr_backend.request import Origin, StepRecord, VerifierName
 from lr_backend.steps.step import Step, StepEnd
 from lr_backend.testing import ScriptedEngine, run_virtual
 from lr_backend.verify import Reason, StepPair, Verdict, Verifier, VerifierParts
@@ -585,6 +586,30 @@ def test_a_budget_that_is_spent_midway_counts_at_once_but_for_what_must_not_depe
     assert first.num_steps_accepted_by["judge"] >= 1
     assert bool(first.num_steps_rejected.get("risk_budget")) == first.risk_budget_spent != deterministic
     assert second.risk_budget_spent and "judge" not in second.num_steps_accepted_by
+
+
+@answers()
+@given(st.integers(0, 10_000))
+def test_once_a_budget_is_spent_what_was_judged_before_is_not_taken_either(order: int) -> None:
+    """Steps further down may have been accepted while the root still waited for its own."""
+    world = make_world().shuffled(order, spread=1.0)
+    world.audits = evidence(desk_of(ScriptedAuditor(lambda pair: False, takes_s=1.0)), num_right=0, num_false=20)
+    when_spent: list[float] = []
+
+    async def ask() -> list[StepRecord]:
+        asked = asyncio.create_task(world.answer(mode="lr", risk_budget=0.1, audit_rate=1.0, max_depth=8, trace=True))
+        while not asked.done() and not when_spent:
+            await asyncio.sleep(0.01)
+            if world.audits is not None and world.audits.estimate(JUDGE).exceeds(0.1):
+                when_spent.append(running_clock()())
+        records = (await asked).ledger.records
+        await world.audits.drain()
+        return records
+
+    records = run_virtual(ask())
+
+    late = [record for record in records if when_spent and record.committed_s > when_spent[0]]
+    assert not [record for record in late if record.origin is Origin.DRAFT and record.reason == "judge"]
 
 
 def test_evidence_of_one_verifier_says_nothing_of_another() -> None:

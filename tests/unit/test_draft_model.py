@@ -10,10 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lr_backend.clock import running_clock
 from lr_backend.contract import IntArray
 from lr_backend.engine import GREEDY, EngineCall, Generation, Role
 from lr_backend.errors import EngineRejected, EngineUnavailable
 from lr_backend.loop.answer import Outcome
+from lr_backend.policy.policy import Learned
+from lr_backend.policy.trial import Way
 from lr_backend.propose import DraftModel, Proposal
 from lr_backend.propose.draft_model import MOST_AHEAD
 from lr_backend.propose.growing import GrowingText
@@ -409,6 +412,25 @@ def test_a_draft_that_fails_leaves_the_target(failure: object, salt: int, mode: 
         assert sum(span.failed for span in outcome.ledger.spans) <= 1  # never asked again
         assert not failed or engine.calls[-1].call.request_id not in engine.cancelled or isinstance(failure, str)
     drafting.assert_idle()
+
+
+def test_what_is_written_after_the_draft_has_failed_counts_for_no_way_and_no_price() -> None:
+    target = storyteller(3, num_steps=60)
+    world = World.of(target, imitator(target, 4, 0.9))
+    world.draft.fail = lambda call: EngineUnavailable("down")
+
+    async def ask() -> Learned:
+        world.learned = Learned(running_clock())
+        outcome = await world.answer(mode="auto", max_depth=0, proposer="draft_model", stream=False)
+        assert outcome.usage.degraded == ("draft",) and outcome.usage.num_target_calls > 3
+        return world.learned
+
+    learned = run_virtual(ask())
+
+    ways = Way(False, True), Way(False, False)
+    assert learned.trial("draft_model", "judge", ways).num_spans == 0
+    assert learned.prices.target[True].token_s.count == 1  # what the draft was asked for
+    assert learned.prices.target[False].token_s.count > 1
 
 
 @answers()

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lr_backend.clock import running_clock
 from lr_backend.config import Timeouts
 from lr_backend.engine import EngineCall
 from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, InvalidRequest, TargetUnavailable
@@ -163,6 +164,21 @@ def test_doubt_rejects_under_its_own_reason(doubt: str, salt: int, mode: Mode, o
     if shuffled.judge.calls:
         assert set(outcome.usage.num_steps_rejected) <= {expected, "marker", "capped"}
     assert outcome.usage.degraded == (("judge",) if doubt == "error" and shuffled.judge.calls else ())
+
+
+@pytest.mark.parametrize("is_dead", [False, True])
+def test_a_judge_that_is_dead_does_not_make_verdicts_look_free(is_dead: bool) -> None:
+    world = make_world(3, 0.5, like_rate=1.0)
+    if is_dead:
+        world.judge.fail = lambda call: EngineUnavailable("down")
+
+    async def ask() -> float | None:
+        world.learned = Learned(running_clock())
+        usage = (await world.answer(mode="lr")).usage
+        assert (usage.num_judge_calls > 0) and bool(usage.degraded) == is_dead
+        return world.learned.prices.verdict_s["judge"].value
+
+    assert (run_virtual(ask()) is None) == is_dead
 
 
 @answers()

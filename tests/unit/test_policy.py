@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from lr_backend.notice import Lessons, OtherLoops, Seats
 from lr_backend.plan.simulation import Policy, simulate
 from lr_backend.policy.policy import Fixed, Learned, Measured
+from lr_backend.policy.prices import LONG_PROMPT
 from lr_backend.policy.trial import EXPLORED_SHARE, LEAST_STEPS, SPAN_STEPS, Trial, Way
 from lr_backend.request import LookaheadRequest, Mode, ProposerName, VerifierName
 from tests.support.examples import answers
@@ -317,6 +318,17 @@ def test_what_is_written_behind_the_reasoning_counts_for_no_way() -> None:
     assert (trial.num_spans, trial.way) == (0, (True, True))
 
 
+@pytest.mark.parametrize(("num_prompt_tokens", "num_spans"), [(LONG_PROMPT - 1, 2), (LONG_PROMPT, 1)])
+def test_the_first_steps_behind_a_long_prompt_count_for_no_way(num_prompt_tokens: int, num_spans: int) -> None:
+    clock = Clock()
+    shared = Learned(clock)
+    policy = Measured(request(), shared, 0, JUDGE, can_draft=False, num_prompt_tokens=num_prompt_tokens)
+    for _ in range(2):
+        clock.now_s += 9.0
+        policy.committed(240, SPAN_STEPS)
+    assert shared.trial(policy.request.proposer, JUDGE, (Way(False, False),)).num_spans == num_spans
+
+
 @pytest.mark.parametrize(("max_depth", "can_draft"), [(0, False), (0, True), (4, False)])
 def test_what_there_is_not_is_never_chosen(max_depth: int, can_draft: bool) -> None:
     clock = Clock()
@@ -462,8 +474,7 @@ def test_what_one_process_measures_all_of_them_learn(tmp_path_factory: pytest.Te
                     clock.now_s += seconds
                     work.num_tokens = num
             case "verdict":
-                with prices.verdict(JUDGE):
-                    clock.now_s += seconds
+                prices.judged(JUDGE, seconds)
             case "decided":
                 loops[loop].decided(JUDGE, flag, -seconds if num % 2 else None)
             case "committed":

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lr_backend.policy.policy import Learned
-from lr_backend.policy.prices import Crowding, Prices
+from lr_backend.policy.prices import LONG_PROMPT, Crowding, Prices
 from lr_backend.request import VerifierName
 
 STEEP = ((6.0, 0.9), (7.0, 0.5), (1.0, 0.01))
@@ -107,7 +107,7 @@ def test_work_that_does_not_come_to_its_end_counts_as_company_only(error: BaseEx
     prices = Prices(clock)
 
     def given_up() -> None:
-        with prices.step(drafts=False), prices.drafting(), prices.verdict(VerifierName.JUDGE):
+        with prices.step(drafts=False), prices.drafting():
             clock.now_s += 3.0
             raise error
 
@@ -118,7 +118,6 @@ def test_work_that_does_not_come_to_its_end_counts_as_company_only(error: BaseEx
     assert prices.target[False].token_s.value == 1.0
     assert companions(prices.target[False].crowding) == pytest.approx(1.0)
     assert prices.drafted_token_s.value is None
-    assert prices.verdict_s[VerifierName.JUDGE].value is None
     assert prices.num_sequences == 0
 
 
@@ -135,12 +134,33 @@ def test_what_took_no_time_or_brought_nothing_has_no_price() -> None:
     assert prices.drafted_token_s.value is None
 
 
+def test_what_reads_a_long_prompt_has_no_price() -> None:
+    clock = Clock()
+    prices = Prices(clock)
+    for num_read in (LONG_PROMPT, LONG_PROMPT - 1):
+        assert prices.target[True].token_s.value is prices.drafted_token_s.value is None
+        with prices.step(drafts=True, num_read=num_read) as work, prices.drafting(num_read) as drafted:
+            clock.now_s += 4.0
+            work.num_tokens = drafted.num_tokens = 2
+    assert prices.target[True].token_s.value == prices.drafted_token_s.value == 2.0
+
+
+def test_the_price_of_a_row_is_that_of_the_steps_that_are_written_now() -> None:
+    clock = Clock()
+    prices = Prices(clock)
+    for drafts in (False, True, True):
+        for _ in range(64):
+            with prices.step(drafts=drafts) as work:
+                clock.now_s += 1.0
+                work.num_tokens = 2
+    assert prices.usual is prices.target[True]
+
+
 def test_how_slow_one_verifier_is_says_nothing_of_another() -> None:
     clock = Clock()
     prices = Prices(clock)
     for name, seconds in ((VerifierName.JUDGE, 2.0), (VerifierName.CASCADE, 0.5)):
-        with prices.verdict(name):
-            clock.now_s += seconds
+        prices.judged(name, seconds)
     assert prices.verdict_s[VerifierName.JUDGE].value == 2.0
     assert prices.verdict_s[VerifierName.CASCADE].value == 0.5
     assert prices.verdict_s[VerifierName.EXACT].value is None

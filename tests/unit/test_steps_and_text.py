@@ -202,6 +202,20 @@ def test_rules_of_a_real_tokenizer_cut_where_the_text_does() -> None:
     assert steps == ["<think>\nMia has 12 apples.\n\n", "So Tom has 3 (see above):\n\n", "7 + 5 = 12 apples.\n</think>", "\n\n"]
 
 
+@pytest.mark.parametrize(("proposed", "taken"), [((3, -1, 4), (3,)), ((3, 10), (3,)), ((1 << 40,), ()), ((3, 9, 0), (3, 9, 0))])
+def test_what_is_no_token_ends_a_proposal(proposed: tuple[int, ...], taken: tuple[int, ...]) -> None:
+    class Pads:
+        async def propose(self, ids: Any, max_tokens: int) -> tuple[int, ...]:
+            return proposed
+
+    async def first() -> Proposal:
+        source = Lookup(Pads(), num_ids=10)
+        async with source.step(np.array([1], np.int32), np.zeros((2, 0), np.int32), lambda ids: 9, None) as step:
+            return await step.next((), 4)
+
+    assert run_virtual(first()).token_ids == taken
+
+
 def test_a_proposer_that_waits_for_a_task_that_was_cancelled_proposes_nothing() -> None:
     class Shares:
         async def propose(self, ids: Any, max_tokens: int) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import count
 
 import numpy as np
@@ -240,6 +240,70 @@ def test_own_branches_and_drafted_steps_have_a_price_each(min_chance: float, min
         assert below in tree.start_targets()
         tree.horizon.min_chance, below.target_started = 0.4, False
         assert below not in tree.start_targets()
+
+
+def test_a_sibling_that_is_late_is_so_for_good_though_a_lower_one_is_still_judged() -> None:
+    tree = window(width=2, own_branches=False)
+    first, second = begin(tree)
+    tree.drafted(first, step(8))
+    write(tree, step(9))
+    assert [node for _, node in tree.start_verdicts()] == [first]
+    assert tree.decide() is None
+    assert second in tree.prune()
+
+    tree.drafted(second, step(7))
+    assert not tree.start_verdicts()
+    tree.judged(first, REJECTED)
+    decision = tree.decide()
+
+    assert decision is not None
+    assert (decision.step, decision.winner, second.verdict) == (step(9), None, Verdict(False, Reason.LATE))
+
+
+@pytest.mark.parametrize(("same", "winner"), [(True, True), (False, False)])
+def test_where_only_equal_steps_are_taken_by_now_an_earlier_verdict_does_not_count(same: bool, winner: bool) -> None:
+    tree = window(own_branches=False)
+    child = draft(tree, step(8))
+    write(tree, step(8 if same else 9))
+    if not same:
+        tree.start_verdicts()
+        tree.judged(child, ACCEPTED)
+    tree.start_verdicts()
+    tree.prune()
+
+    decision = tree.decide(only_equal=True)
+
+    assert decision is not None and (decision.winner is child) == winner
+    assert decision.reason is (Reason.EXACT if same else Reason.RISK_BUDGET)
+    assert decision.first == (same, None)
+
+
+def test_what_became_of_the_first_drafted_step_is_told_whoever_won() -> None:
+    tree = window(width=2, own_branches=False)
+    first, second = begin(tree)
+    for node, word, log_prob in ((first, 8, -0.5), (second, 7, -2.0)):
+        tree.drafted(node, replace(step(word), log_prob=log_prob))
+    write(tree, step(9))
+    tree.start_verdicts()
+    tree.judged(first, REJECTED)
+    tree.judged(second, ACCEPTED)
+
+    decision = tree.decide()
+
+    assert decision is not None and decision.winner is second
+    assert decision.first == (False, -0.5)
+
+
+def test_a_draft_that_failed_says_nothing_of_what_is_accepted() -> None:
+    tree = window()
+    (child,) = begin(tree)
+    tree.drafted(child, None)
+    write(tree, step(9))
+
+    decision = tree.decide()
+
+    assert decision is not None and decision.compared is child
+    assert decision.first is None
 
 
 def test_nothing_more_is_spent_below_a_sibling_that_has_lost() -> None:

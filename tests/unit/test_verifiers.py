@@ -150,6 +150,16 @@ def test_what_is_no_verdict_rejects() -> None:
     )
 
 
+@pytest.mark.parametrize("reason", [Reason.EXACT, Reason.LATE, Reason.RISK_BUDGET, Reason.PLUG_IN])
+def test_a_plug_in_cannot_say_what_is_settled_without_it(reason: Reason) -> None:
+    class Says:
+        async def verify(self, pair: StepPair) -> Verdict:
+            return Verdict(True, reason)
+
+    found = run_virtual(GuardedVerifier("says", Says(), None).verify(make_pair()))
+    assert found == Verdict(True, Reason.PLUG_IN, verifier="says")
+
+
 def test_a_verdict_that_waits_for_a_task_that_was_cancelled_rejects() -> None:
     """A plug-in may share a call between pairs; where one of them is cancelled, the other one's request goes on."""
 
