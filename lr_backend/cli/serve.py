@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -130,6 +131,8 @@ def serve(
             deployment = _paced(deployment, pace, paced_as, workload, slow_motion)
         if role:
             deployment = deployment.only(role)
+        if deployment.remotes and deployment.runs_loop:
+            key_from(os.environ, ENGINE_KEY_VARIABLE)  # the loop reads it with its first request
         settings = Settings.load(openai_settings, host=openai_host, port=openai_port, keys_file=openai_keys)
         with ExitStack() as ended:
             machine = _ready_machine(
@@ -370,9 +373,11 @@ def _drain(
         time.sleep(_LOOK_S)
     drained = keeper.drained
     keeper.stop()
-    front.stop(0.0 if stop.impatient else _AFTER_DRAIN_S)
+    # What the loop has answered may still be on its way to slow readers.
+    left_s = max(_AFTER_DRAIN_S, deadline - time.monotonic())
+    is_cut = front.stop(0.0 if stop.impatient else left_s) == -signal.SIGKILL
     server.stop(0.0 if stop.impatient else _AFTER_DRAIN_S)
-    return 0 if drained else 1
+    return 0 if drained and not is_cut else 1
 
 
 def _end_engines(server: TritonServer, models: Sequence[Role], keeper: StubKeeper, stop: StopRequest) -> int:

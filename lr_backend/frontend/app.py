@@ -135,11 +135,10 @@ class Frontend:
     async def _models(self, call: Call) -> Response:
         self._admit(call)
         model = {"id": self._deployed.name, "object": "model", "created": self._created, "owned_by": "lookahead"}
-        if (name := call.request.path_params.get("name")) is None:
-            return call.response(to_json({"object": "list", "data": [model]}))
-        if name != self._deployed.name:
+        if (name := call.request.path_params.get("name")) not in (None, self._deployed.name):
             raise ApiError("model_not_found", f"this server has {self._deployed.name}")
-        return call.response(to_json(model))
+        call.log(200)
+        return call.response(to_json({"object": "list", "data": [model]} if name is None else model))
 
     async def _chat(self, call: Call) -> Response:
         return await self._answer(call, Asked.chat_of)
@@ -162,6 +161,7 @@ class Frontend:
         async with AsyncExitStack() as held:
             held.enter_context(self._gate.places(1, call.caller))  # before the body: bodies on their way in take memory too
             body = await read_body(call.request, self._settings.max_body_bytes, self._settings.max_body_s)
+            call.has_body = True
             asked = read(parse_json(body), self._deployed)
             held.enter_context(self._gate.places(len(asked.jobs) - 1, call.caller))
             timeout_s = min(self._deployed.request_s + GRACE_S, MAX_REQUEST_S)

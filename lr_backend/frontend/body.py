@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from collections import Counter
 from contextlib import suppress
 from typing import Any
 
@@ -14,10 +15,18 @@ from starlette.types import Receive, Scope, Send
 
 from lr_backend.frontend.errors import ApiError, ClientGone
 
+LINGER_LEAST_BYTES = 64 << 10
+"""A body of which no more is said to come is thrown away at once."""
 LINGER_S = 10.0
 """So long the rest of a body that was refused is thrown away."""
 LINGER_BYTES_A_S = 32 << 20
 """So fast, of all such bodies together. To read as fast as clients send would take the cores from good requests."""
+
+
+def is_long(request: Request) -> bool:
+    """More of a body may be on its way than is thrown away at once."""
+    declared = request.headers.get("content-length", "")
+    return "transfer-encoding" in request.headers or (declared.isdecimal() and int(declared) > LINGER_LEAST_BYTES)
 
 
 class Lingering(Response):
@@ -113,8 +122,7 @@ def parse_json(raw: bytes) -> dict[str, Any]:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     document = dict(pairs)
     if len(document) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in document if names.count(name) > 1)
+        twice = next(name for name, num in Counter(name for name, _ in pairs).items() if num > 1)
         raise ApiError("invalid_json", f"{twice[:80]!r} is said twice", twice)
     return document
 

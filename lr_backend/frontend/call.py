@@ -12,7 +12,7 @@ import structlog
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lr_backend.frontend.body import Lingering
+from lr_backend.frontend.body import Lingering, is_long
 from lr_backend.frontend.errors import CODES, ApiError
 from lr_backend.frontend.limits import Caller
 from lr_backend.frontend.metrics import COMPLETED, DoorMetrics
@@ -37,6 +37,8 @@ class Call:
     caller: Caller = field(default_factory=Caller)
     context: Carrier = field(default_factory=dict)
     """The caller's, or that of the span that :meth:`trace` has begun."""
+    has_body: bool = False
+    """The body was read to its end."""
     _span: Span | None = None
     _is_logged: bool = False
 
@@ -81,8 +83,10 @@ class Call:
 
     def failed(self, error: ApiError) -> Response:
         self.log(error.status, code=error.code)
-        kind = Lingering if error.code == "body_too_large" else Response
-        return kind(error.body(self.request_id), error.status, self.headers | error.headers, "application/json")
+        headers, kind = self.headers | error.headers, Response
+        if error.code == "body_too_large" or (not self.has_body and is_long(self.request)):
+            headers, kind = {**headers, "connection": "close"}, Lingering
+        return kind(error.body(self.request_id), error.status, headers, "application/json")
 
     def log(self, status: int, **said: Any) -> None:
         """The one line of this request, and its place in the metrics: the first end that it comes to."""

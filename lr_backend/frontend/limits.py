@@ -26,7 +26,7 @@ ASKS_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whose request it is: the number of its key, 0 where there are none."""
+    """Whose request it is: the number of its key from 1 on, 0 without one."""
 
     number: int = 0
     has_priority: bool = False
@@ -39,7 +39,7 @@ class Keys:
         """``keys``: each may have the word ``priority`` behind it."""
         parts = [key.partition(" ") for key in keys]
         self._hashes = [_hash(key) for key, _, _ in parts]
-        self._callers = [Caller(number, word.strip() == PRIORITY) for number, (_, _, word) in enumerate(parts)]
+        self._callers = [Caller(number, word.strip() == PRIORITY) for number, (_, _, word) in enumerate(parts, start=1)]
 
     @classmethod
     def read(cls, path: Path | None) -> Self:

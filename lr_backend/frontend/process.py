@@ -33,7 +33,7 @@ class FrontendError(LookaheadError):
 
 
 class FrontendProcess:
-    """One front end. Its port is taken at once, so that a clash is told before anything else starts. Not thread-safe.
+    """One front end. It takes its port at once, so that a clash with who listens is told before anything starts. Not thread-safe.
 
     Raises:
         ConfigError: it cannot listen there, or what it serves with is not installed.

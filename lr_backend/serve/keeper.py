@@ -33,7 +33,7 @@ LOAD_S = 300.0
 HANG_S, LOOK_S = 30.0, 1.0
 """A target that does not let go of a call is waited for so long, as long as it answers no other; how often that is looked at."""
 STOP_S = 1.0
-"""For the thread to end. One that waits for a model to load ends with the server."""
+"""For the thread that looks to end. One that waits for a model to load ends with the server."""
 
 
 class StubKeeper:
@@ -50,6 +50,8 @@ class StubKeeper:
         self._watched: dict[int, str] = {}
         """Models by the file descriptors of their processes."""
         self._dead: set[str] = set()
+        self._state, self._mending = threading.Lock(), threading.Lock()
+        """Of what stands above; and for one model to be loaded at a time, as that takes memory."""
         self._stopped = False
         self._hung: tuple[float, int] | None = None
         """Since when the target hangs, and how many calls it had answered then."""
@@ -89,17 +91,22 @@ class StubKeeper:
             self._thread.join(STOP_S)
         if self._thread.is_alive():
             return
-        for descriptor in (*self._watched, self._wake, self._woken):
-            os.close(descriptor)
+        with self._state:
+            for descriptor in (*self._watched, self._wake, self._woken):
+                os.close(descriptor)
+            self._watched.clear()
 
     def _watch(self, model: str, pids: Iterable[int]) -> None:
+        """From the next look on; what has died by then is seen to be dead."""
         for pid in pids:
             self._watched[os.pidfd_open(pid)] = model
 
     def _run(self) -> None:
         while not self.lost.is_set():
             poll = select.poll()
-            for descriptor in (self._wake, *self._watched):
+            with self._state:
+                looked_at = (self._wake, *self._watched)
+            for descriptor in looked_at:
                 poll.register(descriptor, select.POLLIN)
             ended = {descriptor for descriptor, _ in poll.poll(1e3 * LOOK_S)}
             if self._wake in ended or not self._server.running:
@@ -107,7 +114,10 @@ class StubKeeper:
             self._look_for_hang()
             for descriptor in ended:
                 os.close(descriptor)
-                self._has_died(self._watched.pop(descriptor))
+            with self._state:
+                died = {self._watched.pop(descriptor) for descriptor in ended} - self._dead
+            if died:
+                self._have_died(died)
 
     def _look_for_hang(self) -> None:
         seats, now_s = self._server.seats, time.monotonic()
@@ -119,25 +129,37 @@ class StubKeeper:
             self._hangs = True
             self._lose(f"the target hangs: for {HANG_S:g} s it has neither answered a call nor let go of one")
 
-    def _has_died(self, model: str) -> None:
-        self._dead.add(model)
-        post(self._server.notice_file, self._dead)
-        if model == LOOKAHEAD_MODEL:
+    def _have_died(self, models: set[str]) -> None:
+        """Say so at once, and mend them meanwhile: others may die, or hang, before they are back."""
+        with self._state:
+            self._dead |= models
+            post(self._server.notice_file, self._dead)
+        if LOOKAHEAD_MODEL in models:
             self._lose("a process of the step loop died")
             return
-        self._say(f"the process of {model} died; it is started anew")
+        for model in sorted(models):
+            self._say(f"the process of {model} died; it is started anew")
+            threading.Thread(target=self._mend, args=(model,), name=f"keeper of {model}", daemon=True).start()
+
+    def _mend(self, model: str) -> None:
         try:
-            for verb, limit_s in (("unload", UNLOAD_S), ("load", LOAD_S)):
-                self._call(f"{model}/{verb}", limit_s)
-                if self._stopped:  # meanwhile; the server may be gone
+            with self._mending:
+                for verb, limit_s in (("unload", UNLOAD_S), ("load", LOAD_S)):
+                    if self._stopped:  # meanwhile; the server may be gone
+                        return
+                    self._call(f"{model}/{verb}", limit_s)
+            pids = stubs_of(self._server.pid)[model]
+            with self._state:
+                if self._stopped:
                     return
-            self._watch(model, stubs_of(self._server.pid)[model])
+                self._watch(model, pids)
+                self._dead.discard(model)
+                self.mended = True
+                post(self._server.notice_file, self._dead)
         except (OSError, http.client.HTTPException, KeyError) as error:
-            self._lose(f"the process of {model} died and cannot be started anew: {error or type(error).__name__}")
+            if not self._stopped:
+                self._lose(f"the process of {model} died and cannot be started anew: {error or type(error).__name__}")
             return
-        self._dead.discard(model)
-        self.mended = True
-        post(self._server.notice_file, self._dead)
         self._say(f"{model} is back")
         num_lost = self._server.seats.most_lost
         if 2 * num_lost > self._server.options.thread_pool_size:

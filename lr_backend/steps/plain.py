@@ -62,7 +62,8 @@ def mark_for(*texts: str) -> str:
     Raises:
         InvalidRequest: they hold them all.
     """
+    held = set().union(*texts)
     for number in _PRIVATE:
-        if not any(chr(number) in text for text in texts):
+        if chr(number) not in held:
             return chr(number)
     raise InvalidRequest("text_input", "", "holds every character of Unicode's private use area")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
 import uuid
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +32,7 @@ from lr_backend.triton.audit_metrics import audit_metrics
 from lr_backend.triton.loop_lag import watch_lag
 from lr_backend.triton.models import load_models
 from lr_backend.triton.notices import heed
-from lr_backend.triton.request_metrics import RequestMetrics, request_metrics
+from lr_backend.triton.request_metrics import RequestMetrics, end_of, request_metrics
 from lr_backend.triton.service import LookaheadService
 from lr_backend.triton.speculation_metrics import DraftCounts, speculation_metrics
 from lr_backend.triton.threads import end_lightly, share_interpreter, use_uvloop
@@ -230,12 +231,17 @@ class TritonPythonModel:
             request_id, arrays, parameters = _asked(request)
         except InvalidRequest as error:
             structlog.get_logger().info("request_failed", code=error.code, field=error.field, rule=error.rule)
-            replies.fail(error)
+            self._refuse(replies, error)
         except Exception:
             structlog.get_logger().exception("request_unread")
-            replies.fail(LookaheadError("internal error; see the server's log"))
+            self._refuse(replies, LookaheadError("internal error; see the server's log"))
         else:
             await self._service.serve(request_id, arrays, replies, parameters)
+
+    def _refuse(self, replies: TritonReplies, error: LookaheadError) -> None:
+        """A request that no service has taken."""
+        self._requests.begin(time.monotonic).end(end_of(error))
+        replies.fail(error)
 
     def finalize(self) -> None:
         if self._service is not None and self._loop is not None:

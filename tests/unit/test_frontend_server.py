@@ -20,7 +20,7 @@ from openai import APIError, AuthenticationError, BadRequestError, InternalServe
 
 from lr_backend.errors import ConfigError
 from lr_backend.frontend.app import Frontend
-from lr_backend.frontend.body import LINGER_BYTES_A_S, Lingering
+from lr_backend.frontend.body import LINGER_BYTES_A_S, Lingering, parse_json
 from lr_backend.frontend.errors import CODES, ApiError
 from lr_backend.frontend.limits import Caller, Gate, Keys, Rate
 from lr_backend.frontend.process import FrontendError, FrontendProcess
@@ -304,6 +304,38 @@ def test_a_client_that_goes_on_sending_is_told_too(strict: Served, sent: int, ch
     assert (response.status, json.loads(response.read())["error"]["code"]) == (413, "body_too_large")
     connection.close()
     assert strict.chat("q").status == 200
+
+
+@pytest.mark.parametrize(("num_bytes", "lingers"), [(2001, False), (20_000_000, True)])
+def test_a_long_body_behind_any_refusal_is_read_no_faster(
+    server: Any, monkeypatch: pytest.MonkeyPatch, num_bytes: int, lingers: bool
+) -> None:
+    """It needs no valid key to send one, and a server that is full must not be kept busy so."""
+    read: list[int] = []
+    pause = Lingering._pause
+
+    async def counted(num_bytes: int) -> None:
+        read.append(num_bytes)
+        await pause(num_bytes)
+
+    monkeypatch.setattr(Lingering, "_pause", staticmethod(counted))
+    with frontend(server.url, keys=KEYS) as served:
+        connection = served.connect()
+        connection.request("POST", CHAT, padded(num_bytes), JSON)
+        response = connection.getresponse()
+        assert (response.status, json.loads(response.read())["error"]["code"]) == (401, "invalid_api_key")
+        assert (response.headers["connection"] == "close") == lingers
+        connection.close()
+        assert served.chat("q", {"Authorization": f"Bearer {KEYS[0]}"}).status == 200
+    assert bool(read) == lingers
+
+
+def test_of_many_names_the_one_that_is_said_twice_is_found_at_once() -> None:
+    """Looking each of them up in all others would stop every answer for minutes."""
+    names = [f'"{number}":0' for number in range(150_000)]
+    with pytest.raises(ApiError) as refused:
+        parse_json(("{" + ",".join([*names, names[-1]]) + "}").encode())
+    assert refused.value.param == "149999"
 
 
 def test_who_stops_sending_is_not_waited_for(strict: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -618,10 +650,10 @@ def test_keys_are_read_one_a_line(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(f"# mine\n{KEYS[0]}\n\n  {KEYS[1]}  \n", encoding="utf-8")
     keys = Keys.read(file)
-    assert [keys.caller_of(f"Bearer {key}") for key in KEYS] == [Caller(0), Caller(1)]
+    assert [keys.caller_of(f"Bearer {key}") for key in KEYS] == [Caller(1), Caller(2)]
     assert Keys.read(None).caller_of("") == Caller()
     file.write_text(f"{KEYS[0]}\n{KEYS[1]}  priority\n", encoding="utf-8")
-    assert [Keys.read(file).caller_of(f"Bearer {key}") for key in KEYS] == [Caller(0), Caller(1, has_priority=True)]
+    assert [Keys.read(file).caller_of(f"Bearer {key}") for key in KEYS] == [Caller(1), Caller(2, has_priority=True)]
     for bad in (
         "",
         "# none\n",

@@ -8,6 +8,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,8 +36,8 @@ def test_a_model_that_is_not_let_go_is_lost_and_the_answers_in_flight_are_not(
     server = SimpleNamespace(pid=None, http_url=silent, admin_key="k", notice_file=tmp_path / "notice", running=True)
     said: list[str] = []
     keeper = StubKeeper(server, said.append)  # type: ignore[arg-type]
-    keeper._has_died(model)
-    assert keeper.lost.is_set() and keeper.can_drain is drains
+    keeper._have_died({model})
+    assert keeper.lost.wait(10.0) and keeper.can_drain is drains
     assert f"{model} is back" not in said and "died" in keeper.why
     keeper.stop()
 
@@ -54,10 +55,32 @@ def test_a_server_that_is_to_stop_does_not_wait_for_a_model_that_loads(
     keeper.start()
     dead.kill()
     dead.wait()
-    assert heard.wait(10.0), "its thread now waits for Triton, which does not answer"
+    assert heard.wait(10.0), "a thread now waits for Triton, which does not answer"
     keeper.stop()
-    assert keeper._thread.is_alive()
-    server.running = False
+    assert not keeper._thread.is_alive() and not keeper.lost.is_set()
+
+
+def test_while_one_model_loads_others_are_seen_to_die(silent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is short takes one process after another."""
+    processes = {name: subprocess.Popen(["sleep", "60"]) for name in ("draft", "judge", "lookahead")}
+    monkeypatch.setattr(room, "stubs_of", lambda _: {name: [process.pid] for name, process in processes.items()})
+    server = SimpleNamespace(pid=None, http_url=silent, admin_key="k", notice_file=tmp_path / "notice", running=True)
+    server.seats = Seats.make(server.notice_file)
+    posted: list[set[str]] = []
+    monkeypatch.setattr(room, "post", lambda path, dead: posted.append(set(dead)))
+    said: Queue[str] = Queue()
+    keeper = StubKeeper(server, said.put)  # type: ignore[arg-type]
+    keeper.start()
+    for name in ("draft", "judge"):
+        processes[name].kill()
+        processes[name].wait()
+        assert name in said.get(timeout=10.0), "Triton does not answer to the unload of the draft meanwhile"
+    assert not keeper.lost.is_set()
+    processes["lookahead"].kill()
+    processes["lookahead"].wait()
+    assert keeper.lost.wait(10.0) and "step loop" in keeper.why
+    assert posted == [{"draft"}, {"draft", "judge"}, {"draft", "judge", "lookahead"}]
+    keeper.stop()
 
 
 @pytest.mark.parametrize(("num_lost", "lasts"), [(0, True), (64, True), (65, False)])
@@ -72,7 +95,8 @@ def test_a_server_that_has_lost_too_many_calls_ends_once_the_model_is_back(
     Seats.beside(server.notice_file).seat(1).lose(num_lost)
     said: list[str] = []
     keeper = StubKeeper(server, said.append)  # type: ignore[arg-type]
-    keeper._has_died("draft")
+    keeper._dead.add("draft")
+    keeper._mend("draft")
     assert said[-1] == "draft is back"
     assert keeper.lost.is_set() is not lasts
     assert keeper.can_drain and (lasts or f"{num_lost} calls" in keeper.why)

@@ -233,6 +233,12 @@ def test_a_text_that_no_mark_can_cut_is_refused() -> None:
         mark_for(everything)
 
 
+def test_a_mark_is_found_at_once_among_many_texts_that_hold_nearly_all() -> None:
+    """The event loop waits for it."""
+    texts = ["a"] * 500_000 + ["".join(map(chr, range(0xE000, 0xF8FF)))]
+    assert mark_for(*texts) == chr(0xF8FF)
+
+
 # Long ones ---------------------------------------------------------------------------------------------------------
 
 
