@@ -228,7 +228,8 @@ def main(
             widths = concurrency or CONCURRENCY
             # A server that runs already has learned, or its next answers may take minutes each.
             learns_from, timeout_s = LEARNS_FROM if server is not None else 0, slow_motion * WARM_UP_TIMEOUT_S
-            warm_up(address, subject.questions, temperature, widths, learns_from=learns_from, timeout_s=timeout_s)
+            left = [width for width in widths if not all(map(session.results.has, closed_points([width], min_requests)))]
+            warm_up(address, subject.questions, temperature, left, learns_from=learns_from, timeout_s=timeout_s)
 
             def is_ready() -> bool:
                 return client.is_ready(timeout_s=READY_TIMEOUT_S)

@@ -165,6 +165,10 @@ class Results:
         self.folder.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
 
+    def has(self, point: Point) -> bool:
+        """It was measured."""
+        return (self.folder / point.name / EXPORT).is_file()
+
     def requests(self, point: Point) -> list[RequestTimes] | None:
         """What was measured at a point; None where nothing was.
 
