@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ from lr_backend.engine import Role
 from lr_backend.errors import CheckpointError, ConfigError
 from lr_backend.nvidia import TENSORRT_LLM
 
+LEAST_MEMORY = 0.98
+"""Share of the memory that a spec is for, which a card has to have: drivers keep more or less of it."""
 SAID_BYTES = 1_000_000_000
 """More than this takes seconds to read, so it is said."""
 _PACKAGES = ("transformers", "numpy", "tensorrt-llm", "tensorrt")
@@ -132,6 +135,8 @@ def build_gpu_deployment(
         BuildError: a command failed.
     """
     rendered = output is not None or not dry_run
+    if dry_run and output is not None and read_manifest(output.absolute()).get("dry_run") is False:
+        raise ConfigError(f"{output} holds a repository with engines; a dry run renders into another --output")
     plan = plan_gpu_build(spec, (output or spec.built_dir).absolute(), role, tools, need_checkpoints=not dry_run)
     announce(plan.report(written=False))
     if not dry_run:
@@ -142,7 +147,7 @@ def build_gpu_deployment(
                 _require_current(plan, each, console or Console(stderr=True))
     manifest = _manifest(plan, command, dry_run)
     if not (dry_run or compile_engines):
-        require_servable(manifest, platform())
+        require_servable(manifest, platform(), {role.value: spec.engine(role).gpu_device_ids for role in plan.steps})
     if (
         only_if_stale
         and read_manifest(plan.output).get("fingerprint") == manifest["fingerprint"]
@@ -151,6 +156,9 @@ def build_gpu_deployment(
         return plan.report(written=False)
     if rendered:
         keep = plan.output if role is not None and plan.output.is_dir() and any(plan.output.iterdir()) else None
+        if not (dry_run or compile_engines or _can_write(plan.output.parent)):
+            # A server may only read where its engines are, and its settings have changed since they were built.
+            plan = replace(plan, output=Path(tempfile.mkdtemp(prefix="lookahead-repository-")) / plan.output.name)
         write_repository(plan.output, plan.files, manifest, keep)
     return plan.report(written=rendered)
 
@@ -160,11 +168,10 @@ def plan_gpu_build(
 ) -> GpuPlan:
     """Check everything that can be checked without running anything. Reads files, writes none."""
     require_replaceable(output)
-    if not need_checkpoints and read_manifest(output).get("dry_run") is False:
-        raise ConfigError(f"{output} holds a repository with engines; a dry run renders into another --output")
     roles = spec.roles_here if role is None else (role,)
     sources = find_sources(spec)
     _require_positions(spec, sources)
+    _require_ranks(spec, sources)
     memory = estimate(spec, sources)
     require_fit(spec, memory)
     require_tensors(spec, sources)
@@ -217,6 +224,16 @@ def _require_positions(spec: GpuDeployment, sources: Mapping[Role, Source]) -> N
         wanted, most = spec.engine(role).max_seq_len, source.shape.max_positions
         if wanted > most:
             raise ConfigError(f"{role}.max_seq_len={wanted} is beyond the checkpoint's {most} positions")
+
+
+def _require_ranks(spec: GpuDeployment, sources: Mapping[Role, Source]) -> None:
+    """Each rank gets as many heads as the others, and as much of each feed-forward layer."""
+    for role, source in sources.items():
+        shape, tp = source.shape, spec.engine(role).tp_size
+        kv_fits = shape.num_kv_heads % tp == 0 or tp % shape.num_kv_heads == 0
+        if shape.num_heads % tp or shape.intermediate_size % tp or not kv_fits:
+            heads = f"{shape.num_heads} heads, {shape.num_kv_heads} of keys and values"
+            raise ConfigError(f"{role}.tp_size={tp}: {heads} and layers of {shape.intermediate_size} cannot be split so")
 
 
 def _checked(role: Role, directory: Path, *, weights_needed: bool) -> CheckpointInfo:
@@ -321,6 +338,12 @@ def _ingredients(inputs: Mapping[str, Mapping[str, Any]], here: Platform, gpu_de
     return {**{name: entry["sha256"] for name, entry in inputs.items()}, **tools}
 
 
+def _can_write(folder: Path) -> bool:
+    """Into the folder, or where it can be made."""
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    return os.access(there, os.W_OK)
+
+
 def _require_writable(folder: Path) -> None:
     """Raises: ConfigError: it is another user's, for instance."""
     try:
@@ -342,12 +365,19 @@ def _require_platform(spec: GpuDeployment, here: Platform) -> None:
     wanted, used = spec.hardware.compute_capability, {device for one in spec.placements for device in one.gpu_device_ids}
     num_gpus = 1 + max(used, default=-1)  # a part of a spec, built for its own machine, wants its own cards alone
     others = [gpu for gpu in here.gpus if gpu.index in used and gpu.compute_capability != wanted]
+    least_mib = LEAST_MEMORY * 1024 * spec.hardware.gpu_memory_gib
+    small = [gpu for gpu in here.gpus if gpu.index in used and gpu.memory_mib < least_mib]
     if len(here.gpus) < num_gpus:
         raise ConfigError(f"{spec.name} wants {num_gpus} GPUs, here are {len(here.gpus)}")
     if others:
         first = others[0]
         raise ConfigError(
             f"{spec.name} is for compute capability {wanted}; GPU {first.index} ({first.name}) has {first.compute_capability}"
+        )
+    if small:
+        first, wanted = small[0], f"{spec.hardware.gpu_memory_gib:g} GiB"
+        raise ConfigError(
+            f"{spec.name} is for cards of {wanted}; GPU {first.index} ({first.name}) has {first.memory_mib / 1024:.1f} GiB"
         )
 
 

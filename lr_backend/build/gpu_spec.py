@@ -336,10 +336,12 @@ class GpuDeployment(DeploymentSpec):
 
     @property
     def shares_cards(self) -> bool:
-        def cards(engine: TrtllmEngineSpec | LlmapiEngineSpec) -> set[tuple[str, int]]:
-            return set(product(engine.hosts, engine.gpu_device_ids))
+        return not self._cards(Role.TARGET).isdisjoint(self._cards(Role.DRAFT) | self._cards(Role.JUDGE))
 
-        return not cards(self.target).isdisjoint(cards(self.draft) | cards(self.judge))
+    def _cards(self, role: Role) -> set[tuple[str, int]]:
+        """Machine and number of each of them."""
+        engine = self.engine(role)
+        return set(product(engine.hosts, engine.gpu_device_ids))
 
     @property
     def engine_drafts(self) -> bool:
@@ -385,10 +387,9 @@ class GpuDeployment(DeploymentSpec):
     @model_validator(mode="after")
     def _engines_fit(self) -> Self:
         capability = float(self.hardware.compute_capability)
-        shared = Counter((self.engine(role).url, number) for role in Role for number in self.engine(role).gpu_device_ids)
+        shared = Counter(card for role in Role for card in self._cards(role))
         for role in Role:
             engine = self.engine(role)
-            where = engine.url
             if max(engine.gpu_device_ids) >= self.hardware.num_gpus:
                 raise ValueError(
                     f"{role}.gpu_device_ids={list(engine.gpu_device_ids)}: there are {self.hardware.num_gpus} GPUs on a machine"
@@ -398,7 +399,7 @@ class GpuDeployment(DeploymentSpec):
                 raise ValueError(
                     f"{role}.num_nodes={engine.num_nodes}: a role over several machines has servers of its own; give its url"
                 )
-            if engine.max_tokens_in_paged_kv_cache is None and any(shared[where, number] > 1 for number in engine.gpu_device_ids):
+            if engine.max_tokens_in_paged_kv_cache is None and any(shared[card] > 1 for card in self._cards(role)):
                 raise ValueError(
                     f"{role} shares a GPU, where a kv_cache_free_gpu_mem_fraction depends on who loads first: "
                     "give max_tokens_in_paged_kv_cache"

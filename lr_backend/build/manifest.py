@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,11 +40,14 @@ def probe_platform() -> Platform:
     return Platform(installed("tensorrt-llm"), installed("tensorrt"), gpus)
 
 
-def mismatches(manifest: Mapping[str, Any], running: Platform) -> tuple[str, ...]:
+def mismatches(
+    manifest: Mapping[str, Any], running: Platform, gpu_device_ids: Mapping[str, Sequence[int]] | None = None
+) -> tuple[str, ...]:
     """Why the engines of a repository's manifest cannot be served here, one sentence each; empty where they can.
 
     Args:
         manifest: ``manifest.json`` of a repository of compiled engines.
+        gpu_device_ids: where each role is to run; of a role that is not named, where it was built.
     """
     engines = manifest.get("engines")
     if manifest.get("dry_run"):
@@ -59,20 +62,23 @@ def mismatches(manifest: Mapping[str, Any], running: Platform) -> tuple[str, ...
         except (KeyError, TypeError, ValueError) as error:
             found.append(f"{role}: the manifest's entry is damaged: {error!r}")
             continue
-        found += [f"{role}: {reason}" for reason in _differences(built, running, ids)]
+        here = (gpu_device_ids or {}).get(role, ids)
+        found += [f"{role}: {reason}" for reason in _differences(built, running, ids, here)]
         missing = [name for name in products if not (directory / name).is_file()]
         if missing:
             found.append(f"{role}: {directory} lacks {', '.join(missing)}")
     return tuple(found)
 
 
-def require_servable(manifest: Mapping[str, Any], running: Platform) -> None:
-    """Refuse engines that this machine cannot run.
+def require_servable(
+    manifest: Mapping[str, Any], running: Platform, gpu_device_ids: Mapping[str, Sequence[int]] | None = None
+) -> None:
+    """Refuse engines that this machine cannot run. ``gpu_device_ids`` as in :func:`mismatches`.
 
     Raises:
         ConfigError: with every reason.
     """
-    if reasons := mismatches(manifest, running):
+    if reasons := mismatches(manifest, running, gpu_device_ids):
         raise ConfigError(
             f"the engines cannot be served here: {'; '.join(reasons)}. Build them on this machine (build_engines.py)"
         )
@@ -95,20 +101,19 @@ def read_engine_manifest(path: Path) -> dict[str, Any]:
     return value
 
 
-def _differences(built: Platform, running: Platform, gpu_device_ids: list[int]) -> list[str]:
+def _differences(built: Platform, running: Platform, built_ids: Sequence[int], ids: Sequence[int]) -> list[str]:
     found = []
     for name in ("tensorrt_llm", "tensorrt"):
         then, now = getattr(built, name), getattr(running, name)
         if then != now:
             found.append(f"built with {name} {then or 'unknown'}, here is {now or 'none'}")
     here = {gpu.index: gpu for gpu in running.gpus}
-    capabilities = {gpu.index: gpu.compute_capability for gpu in built.gpus}
-    for number in gpu_device_ids:
-        then, gpu = capabilities.get(number), here.get(number)
+    then = {gpu.compute_capability for gpu in built.gpus if gpu.index in built_ids}
+    for number in ids:
+        gpu = here.get(number)
         if gpu is None:
             found.append(f"GPU {number} is not here")
-        elif gpu.compute_capability != then:
-            found.append(
-                f"built for compute capability {then or 'unknown'}, GPU {number} ({gpu.name}) has {gpu.compute_capability}"
-            )
+        elif then != {gpu.compute_capability}:
+            known = " and ".join(sorted(then)) or "unknown"
+            found.append(f"built for compute capability {known}, GPU {number} ({gpu.name}) has {gpu.compute_capability}")
     return found

@@ -159,7 +159,7 @@ class Trial:
             others = [way for way in self._ways if way != best]
             usual = 1.0 + 1.0 / self._num_requests
             most = {way: expected[best] * max(usual, LESS_SHARE * self._hides(way, best)) for way in others}
-            new = [way for way in others if self._is_new(way, best) and expected[way] < most[way]]
+            new = [way for way in others if self._is_new(way, best) and self._at_first(way, best, expected[way]) < most[way]]
             close = [
                 way
                 for way in others
@@ -173,6 +173,12 @@ class Trial:
                 return best
         self.way, self._is_charged = best, False
         return best
+
+    def _at_first(self, way: Way, best: Way, expected: float) -> float:
+        """What a way that was never taken may take. A few requests may try whole steps before they trust them: a span of many has
+        more steps than it needs to tell."""
+        is_cheap = way.drafts <= best.drafts and SPAN_STEPS * self._num_requests <= ENOUGH_STEPS
+        return expected / self._caution(way) if is_cheap else expected
 
     def _is_new(self, way: Way, best: Way) -> bool:
         """It was never taken, at this load or near it. If it is hidden, only this load counts: what hides it grows with it."""

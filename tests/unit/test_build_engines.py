@@ -8,9 +8,12 @@ import json
 import os
 import shutil
 import signal
+import tempfile
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +27,7 @@ from lr_backend.build.manifest import Platform, mismatches, probe_platform
 from lr_backend.build.report import BuildReport
 from lr_backend.build.repository import build_repository
 from lr_backend.build.runner import run_steps
+from lr_backend.build.shapes import find_sources
 from lr_backend.build.spec import DeploymentSpec, GpuDeployment
 from lr_backend.build.trtllm_commands import Command, EngineDirs, Step
 from lr_backend.cli import build as cli_build
@@ -32,6 +36,7 @@ from lr_backend.config import LoopConfig
 from lr_backend.engine import Role
 from lr_backend.errors import BuildError, CheckpointError, ConfigError
 from lr_backend.nvidia import Gpu
+from lr_backend.serve.startup_check import Level, check_files
 from tests.support.fake_trtllm import FakeTools, hopper, make_tools, write_gpu_spec
 
 EVERY_STEP = [(role, tool) for role in ("target", "draft", "judge") for tool in ("convert", "build")]
@@ -275,6 +280,7 @@ def test_one_role_is_built_alone_and_the_others_stay(spec: GpuDeployment, tools:
         (hopper(tensorrt_llm="1.1.0"), "TensorRT-LLM 1.1.0 is installed here, the pinned version is 1.2.1"),
         (hopper(1), "small wants 2 GPUs, here are 1"),
         (hopper(capability="8.0"), "is for compute capability 9.0; GPU 0 .* has 8.0"),
+        (replace(hopper(), gpus=(hopper().gpus[0], replace(hopper().gpus[1], memory_mib=40_000))), "GPU 1 .* has 39.1 GiB"),
     ],
 )
 def test_a_machine_that_could_not_serve_the_engines_does_not_build_them(
@@ -379,6 +385,44 @@ def test_a_dry_run_never_overwrites_a_real_repository(spec: GpuDeployment, tools
     with pytest.raises(ConfigError, match="a dry run renders into another --output"):
         build(spec, tools, dry_run=True, output=report.output)
     assert mismatches(manifest_of(report), hopper()) == ()
+
+
+def test_what_was_built_can_be_planned_again(spec: GpuDeployment, tools: FakeTools) -> None:
+    """``doctor``, ``init`` and ``build --dry-run`` write nothing where the engines are."""
+    report = build(spec, tools)
+    before = manifest_of(report)
+    assert not build(spec, tools, dry_run=True).written
+    assert manifest_of(report) == before
+    assert all(finding.level is Level.OK for finding in check_files(spec))
+
+
+def test_a_server_that_may_not_write_there_serves_changed_settings_all_the_same(
+    spec: GpuDeployment, tools: FakeTools, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Engines are mounted to be read only, and the loop's settings hold the addresses of all roles."""
+    built = build(spec, tools)
+    before = manifest_of(built)
+    monkeypatch.setattr(gpu_build, "_can_write", lambda folder: False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    changed = edited(spec, "[target]\n", "[target]\ncancellation_check_period_ms = 5\n")
+
+    report = serve_from(changed, tools)
+
+    assert report.written and report.output != built.output and report.output.is_relative_to(tmp_path)
+    text = (report.output / "target" / "config.pbtxt").read_text()
+    assert 'key: "cancellation_check_period_ms" value: { string_value: "5" }' in text
+    assert str(built.output.with_name("small.engines")) in text, "the engines stay where they are"
+    assert manifest_of(built) == before
+    assert not serve_from(spec, tools).written, "what has not changed is served from there"
+
+
+@pytest.mark.parametrize(("tp_size", "fits"), [(1, True), (2, True), (4, True), (3, False), (8, False)])
+def test_ranks_get_equal_shares_of_a_model(spec: GpuDeployment, tp_size: int, fits: bool) -> None:
+    """The small target has four heads."""
+    sources = find_sources(spec)
+    asked: Any = SimpleNamespace(engine=lambda role: SimpleNamespace(tp_size=tp_size if role is Role.TARGET else 1))
+    with nullcontext() if fits else pytest.raises(ConfigError, match=f"target.tp_size={tp_size}: 4 heads"):
+        gpu_build._require_ranks(asked, sources)
 
 
 def test_a_checkpoint_that_is_there_is_checked_even_in_a_dry_run(spec: GpuDeployment, tools: FakeTools) -> None:

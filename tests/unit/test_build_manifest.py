@@ -55,6 +55,17 @@ def test_what_differs_is_said(manifest: dict[str, Any], running: Platform, said:
     assert list(mismatches(manifest, running)) == said
 
 
+def test_an_engine_may_move_to_cards_like_those_it_was_built_on(manifest: dict[str, Any]) -> None:
+    running = hopper(4)
+    old = dataclasses.replace(running.gpus[3], compute_capability="8.0")
+    mixed = dataclasses.replace(running, gpus=(*running.gpus[:3], old))
+    assert mismatches(manifest, mixed, {"target": (1, 2)}) == ()
+    assert mismatches(manifest, mixed, {"target": (2, 3)}) == (
+        "target: built for compute capability 9.0, GPU 3 (NVIDIA H100 80GB HBM3) has 8.0",
+    )
+    assert mismatches(manifest, hopper(1), {"target": (0,)}) == (), "the card that it was built on may be gone"
+
+
 def test_an_engine_that_is_gone_is_said(manifest: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "rank0.engine").unlink()
     assert mismatches(manifest, hopper()) == (f"target: {tmp_path} lacks rank0.engine",)

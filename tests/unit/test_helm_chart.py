@@ -447,7 +447,7 @@ def test_a_role_over_nodes_is_a_group_of_pods_a_replica(tmp_path: Path) -> None:
     assert group["spec"]["rolloutStrategy"] == rollout
     of = group["spec"]["leaderWorkerTemplate"]
     assert set(of) == {"size", "restartPolicy", "leaderTemplate", "workerTemplate"}
-    assert (group["spec"]["replicas"], of["size"], of["restartPolicy"]) == (2, 2, "RecreateGroupOnPodRestart")
+    assert (of["size"], of["restartPolicy"]) == (2, "RecreateGroupOnPodRestart")
     file = tmp_path / "engines" / "qwen3-32b-apart.toml"
     file.parent.mkdir()
     file.write_text(named(documents, "ConfigMap", "lr-lookahead")["data"]["spec.toml"], encoding="utf-8")
@@ -466,6 +466,27 @@ def test_a_role_over_nodes_is_a_group_of_pods_a_replica(tmp_path: Path) -> None:
         "lr-lookahead-draft",
         "lr-lookahead-judge",
     }
+
+
+@pytest.mark.parametrize(
+    ("changes", "held_back"),
+    [({}, False), ({"build": {"enabled": True}}, True), ({"server": {"replicas": 0}}, True)],
+    ids=["to serve", "to build", "to download"],
+)
+def test_roles_do_not_hold_the_cards_that_their_engines_are_built_on(changes: dict[str, Any], held_back: bool) -> None:
+    documents = render(profile("roles-apart", **over(changes, {"roles": OVER_NODES})))
+    sets = {each["metadata"]["name"]: each for each in documents if each["kind"] in ("StatefulSet", "LeaderWorkerSet")}
+    num_pods = {name: each["spec"]["replicas"] for name, each in sets.items()}
+    assert sorted(num_pods.values()) == ([0, 0, 0] if held_back else [1, 1, 2])
+    spec = named(documents, "ConfigMap", "lr-lookahead")["data"]["spec.toml"]
+    assert spec == named(render(profile("roles-apart", roles=OVER_NODES)), "ConfigMap", "lr-lookahead")["data"]["spec.toml"]
+
+
+@pytest.mark.parametrize("name", sorted(set(Settings.model_fields) - {"host", "port", "keys_file", "open_to_network"}))
+def test_the_chart_takes_every_setting_of_the_openai_api(name: str) -> None:
+    default = Settings.model_fields[name].default
+    with helm.Chart.load(CHART) as chart:
+        chart.validate_schema(profile("cpu", openai={"settings": {name: 16 if default is None else default}}))
 
 
 def test_of_a_group_the_leader_alone_is_asked_and_a_node_has_no_key_but_the_groups() -> None:

@@ -86,13 +86,15 @@ def test_steps_that_were_begun_another_way_say_nothing() -> None:
     assert trial.way == WAYS[0]
 
 
-def in_a_crowd(trial: Trial, truth: Mapping[Way, float], num_spans: int, predict: Callable[[Way], float]) -> list[Way]:
-    """The ways of so many spans of 32 requests together."""
+def in_a_crowd(
+    trial: Trial, truth: Mapping[Way, float], num_spans: int, predict: Callable[[Way], float], num_requests: int = 32
+) -> list[Way]:
+    """The ways of so many spans of requests together."""
     followed = []
     for index in range(trial.num_spans, trial.num_spans + num_spans):
         followed.append(way := trial.way)
         while trial.num_spans == index:
-            trial.committed(way, 10 * truth[way], 10, 1, 32, predict=predict)
+            trial.committed(way, 10 * truth[way], 10, 1, num_requests, predict=predict)
     return followed
 
 
@@ -107,6 +109,20 @@ def test_a_crowd_does_not_try_what_may_cost_everybody(tried_alone: bool) -> None
     truth = {way: 2.0 if way.ahead or way.drafts else 1.0 for way in WAYS}
 
     assert in_a_crowd(trial, truth, 20, predicted.__getitem__) == [ALONE] * 20
+
+
+@pytest.mark.parametrize(("num_requests", "is_tried"), [(8, True), (32, False)])
+def test_a_few_requests_try_whole_steps_that_look_as_fast(num_requests: int, is_tried: bool) -> None:
+    """They take three quarters of the time. What they cost the others was not seen before."""
+    ahead = Way(True, False)
+    predicted = dict.fromkeys(WAYS, 1.5) | {ahead: 0.96, ALONE: 1.0}
+    truth = predicted | {ahead: 0.75}
+    trial = Trial(WAYS[::-1])
+    trial.way = ALONE
+
+    followed = in_a_crowd(trial, truth, 20, predicted.__getitem__, num_requests)
+
+    assert followed[-10:] == [ahead if is_tried else ALONE] * 10
 
 
 def test_draft_tokens_inside_the_engine_need_no_caution() -> None:
