@@ -75,14 +75,17 @@ def main(
     pace: Annotated[
         str | None, typer.Option(help="Serve it at the pace of this system, where auto looks ahead: h200_sxm and so on.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Run directory and report; by default out/quality-<dataset>[-<pace>].")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Run directory and report; by default one for each question of this kind, in out.")
+    ] = None,
     output: Annotated[Path, typer.Option(help="Where the figures go; those of other runs stay.")] = PAGES / "quality.json",
 ) -> None:
     """Print the tables, write a page, and end with one JSON line."""
     console = console_of_any_width()
     if url and pace:
         raise typer.BadParameter("a server that runs already has its own", param_hint="--pace")
-    out = out or Path("out") / "-".join(["quality", Path(dataset).name.split(".")[0], *([pace] if pace else [])])
+    asked = [Path(dataset).name.split(".")[0], mode, *([pace] if pace else []), str(num_problems)]
+    out = out or Path("out") / "-".join(["quality", *asked])
     common = {**option_fields(option or ()), "max_tokens": max_tokens, "temperature": temperature}
     data = load(dataset, seed=DATA_SEED, end=num_problems)
     settings = Settings(data, turns((BASELINE, mode), (), common), samples=samples, seed=seed, concurrency=concurrency)

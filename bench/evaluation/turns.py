@@ -16,8 +16,8 @@ from bench.kit.turns import rotated
 from lr_backend.errors import InvalidRequest
 from lr_backend.request import LookaheadRequest, Mode
 
-RESERVED = ("text_input", "messages", "seed", "stream", "trace", "mode")
-"""Request fields that the evaluation sets itself."""
+RESERVED = ("text_input", "messages", "seed", "stream", "trace", "mode", "max_tokens", "temperature")
+"""Request fields that the evaluation sets itself, or that have options of their own."""
 
 
 @dataclass(frozen=True, slots=True)

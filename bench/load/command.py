@@ -228,7 +228,8 @@ def main(
             widths = concurrency or CONCURRENCY
             # A server that runs already has learned, or its next answers may take minutes each.
             learns_from, timeout_s = LEARNS_FROM if server is not None else 0, slow_motion * WARM_UP_TIMEOUT_S
-            left = [width for width in widths if not all(map(session.results.has, closed_points([width], min_requests)))]
+            # Arrivals meet loads of every size.
+            left = [one for one in widths if rates or not all(map(session.results.has, closed_points([one], min_requests)))]
             warm_up(address, subject.questions, temperature, left, learns_from=learns_from, timeout_s=timeout_s)
 
             def is_ready() -> bool:

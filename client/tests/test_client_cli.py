@@ -1,3 +1,4 @@
+import io
 import json
 import signal
 import subprocess
@@ -8,12 +9,13 @@ from typing import Any
 
 import pytest
 from fake_server import WAIT_S, FakeServer, Gate
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from lr_client.cli import app
 from lr_client.fields import FIELDS
-from lr_client.render import closing_line
-from lr_client.types import Usage
+from lr_client.render import ConsoleRenderer, closing_line
+from lr_client.types import Event, StepEvent, StepRecord, TextEvent, Usage
 
 GREEN, YELLOW, BLUE = "\x1b[32m", "\x1b[33m", "\x1b[34m"
 
@@ -131,6 +133,24 @@ def test_options_are_combined_repeated_and_denied(server: FakeServer) -> None:
         "stream": [False],
         "trace": [True],
     }
+
+
+def rendered(events: list[Event]) -> str:
+    console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=200)
+    renderer = ConsoleRenderer(console, legend=False)
+    for event in events:
+        renderer.show(event)
+    renderer.close()
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_whole_answer_has_the_colour_of_none_of_its_steps() -> None:
+    draft, target = (
+        StepEvent(StepRecord(index=0, origin=origin, text="?")) for origin in ("draft", "target")
+    )
+    streamed = rendered([draft, TextEvent("one "), target, TextEvent("two")])
+    assert GREEN in streamed and BLUE in streamed
+    assert "\x1b[" not in rendered([draft, target, TextEvent("one two")])
 
 
 def test_help_says_what_each_field_means() -> None:

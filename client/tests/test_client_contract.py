@@ -65,5 +65,7 @@ def test_public_messages_of_the_server_are_understood() -> None:
     refused = errors.InvalidRequest("width", 99, "at most 8")
     error = error_from_text(refused.public())
     assert (type(error).__name__, getattr(error, "field", None)) == ("InvalidRequest", "width")
-    for kind in (errors.Overloaded, errors.TargetUnavailable, errors.Cancelled):
+    ends = error_from_text(errors.Cancelled("the server is shutting down").public())
+    assert type(ends).__name__ == "ServerUnreachable"
+    for kind in (errors.Overloaded, errors.TargetUnavailable):
         assert type(error_from_text(kind("why").public())).__name__ == kind.__name__

@@ -21,7 +21,7 @@ from lr_backend.hardware.cost import Iteration, Join
 from lr_backend.hardware.machine import LinearTimes, Machine, Place
 from lr_backend.hardware.profile import find, label_of
 from lr_backend.hardware.sharing import LAWS, CardSharing
-from lr_backend.plan.fit_texts import by_verifier, fit_workload
+from lr_backend.plan.fit_texts import acceptance, by_verifier, fit_workload
 from lr_backend.plan.fitting import Fitted, fit_by_verifier
 from lr_backend.plan.losses import Without, losses
 from lr_backend.plan.overrides import Overrides
@@ -123,6 +123,8 @@ def plan(
         refuse("--alpha or --workload and either --c or --system are needed where there is no --trace")
     if mode.speculates_tokens and proposer == ProposerName.ENGINE and system is None:
         refuse("--proposer engine: what an engine's own draft tokens take is known of hardware alone; give --system")
+    if not mode.speculates_steps and (k or width):
+        refuse(f"--k and --width are of drafted steps, and mode {mode} has none")
     fields: dict[str, Any] = {}
     if mode.speculates_tokens:
         fields = {"proposer": proposer.value, "num_draft_tokens": draft_tokens}
@@ -181,7 +183,9 @@ def _of_system(
     """The same with all times from a machine's tables."""
     workloads: Mapping[str, Workload] = {"": texts}
     if traces:
-        workloads = {str(name): fit_workload(group) for name, group in by_verifier(traces).items()}
+        # Other traces tell of the same texts, and nothing of what a verifier accepts.
+        whole = fit_workload(traces)
+        workloads = {str(name): replace(whole, **acceptance(group)) for name, group in by_verifier(traces).items()}
     return {name: (Scenario(given.of_texts(one), machine), None) for name, one in workloads.items()}
 
 

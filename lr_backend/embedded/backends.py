@@ -10,7 +10,7 @@ from lr_backend.embedded.checkpoint import ModelSpec, read_spec
 from lr_backend.embedded.config import EngineConfig
 from lr_backend.embedded.memory import free_bytes, with_kv_budget
 from lr_backend.embedded.native.drafter import Drafter
-from lr_backend.embedded.native.model import NativeModel, why_not
+from lr_backend.embedded.native.model import NativeModel, slots_of, why_not
 from lr_backend.embedded.native.runner import NativeRunner
 from lr_backend.embedded.native.trial import fastest_kind
 from lr_backend.embedded.random_checkpoint import random_model
@@ -51,7 +51,9 @@ def _open_native(config: EngineConfig) -> tuple[EngineConfig, Runner]:
     native = _native_model(config, config.checkpoint_dir, config.weight_dtype)
     draft = _draft_model(config, native.spec)
     specs = [native.spec, draft.spec] if draft else [native.spec]
-    config = with_kv_budget(config, specs, free_bytes(config.device))
+    config = with_kv_budget(
+        config, specs, free_bytes(config.device), slots_a_token=slots_of(config.tokens_per_block) / config.tokens_per_block
+    )
     pool = {"num_blocks": config.num_blocks, "tokens_per_block": config.tokens_per_block}
     drafter = Drafter(draft, **pool, min_chance=config.speculative_min_chance) if draft else None
     return config, NativeRunner(native, **pool, drafter=drafter)

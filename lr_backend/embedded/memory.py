@@ -34,10 +34,14 @@ def freed_at_once() -> Iterator[None]:
         set_option(_M_MMAP_THRESHOLD, _LARGEST_KEPT)
 
 
-def with_kv_budget(config: EngineConfig, specs: Sequence[ModelSpec], free_bytes: int) -> EngineConfig:
+def with_kv_budget(
+    config: EngineConfig, specs: Sequence[ModelSpec], free_bytes: int, *, slots_a_token: float = 1.0
+) -> EngineConfig:
     """``config`` with its pool in tokens: as many as were asked for, within ``kv_cache_free_mem_fraction`` of ``free_bytes``.
 
-    ``specs``: the models that keep keys and values of every token: the engine's, and its draft model.
+    Args:
+        specs: the models that keep keys and values of every token: the engine's, and its draft model.
+        slots_a_token: memory of a block over that of its tokens.
 
     Raises:
         ConfigError: not even one sequence of ``max_seq_len`` fits.
@@ -45,7 +49,8 @@ def with_kv_budget(config: EngineConfig, specs: Sequence[ModelSpec], free_bytes:
     fraction = config.kv_cache_free_mem_fraction
     if fraction is None:
         return config
-    affordable = int(fraction * free_bytes) // sum(bytes_a_token(spec, getattr(torch, config.dtype)) for spec in specs)
+    one_bytes = slots_a_token * sum(bytes_a_token(spec, getattr(torch, config.dtype)) for spec in specs)
+    affordable = int(fraction * free_bytes / one_bytes)
     if affordable < config.max_seq_len:
         raise ConfigError(
             f"kv_cache_free_mem_fraction={fraction}: of {free_bytes >> 20} MiB free, {affordable} tokens;"

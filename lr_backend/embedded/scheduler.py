@@ -66,12 +66,14 @@ class Scheduler:
                 continue
             count, num_logits = _chunk_size(sequence, budget)
             if count and self._make_room(sequence, sequence.num_computed + count, busy):
-                self._make_room_for_drafts(sequence)
                 chunks.append(Chunk(sequence, sequence.num_computed, count, num_logits))
                 budget -= count
         chunks = [chunk for chunk in chunks if chunk.sequence in self.running]
         budget = self._max_num_tokens - sum(chunk.count for chunk in chunks)
-        return chunks + (self._admit(budget) if budget and self.waiting else [])
+        admitted = self._admit(budget) if budget and self.waiting else []
+        for chunk in chunks:  # of what nobody else needs
+            self._make_room_for_drafts(chunk.sequence)
+        return chunks + admitted
 
     def remove(self, sequence: Sequence) -> None:
         """Take a finished or cancelled sequence out; what it computed stays cached."""
@@ -147,11 +149,10 @@ class Scheduler:
             return False
         limit, total = len(sequence.tokens) - 1, len(sequence.tokens) + len(sequence.drafts)
         table = sequence.table
-        needed = self.cache.num_blocks_needed(sequence.keys, limit, total)
         sequence.num_computed = self.cache.take_prefix(table, sequence.tokens, sequence.keys, limit)
-        sequence.num_allocated_blocks += needed
         enough = self.cache.extend(table, total)
-        assert enough, (needed, table, self.cache.num_available)
+        assert enough, (table, self.cache.num_available)
+        sequence.num_allocated_blocks += len(table.blocks) - len(table.keys)
         if not sequence.first_scheduled_ns:
             sequence.num_reused = sequence.num_computed
             self.num_reused_tokens += sequence.num_computed

@@ -84,6 +84,8 @@ class PacedEngine:
         self._timeline = Timeline(Sizes.of(config), pace.costs(), pace.rules, one_hot=pace.one_hot)
         self._board = pace.open_board()
         self._lateness = self._lateness_seen = Lateness()
+        self._answers_late_s = 0.0
+        """Of the lateness: answers are no work, and many may be late at a time."""
         self._changed = threading.Condition()
         # Guarded by the condition's lock: what happens when, and the ids that may not be used again.
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -160,7 +162,8 @@ class PacedEngine:
     def stats(self) -> EngineStats:
         """Counters and gauges now; consistent up to one iteration."""
         paced_s, late_s = self._lateness.paced_s, self._lateness.late_s
-        return replace(self._timeline.stats(), busy_s=paced_s + late_s, paced_s=paced_s, late_s=late_s)
+        busy_s = paced_s + late_s - self._answers_late_s
+        return replace(self._timeline.stats(), busy_s=busy_s, paced_s=paced_s, late_s=late_s)
 
     def check_integrity(self) -> None:
         """Check the KV blocks between two iterations.
@@ -239,7 +242,9 @@ class PacedEngine:
             self._push(left_s + self._hop_s, partial(self._give, sequence, failure))
 
     def _give(self, sequence: Sequence, failure: LookaheadError | None) -> None:
-        self._count(0.0, self._clock.now() - self._happening_s)
+        late_s = max(0.0, self._clock.now() - self._happening_s)
+        self._answers_late_s += late_s
+        self._count(0.0, late_s)
         self._answer(sequence, failure)
 
     def _answer(self, sequence: Sequence, failure: LookaheadError | None) -> None:

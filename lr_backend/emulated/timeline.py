@@ -101,6 +101,7 @@ class Timeline:
             self._doomed.add(sequence)
             return False
         self.counters.num_cancelled += 1
+        self.counters.num_requests += 1
         self._leave(sequence)
         return True
 
@@ -177,6 +178,7 @@ class Timeline:
             ended += [Ended(sequence, cancelled=True) for sequence in leaving]
         for one in ended:
             self.counters.num_failed += one.failure is not None
+            self.counters.num_requests += one.failure is None
             self._leave(one.sequence)
         self._chunks = []
         return ended
@@ -207,7 +209,6 @@ class Timeline:
         self._feeds.pop(sequence, None)
         self._doomed.discard(sequence)
         self._scheduler.remove(sequence)
-        self.counters.num_requests += 1
 
 
 def described(chunks: list[Chunk], *, one_hot: bool = False) -> Iteration:

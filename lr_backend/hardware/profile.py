@@ -52,23 +52,6 @@ class ProfileKey:
         return f"{self.model} at TP {self.tp_size} in {self.dtype} on {self.system}"
 
 
-@dataclass(frozen=True, slots=True)
-class Card:
-    """The limits of one card, by its data sheet. ``flop_per_s`` is that of the profile's dtype."""
-
-    memory_bytes_per_s: float
-    flop_per_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What an iteration reads and computes on each of its cards."""
-
-    weight_bytes: float
-    kv_bytes_per_token: float
-    flop_per_token: float
-
-
 @dataclass(frozen=True)
 class Profile:
     """One model on one system. All tables are in milliseconds.
@@ -88,8 +71,6 @@ class Profile:
     dense_ms: Line
     context_attention_ms: Grid
     decode_attention_ms: Grid
-    card: Card
-    work: Work
     source: Mapping[str, Any]
     checks: tuple[Mapping[str, float], ...]
 
@@ -132,8 +113,7 @@ class Profile:
 
     @classmethod
     def _from(cls, document: Mapping[str, Any]) -> Self:
-        card, dtype = document["card"], str(document["dtype"])
-        flop_per_s = card["fp8_flop_per_s" if dtype == "fp8" else "bfloat16_flop_per_s"]
+        dtype = str(document["dtype"])
         dense, context, decode = (document[name] for name in ("dense", "context_attention", "decode_attention"))
         profile = cls(
             key=ProfileKey.of(str(document["system"]), str(document["model"]), int(document["tp_size"]), dtype),
@@ -142,8 +122,6 @@ class Profile:
             dense_ms=Line(_numbers(dense["tokens"]), _numbers(dense["ms"])),
             context_attention_ms=_grid(context["new_tokens"], context["prefix_tokens"], context["ms"]),
             decode_attention_ms=_grid(decode["sequences"], decode["kv_tokens"], decode["ms"]),
-            card=Card(float(card["memory_bytes_per_s"]), float(flop_per_s)),
-            work=Work(**{name: float(value) for name, value in document["per_card"].items()}),
             source=document["source"],
             checks=tuple(document["checks"]),
         )

@@ -124,7 +124,6 @@ class LlmApiEngine:
         if name:
             self._by_id[name] = run
         self._num_in_flight += 1
-        self._stats = replace(self._stats, num_requests=self._stats.num_requests + 1)
 
     async def _serve(self, run: _Run) -> None:
         result: EngineResponse | LookaheadError
@@ -150,6 +149,7 @@ class LlmApiEngine:
                 return
             self._stats = replace(
                 stats,
+                num_requests=stats.num_requests + 1,
                 num_tokens_decoded=stats.num_tokens_decoded + len(run.tokens),
                 num_draft_tokens=stats.num_draft_tokens + result.num_draft_tokens,
                 num_accepted_tokens=stats.num_accepted_tokens + result.num_accepted_tokens,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -322,6 +323,21 @@ def test_the_command_predicts_from_trace_files(files: list[str]) -> None:
     assert json.loads(lower.output)["speedup"] < 0.8 * rows[1]["speedup"]
 
 
+def test_traces_with_draft_tokens_tell_of_them_on_a_system_too(files: list[str], tmp_path: Path) -> None:
+    """Their mode compares no steps, so they tell nothing of a verifier."""
+    policy = Policy(Mode.SD, fields={"proposer": "draft_model", "num_draft_tokens": 4})
+    path = tmp_path / "sd.json"
+    path.write_text(recorded(replace(BASE, workload=replace(BASE.workload, token_agreement=0.9)), policy, range(1))[0].as_json())
+
+    def speedup(*arguments: str) -> float:
+        asked = ["plan", *arguments, "--system", "h200_sxm", "--mode", "lr_sd", "--k", "4", "--json"]
+        result = CliRunner().invoke(app, asked)
+        assert result.exit_code == 0, result.output
+        return float(json.loads(result.output)["speedup"])
+
+    assert speedup(*files, "--trace", str(path)) > 1.1 * speedup(*files)
+
+
 def test_the_command_says_what_it_fitted(files: list[str]) -> None:
     result = CliRunner().invoke(app, ["plan", *files, "--k", "2"])
     assert result.exit_code == 0, result.output
@@ -335,7 +351,10 @@ def test_the_command_names_what_it_lacks(tmp_path: Path) -> None:
 
     path = tmp_path / "ar.json"
     path.write_text(recorded(BASE, Policy(Mode.AR), range(1))[0].as_json())
-    alone = CliRunner().invoke(app, ["plan", "--trace", str(path)])
-    assert (alone.exit_code, "no trace with lookahead among 1" in alone.output) == (1, True)
+    for system in ([], ["--system", "h200_sxm"]):
+        alone = CliRunner().invoke(app, ["plan", "--trace", str(path), *system])
+        assert (alone.exit_code, "no trace with lookahead among 1" in alone.output) == (1, True)
+    none = CliRunner().invoke(app, ["plan", "--alpha", "0.5", "--c", "0.1", "--mode", "sd", "--k", "8"])
+    assert (none.exit_code, "mode sd has none" in none.output) == (2, True)
     missing = CliRunner().invoke(app, ["plan", "--trace", str(tmp_path / "none.json")])
     assert (missing.exit_code, "cannot read" in missing.output) == (1, True)

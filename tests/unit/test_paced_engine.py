@@ -169,7 +169,7 @@ def test_an_idle_engine_that_wakes_up_late_is_late(make: MakeBench) -> None:
     answer, stats = bench.answer("a"), bench.engine.stats()
     assert stats.late_s == pytest.approx(0.5 - HOP_S - run_s(20, 1), abs=WITHIN_S)
     assert answer.at_s == pytest.approx(stats.late_s + 2 * HOP_S + run_s(20, 4), abs=WITHIN_S)
-    assert stats.busy_s == pytest.approx(stats.paced_s + stats.late_s)
+    assert stats.busy_s == pytest.approx(stats.paced_s + stats.late_s, abs=WITHIN_S)
 
 
 def test_the_times_that_an_answer_carries_are_the_hardwares_where_a_thread_wakes_up_a_little_late(make: MakeBench) -> None:
@@ -201,7 +201,9 @@ def test_an_answer_that_is_given_late_is_late(make: MakeBench) -> None:
     bench.time.at(0.0, lambda: bench.ask("a", 20, 2))
     bench.time.at(HOP_S + run_s(20, 2) + HOP_S / 2, lambda: bench.time.stall(0.3))
     assert bench.answer("a").at_s == pytest.approx(2 * HOP_S + run_s(20, 2) + 0.3 - HOP_S / 2, abs=WITHIN_S)
-    assert bench.engine.stats().late_s == pytest.approx(0.3 - HOP_S / 2, abs=WITHIN_S)
+    stats = bench.engine.stats()
+    assert stats.late_s == pytest.approx(0.3 - HOP_S / 2, abs=WITHIN_S)
+    assert stats.busy_s == pytest.approx(stats.paced_s, abs=WITHIN_S), "it computed nothing meanwhile"
 
 
 def test_calls_with_many_draft_tokens_hold_nobody_else_up_on_the_way(make: MakeBench) -> None:

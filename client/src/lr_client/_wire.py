@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from tritonclient.grpc import InferResult, service_pb2, service_pb2_grpc
 from tritonclient.utils import serialize_byte_tensor
 
-from lr_client.errors import ClientError, InvalidRequest, ServerError
+from lr_client.errors import Cancelled, ClientError, InvalidRequest, ServerError
 from lr_client.protocol import OUTPUTS, Decoder, Tensor, error_from_status, error_from_text
 from lr_client.types import Event
 
@@ -178,6 +178,8 @@ class Exchange:
         except ClientError:
             self.over = True
             self._call.cancel()
+            if self.cancelled:
+                raise Cancelled("the request was cancelled") from None
             raise
 
     def ended(self) -> None:

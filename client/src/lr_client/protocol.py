@@ -309,9 +309,10 @@ class Collector:
 _CODED = re.compile(r"\b(LR_[A-Z][A-Z_]*[A-Z]): *(.*)", re.DOTALL)
 _TRACEBACK = re.compile(r"\n\s*(?:At:|Traceback \().*", re.DOTALL)
 _FIELD = re.compile(r"([A-Za-z_][\w.]*)=")
+# Who cancels a call hears no more of it: whoever is told so has met a server that ends.
 _TYPES: dict[str, type[ClientError]] = {
     "LR_OVERLOADED": Overloaded,
-    "LR_CANCELLED": Cancelled,
+    "LR_CANCELLED": ServerUnreachable,
     "LR_TARGET_UNAVAILABLE": TargetUnavailable,
 }
 _AWAY = re.compile(
@@ -324,6 +325,7 @@ _ADVICE = {
     "LR_ENGINE_REJECTED": "the same request will fail again: shorten the question or max_tokens",
     "LR_ENGINE_UNAVAILABLE": "retry later, or ask another server",
     "LR_ENGINE_TIMEOUT": "retry later; the engine may be overloaded",
+    "LR_CANCELLED": "the server is ending: send again after a pause, or ask another one",
     "LR_NOT_FINITE": "the same request will most likely fail again: change the prompt",
     "LR_CONFIG": "the server's operator has to mend its settings",
     "LR_CHECKPOINT": "the server's operator has to mend the model's checkpoint",

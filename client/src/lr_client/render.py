@@ -60,6 +60,8 @@ class ConsoleRenderer:
         self._console = console
         self._splitter = ReasoningSplitter()
         self._style = ""
+        self._num_steps = 0
+        """Whose text is still to come."""
         self._at_line_start = True
         self._answer_has_begun = False
         if legend and console.color_system is not None:
@@ -70,7 +72,9 @@ class ConsoleRenderer:
         """Print what is new, at once."""
         match event:
             case StepEvent(record):
-                self._style = STYLES.get(record.origin, "")
+                # A whole answer comes in one piece behind all of its steps: it has no colour of one of them.
+                self._style = "" if self._num_steps else STYLES.get(record.origin, "")
+                self._num_steps += 1
             case TextEvent(text):
                 self._text(text)
             case FinishEvent(reason, usage):
@@ -90,7 +94,7 @@ class ConsoleRenderer:
             self._end_line()
             self._console.rule(Text("answer"), style="dim")
         self._answer(answer)
-        self._style = ""  # a step colours its own text only
+        self._style, self._num_steps = "", 0  # a step colours its own text only
 
     def _answer(self, text: str) -> None:
         if not self._answer_has_begun:

@@ -64,11 +64,16 @@ def why_not(spec: ModelSpec) -> str | None:
     return None
 
 
+def slots_of(tokens_per_block: int) -> int:
+    """Of a block: its tokens, filled up to whole vectors."""
+    return -(-tokens_per_block // LANES) * LANES
+
+
 class NativePool:
     """Keys and values by block and head: a head's keys [head_dim, slots], then its values [slots, head_dim]."""
 
     def __init__(self, spec: ModelSpec, *, num_blocks: int, tokens_per_block: int) -> None:
-        slots = -(-tokens_per_block // LANES) * LANES
+        slots = slots_of(tokens_per_block)
         by_head = (spec.num_layers, num_blocks, spec.num_kv_heads)
         self._memory = torch.zeros(*by_head, 2, slots * spec.head_dim)
         self.tokens_per_block = tokens_per_block
