@@ -94,7 +94,7 @@ bench-systems: venv ## random models of real shapes with scripted acceptance, ag
 bench-peers: venv ## transformers, the target alone and the paper's synchronous procedure beside the modes
 	$(BIN)/python -m bench peers
 
-load: venv ## each mode under rising load, by NVIDIA's perf_analyzer (downloaded once; about 25 minutes)
+load: venv ## each mode under rising load, by NVIDIA's perf_analyzer (downloaded once; about 35 minutes)
 	$(BIN)/python -m bench load
 
 dashboard: venv ## the picture of the dashboard, over five minutes of the demo's server (needs Debian's prometheus)
