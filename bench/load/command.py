@@ -227,18 +227,18 @@ def main(
             client = stack.enter_context(Client(address))
             widths = concurrency or CONCURRENCY
             # A server that runs already has learned, or its next answers may take minutes each.
-            learns_from, timeout_s = LEARNS_FROM if server is not None else 0, slow_motion * WARM_UP_TIMEOUT_S
+            learns_from, answer_s = LEARNS_FROM if server is not None else 0, slow_motion * WARM_UP_TIMEOUT_S
             # Arrivals meet loads of every size.
             left = [one for one in widths if rates or not all(map(session.results.has, closed_points([one], min_requests)))]
-            warm_up(address, subject.questions, temperature, left, learns_from=learns_from, timeout_s=timeout_s)
+            warm_up(address, subject.questions, temperature, left, learns_from=learns_from, timeout_s=answer_s)
 
             def is_ready() -> bool:
                 return client.is_ready(timeout_s=READY_TIMEOUT_S)
 
             results, fields = session.results, {"temperature": temperature}
             lateness = LatenessSince(server) if server is not None and isinstance(subject.served, EmulatedDeployment) else None
-            timeout_s = slow_motion * point_timeout_s
-            sweep = Sweep(analyzer, address, subject.questions, fields, results, timeout_s, is_ready, lateness)
+            point_s = slow_motion * point_timeout_s
+            sweep = Sweep(analyzer, address, subject.questions, fields, results, point_s, is_ready, lateness)
             session.measure(sweep, closed_points(widths, min_requests))
             if rates:
                 session.measure(sweep, open_points(rate or session.rates(), rate_requests))

@@ -167,7 +167,7 @@ class Results:
 
     def has(self, point: Point) -> bool:
         """It was measured."""
-        return (self.folder / point.name / EXPORT).is_file()
+        return self._export(point).is_file()
 
     def requests(self, point: Point) -> list[RequestTimes] | None:
         """What was measured at a point; None where nothing was.
@@ -175,8 +175,9 @@ class Results:
         Raises:
             MalformedExport: it was, and the file has been damaged since.
         """
-        path = self.folder / point.name / EXPORT
-        return [one.sped_up(self.slow_motion) for one in read_export(path)] if path.is_file() else None
+        if not self.has(point):
+            return None
+        return [one.sped_up(self.slow_motion) for one in read_export(self._export(point))]
 
     def figures(self, points: Iterable[Point], limits: Limits) -> dict[Point, PointFigures]:
         """Of the points that were measured."""
@@ -206,6 +207,9 @@ class Results:
             target = self._failure_log(point)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(log, target)
+
+    def _export(self, point: Point) -> Path:
+        return self.folder / point.name / EXPORT
 
     def _failure_log(self, point: Point) -> Path:
         return self.folder / f"{point.name}.failed.txt"

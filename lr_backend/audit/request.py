@@ -55,11 +55,11 @@ class RequestAudit:
     @property
     def takes_only_equal(self) -> bool:
         """The budget is spent."""
-        return self._budget > 0.0 and self.decides != self._name
+        return self.decides != self._name
 
     def allowed(self, verifier: Verifier) -> Verifier:
         """``verifier``, or while the budget is spent the exact one."""
-        if self.decides == self._name:
+        if not self.takes_only_equal:
             return verifier
         self._note_spent()
         return self._exact

@@ -25,8 +25,13 @@ LINGER_BYTES_A_S = 32 << 20
 
 def is_long(request: Request) -> bool:
     """More of a body may be on its way than is thrown away at once."""
+    return "transfer-encoding" in request.headers or _num_declared(request) > LINGER_LEAST_BYTES
+
+
+def _num_declared(request: Request) -> int:
+    """Bytes that a header says there are; 0: it does not say."""
     declared = request.headers.get("content-length", "")
-    return "transfer-encoding" in request.headers or (declared.isdecimal() and int(declared) > LINGER_LEAST_BYTES)
+    return int(declared) if declared.isdecimal() else 0
 
 
 class Lingering(Response):
@@ -62,8 +67,7 @@ async def read_body(request: Request, max_bytes: int, max_s: float) -> bytes:
         ClientGone: the client went away.
     """
     _require_json(request)
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > max_bytes:
+    if _num_declared(request) > max_bytes:
         raise _too_large(max_bytes)
     parts, num_bytes = [], 0
     try:

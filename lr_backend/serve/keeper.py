@@ -112,10 +112,10 @@ class StubKeeper:
             if self._wake in ended or not self._server.running:
                 return
             self._look_for_hang()
-            for descriptor in ended:
-                os.close(descriptor)
             with self._state:
                 died = {self._watched.pop(descriptor) for descriptor in ended} - self._dead
+            for descriptor in ended:  # only now: a number that is free may be the next process's
+                os.close(descriptor)
             if died:
                 self._have_died(died)
 

@@ -54,7 +54,7 @@ class Reason(StrEnum):
 UNCOMPARED = frozenset({Reason.NONE, Reason.LATE, Reason.DRAFT_ERROR, Reason.DUPLICATE})
 """Reasons of a step for which no drafted step was compared with the target's."""
 SETTLED = UNCOMPARED | {Reason.EXACT, Reason.RISK_BUDGET}
-"""Reasons that no verifier gives."""
+"""Reasons that are not a plug-in's to give: the loop itself finds them."""
 UNASKED = frozenset({Reason.JUDGE_ERROR, Reason.VERIFIER_ERROR, Reason.CAPPED})
 """Reasons of a rejection for which a verifier may not have looked at the pair: its model has failed, or the pair is too long."""
 
