@@ -82,9 +82,12 @@ class Seen:
 
 
 class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
-    """Answers a question (its text, or the last message) by the script of that name."""
+    """Answers a question (its text, or the last message) by the script of that name.
 
-    def __init__(self, scripts: Mapping[str, Sequence[Act]]) -> None:
+    ``port``: 0 is a free one.
+    """
+
+    def __init__(self, scripts: Mapping[str, Sequence[Act]], port: int = 0) -> None:
         self.scripts = dict(scripts)
         self.requests: list[Seen] = []
         self.ready = True
@@ -92,8 +95,8 @@ class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore
         self._arrived = threading.Condition()
         self._server = grpc.server(ThreadPoolExecutor(max_workers=16))
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, self._server)
-        port = self._server.add_insecure_port("localhost:0")
-        self.url = f"localhost:{port}"
+        self.port = self._server.add_insecure_port(f"localhost:{port}")
+        self.url = f"localhost:{self.port}"
 
     def __enter__(self) -> Self:
         self._server.start()

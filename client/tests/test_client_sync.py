@@ -255,6 +255,17 @@ def test_a_server_on_this_machine_is_not_reached_through_a_proxy(
         assert client.ask("plain").text == "ab"
 
 
+def test_a_new_client_reaches_a_server_that_an_older_one_still_waits_for(server: FakeServer) -> None:
+    with Client(server.url) as old:
+        assert old.ask("plain").text == "ab"
+        server.die()
+        for _ in range(3):  # by now gRPC waits before it connects again
+            with pytest.raises(ServerUnreachable):
+                old.ask("plain")
+        with FakeServer(server.scripts, server.port) as back, Client(back.url) as new:
+            assert new.ask("plain").text == "ab"
+
+
 @pytest.mark.parametrize("use", [lambda client: client.stream("steps"), lambda client: client.is_ready()])
 def test_a_client_that_another_thread_closes_says_so(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch, use: Callable[[Client], object]

@@ -70,10 +70,15 @@ def test_no_call_is_faster_than_the_hardware_and_the_trace_says_whose_it_is(
 
 def test_every_engine_says_how_late_it_was(server: TritonServer, client: Client, question: Problem) -> None:
     client.ask(question.question, Options(mode="lr", stream=False, max_tokens=80, seed=4), timeout_s=WAIT_S)
-    time.sleep(2 * REFRESH_S)
     lateness = server.lateness()
+    for _ in range(round(WAIT_S / REFRESH_S)):
+        time.sleep(2 * REFRESH_S)
+        before, lateness = lateness, server.lateness()
+        if lateness == before:
+            break
     assert set(lateness) == {role.value for role in Role}
     assert all(one.paced_s > 0.0 for one in lateness.values())
     busy = server.counter("lr_engine_busy_seconds_total")
     for role, one in lateness.items():
-        assert busy[role] == pytest.approx(one.paced_s + one.late_s, rel=0.01)
+        # Answers may be late too; no iteration is busy with that.
+        assert 0.99 * one.paced_s <= busy[role] <= 1.01 * (one.paced_s + one.late_s)

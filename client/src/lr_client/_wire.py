@@ -31,6 +31,8 @@ CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     # gRPC's own limit is two minutes, during which every request would fail though the server is back.
     ("grpc.max_reconnect_backoff_ms", 5000),
+    # Else a new client fails with older ones of the process that still wait before they connect again.
+    ("grpc.use_local_subchannel_pool", 1),
 )
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
