@@ -37,6 +37,12 @@ FIRST_PREFIX = 32
 MAX_PREFIXES = 65536
 """The latest are remembered."""
 
+_CONNECTION = (
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    # gRPC's own limit is two minutes: a server that was away for some would be left out for as long once it is back.
+    ("grpc.max_reconnect_backoff_ms", 2000),
+)
 _REFUSED = ("StatusCode.INVALID_ARGUMENT", "StatusCode.UNIMPLEMENTED")
 _OUT_OF_ORDER = ("StatusCode.UNAVAILABLE", "StatusCode.INTERNAL", "StatusCode.NOT_FOUND")
 """Triton knows no model of that name while it loads it anew, and while it ends."""
@@ -71,7 +77,7 @@ class RemoteEngine:
     ) -> None:
         address = Address.parse(url)
         self._called = f"{model_name} at {address.host_and_port}"
-        self._client = grpcclient.InferenceServerClient(address.host_and_port, ssl=address.secure)
+        self._client = grpcclient.InferenceServerClient(address.host_and_port, ssl=address.secure, channel_args=_CONNECTION)
         self._headers = {f"{GRPC_PREFIX}{ENGINE_HEADER}": key} if key else {}
         self._pulse = Pulse(self._client.is_server_live)
         self._engine = TritonEngine(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 from hypothesis import given
@@ -141,6 +142,24 @@ def test_a_server_that_loads_its_model_anew_is_away_and_does_not_refuse(
         await engine.close()
 
     asyncio.run(main())
+
+
+def test_a_server_that_was_away_for_long_is_asked_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC waits two minutes at last, by its own settings: as long would one that is back be left out."""
+    said = dict[str, int]()
+    connect = grpc.aio.insecure_channel
+
+    def connects(url: str, options: Any) -> Any:
+        said.update(options)
+        return connect(url, options=options)
+
+    async def main() -> None:
+        monkeypatch.setattr(grpc.aio, "insecure_channel", connects)
+        await RemoteEngine("grpc://127.0.0.1:1", "target").close()
+
+    asyncio.run(main())
+    assert said["grpc.max_reconnect_backoff_ms"] <= 5000
+    assert said["grpc.max_receive_message_length"] == said["grpc.max_send_message_length"] == -1
 
 
 def test_where_all_are_away_the_failure_is_told() -> None:
