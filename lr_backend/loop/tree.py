@@ -338,7 +338,9 @@ class Tree:
             if child.verdict is None:
                 return None
             if only_equal and child.verdict.accepted and child.verdict.reason is not Reason.EXACT:
+                # Siblings behind one that was accepted have lost already: the target's own step is what is left.
                 child.verdict = Verdict(False, Reason.RISK_BUDGET)
+                return self._correct()
             if child.verdict.accepted:
                 return self._accept(child)
         return self._correct()

@@ -25,7 +25,7 @@ from lr_backend.config import AuditSettings
 from lr_backend.errors import EngineUnavailable, InvalidRequest
 from lr_backend.policy.acceptance import Acceptance
 from lr_backend.policy.policy import Learned
-from lr_backend.request import Origin, StepRecord, VerifierName
+from lr_backend.request import FinishReason, Origin, StepRecord, VerifierName
 from lr_backend.steps.step import Step, StepEnd
 from lr_backend.testing import ScriptedEngine, run_virtual
 from lr_backend.verify import Reason, StepPair, Verdict, Verifier, VerifierParts
@@ -589,22 +589,24 @@ def test_a_budget_that_is_spent_midway_counts_at_once_but_for_what_must_not_depe
 
 
 @answers()
-@given(st.integers(0, 10_000))
-def test_once_a_budget_is_spent_what_was_judged_before_is_not_taken_either(order: int) -> None:
+@given(st.integers(0, 10_000), st.integers(1, 2))
+def test_once_a_budget_is_spent_what_was_judged_before_is_not_taken_either(order: int, width: int) -> None:
     """Steps further down may have been accepted while the root still waited for its own."""
     world = make_world().shuffled(order, spread=1.0)
     world.audits = evidence(desk_of(ScriptedAuditor(lambda pair: False, takes_s=1.0)), num_right=0, num_false=20)
     when_spent: list[float] = []
 
     async def ask() -> list[StepRecord]:
-        asked = asyncio.create_task(world.answer(mode="lr", risk_budget=0.1, audit_rate=1.0, max_depth=8, trace=True))
+        fields = {"mode": "lr", "risk_budget": 0.1, "audit_rate": 1.0, "max_depth": 8, "width": width, "trace": True}
+        asked = asyncio.create_task(world.answer(**fields))
         while not asked.done() and not when_spent:
             await asyncio.sleep(0.01)
             if world.audits is not None and world.audits.estimate(JUDGE).exceeds(0.1):
                 when_spent.append(running_clock()())
-        records = (await asked).ledger.records
+        outcome = await asked
+        assert outcome.finish_reason is not FinishReason.DEADLINE
         await world.audits.drain()
-        return records
+        return outcome.ledger.records
 
     records = run_virtual(ask())
 

@@ -278,6 +278,26 @@ def test_where_only_equal_steps_are_taken_by_now_an_earlier_verdict_does_not_cou
     assert decision.first == (same, None)
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_where_only_equal_steps_are_taken_by_now_siblings_that_had_lost_are_not_waited_for(same: bool) -> None:
+    """Their verdicts and what was begun below them were given up when the lower one was accepted."""
+    tree = window(width=2)
+    first, second = begin(tree)
+    tree.drafted(first, step(8))
+    tree.drafted(second, step(9 if same else 7))
+    tree.start_targets()
+    write(tree, step(9))
+    tree.start_verdicts()
+    tree.judged(first, ACCEPTED)
+    tree.prune()
+
+    decision = tree.decide(only_equal=True)
+
+    assert decision is not None and decision.winner is None
+    assert (decision.step, decision.reason) == (step(9), Reason.RISK_BUDGET)
+    assert tree.start_targets() == [tree.root], "the target goes on from there"
+
+
 def test_what_became_of_the_first_drafted_step_is_told_whoever_won() -> None:
     tree = window(width=2, own_branches=False)
     first, second = begin(tree)
