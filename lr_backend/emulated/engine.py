@@ -84,7 +84,7 @@ class PacedEngine:
         self._timeline = Timeline(Sizes.of(config), pace.costs(), pace.rules, one_hot=pace.one_hot)
         self._board = pace.open_board()
         self._lateness = self._lateness_seen = Lateness()
-        self._answers_late_s = 0.0
+        self._busy_s = 0.0
         """Of the lateness: answers are no work, and many may be late at a time."""
         self._changed = threading.Condition()
         # Guarded by the condition's lock: what happens when, and the ids that may not be used again.
@@ -161,9 +161,8 @@ class PacedEngine:
 
     def stats(self) -> EngineStats:
         """Counters and gauges now; consistent up to one iteration."""
-        paced_s, late_s = self._lateness.paced_s, self._lateness.late_s
-        busy_s = paced_s + late_s - self._answers_late_s
-        return replace(self._timeline.stats(), busy_s=busy_s, paced_s=paced_s, late_s=late_s)
+        lateness = self._lateness
+        return replace(self._timeline.stats(), busy_s=self._busy_s, paced_s=lateness.paced_s, late_s=lateness.late_s)
 
     def check_integrity(self) -> None:
         """Check the KV blocks between two iterations.
@@ -242,9 +241,7 @@ class PacedEngine:
             self._push(left_s + self._hop_s, partial(self._give, sequence, failure))
 
     def _give(self, sequence: Sequence, failure: LookaheadError | None) -> None:
-        late_s = max(0.0, self._clock.now() - self._happening_s)
-        self._answers_late_s += late_s
-        self._count(0.0, late_s)
+        self._count(0.0, self._clock.now() - self._happening_s)
         self._answer(sequence, failure)
 
     def _answer(self, sequence: Sequence, failure: LookaheadError | None) -> None:
@@ -300,6 +297,7 @@ class PacedEngine:
             now_s = self._clock.now()
             held_up = not computed or now_s - due_s > MAX_JITTER_S
             ended_s = now_s if held_up else due_s
+            self._busy_s += ended_s - started_s
             self._count(due_s - started_s, ended_s - due_s)
             for one in () if self._closing else self._timeline.end(_ns(ended_s), num_alike):
                 if one.cancelled:

@@ -101,7 +101,8 @@ class MetricSheet:
             # A gauge may still show what a process said that died; of a counter only what is new is sent.
             self._shown[key] = 0.0 if name in self._counters else math.nan
         before = self._shown[key]
-        if value == before:
+        # Triton refuses a counter that falls, and its exception would end this thread.
+        if value == before or (name in self._counters and value < before):
             return
         if name in self._counters:
             self._metrics[key].increment(value - before)

@@ -17,7 +17,7 @@ from lr_backend.request import LookaheadRequest, Mode, Origin, Usage
 from lr_backend.testing import VirtualClockLoop, run_virtual
 from lr_backend.triton import request_metrics as named
 from lr_backend.triton.loop_lag import watch_lag
-from lr_backend.triton.metrics import Key
+from lr_backend.triton.metrics import Key, MetricSheet
 from lr_backend.triton.request_metrics import COUNTERS, ENDS, GAUGES, HISTOGRAMS, RequestMetrics, end_of, request_metrics
 from lr_backend.verify import Reason
 from tests.unit.test_service import RecordedReplies, arrays, make_world, service_of
@@ -63,6 +63,17 @@ class Family:
     def observe(self, value: float) -> None:
         assert value >= 0
         self.page.observed[self.key].append(value)
+
+
+def test_a_counter_that_falls_stands_and_ends_nothing() -> None:
+    """Triton takes no negative increment, and its exception would end the sheet's thread."""
+    page, falls = Page(), {("lr_some", ()): 5.0}
+    sheet = MetricSheet(page, {"lr_some": "counts some things"}, {}, falls.items)
+    for value in (5.0, 4.0, 7.0):
+        falls["lr_some", ()] = value
+        sheet.refresh()
+    assert page.values == {("lr_some", ()): 7.0}
+    sheet.close()
 
 
 def served(
