@@ -402,7 +402,7 @@ class GpuDeployment(DeploymentSpec):
             if engine.max_tokens_in_paged_kv_cache is None and any(shared[card] > 1 for card in self._cards(role)):
                 raise ValueError(
                     f"{role} shares a GPU, where a kv_cache_free_gpu_mem_fraction depends on who loads first: "
-                    "give max_tokens_in_paged_kv_cache"
+                    "give max_tokens_in_paged_kv_cache (the same number on the same host is taken for the same GPU)"
                 )
             fp8 = engine.kv_cache_dtype == "fp8" or (engine.runtime == "tensorrtllm" and engine.quantization == "fp8")
             least = FP8_CAPABILITY if fp8 else LEAST_CAPABILITY

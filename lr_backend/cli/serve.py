@@ -12,7 +12,8 @@ from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from shutil import rmtree
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Annotated, TypeVar
 
 import typer
@@ -146,6 +147,10 @@ def serve(
             nodes = _nodes(deployment, ended)
             report = build_repository(deployment, repository, only_if_stale=True, command="lookahead serve")
             _say_built(console, report)
+            usual = (repository or deployment.built_dir).absolute()
+            if report.output != usual:  # a temporary folder
+                ended.callback(rmtree, report.output.parent, ignore_errors=True)
+            logs = usual.parent if report.output == usual else Path(gettempdir())
             plan = launch_plan(deployment.placements, num_gpus=len(machine.visible_gpus) or None)
             options = ServerOptions(
                 host=host,
@@ -155,7 +160,7 @@ def serve(
                 thread_pool_size=deployment.server.threads_a_loop,
                 exit_timeout_s=deployment.server.exit_timeout_s,
                 tritonserver=tritonserver,
-                log_file=log_file or report.output.with_name(f"{report.output.name}.log"),
+                log_file=log_file or logs / f"{usual.name}.log",
                 plan=plan if nodes is None else plan.across(nodes),
                 admin_key=admin_key(os.environ),
                 engine_key="" if deployment.runs_loop else _engine_key(deployment, host),
@@ -373,9 +378,11 @@ def _drain(
         time.sleep(_LOOK_S)
     drained = keeper.drained
     keeper.stop()
-    # What the loop has answered may still be on its way to slow readers.
-    left_s = max(_AFTER_DRAIN_S, deadline - time.monotonic())
-    is_cut = front.stop(0.0 if stop.impatient else left_s) == -signal.SIGKILL
+    # What the loop has answered may still be on its way to slow readers; what it has not will never be.
+    until_s = max(time.monotonic() + _AFTER_DRAIN_S, deadline if drained else 0.0)
+    while not stop.impatient and front.wait(_LOOK_S) is None and time.monotonic() < until_s:
+        pass
+    is_cut = front.stop(0.0) == -signal.SIGKILL
     server.stop(0.0 if stop.impatient else _AFTER_DRAIN_S)
     return 0 if drained and not is_cut else 1
 

@@ -156,7 +156,7 @@ class StubKeeper:
                 self._dead.discard(model)
                 self.mended = True
                 post(self._server.notice_file, self._dead)
-        except (OSError, http.client.HTTPException, KeyError) as error:
+        except (OSError, http.client.HTTPException, psutil.Error, KeyError) as error:
             if not self._stopped:
                 self._lose(f"the process of {model} died and cannot be started anew: {error or type(error).__name__}")
             return

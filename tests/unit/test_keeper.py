@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
 from types import SimpleNamespace
@@ -45,7 +47,6 @@ def test_a_model_that_is_not_let_go_is_lost_and_the_answers_in_flight_are_not(
 def test_a_server_that_is_to_stop_does_not_wait_for_a_model_that_loads(
     silent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "STOP_S", 0.1)
     dead = subprocess.Popen(["sleep", "60"])
     monkeypatch.setattr(room, "stubs_of", lambda _: {"draft": [dead.pid]})
     server = SimpleNamespace(pid=None, http_url=silent, admin_key="k", notice_file=tmp_path / "notice", running=True)
@@ -140,7 +141,7 @@ def test_a_target_that_hangs_ends_the_server_unless_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[Seat], None], lost: bool
 ) -> None:
     clock = iter([0.0, 29.0, 31.0, 60.0])
-    monkeypatch.setattr(room.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(room, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     server = SimpleNamespace(pid=None, http_url="", admin_key="k", notice_file=tmp_path / "notice", running=True)
     server.seats = Seats.make(server.notice_file)
     keeper = StubKeeper(server, lambda line: None)  # type: ignore[arg-type]
@@ -164,9 +165,44 @@ def test_a_drain_that_ran_out_of_time_is_no_success(drained: bool, tritons: int,
     nothing: Any = lambda *_: None  # noqa: E731
     server = SimpleNamespace(options=SimpleNamespace(exit_timeout_s=0), running=True, stop=lambda _: tritons)
     keeper = SimpleNamespace(drain=nothing, drained=drained, stop=nothing, lost=threading.Event(), can_drain=True)
-    front = SimpleNamespace(terminate=nothing, stop=nothing)
+    front = SimpleNamespace(terminate=nothing, stop=nothing, wait=lambda _: 0)
     parts: Any = (server, None, keeper, SimpleNamespace(impatient=False), front)
     assert serve._drain(*parts) == status
+
+
+@pytest.mark.parametrize("drained", [True, False])
+def test_slow_readers_are_waited_for_until_a_second_signal(monkeypatch: pytest.MonkeyPatch, drained: bool) -> None:
+    """Where the step loop has answered; else only a moment, for what they wait for never comes."""
+    now = Now()
+    monkeypatch.setattr(serve, "time", now)
+    stop = SimpleNamespace(impatient=False)
+
+    def wait(seconds: float) -> None:
+        now.sleep(seconds)
+        stop.impatient = now.seconds > 30.0
+
+    nothing: Any = lambda *_: None  # noqa: E731
+    server = SimpleNamespace(options=SimpleNamespace(exit_timeout_s=60.0), running=True, stop=lambda _: 0)
+    keeper = SimpleNamespace(drain=nothing, drained=drained, stop=nothing, lost=threading.Event(), can_drain=False)
+    keeper.lost.set()
+    front = SimpleNamespace(terminate=nothing, stop=lambda drain_s: -signal.SIGKILL, wait=wait)
+    parts: Any = (server, None, keeper, stop, front)
+
+    assert serve._drain(*parts) == 1
+    assert now.seconds == pytest.approx(30.0 if drained else serve._AFTER_DRAIN_S, abs=0.2)
+
+
+@dataclass
+class Now:
+    """A clock that only sleeping moves."""
+
+    seconds: float = 0.0
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
 
 
 def test_a_warm_up_that_hangs_is_not_waited_for_once_the_server_is_to_stop() -> None:
