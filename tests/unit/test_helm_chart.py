@@ -470,8 +470,13 @@ def test_a_role_over_nodes_is_a_group_of_pods_a_replica(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "held_back"),
-    [({}, False), ({"build": {"enabled": True}}, True), ({"server": {"replicas": 0}}, True)],
-    ids=["to serve", "to build", "to download"],
+    [
+        ({}, False),
+        ({"server": {"replicas": 0}}, True),
+        ({"build": {"enabled": True}, "server": {"replicas": 0}}, True),
+        ({"build": {"enabled": True}}, False),
+    ],
+    ids=["to serve", "to download", "to build", "built, and told to build again"],
 )
 def test_roles_do_not_hold_the_cards_that_their_engines_are_built_on(changes: dict[str, Any], held_back: bool) -> None:
     documents = render(profile("roles-apart", **over(changes, {"roles": OVER_NODES})))
