@@ -10,7 +10,8 @@ At this machine's own pace two bounds stand beside it. ``ceiling`` is the paper'
 ratio, where parallel steps and verdicts are free. ``hardware_ceiling`` is what the real loop gains on a virtual clock
 (:mod:`lr_backend.plan`) over engines as fast as they were measured here: the target's time a token by sequences in its batch, how
 much a busy draft slows it down on the shared cores, and no overhead at all: no hand-over, no prefill, no verdicts. Rows that
-speculate by draft tokens too have both times the best measured ``sd``. ``realised_share`` is speedup over hardware ceiling.
+speculate by draft tokens too have both over a target that is as fast as the best measured ``sd``. ``realised_share`` is speedup
+over hardware ceiling.
 
 Beside the timed run, a few problems of each row are asked again with ``trace``, untimed, and the drafted steps that were
 accepted are read by the demo world's checker.
@@ -31,7 +32,7 @@ from lr_client import Client, StepRecord
 from rich.console import Console
 from rich.table import Table
 
-from bench.kit.hardware import Hardware, device_line, hardware_ceiling, measure_hardware
+from bench.kit.hardware import Hardware, ceilings, device_line, measure_hardware
 from bench.kit.intervals import Share
 from bench.kit.measure import LEARNS_FROM, ModeReport, Sample, best_baseline, mean_step_tokens, report
 from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
@@ -51,7 +52,6 @@ from lr_backend.build.paced import paced
 from lr_backend.config import LoopConfig
 from lr_backend.errors import ConfigError
 from lr_backend.hardware.lateness import Lateness
-from lr_backend.policy.formulas import ceiling
 from lr_backend.request import VerifierName
 from lr_backend.verify.verdict import UNCOMPARED
 
@@ -223,7 +223,7 @@ def lines(
 ) -> list[Line]:
     """One line a row that has samples, in the order of ``rows``; ``samples`` hold one answer a row and problem.
 
-    Rows that speculate by steps and tokens have their steps' ceilings times the best ``sd`` row's speedup, where that gains.
+    Rows that speculate by steps and tokens have the ceilings of a target as fast as the best ``sd`` row, where that gains.
     """
     found = report(samples, BASELINE)
     kept = [row for row in rows if row.name in found]
@@ -235,11 +235,8 @@ def lines(
         most: tuple[float | None, float | None] = (None, None)
         alpha = one.step_acceptance_rate
         if hardware is not None and request.mode.speculates_steps and alpha is not None and alpha < 1.0:
-            factor = by_tokens if request.mode.speculates_tokens else 1.0
-            free = ceiling(alpha, min(1.0, hardware.cost_ratio), request.max_depth)
             own_branches = row.change.own_branches
-            gain = hardware_ceiling(hardware, request, alpha, step_tokens, own_branches=own_branches)
-            most = (factor * free, factor * gain)
+            most = ceilings(hardware, request, alpha, step_tokens, by_tokens=by_tokens, own_branches=own_branches)
         cost_ratio = hardware.cost_ratio if hardware is not None else None
         result.append(Line(row.name, row.fields, one, cost_ratio, *most, (checked or {}).get(row.name)))
     return result

@@ -58,12 +58,13 @@ TIMELINE = "demo-timeline.html"
 
 
 def ceilings(rows: Mapping[str, ModeReport], c: float, max_depth: int) -> dict[str, float]:
-    """What step speculation could gain at most, were parallel steps and verdicts free; ``lr_sd`` multiplies with ``sd``."""
+    """What step speculation could gain at most, were parallel steps and verdicts free; ``lr_sd`` over a target like ``sd``."""
     found = {}
     for mode, factor in (("lr", 1.0), ("lr_sd", max(1.0, rows["sd"].speedup))):
         alpha = rows[mode].step_acceptance_rate
         if alpha is not None and alpha < 1.0 and 0.0 < c <= 1.0:
-            found[mode] = factor * ceiling(alpha, c, max_depth)
+            # Beside a target that is so much faster, drafted steps come later.
+            found[mode] = factor * ceiling(alpha, min(1.0, factor * c), max_depth)
     return found
 
 

@@ -26,10 +26,9 @@ from bench.evaluation.statistics import (
     share,
 )
 from bench.evaluation.tasks import StepChecker, step_checker
-from bench.kit.hardware import Hardware, hardware_ceiling
+from bench.kit.hardware import Hardware, ceilings
 from bench.kit.intervals import Cluster, Estimate, Share, ratio, ratio_of_sums
 from bench.kit.measure import Sample, accepted_runs, mean_step_tokens
-from lr_backend.policy.formulas import ceiling
 from lr_backend.request import LookaheadRequest, Mode
 from lr_backend.verify.verdict import UNCOMPARED
 
@@ -102,9 +101,9 @@ class Row:
         difference, p_value, verdict: of its accuracy less the baseline's, over the problems that both answered.
         speedup: seconds of the baseline over its own, over the problems that both answered; ``token_speedup``: its tokens a
             second over the baseline's, which a change of the answers' length does not move.
-        ceiling: the paper's S1 or S2 at the measured acceptance and cost ratio, times the best ``sd`` speedup where tokens are
-            speculated too; ``hardware_ceiling``: as in :mod:`bench.kit.hardware`. ``realised_share``: speedup over the latter,
-            else the former.
+        ceiling: the paper's S1 or S2 at the measured acceptance and cost ratio, over a target like the best ``sd`` where
+            tokens are speculated too; ``hardware_ceiling``: as in :mod:`bench.kit.hardware`. ``realised_share``: speedup over
+            the latter, else the former.
         num_accepted, num_decided: drafted steps at the root, late ones among the decided.
         audits, false_accepts: the server's own audits, of these answers.
     """
@@ -430,9 +429,7 @@ def _with_ceilings(
         if request is None or alpha is None or alpha >= 1.0 or not request.mode.speculates_steps or request.max_depth < 1:
             found.append(row)
             continue
-        factor = by_tokens if request.mode.speculates_tokens else 1.0
-        free = factor * ceiling(alpha, min(1.0, hardware.cost_ratio), request.max_depth)
-        real = factor * hardware_ceiling(hardware, request, alpha, step_tokens)
+        free, real = ceilings(hardware, request, alpha, step_tokens, by_tokens=by_tokens)
         realised = row.speedup.value / real if row.speedup is not None else None
         found.append(Row(**{**_fields(row), "ceiling": free, "hardware_ceiling": real, "realised_share": realised}))
     return found

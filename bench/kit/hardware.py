@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from math import ceil
 from pathlib import Path
@@ -23,6 +23,7 @@ from lr_backend.emulated.workload import Workload
 from lr_backend.engine import EngineCall, Role
 from lr_backend.hardware.machine import LinearTimes
 from lr_backend.plan.simulation import Policy, Scenario, speedup
+from lr_backend.policy.formulas import ceiling
 from lr_backend.request import LookaheadRequest
 from lr_backend.serve.server import TritonServer
 from lr_backend.triton.remote_engine import grpc_inputs
@@ -90,6 +91,11 @@ class Hardware:
         texts = Workload(acceptance_rate, step_tokens=max(2, step_tokens), step_spread=STEP_SPREAD, num_steps=SIMULATED_STEPS)
         times = LinearTimes(alone, self.cost_ratio * alone, crowding=self.crowding, num_cores=self.num_cores)
         return Scenario(texts, times.machine(), own_branches=own_branches)
+
+    def sped_up(self, factor: float) -> Hardware:
+        """With a target that writes ``factor`` times as fast, as by draft tokens; the draft beside it is as fast as it was."""
+        target_token_s = {num: seconds / factor for num, seconds in self.target_token_s.items()}
+        return replace(self, cost_ratio=min(1.0, factor * self.cost_ratio), target_token_s=target_token_s)
 
     def as_dict(self) -> dict[str, object]:
         return {**asdict(self), "crowding": self.crowding, "num_cores": self.num_cores}
@@ -171,3 +177,24 @@ def hardware_ceiling(
     if request.mode.chooses:
         return max(1.0, *map(gain, range(1, request.max_depth + 1)))
     return gain(request.max_depth)
+
+
+def ceilings(
+    hardware: Hardware,
+    request: LookaheadRequest,
+    alpha: float,
+    step_tokens: int,
+    *,
+    by_tokens: float = 1.0,
+    own_branches: bool = True,
+) -> tuple[float, float]:
+    """What the paper's formula and the loop without overhead gain at most.
+
+    Args:
+        by_tokens: speedup by draft tokens alone, for a request that has both. Its target writes so much faster, so that drafted
+            steps come later beside it.
+    """
+    factor = by_tokens if request.mode.speculates_tokens else 1.0
+    faster = hardware.sped_up(factor)
+    paper = ceiling(alpha, min(1.0, faster.cost_ratio), request.max_depth)
+    return factor * paper, factor * hardware_ceiling(faster, request, alpha, step_tokens, own_branches=own_branches)

@@ -137,12 +137,14 @@ def test_a_summary_has_the_figures_that_can_be_worked_out_by_hand() -> None:
     assert (found.baseline, found.num_problems, found.cost_ratio) == ("ar", 10, 0.25)
 
 
-def test_a_step_and_token_ceiling_is_the_steps_times_the_best_sd() -> None:
+def test_a_step_and_token_ceiling_is_that_of_a_target_as_fast_as_the_best_sd() -> None:
     SECONDS["lr_sd"], ALPHA["lr_sd"] = 1.0, (3, 1)
     (found,) = summarise([run("ar", "sd", "lr", "lr_sd")])
 
-    assert row(found, "lr_sd").ceiling == pytest.approx(1.25 * row(found, "lr").ceiling)
-    assert row(found, "lr_sd").hardware_ceiling == pytest.approx(1.25 * row(found, "lr").hardware_ceiling)
+    steps, both = row(found, "lr"), row(found, "lr_sd")
+    assert both.ceiling == pytest.approx(1.25 * ceiling(0.75, 1.25 * 0.25, 3))
+    assert steps.ceiling < both.ceiling < 1.25 * steps.ceiling
+    assert steps.hardware_ceiling < both.hardware_ceiling < 1.25 * steps.hardware_ceiling
 
 
 def test_unscored_answers_count_neither_way() -> None:

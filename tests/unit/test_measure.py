@@ -68,7 +68,7 @@ def test_a_report_has_one_row_a_mode_with_pooled_rates() -> None:
     assert rows["ar"].tokens_per_s == pytest.approx(20 / 6)
 
 
-def test_ceilings_follow_the_acceptance_and_multiply_with_token_speculation() -> None:
+def test_ceilings_follow_the_acceptance_and_how_fast_draft_tokens_make_the_target() -> None:
     pytest.importorskip("torch")
     from demo.run import ceilings
 
@@ -76,7 +76,7 @@ def test_ceilings_follow_the_acceptance_and_multiply_with_token_speculation() ->
         return ModeReport(1, 1, 1.0, speedup, 1.0, 1.0, alpha, None, None, None, 1.0)
 
     rows = {"ar": row(1.0, None), "sd": row(1.2, None), "lr": row(1.1, 0.5), "lr_sd": row(1.3, 0.5)}
-    assert ceilings(rows, 0.1, 4) == pytest.approx({"lr": ceiling(0.5, 0.1, 4), "lr_sd": 1.2 * ceiling(0.5, 0.1, 4)})
+    assert ceilings(rows, 0.1, 4) == pytest.approx({"lr": ceiling(0.5, 0.1, 4), "lr_sd": 1.2 * ceiling(0.5, 0.12, 4)})
     assert ceilings(rows | {"sd": row(0.8, None)}, 0.1, 4)["lr_sd"] == pytest.approx(ceiling(0.5, 0.1, 4))
     assert ceilings(rows | {"lr": row(1.0, None)}, 0.1, 4).keys() == {"lr_sd"}
 
