@@ -128,7 +128,7 @@ class LookaheadRequest(BaseModel):
     mode: Mode = Mode.AUTO
     """how the answer is speculated: `auto` by steps and draft tokens, as far as measurements say that they pay; `ar` not at all;
     `sd` by draft tokens; `lr` by steps; `lr_sd` by both; `lossless` by both, and a drafted step is accepted only if its tokens
-    are the target's own: the text is what `ar` writes with the same seed"""
+    are the target's own: the text is what `ar` writes with the same seed, on GPUs up to rounding"""
     max_depth: int = Field(default=8, ge=0, le=16)
     """steps drafted ahead of the last committed one, with `auto` at most; cut at the server's limit"""
     width: int = Field(default=1, ge=1, le=8)

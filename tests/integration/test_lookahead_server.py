@@ -188,6 +188,23 @@ def test_a_target_that_drafts_itself_says_what_it_says_anyway(client: Client, qu
         assert (usage.num_draft_calls, plain.usage.num_draft_tokens) == (0, 0)
 
 
+@pytest.mark.parametrize(
+    ("mode", "proposer"),
+    [("sd", "draft_model"), ("sd", "ngram"), ("lossless", "draft_model"), ("lossless", "ngram"), ("lossless", "engine")],
+)
+def test_where_noise_is_shared_every_source_of_drafts_leaves_the_text_as_it_is(
+    client: Client, questions: list[Problem], mode: str, proposer: str
+) -> None:
+    """Token for token at a temperature, streamed or whole."""
+    for index, problem in enumerate(questions[:2]):
+        options = Options(max_tokens=400, temperature=0.6, seed=50 + index, stream=bool(index))
+        plain = client.ask(problem.question, replace(options, mode="ar"))
+        drafted = client.ask(problem.question, replace(options, mode=mode, proposer=proposer))
+        assert drafted.text == plain.text
+        assert drafted.usage.num_draft_tokens + drafted.usage.num_steps_drafted > 0
+        assert not drafted.usage.degraded
+
+
 def test_generate_sends_one_response_and_generate_stream_many(server: TritonServer, questions: list[Problem]) -> None:
     body = {"text_input": questions[0].question, "max_tokens": 300, "temperature": 0.0, "mode": "lossless"}
 

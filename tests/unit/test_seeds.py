@@ -81,10 +81,11 @@ def test_seeds_are_63_bits_and_audits_are_drawn_apart(seed: int, start: int) -> 
 # In the loop -----------------------------------------------------------------------------------------------------------
 
 
-def sampled_world(salt: int, order: int, *, coupled: bool) -> World:
+def sampled_world(salt: int, order: int, *, coupled: bool, draft_temperature: float | None = None) -> World:
     target = storyteller(salt, sampled=True)
     draft = imitator(target, salt + 1, 0.9, sampled=True)
-    return World.of(target, draft, lambda a, b: chance("like", salt, a, b) < 0.5, coupled_noise=coupled).shuffled(order)
+    settings = {"coupled_noise": coupled, "draft_temperature": draft_temperature}
+    return World.of(target, draft, lambda a, b: chance("like", salt, a, b) < 0.5, **settings).shuffled(order)
 
 
 @answers()
@@ -112,6 +113,23 @@ def test_a_judged_step_is_written_with_the_seed_of_where_it_begins(salt: int, or
     others = [recorded.call for recorded in world.draft.calls if recorded.call.seed not in start_of]
     assert first
     assert width > 1 or not others
+
+
+@pytest.mark.parametrize(
+    ("mode", "draft_temperature", "shares"),
+    [("lr", None, True), ("lr", 0.0, False), ("lr", 0.6, False), ("lossless", None, True), ("lossless", 0.0, True)],
+)
+def test_a_draft_with_a_temperature_of_its_own_shares_no_noise_where_meaning_counts(
+    mode: str, draft_temperature: float | None, shares: bool
+) -> None:
+    world = sampled_world(5, 0, coupled=True, draft_temperature=draft_temperature)
+    run_virtual(world.answer(mode=mode, temperature=0.6, seed=5, max_depth=3))
+    by_target, by_draft = (
+        {(recorded.call.seed, recorded.call.sampling.temperature) for recorded in engine.calls}
+        for engine in (world.target, world.draft)
+    )
+    assert by_draft
+    assert bool(by_target & by_draft) is shares
 
 
 @answers()

@@ -72,7 +72,7 @@ class Options:
             "how the answer is speculated: `auto` by steps and draft tokens, as far as measurements say "
             "that they pay; `ar` not at all; `sd` by draft tokens; `lr` by steps; `lr_sd` by both; "
             "`lossless` by both, and a drafted step is accepted only if its tokens are the target's own: "
-            "the text is what `ar` writes with the same seed",
+            "the text is what `ar` writes with the same seed, on GPUs up to rounding",
         ),
     ] = None
     max_depth: Annotated[
