@@ -131,7 +131,8 @@ class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore
             seen.cancelled = not finished.is_set()
             seen.ended.set()
 
-        context.add_callback(ended)
+        if not context.add_callback(ended):  # it was cancelled before this thread came to it
+            ended()
         with self._arrived:
             self.requests.append(seen)
             self._arrived.notify_all()

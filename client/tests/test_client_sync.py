@@ -184,9 +184,12 @@ def test_cancel_after_the_end_is_harmless(client: Client, server: FakeServer) ->
 
 
 def test_no_end_in_time_is_a_timeout_and_stops_the_server(client: Client, server: FakeServer) -> None:
-    with pytest.raises(RequestTimeout, match=r"0\.2 s") as caught:
-        client.ask("held", timeout_s=0.2)
-    assert isinstance(caught.value, TimeoutError)
+    for limit_s in (0.2, 1.0, 5.0):  # a busy machine may not even have connected by the first
+        with pytest.raises(RequestTimeout, match=rf"{limit_s:g} s") as caught:
+            client.ask("held", timeout_s=limit_s)
+        assert isinstance(caught.value, TimeoutError)
+        if server.requests:
+            break
     assert server.request().was_cancelled()
 
 

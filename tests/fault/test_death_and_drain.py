@@ -165,7 +165,7 @@ def kill_each_and_see_it_back(kept: Kept) -> None:
     with crowd.asking(), Client(kept.server.grpc_url) as prober:
 
         def is_back(model: str) -> bool:
-            ready.append(prober.is_ready(models=NEEDED))
+            ready.append(prober.is_ready(models=NEEDED, timeout_s=READY_S))
             if kept.keeper.lost.is_set():
                 bounded(lambda: not kept.server.running or "lock_exception" in kept.server.log_text())
                 assert "lock_exception" in kept.server.log_text(), kept.keeper.why
@@ -220,7 +220,7 @@ def test_a_target_that_hangs_ends_the_server(tmp_path: Path, monkeypatch: pytest
     """Its process lives, as one does whose cards have lost each other."""
     monkeypatch.setattr(room, "HANG_S", 1.0)
     path = write_spec(tmp_path / "engines" / "tiny.toml", make_tiny_models(tmp_path / "checkpoints"))
-    path.write_text(f"{path.read_text()}\n[lookahead.timeouts]\ntarget_s = 1.0\n")
+    path.write_text(f"{path.read_text()}\n[lookahead.timeouts]\ntarget_s = 5.0\n")
     with keeping({SEVERAL: path}, tmp_path) as kept, Client(kept.server.grpc_url, timeout_s=READY_S) as client:
         assert not client.ask("What follows?", OPTIONS).usage.degraded
         os.kill(stubs_of(kept.server.pid)["target"][0], signal.SIGSTOP)

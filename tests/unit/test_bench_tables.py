@@ -94,13 +94,13 @@ def test_a_check_that_fails_stops_no_other(tmp_path: Path) -> None:
     ]
     page = tmp_path / "docs" / "checks.md"
 
-    found = run_all(checks, tmp_path / "out", page, Console(), timeout_s=3.0)
+    found = run_all(checks, tmp_path / "out", page, Console(), timeout_s=10.0)
 
     assert [(line.name, line.result, line.figure) for line in found] == [
         ("good", "ok", "a b 1 2.5"),
         ("broken", "failed", "exit status 3"),
         ("silent", "failed", "its figure is missing"),
-        ("slow", "failed", "not done after 3 s"),
+        ("slow", "failed", "not done after 10 s"),
         ("last", "ok", "4 passed in 1s"),
     ]
     assert (tmp_path / "out" / "broken.log").read_text() == "words\n"

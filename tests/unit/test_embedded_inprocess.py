@@ -93,7 +93,8 @@ def test_closing_fails_what_is_in_flight(checkpoint: Path) -> None:
         task = asyncio.create_task(engine.generate(call()))
         await asyncio.sleep(0)
         closing = asyncio.create_task(engine.close())
-        await asyncio.sleep(0.01)
+        while not engine.engine._inbox.closing:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
         gate.open()
         await closing
         with pytest.raises(EngineUnavailable):

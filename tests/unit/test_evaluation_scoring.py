@@ -307,11 +307,12 @@ def test_a_program_is_kept_from_the_network_other_processes_and_files() -> None:
     mark = Path(tempfile.gettempdir()) / f"lookahead-mark-{os.getpid()}"  # in a folder where anybody may write
     connect = "import socket\nsocket.create_connection(('127.0.0.1', 1), 1)"
 
-    assert "Network is unreachable" in run_program(connect, QUICK).reason
-    assert "No such process" in run_program("import os\nos.kill(-1, 9)", QUICK).reason
-    assert "Read-only file system" in run_program(f"open({str(mark)!r}, 'w')", QUICK).reason
-    assert run_program("open('mine', 'w').write('x')", QUICK).passed
-    assert "AssertionError" in run_program("import ctypes\nassert ctypes.CDLL(None).unshare(0x20000) == 0", QUICK).reason
+    patient = Limits(max_seconds=1.0, max_idle_seconds=120.0)
+    assert "Network is unreachable" in run_program(connect, patient).reason
+    assert "No such process" in run_program("import os\nos.kill(-1, 9)", patient).reason
+    assert "Read-only file system" in run_program(f"open({str(mark)!r}, 'w')", patient).reason
+    assert run_program("open('mine', 'w').write('x')", patient).passed
+    assert "AssertionError" in run_program("import ctypes\nassert ctypes.CDLL(None).unshare(0x20000) == 0", patient).reason
     assert not mark.exists()
 
 
