@@ -197,6 +197,7 @@ def _draft_tokens(
         tokens_a_call=most,
         available=lambda: not ledger.draft_failed,
         failed=failed,
+        follows_drafted=seeds.coupled or _draft_sampling(request, config).greedy,
         proposed=ledger.draft_tokens_verified,
         patient=request.deterministic,
     )

@@ -1,8 +1,8 @@
 """Draft-target speculation (arXiv 2211.17192): the draft model writes on, the target verifies.
 
-The drafted step beside a target step is the draft model's word already: it goes to the target in pieces, while it is written, as
-long as the target follows it. From where the target leaves it the draft model goes on from the target's own words. It never waits
-for a verification: it writes on behind its own last tokens, and begins anew only where the target disagrees.
+Where a drafted step is likely to have the target's words, it goes to the target in pieces, while it is written, as long as the
+target follows it. From where the target leaves it the draft model goes on from the target's own words. It never waits for a
+verification: it writes on behind its own last tokens, and begins anew only where the target disagrees.
 
 Whatever the draft writes, the answer's distribution stays the target's. An engine that shares its noise takes a draft token
 over if it is what the target draws there; another accepts x with probability p(x) and else draws from the rest.
@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
-from typing import ClassVar
 
 import numpy as np
 
@@ -37,6 +36,8 @@ class DraftModel:
         sampling: how draft tokens are drawn.
         seed: (start of the step, token offset) -> seed of the call.
         tokens_a_call: draft tokens that one call writes at most.
+        follows_drafted: the drafted step beside a target step has the words that the target is likely to draw, because it was
+            drawn with the same noise or is the draft's likeliest; else the draft model writes draft tokens of its own.
         patient: a proposal is as long as it can be, whenever its tokens come (deterministic).
         proposed: told how many tokens of a call were verified and how many of these accepted.
     """
@@ -48,9 +49,9 @@ class DraftModel:
     tokens_a_call: int
     available: Callable[[], bool]
     failed: Callable[[], None]
+    follows_drafted: bool = True
     proposed: Callable[[str, int, int], None] = lambda call_id, num_proposed, num_accepted: None
     patient: bool = False
-    follows_drafted: ClassVar[bool] = True
     _calls: count[int] = field(default_factory=count)
 
     @property
@@ -59,7 +60,7 @@ class DraftModel:
 
     @asynccontextmanager
     async def step(self, prefix: IntArray, stop_words: IntArray, room: Room, drafted: GrowingText | None) -> AsyncIterator[_Step]:
-        step = _Step(self, prefix, stop_words, room, drafted)
+        step = _Step(self, prefix, stop_words, room, drafted if self.follows_drafted else None)
         try:
             yield step
         finally:

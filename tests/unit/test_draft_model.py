@@ -60,6 +60,7 @@ class Drafting:
 
     engine: ScriptedEngine = field(default_factory=lambda: ScriptedEngine(counting, delay=taking(1.0)))
     patient: bool = False
+    follows_drafted: bool = True
     room: Room = lambda ids: 400 - len(ids)
     failures: int = 0
     taken: list[tuple[str, int, int]] = field(default_factory=list)
@@ -77,6 +78,7 @@ class Drafting:
             tokens_a_call=CALL_TOKENS,
             available=lambda: not self.failures,
             failed=self._failed,
+            follows_drafted=self.follows_drafted,
             proposed=lambda *told: self.taken.append(told),
             patient=self.patient,
         )
@@ -120,6 +122,18 @@ def test_the_drafted_step_is_left_where_the_target_leaves_it() -> None:
         async with drafting.step(text) as drafts:
             assert (await drafts.next([], 8)).token_ids == (10, 11, 50, 51)
             assert (await drafts.next([10, 11, 12], 8)).token_ids == (13, 14, 15, 16)
+
+    run_virtual(main())
+
+
+def test_a_drafted_step_whose_words_are_unlikely_is_not_read() -> None:
+    drafting = Drafting(follows_drafted=False)
+
+    async def main() -> None:
+        text = GrowingText()
+        text.extend((50, 51))
+        async with drafting.step(text) as drafts:
+            assert (await drafts.next([], 8)).token_ids == (10, 11, 12, 13)
 
     run_virtual(main())
 
@@ -511,6 +525,25 @@ def test_drafted_steps_are_written_in_one_go_where_nobody_reads_them_meanwhile()
         world = World.of(target, target)
         run_virtual(world.answer(num_draft_tokens=2, **fields))
         assert max(recorded.call.max_new_tokens for recorded in world.draft.calls) == world.config.limits.max_step_tokens
+
+
+@pytest.mark.parametrize(
+    ("temperature", "coupled", "draft_temperature", "follows"),
+    [(0.0, False, None, True), (0.6, False, None, False), (0.6, True, None, True), (0.6, False, 0.0, True)],
+)
+def test_the_target_reads_the_drafted_step_only_where_it_is_likely_to_have_the_same_words(
+    temperature: float, coupled: bool, draft_temperature: float | None, follows: bool
+) -> None:
+    """One that was drawn with other noise differs after the first few."""
+    target = storyteller(4, num_steps=20)
+    world = World.of(target, target, coupled_noise=coupled, draft_temperature=draft_temperature)
+
+    run_virtual(world.answer(mode="lr_sd", temperature=temperature, num_draft_tokens=2, max_depth=1, deterministic=True))
+
+    steps = [recorded.call for recorded in world.draft.calls if "/draft_tokens/" not in recorded.call.request_id]
+    assert steps[0].max_new_tokens == (2 if follows else world.config.limits.max_step_tokens)
+    begins_a_step = {len(call.input_ids) for call in asked_for_tokens(world)} & {len(call.input_ids) for call in steps}
+    assert bool(begins_a_step) is not follows
 
 
 @pytest.mark.parametrize("mode", ["sd", "lr_sd"])
