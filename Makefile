@@ -76,7 +76,7 @@ eval-demo: venv ## speed and quality of the modes over N problems (200), as a pa
 bench-pace: venv ## every mode at the pace of H200s, and how near the planner comes (8 minutes; 20 with --slow-motion 3)
 	$(BIN)/python -m bench pace
 
-bench-paper: venv ## the paper's own table, emulated on its hardware (about 10 minutes; two processes)
+bench-paper: venv ## the paper's own table, emulated on its hardware (about 8 minutes; two processes)
 	$(BIN)/python -m bench paper
 
 bench-maps: venv ## where lookahead pays over load, context and acceptance, and what equal GPUs are best used for (35 minutes)

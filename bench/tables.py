@@ -242,7 +242,7 @@ TABLES = (
         "load",
         "bench.load.command",
         "each mode under rising load, by NVIDIA's perf_analyzer",
-        25,
+        35,
         "benchmarks/README.md",
         "load.json",
         _options("--spec demo --concurrency 1 --no-rates --min-requests 2 --fresh"),

@@ -39,7 +39,7 @@ from tests.support.deployed import said_when_ready
 from tests.support.observed import reached_within, samples
 from tests.support.tiny_models import make_tiny_models, write_spec
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 READY_S = 120.0
 NUM_CLIENTS = 8

@@ -346,16 +346,12 @@ def test_branches_share_the_targets_iterations(
         return now["lr_engine_batch_rows_total"], now["lr_engine_iterations_total"]
 
     def settle() -> tuple[float, float]:
-        """Metrics are refreshed on a thread of their own: wait until two reads agree."""
-        tick = threading.Event()
-        before = rows_and_iterations()
-        for _ in range(60):
+        """Metrics are refreshed on a thread of their own: wait until three reads agree."""
+        tick, reads = threading.Event(), [rows_and_iterations()]
+        while len(reads) < 60 and not (len(reads) > 2 and reads[-1] == reads[-2] == reads[-3]):
             tick.wait(0.7)
-            now = rows_and_iterations()
-            if now == before:
-                break
-            before = now
-        return before
+            reads.append(rows_and_iterations())
+        return reads[-1]
 
     rows, iterations = settle()
     for index, problem in enumerate(questions):

@@ -20,7 +20,7 @@ from tests.support import tiny_models
 from tests.support.embedded_engines import poison
 from tests.support.own_checkpoints import make_pair
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 READY_S = 240.0
 
 

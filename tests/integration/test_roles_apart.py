@@ -35,7 +35,7 @@ from lr_backend.triton.metrics import REFRESH_S
 from lr_backend.triton.remote_engine import RemoteEngine, grpc_inputs
 from tests.support.tiny_models import make_tiny_models, write_spec
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 KEY = "a-key-for-the-engines-0123456789"
 READY_S = 120.0

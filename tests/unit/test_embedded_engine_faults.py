@@ -285,7 +285,11 @@ def test_a_dying_thread_leaves_nobody_waiting(make_engine: MakeEngine, monkeypat
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_a_preempted_request_finds_its_own_output_in_the_cache(make_engine: MakeEngine) -> None:
     engine = make_engine(max_tokens_in_paged_kv_cache=96, max_seq_len=96)
-    ask(engine, *(request(prompt(8, seed), 60) for seed in range(2)))
+    gate = Gate(engine)
+    both = [start(engine, request(prompt(8, seed), 60)) for seed in range(2)]
+    gate.open()
+    for pending in both:
+        pending.result()
     stats = engine.stats()
     assert stats.num_preemptions > 0
     # Each token is computed once, but for the few of a block cut short: nothing near a second time.

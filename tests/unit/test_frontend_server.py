@@ -464,7 +464,7 @@ def test_a_process_that_is_to_end_says_so_to_the_end_and_finishes_what_it_has(se
         process.start()
         with pytest.raises(ConnectionRefusedError):  # nobody is answered before the models have been
             socket.create_connection(("127.0.0.1", process.port), timeout=WAIT_S)
-        process.open(DEPLOYED, server.url, server.url, drain_s=WAIT_S, timeout_s=WAIT_S)
+        process.open(DEPLOYED, server.url, server.url, drain_s=WAIT_S, timeout_s=60.0)
         served = Served(process.port, None)  # type: ignore[arg-type]
         idle = served.connect()
         assert probed(idle) == 200

@@ -172,7 +172,9 @@ def test_serve_refuses_a_machine_before_it_builds_anything(
     four_gpus: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("lr_backend.cli.serve.probe", lambda binary, needs: replace(GOOD, gpus=(), mpirun=None))
-    result = CliRunner().invoke(app, ["serve", "--repository", str(tmp_path / "out")], env={"COLUMNS": "200"})
+    result = CliRunner().invoke(
+        app, ["serve", "--openai-port", "0", "--repository", str(tmp_path / "out")], env={"COLUMNS": "200"}
+    )
     assert result.exit_code == 1
     assert "GPUs: 0 visible, 4 needed" in result.output and "mpirun: not found" in result.output
     assert not (tmp_path / "out").exists()
@@ -183,7 +185,7 @@ def test_serve_says_what_it_serves_worse_for(four_gpus: None, monkeypatch: pytes
     monkeypatch.setattr(DeploymentSpec, "placements", property(lambda self: shared))
     monkeypatch.setattr("lr_backend.cli.serve.probe", lambda binary, needs: replace(GOOD, mps=Mps.STOPPED))
     monkeypatch.setattr("lr_backend.cli.serve._run", lambda *given: 0)
-    result = CliRunner().invoke(app, ["serve", "--repository", str(tmp_path / "out")])
+    result = CliRunner().invoke(app, ["serve", "--openai-port", "0", "--repository", str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
     assert "CUDA MPS (GPU 0) not running: engines on one card take turns" in result.output
 
@@ -208,7 +210,7 @@ def test_serve_starts_mps_where_it_is_told_to_and_cards_are_shared(
     monkeypatch.setattr("lr_backend.serve.mps.start", lambda environment: seen.append("start") or Mps.RUNNING)
     monkeypatch.setattr("lr_backend.serve.mps.stop", lambda environment: seen.append("stop"))
     monkeypatch.setattr("lr_backend.cli.serve._run", lambda *given: seen.append("run") or 0)
-    result = CliRunner().invoke(app, ["serve", "--start-mps", "--repository", str(tmp_path / "out")])
+    result = CliRunner().invoke(app, ["serve", "--start-mps", "--openai-port", "0", "--repository", str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
     assert seen == calls
     assert ("CUDA MPS started" in result.output) == ("start" in calls)
@@ -222,7 +224,9 @@ def test_serve_starts_the_server_by_the_plan(four_gpus: None, monkeypatch: pytes
     seen: list[Any] = []
     monkeypatch.setattr("lr_backend.cli.serve._run", lambda console, server, *others: seen.append(server) or 0)
     result = CliRunner().invoke(
-        app, ["serve", "--repository", str(tmp_path / "out")], env={"LOOKAHEAD_ADMIN_KEY": "0123456789abcdef"}
+        app,
+        ["serve", "--openai-port", "0", "--repository", str(tmp_path / "out")],
+        env={"LOOKAHEAD_ADMIN_KEY": "0123456789abcdef"},
     )
     assert result.exit_code == 0, result.output
     options = seen[0].options
@@ -307,7 +311,9 @@ def no_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_decoder")
-@pytest.mark.parametrize("command", [["serve", "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"], ["build"]])
+@pytest.mark.parametrize(
+    "command", [["serve", "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", "--openai-port", "0"], ["build"]]
+)
 def test_a_missing_decoder_is_said_once_and_before_anything_is_started(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
