@@ -134,7 +134,7 @@ class LookaheadRequest(BaseModel):
     width: int = Field(default=1, ge=1, le=8)
     """candidate steps at each position; cut at the server's limit"""
     num_draft_tokens: int = Field(default=8, ge=0, le=64)
-    """draft tokens in one verification, with `auto` at most; cut at the engine's limit"""
+    """draft tokens in one verification, with `auto` at most; a step may begin with fewer; cut at the engine's limit"""
     proposer: str = Field(default=ProposerName.DRAFT_MODEL.value, min_length=1, max_length=64)
     """where draft tokens come from: `draft_model`; `ngram`, lookup of what last followed the same few tokens; `engine`, the
     target's engine itself; or a plug-in of the server's"""

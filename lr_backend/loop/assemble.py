@@ -195,6 +195,7 @@ def _draft_tokens(
         request_id=request_id,
         seed=seeds.draft_tokens,
         tokens_a_call=most,
+        tokens_first=lambda: most if request.deterministic else server.learned.num_draft_tokens_first(request.proposer, most),
         available=lambda: not ledger.draft_failed,
         failed=failed,
         follows_drafted=seeds.coupled or _draft_sampling(request, config).greedy,

@@ -87,6 +87,7 @@ class Ledger:
             index of the step that the move committed).
         draft_calls: calls of the draft model for draft tokens, by id.
         verifications: tokens proposed and accepted, one pair a verification of draft tokens.
+        beginnings: the same of each step's first one.
         num_engine_passes: passes of calls whose draft tokens the engine wrote itself.
         degraded: what the answer goes on without, and since when.
         on_call: told of every call that has come to its end; must not block.
@@ -101,6 +102,7 @@ class Ledger:
     moves: dict[int, Decision] = field(default_factory=dict)
     draft_calls: dict[str, CallSpan] = field(default_factory=dict)
     verifications: list[tuple[int, int]] = field(default_factory=list)
+    beginnings: list[tuple[int, int]] = field(default_factory=list)
     degraded: dict[str, float] = field(default_factory=dict)
     on_call: Callable[[CallSpan], None] = field(default=lambda span: None)
     reasons: Counter[Reason] = field(default_factory=Counter)
@@ -144,11 +146,13 @@ class Ledger:
         """Tokens of the prompt, where it is all that a step after ``prefix`` finds."""
         return len(prefix) if len(prefix) == self.prompt_tokens else 0
 
-    def drafts_verified(self, num_proposed: int, num_accepted: int) -> None:
+    def drafts_verified(self, num_proposed: int, num_accepted: int, *, begins_step: bool) -> None:
         """Count one verification of draft tokens."""
         self.num_proposed += num_proposed
         self.num_accepted += num_accepted
         self.verifications.append((num_proposed, num_accepted))
+        if begins_step:
+            self.beginnings.append((num_proposed, num_accepted))
 
     def timed_verifications(self) -> Iterator[tuple[int, int, float]]:
         """Draft tokens proposed and accepted, and seconds, of every verification that has come to its end.

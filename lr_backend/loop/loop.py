@@ -98,7 +98,8 @@ class LookaheadLoop:
         answer.flush()
         if self.target.draft_tokens is not None:
             ledger = self.ledger
-            self.shared.learn_draft_length(self.request.proposer, ledger.timed_verifications(), ledger.timed_draft_calls())
+            timed = ledger.timed_verifications(), ledger.timed_draft_calls(), ledger.beginnings
+            self.shared.learn_draft_length(self.request.proposer, *timed)
         assert answer.finish is not None
         about = {**self.audit.usage(), "seed": self.request.seed}
         usage = self.ledger.usage(self.request.mode).model_copy(update=about)

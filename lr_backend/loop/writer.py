@@ -152,7 +152,7 @@ class StepWriter:
                 num_empty = self._seen(generation, num_empty)
                 if proposed:
                     num_accepted = num_equal(proposed, generation.token_ids)
-                    self.ledger.drafts_verified(len(proposed), num_accepted)
+                    self.ledger.drafts_verified(len(proposed), num_accepted, begins_step=not written)
                     drafts.verified(proposed, num_accepted)
                 written.extend(generation.token_ids)
         return step

@@ -3,9 +3,14 @@
 If each draft token is accepted with probability a, a verification of K of them brings (1 - a^(K + 1)) / (1 - a) tokens (arXiv
 2211.17192, equation 1), the target's own included. Meanwhile the draft writes the next K. So a round takes as long as the
 slower of the two; and where the target has disagreed, the draft begins anew and the target waits for it.
+
+Where a step begins the target waits as well, and how steps begin is what two models agree on least. So the first draft tokens of
+a step are fewer: as many as bring most for the time of draft and verification together.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from lr_backend.policy.average import Average
 from lr_backend.policy.prices import Crowding
@@ -30,6 +35,8 @@ class DraftLength:
 
     def __init__(self) -> None:
         self._accepted, self._ended = Average(memory=256), Average(memory=256)
+        self._accepted_first, self._ended_first = Average(), Average()
+        """Of the first verifications of steps."""
         self._verifying, self._drafting = Crowding(), Crowding()
         """Seconds of a call, by the draft tokens that it verifies or writes: what the call itself takes, and so much for each."""
 
@@ -39,20 +46,38 @@ class DraftLength:
         self._ended.add(float(num_accepted < num_proposed))
         self._verifying.add(num_proposed, seconds)
 
+    def verified_first(self, num_proposed: int, num_accepted: int) -> None:
+        """Of the draft tokens that a step began with so many were accepted."""
+        self._accepted_first.add(num_accepted)
+        self._ended_first.add(float(num_accepted < num_proposed))
+
     def drafted(self, num_tokens: int, seconds: float) -> None:
         """One call of the draft took ``seconds`` > 0; never told where draft tokens are looked up."""
         self._drafting.add(num_tokens, seconds)
 
     def best(self, most: int) -> int:
         """The number of draft tokens, 1 to ``most``; ``most`` while little is known."""
-        if self._accepted.count < LEAST_SEEN:
-            return most
-        accepted, ended = self._accepted.value or 0.0, self._ended.value or 0.0
-        chance = accepted / (accepted + ended) if accepted else 0.0
+        chance = _chance(self._accepted, self._ended)
 
-        def tokens_a_second(num: int) -> float:
+        def seconds(num: int) -> float:
             verifying, drafting = self._verifying.at(num), self._drafting.at(num)
-            waiting = (1.0 - chance**num) * drafting
-            return expected_tokens(chance, num) / (max(verifying, drafting) + waiting)
+            return max(verifying, drafting) + (1.0 - chance**num) * drafting
 
-        return max(range(1, most + 1), key=tokens_a_second)
+        return self._best(most, self._accepted, chance, seconds)
+
+    def first(self, most: int) -> int:
+        """The number of draft tokens that a step begins with, 1 to ``most``; ``most`` while little is known."""
+        chance = _chance(self._accepted_first, self._ended_first)
+        return self._best(most, self._accepted_first, chance, lambda num: self._verifying.at(num) + self._drafting.at(num))
+
+    def _best(self, most: int, seen: Average, chance: float, seconds: Callable[[int], float]) -> int:
+        """As many as bring most tokens a second."""
+        if min(seen.count, self._accepted.count) < LEAST_SEEN:
+            return most
+        return max(range(1, most + 1), key=lambda num: expected_tokens(chance, num) / seconds(num))
+
+
+def _chance(accepted: Average, ended: Average) -> float:
+    """That a draft token is accepted where those before it were."""
+    num_accepted, num_ended = accepted.value or 0.0, ended.value or 0.0
+    return num_accepted / (num_accepted + num_ended) if num_accepted else 0.0

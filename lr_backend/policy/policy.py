@@ -135,20 +135,30 @@ class Learned:
         self._trials[load, *others] = Trial(first, like, drafts_by_calls=by_calls, shares_cards=self._shares_cards)
 
     def learn_draft_length(
-        self, proposer: str, verifications: Iterable[tuple[int, int, float]], draft_calls: Iterable[tuple[int, float]]
+        self,
+        proposer: str,
+        verifications: Iterable[tuple[int, int, float]],
+        draft_calls: Iterable[tuple[int, float]],
+        beginnings: Iterable[tuple[int, int]],
     ) -> None:
         """From one answer: draft tokens proposed and accepted, and seconds, of every verification; tokens and seconds of every
-        call of the draft."""
+        call of the draft; draft tokens proposed and accepted where a step began."""
         learned = self.draft_length[proposer]
         for num_proposed, num_accepted, seconds in verifications:
             learned.verified(num_proposed, num_accepted, seconds)
         if proposer == ProposerName.DRAFT_MODEL:
             for num_tokens, seconds in draft_calls:
                 learned.drafted(num_tokens, seconds)
+            for num_proposed, num_accepted in beginnings:
+                learned.verified_first(num_proposed, num_accepted)
 
     def num_draft_tokens(self, proposer: str, most: int) -> int:
         """To verify at once."""
         return self.draft_length[proposer].best(most) if most else 0
+
+    def num_draft_tokens_first(self, proposer: str, most: int) -> int:
+        """That a step begins with."""
+        return self.draft_length[proposer].first(most)
 
     @property
     def step_tokens(self) -> float:

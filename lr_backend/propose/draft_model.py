@@ -36,6 +36,7 @@ class DraftModel:
         sampling: how draft tokens are drawn.
         seed: (start of the step, token offset) -> seed of the call.
         tokens_a_call: draft tokens that one call writes at most.
+        tokens_first: the same of the first call of a step, whose tokens the target waits for.
         follows_drafted: the drafted step beside a target step has the words that the target is likely to draw, because it was
             drawn with the same noise or is the draft's likeliest; else the draft model writes draft tokens of its own.
         patient: a proposal is as long as it can be, whenever its tokens come (deterministic).
@@ -49,6 +50,7 @@ class DraftModel:
     tokens_a_call: int
     available: Callable[[], bool]
     failed: Callable[[], None]
+    tokens_first: Callable[[], int]
     follows_drafted: bool = True
     proposed: Callable[[str, int, int], None] = lambda call_id, num_proposed, num_accepted: None
     patient: bool = False
@@ -78,7 +80,7 @@ class DraftModel:
         call = EngineCall(
             request_id=f"{self.request_id}/draft_tokens/{next(self._calls)}",
             input_ids=context,
-            max_new_tokens=min(self.tokens_a_call, room),
+            max_new_tokens=min(self.tokens_a_call if written else self.tokens_first(), room),
             sampling=self.sampling,
             seed=self.seed(len(prefix), len(context)),
             stop_words=stop_words,

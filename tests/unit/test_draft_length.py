@@ -1,4 +1,4 @@
-"""How many draft tokens are verified at once."""
+"""How many draft tokens are verified at once, and how many where a step begins."""
 
 from __future__ import annotations
 
@@ -72,3 +72,29 @@ def test_it_is_always_one_of_those_that_are_allowed(seen: list[tuple[int, float,
         found.drafted(proposed, drafting_s)
 
     assert 1 <= found.best(7) <= 7
+
+
+def begun(chance: float, *, number: int = 64) -> DraftLength:
+    """As :func:`learned` at 0.95, where the draft tokens that steps begin with are each accepted with that chance."""
+    found, owed = learned(0.95, base_s=15.0, token_s=0.5, call_s=2.0, drafted_token_s=2.5), 0.0
+    for index in range(number):
+        proposed = 1 + index % 8
+        owed += expected_tokens(chance, proposed) - 1.0
+        taken = min(proposed, int(owed))
+        owed -= taken
+        found.verified_first(proposed, taken)
+    return found
+
+
+def test_a_step_begins_with_fewer_where_fewer_are_accepted() -> None:
+    firsts = [begun(chance).first(8) for chance in (0.3, 0.7, 0.95)]
+    assert firsts == sorted(firsts) and firsts[0] < 3 < firsts[2]
+    assert begun(0.3).best(8) == begun(0.95).best(8) > firsts[0], "further on as many as ever"
+
+
+def test_while_little_is_known_of_beginnings_they_are_like_the_rest() -> None:
+    assert DraftLength().first(8) == begun(0.3, number=LEAST_SEEN - 1).first(8) == 8
+    untimed = DraftLength()
+    for _ in range(LEAST_SEEN):
+        untimed.verified_first(8, 1)
+    assert untimed.first(8) == 8

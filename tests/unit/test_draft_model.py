@@ -59,6 +59,7 @@ class Drafting:
     """A draft model that counts on, a second a call."""
 
     engine: ScriptedEngine = field(default_factory=lambda: ScriptedEngine(counting, delay=taking(1.0)))
+    tokens_first: int = CALL_TOKENS
     patient: bool = False
     follows_drafted: bool = True
     room: Room = lambda ids: 400 - len(ids)
@@ -78,6 +79,7 @@ class Drafting:
             tokens_a_call=CALL_TOKENS,
             available=lambda: not self.failures,
             failed=self._failed,
+            tokens_first=lambda: self.tokens_first,
             follows_drafted=self.follows_drafted,
             proposed=lambda *told: self.taken.append(told),
             patient=self.patient,
@@ -134,6 +136,19 @@ def test_a_drafted_step_whose_words_are_unlikely_is_not_read() -> None:
         text.extend((50, 51))
         async with drafting.step(text) as drafts:
             assert (await drafts.next([], 8)).token_ids == (10, 11, 12, 13)
+
+    run_virtual(main())
+
+
+def test_the_first_call_of_a_step_may_write_fewer() -> None:
+    """The target waits for it. Behind words of its own the draft begins anew with as many as ever."""
+    drafting = Drafting(tokens_first=2)
+
+    async def main() -> None:
+        async with drafting.step() as drafts:
+            assert (await drafts.next([], 8)).token_ids == (10, 11)
+            assert (await drafts.next([10, 11], 8)).token_ids == (12, 13, 14, 15)
+            assert (await drafts.next([10, 11, 50], 8)).token_ids == (51, 52, 53, 54)
 
     run_virtual(main())
 

@@ -91,6 +91,7 @@ def test_draft_tokens_are_verified_a_call_each_and_counted() -> None:
     assert sizes == [4, 4, 4, 4, 4, 4, 4, 1]
     assert source.told == [(4, 3)] * 7 + [(1, 1)]
     assert made.ledger.verifications == source.told
+    assert made.ledger.beginnings == [(4, 3)]
     assert (made.ledger.num_proposed, made.ledger.num_accepted) == (29, 22)
     assert source.rooms == list(range(30, 0, -4))[:8]
 

@@ -94,7 +94,8 @@ class Options:
         int | None,
         Field(
             "INT32",
-            "draft tokens in one verification, with `auto` at most; cut at the engine's limit (0 to 64)",
+            "draft tokens in one verification, with `auto` at most; a step may begin with fewer; cut at the "
+            "engine's limit (0 to 64)",
         ),
     ] = None
     proposer: Annotated[
