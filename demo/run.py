@@ -63,8 +63,7 @@ def ceilings(rows: Mapping[str, ModeReport], c: float, max_depth: int) -> dict[s
     for mode, factor in (("lr", 1.0), ("lr_sd", max(1.0, rows["sd"].speedup))):
         alpha = rows[mode].step_acceptance_rate
         if alpha is not None and alpha < 1.0 and 0.0 < c <= 1.0:
-            # Beside a target that is so much faster, drafted steps come later.
-            found[mode] = factor * ceiling(alpha, min(1.0, factor * c), max_depth)
+            found[mode] = ceiling(alpha, c, max_depth, by_tokens=factor)
     return found
 
 

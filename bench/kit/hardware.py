@@ -195,6 +195,6 @@ def ceilings(
             steps come later beside it.
     """
     factor = by_tokens if request.mode.speculates_tokens else 1.0
-    faster = hardware.sped_up(factor)
-    paper = ceiling(alpha, min(1.0, faster.cost_ratio), request.max_depth)
-    return factor * paper, factor * hardware_ceiling(faster, request, alpha, step_tokens, own_branches=own_branches)
+    paper = ceiling(alpha, min(1.0, hardware.cost_ratio), request.max_depth, by_tokens=factor)
+    real = hardware_ceiling(hardware.sped_up(factor), request, alpha, step_tokens, own_branches=own_branches)
+    return paper, factor * real

@@ -189,13 +189,15 @@ def _draft_tokens(
         proposer, num_ids = server.models.proposers[request.proposer], len(server.models.tokenizer)
         return DraftTokens(Lookup(proposer, num_ids), most, one_hot_vocab)
     timeout_s = None if request.deterministic else config.timeouts.draft_s
+    # What pays depends on time.
+    first = most if request.deterministic else server.learned.num_draft_tokens_first(request.proposer, most)
     source = DraftModel(
         engine=MeteredEngine(server.engines.draft, Role.DRAFT, ledger, timeout_s=timeout_s, drafts_tokens=True),
         sampling=_sampling_of_draft_tokens(request.sampling, seeds.coupled),
         request_id=request_id,
         seed=seeds.draft_tokens,
         tokens_a_call=most,
-        tokens_first=lambda: most if request.deterministic else server.learned.num_draft_tokens_first(request.proposer, most),
+        tokens_first=first,
         available=lambda: not ledger.draft_failed,
         failed=failed,
         follows_drafted=seeds.coupled or _draft_sampling(request, config).greedy,

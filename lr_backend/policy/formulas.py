@@ -19,18 +19,20 @@ def useful_depth(cost_ratio: float) -> int:
     return ceil(1.0 / cost_ratio)
 
 
-def ceiling(acceptance_rate: float, cost_ratio: float, max_depth: int) -> float:
+def ceiling(acceptance_rate: float, cost_ratio: float, max_depth: int, *, by_tokens: float = 1.0) -> float:
     """The most that ``lr`` can be faster than the target alone: S1 where the window never fills, else S2.
 
     Args:
         acceptance_rate: alpha, the share of drafted steps that are accepted, in [0, 1).
         cost_ratio: c, as in :func:`useful_depth`.
         max_depth: k, target steps in flight at most; 1 is no speculation.
+        by_tokens: how much faster draft tokens alone make the target, for ``lr_sd``. Drafted steps come later beside it.
 
     Raises:
         ValueError: an argument out of its range.
     """
-    return speedup(acceptance_rate, cost_ratio, max_depth)
+    _check("cost_ratio", cost_ratio, 0.0 < cost_ratio <= 1.0)
+    return by_tokens * speedup(acceptance_rate, min(1.0, by_tokens * cost_ratio), max_depth)
 
 
 def speedup(acceptance_rate: float, cost_ratio: float, max_depth: int, *, verdict_cost: float = 0.0) -> float:

@@ -48,9 +48,9 @@ class DraftModel:
     request_id: str
     seed: Callable[[int, int], int]
     tokens_a_call: int
+    tokens_first: int
     available: Callable[[], bool]
     failed: Callable[[], None]
-    tokens_first: Callable[[], int]
     follows_drafted: bool = True
     proposed: Callable[[str, int, int], None] = lambda call_id, num_proposed, num_accepted: None
     patient: bool = False
@@ -80,7 +80,7 @@ class DraftModel:
         call = EngineCall(
             request_id=f"{self.request_id}/draft_tokens/{next(self._calls)}",
             input_ids=context,
-            max_new_tokens=min(self.tokens_a_call if written else self.tokens_first(), room),
+            max_new_tokens=min(self.tokens_a_call if written else self.tokens_first, room),
             sampling=self.sampling,
             seed=self.seed(len(prefix), len(context)),
             stop_words=stop_words,

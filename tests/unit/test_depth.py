@@ -46,6 +46,13 @@ def test_depth_helps_up_to_the_useful_one_and_then_not(alpha: float, c: float) -
     assert gains[-1] <= 1.0 / (1.0 - alpha) + 1e-9
 
 
+@given(alpha=st.floats(0.01, 0.95), c=st.floats(0.01, 0.99), k=st.integers(1, 12), factor=st.floats(1.0, 5.0))
+def test_draft_tokens_multiply_but_drafted_steps_come_later_beside_them(alpha: float, c: float, k: int, factor: float) -> None:
+    both = ceiling(alpha, c, k, by_tokens=factor)
+    assert both == pytest.approx(factor * ceiling(alpha, min(1.0, factor * c), k))
+    assert both <= factor * ceiling(alpha, c, k) + 1e-9
+
+
 @pytest.mark.parametrize("arguments", [(1.0, 0.1, 4), (-0.1, 0.1, 4), (0.5, 0.0, 4), (0.5, 1.1, 4), (0.5, 0.1, 0)])
 def test_what_means_nothing_is_refused(arguments: tuple[float, float, int]) -> None:
     with pytest.raises(ValueError, match="out of range"):

@@ -79,7 +79,7 @@ class Drafting:
             tokens_a_call=CALL_TOKENS,
             available=lambda: not self.failures,
             failed=self._failed,
-            tokens_first=lambda: self.tokens_first,
+            tokens_first=self.tokens_first,
             follows_drafted=self.follows_drafted,
             proposed=lambda *told: self.taken.append(told),
             patient=self.patient,

@@ -54,7 +54,7 @@ def writer(
         request_id=name,
         seed=seeds.draft_tokens,
         tokens_a_call=2,
-        tokens_first=lambda: 2,
+        tokens_first=2,
         available=lambda: True,
         failed=lambda: pytest.fail("the draft failed"),
     )
