@@ -20,7 +20,7 @@ from lr_backend.emulated.vocabulary import VOCABULARY
 from lr_backend.emulated.workload import Workload
 from lr_backend.engine import EngineCall, Role
 from lr_backend.serve.server import TritonServer
-from lr_backend.triton.metrics import REFRESH_S
+from tests.support.observed import settled
 from tests.support.texts import whole_text
 
 pytestmark = pytest.mark.integration
@@ -84,11 +84,6 @@ def tensors(call: EngineCall) -> list[grpcclient.InferInput]:
     return found
 
 
-def settle() -> None:
-    """Wait until the metrics have told all of the requests before: a refresh may have begun before the last one ended."""
-    time.sleep(4 * REFRESH_S)
-
-
 def becomes(value: Callable[[], float], wanted: Callable[[float], bool]) -> float:
     """A metric as soon as it is as it is to be: the server refreshes it now and then."""
     deadline = time.monotonic() + WAIT_S
@@ -134,8 +129,7 @@ def test_what_is_cached_is_reused_and_the_metrics_move(server: TritonServer, cli
     def total(name: str) -> dict[str, float]:
         return server.counter(f"lr_engine_{name}_total")
 
-    settle()
-    before = total("iterations")
+    before = settled(lambda: total("iterations"))
     ask(client, 3, mode="lr", verifier="judge")
     for role in Role:
         becomes(lambda role=role: total("iterations")[role], lambda now, role=role: now > before[role])
@@ -170,7 +164,6 @@ def test_a_refused_request_leaves_the_eight_in_flight_untouched(
     """A refusal is INTERNAL; taken for a dead engine it would fail or degrade all of them."""
     numbers, longest = range(10, 18), spec.engine(Role.TARGET).max_seq_len
     refusals: list[str] = []
-    settle()
     with ThreadPoolExecutor(len(numbers)) as pool:
         asked = [pool.submit(ask, client, number, mode="lr_sd", verifier="exact") for number in numbers]
         while len(refusals) < 2 or not all(one.done() for one in asked):
@@ -190,9 +183,8 @@ def test_a_client_that_goes_away_frees_what_it_held(server: TritonServer, triton
     def running() -> float:
         return server.counter("lr_engine_running").get("target", 0.0)
 
-    settle()
     assert becomes(running, lambda now: now == 0.0) == 0.0
-    cancelled = server.counter("lr_engine_cancelled_total")["target"]
+    cancelled = settled(lambda: server.counter("lr_engine_cancelled_total")["target"])
     failures: list[Exception | None] = []
     call = triton.async_infer(
         "target",

@@ -29,7 +29,7 @@ from lr_backend.serve.warmup import ANSWER, QUESTION
 from lr_backend.trace.analysis import analyse
 from lr_backend.trace.html import page
 from lr_backend.trace.schema import Purpose, Trace
-from tests.support.observed import reached_within
+from tests.support.observed import reached_within, settled
 
 pytestmark = pytest.mark.integration
 WAIT_S = 120.0
@@ -345,18 +345,10 @@ def test_branches_share_the_targets_iterations(
         now = counters(server, layout, "target")
         return now["lr_engine_batch_rows_total"], now["lr_engine_iterations_total"]
 
-    def settle() -> tuple[float, float]:
-        """Metrics are refreshed on a thread of their own: wait until three reads agree."""
-        tick, reads = threading.Event(), [rows_and_iterations()]
-        while len(reads) < 60 and not (len(reads) > 2 and reads[-1] == reads[-2] == reads[-3]):
-            tick.wait(0.7)
-            reads.append(rows_and_iterations())
-        return reads[-1]
-
-    rows, iterations = settle()
+    rows, iterations = settled(rows_and_iterations)
     for index, problem in enumerate(questions):
         client.ask(problem.question, Options(mode="lr", stream=False, max_tokens=400, seed=index))
-    more_rows, more_iterations = settle()
+    more_rows, more_iterations = settled(rows_and_iterations)
 
     assert (more_rows - rows) / (more_iterations - iterations) > 1.2
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from itertools import islice
 
@@ -17,7 +16,7 @@ from lr_backend.engine import Role
 from lr_backend.hardware.cost import Iteration
 from lr_backend.serve.server import TritonServer
 from lr_backend.trace.schema import CallOutcome, Trace
-from lr_backend.triton.metrics import REFRESH_S
+from tests.support.observed import settled
 
 pytestmark = pytest.mark.integration
 
@@ -70,12 +69,7 @@ def test_no_call_is_faster_than_the_hardware_and_the_trace_says_whose_it_is(
 
 def test_every_engine_says_how_late_it_was(server: TritonServer, client: Client, question: Problem) -> None:
     client.ask(question.question, Options(mode="lr", stream=False, max_tokens=80, seed=4), timeout_s=WAIT_S)
-    lateness = server.lateness()
-    for _ in range(round(WAIT_S / REFRESH_S)):
-        time.sleep(2 * REFRESH_S)
-        before, lateness = lateness, server.lateness()
-        if lateness == before:
-            break
+    lateness = settled(server.lateness)
     assert set(lateness) == {role.value for role in Role}
     assert all(one.paced_s > 0.0 for one in lateness.values())
     busy = server.counter("lr_engine_busy_seconds_total")

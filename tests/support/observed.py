@@ -14,7 +14,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -22,7 +22,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from lr_backend.serve.server import ServerOptions, free_ports
+from lr_backend.triton.metrics import REFRESH_S
 
+T = TypeVar("T")
 PROJECT = Path(__file__).parents[2]
 POLL_S = 0.02
 """Each look may be a question to a server that has other work."""
@@ -44,6 +46,17 @@ def reached_within(limit_s: float, reached: Callable[[], bool]) -> None:
     while not reached():
         assert time.monotonic() < deadline
         time.sleep(POLL_S)
+
+
+def settled(read: Callable[[], T]) -> T:
+    """What a server's metrics come to: threads of their own send them, so three reads in a row have to agree."""
+    deadline, found, num_alike = time.monotonic() + WAIT_S, read(), 1
+    while num_alike < 3:
+        assert time.monotonic() < deadline
+        time.sleep(1.4 * REFRESH_S)
+        before, found = found, read()
+        num_alike = num_alike + 1 if found == before else 1
+    return found
 
 
 def samples(metrics_url: str, name: str) -> list[Sample]:
