@@ -85,7 +85,7 @@ class PacedEngine:
         self._board = pace.open_board()
         self._lateness = self._lateness_seen = Lateness()
         self._busy_s = 0.0
-        """Of the lateness: answers are no work, and many may be late at a time."""
+        """Of iterations alone: answers are no work, and many may be late at a time."""
         self._changed = threading.Condition()
         # Guarded by the condition's lock: what happens when, and the ids that may not be used again.
         self._events: list[tuple[float, int, Callable[[], None]]] = []
