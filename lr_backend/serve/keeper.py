@@ -3,8 +3,9 @@
 Triton itself does neither: a model whose process is gone stays "ready", and calls to it hang. Here its death is known at once.
 The step loop is told, so that calls in flight fail and answers end or go on without; then the model is unloaded and loaded, which
 starts a new process. What cannot be mended so ends the server, and whoever supervises it starts it anew: a process of the step
-loop, whose answers are lost with it, a model that does not load, the loss of too many calls, and a target that hangs, as one does
-whose cards have lost each other. Triton keeps a thread of the step loop for each call that a dead process was to answer.
+loop, whose answers are lost with it, a model that does not load, the loss of too many calls, and a target that hangs, or fails
+every call, as one does whose cards have lost each other. Triton keeps a thread of the step loop for each call that a dead process
+was to answer.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ UNLOAD_S = 20.0
 LOAD_S = 300.0
 """For a model to be loaded anew."""
 HANG_S, LOOK_S = 30.0, 1.0
-"""A target that does not let go of a call is waited for so long, as long as it answers no other; how often that is looked at."""
+"""How long a target may let go of no call, or fail all, while it answers none; how often that is looked at."""
 STOP_S = 1.0
 """For the thread that looks to end. One that waits for a model to load ends with the server."""
 
@@ -127,7 +128,7 @@ class StubKeeper:
             self._hung = now_s, seats.num_answered
         elif now_s - self._hung[0] > HANG_S:
             self._hangs = True
-            self._lose(f"the target hangs: for {HANG_S:g} s it has neither answered a call nor let go of one")
+            self._lose(f"the target hangs: for {HANG_S:g} s it has answered no call, and let go of none or failed all")
 
     def _have_died(self, models: set[str]) -> None:
         """Say so at once, and mend them meanwhile: others may die, or hang, before they are back."""

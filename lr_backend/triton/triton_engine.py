@@ -27,13 +27,18 @@ log = structlog.get_logger()
 
 Answer = TypeVar("Answer")
 
-CANCEL_REPEAT_S = 0.05
-MAX_CANCELS = 20
-"""An engine that so many cancels do not move to end a call, and that answers no other meanwhile, is out of order."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
+"""Between two cancels of a call; each pause is twice the one before. A cancel that has overtaken its call is heard the second
+time. After that the engine knows, and ends the call between two iterations, or once it has had its turn."""
+SILENCE_S = 10.0
+"""An engine that does not let go of a call for so long, and answers no other meanwhile, is out of order. No iteration takes so
+long."""
+FAILING_S = 30.0
+"""An engine that has failed every call for so long is told to who watches it."""
 CANCEL_TIMEOUT_S, REMOTE_CANCEL_TIMEOUT_S = 0.5, 5.0
 """For a cancel to be answered. Of a server elsewhere others notice whether it lives; a network may be slow now and then."""
-RETRY_S = 5.0
-"""How long an engine that is out of order is left alone before one call tries it again."""
+RETRY_S, MOST_DOUBLINGS = 5.0, 6
+"""How long an engine that is out of order is left alone before one call tries it again; how often that is doubled at most."""
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 Infer = Callable[[str, str, Arrays, tuple[str, ...]], Awaitable[dict[str, npt.NDArray[Any]]]]
@@ -119,11 +124,17 @@ class Watch(Protocol):
 
 
 class Breaker:
-    """Whether an engine is worth calling. Open: calls fail at once. After a while one call may try; its success closes it."""
+    """Whether an engine is worth calling. Open: calls fail at once. After a while one call may try; its success closes it.
+
+    Attributes:
+        num_hung: calls that the engine does not let go of. The next try may become one of them, and keep its place in the gate:
+            so with each of them it is twice as long until there is one.
+    """
 
     def __init__(self, retry_s: float = RETRY_S) -> None:
-        self._retry_s = retry_s
+        self._first_s = self._retry_s = retry_s
         self._open_until: float | None = None
+        self.num_hung = 0
 
     def enter(self, name: str) -> None:
         """Raises :class:`EngineUnavailable` while open; lets one call through when the time has come."""
@@ -134,6 +145,7 @@ class Breaker:
         self.trip()
 
     def trip(self) -> None:
+        self._retry_s = self._first_s * 2 ** min(self.num_hung, MOST_DOUBLINGS)
         self._open_until = asyncio.get_running_loop().time() + self._retry_s
 
     def close(self) -> None:
@@ -172,6 +184,8 @@ class TritonEngine:
         self._tokens_per_block = tokens_per_block
         self._breaker = Breaker()
         self._num_answered = 0
+        self._failing_since: float | None = None
+        self._is_failing = False
         self._why_dead = ""
         self._asked: set[asyncio.Future[Any]] = set()
         self._reaping: set[asyncio.Task[None]] = set()
@@ -190,7 +204,7 @@ class TritonEngine:
     def is_back(self) -> None:
         """It can be called again."""
         self._why_dead = ""
-        self._breaker.close()
+        self._works()
 
     async def generate(self, call: EngineCall) -> Generation:
         if not self._why_dead:
@@ -218,8 +232,9 @@ class TritonEngine:
             outputs = await self._ask(call.request_id, call.tensors(), wanted)
         except EngineUnavailable as error:
             self._trip(error.message)
+            self._fails()
             raise
-        self._breaker.close()
+        self._works()
         self._num_answered += 1
         self._watch.answered()
         return Generation.from_tensors(outputs, tokens_per_block=self._tokens_per_block)
@@ -247,34 +262,54 @@ class TritonEngine:
             log.warning("engine_out_of_order", engine=self._called, why=why)
         self._breaker.trip()
 
+    def _fails(self) -> None:
+        """A call has failed. A process that lives and does nothing else is as one that hangs; one that is dead is known to be."""
+        now_s = asyncio.get_running_loop().time()
+        if self._why_dead:
+            self._works()
+        elif self._failing_since is None:
+            self._failing_since = now_s
+        elif now_s - self._failing_since > FAILING_S and not self._is_failing:
+            self._is_failing = True
+            self._watch.hangs(1)
+
+    def _works(self) -> None:
+        self._breaker.close()
+        self._failing_since = None
+        if self._is_failing:
+            self._is_failing = False
+            self._watch.hangs(-1)
+
     def _reap(self, request_id: str, running: asyncio.Task[Generation]) -> None:
         task = asyncio.create_task(self._stop(request_id, running))
         self._reaping.add(task)
         task.add_done_callback(self._reaping.discard)
 
     async def _stop(self, request_id: str, running: asyncio.Task[Generation]) -> None:
+        """Have the engine let go of a call, asking it less and less often."""
+        clock, pause_s = asyncio.get_running_loop().time, FIRST_PAUSE_S
+        silent_since, num_answered = clock(), self._num_answered
         while not running.done():
-            num_answered = self._num_answered
-            if not await self._repeat_cancel(request_id, running) and num_answered == self._num_answered:
-                # Nor has it answered anybody else: a call that only waits for its turn is no sign of that.
-                self._trip("it does not let go of a cancelled call, and answers no other")
-                self._watch.hangs(1)
-                try:
-                    await asyncio.wait({running})
-                finally:
-                    self._watch.hangs(-1)
+            is_heard = await self._cancel(request_id)
+            await asyncio.wait({running}, timeout=pause_s if is_heard else 0.0)
+            pause_s = min(2.0 * pause_s, LONGEST_PAUSE_S)
+            if num_answered != self._num_answered:  # a call that only waits for its turn is no sign of an engine that hangs
+                silent_since, num_answered = clock(), self._num_answered
+            elif not running.done() and not (is_heard and clock() - silent_since < SILENCE_S):
+                await self._let_hang(running)
         if not running.cancelled():
             running.exception()  # nobody else asks for it any more
 
-    async def _repeat_cancel(self, request_id: str, running: asyncio.Task[Generation]) -> bool:
-        """Ask for a while; whether the call has ended."""
-        for _ in range(MAX_CANCELS):
-            if not await self._cancel(request_id):
-                break
-            done, _pending = await asyncio.wait({running}, timeout=CANCEL_REPEAT_S)
-            if done:
-                break
-        return running.done()
+    async def _let_hang(self, running: asyncio.Task[Generation]) -> None:
+        """Ask no more, and wait: the engine neither lets go of this call nor answers another."""
+        self._breaker.num_hung += 1
+        self._watch.hangs(1)
+        self._trip("it does not let go of a cancelled call, and answers no other")
+        try:
+            await asyncio.wait({running})
+        finally:
+            self._breaker.num_hung -= 1
+            self._watch.hangs(-1)
 
     async def _cancel(self, request_id: str) -> bool:
         """Ask once; False if not even that is answered. Where the engine is gone so is the call, and its own failure says so."""
