@@ -19,7 +19,7 @@ from lr_backend.policy.acceptance import Acceptance
 from lr_backend.policy.draft_length import DraftLength
 from lr_backend.policy.formulas import speedup
 from lr_backend.policy.others import Alone, Others
-from lr_backend.policy.prices import LONG_PROMPT, Prices
+from lr_backend.policy.prices import LONG_PROMPT, STALE_STEPS, Prices
 from lr_backend.policy.trial import LEAST_STEPS, Predict, Trial, Way
 from lr_backend.request import LookaheadRequest, ProposerName
 
@@ -304,6 +304,10 @@ class Measured:
                 found = self.shared.prices.target[drafts]
                 if found.token_s.count + found.num_under_way < LEAST_STEPS:
                     return drafts
+            # Beside looking ahead the trial sees to it. Where nothing is looked ahead, nobody else does.
+            other = self.shared.prices.target[not first]
+            if self._is_alone and other.num_since >= STALE_STEPS and not other.num_under_way:
+                return not first
         return first
 
     @property

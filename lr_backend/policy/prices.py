@@ -121,6 +121,10 @@ LONG_PROMPT = 1024
 """Tokens of a prompt from which on the step that reads it says little of what a token takes."""
 
 
+STALE_STEPS = 1024
+"""Steps of the other kind after which what a kind of target steps has cost counts no more once there is a new one."""
+
+
 @dataclass
 class TargetPrices:
     """Of the target's steps, all with draft tokens or all without.
@@ -129,11 +133,13 @@ class TargetPrices:
         crowding: seconds a token by the sequences in flight.
         token_s: seconds a token, as it has lately been.
         num_under_way: steps that are being written.
+        num_since: steps of the other kind since the last one of this kind.
     """
 
     crowding: Crowding = field(default_factory=Crowding)
     token_s: Average = field(default_factory=Average)
     num_under_way: int = 0
+    num_since: int = 0
 
 
 class Prices:
@@ -181,9 +187,12 @@ class Prices:
         """Take in what this process or another one has measured."""
         match kind, values:
             case "step", (drafts, companions, token_s, num_tokens):
-                found = self.target[drafts]
+                found, other = self.target[drafts], self.target[not drafts]
+                if found.num_since >= STALE_STEPS:
+                    found.crowding, found.token_s = Crowding(), Average()
                 found.crowding.add(companions, token_s, num_tokens)
                 found.token_s.add(token_s)
+                found.num_since, other.num_since = 0, other.num_since + 1
                 self._verifies.add(float(drafts))
             case "drafted", (token_s, num_tokens):
                 self.drafted_token_s.add(token_s)

@@ -6,7 +6,7 @@ that each by itself would gain even where all together lose.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import sqrt
 from typing import NamedTuple
 
@@ -37,6 +37,8 @@ LESS_SHARE = 1.5
 is made of tokens that were written beside the draft."""
 EXPLORED_SHARE = 0.01
 """Trying ways that are known to be slower may cost this share of the time at most."""
+STALE_SPANS = 512
+"""Spans after which a way is tried again whatever it may cost. It may have been timed while the server stood still."""
 COST_MEMORY = 256
 """Spans after which what trying has cost has faded to about a third."""
 
@@ -80,7 +82,8 @@ class Trial:
         self._num_spans = self._num_steps = self._num_tokens = 0
         self._seconds = 0.0
         self._num_requests = 1
-        self._kept = dict.fromkeys(self._ways, 0)
+        self._kept, self._left = dict.fromkeys(self._ways, 0), dict.fromkeys(self._ways, 0)
+        """Spans in a row after which a way was still the best, and spans since it was taken."""
         self._is_charged = False
         """The way that is taken was not the best when it was chosen, and is tried for its low price."""
         self.way: Way = like.way if like is not None else self._ways[0]
@@ -168,7 +171,7 @@ class Trial:
             free = new or (close if self._num_spans % SPANS_A_TRY == 0 else [])
             # A span of a way that is slower by some share costs that share of a span.
             cheap = [way for way in others if self._affords(expected[way] / expected[best] - 1.0)]
-            if tried := free or cheap:
+            if tried := free or self._stale(others) or cheap:
                 self.way, self._is_charged = min(tried, key=lambda way: (self._taken[way].count, expected[way])), not free
                 return best
         self.way, self._is_charged = best, False
@@ -187,6 +190,10 @@ class Trial:
     def _hides(self, way: Way, best: Way) -> bool:
         """This way does less than the best one, on shared cards: beside the draft nobody sees what it would take."""
         return self._shares_cards and way.ahead <= best.ahead and way.drafts <= best.drafts
+
+    def _stale(self, ways: Iterable[Way]) -> list[Way]:
+        """What they take was found out long ago, or was wrong by the last span."""
+        return [way for way in ways if self._left[way] >= STALE_SPANS or self._surprises[way] < 0]
 
     def _may_be_best(self, way: Way, expected: float, best: float) -> bool:
         """Too few spans were timed to say that it is slower."""
@@ -221,6 +228,7 @@ class Trial:
         self._spent_s, self._lost_s = fade * self._spent_s + self._seconds, fade * self._lost_s
         self._num_spans += 1
         before = self.way
+        self._left = {way: num + 1 for way, num in self._left.items()} | {before: 0}
         if self._is_charged:  # what a way loses that has been the best until now is no price of trying
             self._lost_s += max(0.0, self._seconds - best * self._num_tokens)
         is_best = self.choose(predict) == before

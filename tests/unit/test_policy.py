@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from lr_backend.notice import Lessons, OtherLoops, Seats
 from lr_backend.plan.simulation import Policy, simulate
 from lr_backend.policy.policy import Fixed, Learned, Measured
-from lr_backend.policy.prices import LONG_PROMPT
+from lr_backend.policy.prices import LONG_PROMPT, STALE_STEPS
 from lr_backend.policy.trial import EXPLORED_SHARE, LEAST_STEPS, SPAN_STEPS, Trial, Way
 from lr_backend.request import LookaheadRequest, Mode, ProposerName, VerifierName
 from tests.support.examples import answers
@@ -77,6 +77,33 @@ def test_a_trial_changes_its_mind_and_changes_it_back() -> None:
     assert spans(trial, first, 200, lambda way: 1.0)[-50:].count(ahead) >= 45
     assert spans(trial, second, 300, lambda way: 1.0)[-50:].count(alone) >= 45
     assert spans(trial, first, 300, lambda way: 1.0)[-50:].count(ahead) >= 45
+
+
+@pytest.mark.parametrize("num_requests", [1, 16])
+def test_a_way_that_was_timed_while_the_server_stood_still_is_tried_again(num_requests: int) -> None:
+    """A target that compiles kernels for 20 s stalls a span of the best way, which then seems to take 20 times as long."""
+    ahead = Way(True, False)
+    truth = dict.fromkeys(WAYS, 1.0) | {ahead: 0.6}
+    trial = Trial(WAYS)
+    in_a_crowd(trial, truth, 200, truth.__getitem__, num_requests)
+    while trial.way != ahead:
+        in_a_crowd(trial, truth, 1, truth.__getitem__, num_requests)
+    in_a_crowd(trial, truth | {ahead: 20 * truth[ahead]}, 1, truth.__getitem__, num_requests)
+
+    followed = in_a_crowd(trial, truth, 1000, truth.__getitem__, num_requests)
+
+    assert followed[-50:].count(ahead) >= 45
+
+
+def test_a_load_whose_first_span_stood_still_finds_its_way() -> None:
+    truth = dict.fromkeys(WAYS, 1.0) | {ALONE: 3.0, Way(False, True): 2.0}
+    slow = {way: 30 * one for way, one in truth.items()}
+    trial = Trial(WAYS)
+    in_a_crowd(trial, slow, 1, truth.__getitem__, 4)
+
+    followed = in_a_crowd(trial, truth, 1000, truth.__getitem__, 4)
+
+    assert sum(way.ahead for way in followed[-50:]) >= 45
 
 
 def test_steps_that_were_begun_another_way_say_nothing() -> None:
@@ -315,6 +342,22 @@ def test_of_requests_at_the_same_time_as_many_take_a_kind_of_step_for_its_price_
             kinds.append(policy.verifies_drafts)
             written.enter_context(shared.prices.step(drafts=kinds[-1]))
     assert kinds == [True] * LEAST_STEPS + [False] * LEAST_STEPS + [True] * (8 - 2 * LEAST_STEPS)
+
+
+def test_the_target_alone_now_and_then_writes_a_step_the_other_way() -> None:
+    """Nothing else tells what that takes by now: draft tokens that were slow at the start, or fast at another load."""
+    clock = Clock()
+    shared = Learned(clock)
+    policy = Measured(request(), shared, 4, JUDGE, can_draft=True)
+    policy.keep_alone()
+    truth, written = {True: 3.0, False: 1.0}, []
+    for number in range(4 * STALE_STEPS):
+        if number == 2 * STALE_STEPS:
+            truth = {True: 0.3, False: 1.0}
+        written.append(drafts := policy.verifies_drafts)
+        shared.prices.learn("step", drafts, 0.0, truth[drafts], 10)
+    assert LEAST_STEPS <= sum(written[LEAST_STEPS : 2 * STALE_STEPS]) <= 3 * LEAST_STEPS
+    assert all(written[-10:])
 
 
 def test_what_is_written_behind_the_reasoning_counts_for_no_way() -> None:
