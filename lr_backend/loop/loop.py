@@ -247,6 +247,7 @@ class LookaheadLoop:
             self.shared.prices.judged(self.request.effective_verifier, self.ledger.now_s() - began_s)
         if verdict.reason is Reason.JUDGE_ERROR:
             self.ledger.degrade("judge")
+            self.policy.keep_alone()
         if verdict.reason is Reason.VERIFIER_ERROR:
             self.ledger.degrade("verifier")
         return lambda: tree.judged(node, verdict)

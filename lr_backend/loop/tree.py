@@ -25,7 +25,7 @@ import numpy as np
 
 from lr_backend.contract import IntArray
 from lr_backend.steps.step import Step
-from lr_backend.verify.verdict import Reason, Verdict, settle
+from lr_backend.verify.verdict import FAILED, Reason, Verdict, settle
 
 
 class Drafting(StrEnum):
@@ -130,10 +130,10 @@ class Decision:
 
     @property
     def first(self) -> tuple[bool, float | None] | None:
-        """Whether the first drafted step was accepted, and its log-probability; None: there was none, as the draft failed or
-        was not asked. What became of the others depends on it."""
+        """Whether the first drafted step was accepted, and its log-probability; None: there was none, or nobody could say, as
+        draft or verifier failed. What became of the others depends on it."""
         child = self.position.children[0] if self.position.children else None
-        if child is None or child.verdict is None or child.verdict.reason is Reason.DRAFT_ERROR:
+        if child is None or child.verdict is None or child.verdict.reason in FAILED:
             return None
         return child.verdict.accepted, child.drafted.log_prob if child.drafted is not None else None
 

@@ -326,6 +326,21 @@ def test_a_draft_that_failed_says_nothing_of_what_is_accepted() -> None:
     assert decision.first is None
 
 
+@pytest.mark.parametrize("reason", [Reason.JUDGE_ERROR, Reason.VERIFIER_ERROR])
+def test_a_verifier_that_failed_says_nothing_of_what_is_accepted(reason: Reason) -> None:
+    tree = window()
+    (child,) = begin(tree)
+    tree.drafted(child, step(8))
+    write(tree, step(9))
+    tree.start_verdicts()
+    tree.judged(child, Verdict(False, reason))
+
+    decision = tree.decide()
+
+    assert decision is not None and decision.compared is child
+    assert decision.first is None
+
+
 def test_nothing_more_is_spent_below_a_sibling_that_has_lost() -> None:
     """A lower one is accepted while the verdicts above are still pending."""
     tree = window(max_depth=4, width=2, own_branches=False)
