@@ -183,12 +183,12 @@ def _draft_tokens(
     if most == 0 or sampled_off or request.proposer == ProposerName.ENGINE:
         return None
     one_hot_vocab = config.vocab_size if config.draft_logits == "one_hot" else 0
+    timeout_s = None if request.deterministic else config.timeouts.draft_s
     if request.proposer == ProposerName.NGRAM:
         return DraftTokens(Lookup(NGram()), most, one_hot_vocab)
     if request.proposer != ProposerName.DRAFT_MODEL:
         proposer, num_ids = server.models.proposers[request.proposer], len(server.models.tokenizer)
-        return DraftTokens(Lookup(proposer, num_ids), most, one_hot_vocab)
-    timeout_s = None if request.deterministic else config.timeouts.draft_s
+        return DraftTokens(Lookup(proposer, num_ids, timeout_s), most, one_hot_vocab)
     # What pays depends on time.
     first = most if request.deterministic else server.learned.num_draft_tokens_first(request.proposer, most)
     source = DraftModel(

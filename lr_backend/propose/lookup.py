@@ -40,16 +40,18 @@ class Lookup:
 
     Attributes:
         num_ids: token ids that there are; what is proposed ends before any other. None: it proposes no other.
+        timeout_s: for an answer; later ones propose nothing. None waits.
     """
 
     proposer: Proposer
     num_ids: int | None = None
+    timeout_s: float | None = None
     follows_drafted: ClassVar[bool] = False
     is_available: ClassVar[bool] = True
 
     @asynccontextmanager
     async def step(self, prefix: IntArray, stop_words: IntArray, room: Room, drafted: GrowingText | None) -> AsyncIterator[_Step]:
-        yield _Step(self.proposer, prefix, self.num_ids)
+        yield _Step(self.proposer, prefix, self.num_ids, self.timeout_s)
 
 
 @dataclass
@@ -57,12 +59,15 @@ class _Step:
     proposer: Proposer
     prefix: IntArray
     num_ids: int | None
+    timeout_s: float | None
     _plain_tokens: int = LEAST_PLAIN
 
     async def next(self, written: Sequence[int], max_tokens: int) -> Proposal:
         context = np.concatenate([self.prefix, np.asarray(written, dtype=np.int32)])
         try:
-            found = tuple(int(token) for token in await self.proposer.propose(context, max_tokens))[:max_tokens]
+            async with asyncio.timeout(self.timeout_s):
+                proposed = await self.proposer.propose(context, max_tokens)
+            found = tuple(int(token) for token in proposed)[:max_tokens]
             if self.num_ids is not None:
                 found = tuple(takewhile(range(self.num_ids).__contains__, found))
         except (Exception, asyncio.CancelledError) as error:  # a deployment's own code may raise anything

@@ -216,6 +216,20 @@ def test_what_is_no_token_ends_a_proposal(proposed: tuple[int, ...], taken: tupl
     assert run_virtual(first()).token_ids == taken
 
 
+def test_a_proposer_that_never_answers_proposes_nothing() -> None:
+    class Waits:
+        async def propose(self, ids: Any, max_tokens: int) -> tuple[int, ...]:
+            await asyncio.get_running_loop().create_future()
+            raise AssertionError
+
+    async def first() -> Proposal:
+        source = Lookup(Waits(), timeout_s=5.0)
+        async with source.step(np.array([1], np.int32), np.zeros((2, 0), np.int32), lambda ids: 9, None) as step:
+            return await step.next((), 4)
+
+    assert not run_virtual(first()).token_ids
+
+
 def test_a_proposer_that_waits_for_a_task_that_was_cancelled_proposes_nothing() -> None:
     class Shares:
         async def propose(self, ids: Any, max_tokens: int) -> tuple[int, ...]:
