@@ -27,6 +27,10 @@ FP8_CAPABILITY = 8.9
 LEAST_CAPABILITY = 8.0
 """External draft tokens need Ampere or newer (TensorRT-LLM's draft-target example)."""
 
+WHOLE = 0.99
+"""Of what is free, beside a KV budget in tokens. Upstream takes the smaller of the two, and 0.9 where no share is given: this
+would cut the budget of the engine that loads last on a shared card (kvCacheManager.cpp)."""
+
 
 class HardwareSpec(Section):
     """What the engines are built for; an engine runs on the architecture that it was built on and on no other.
@@ -121,7 +125,7 @@ class GpuEngineSpec(EngineSpec):
             "enable_kv_cache_reuse": _flag(self.enable_kv_cache_reuse),
             "exclude_input_in_output": "true",
             **({} if budget is None else {"max_tokens_in_paged_kv_cache": str(budget)}),
-            **({} if fraction is None else {"kv_cache_free_gpu_mem_fraction": str(fraction)}),
+            "kv_cache_free_gpu_mem_fraction": str(WHOLE if fraction is None else fraction),
         }
 
 

@@ -38,7 +38,15 @@ from lr_backend.serve.nodes import Nodes
 COMPILED, LLM_API = "tensorrtllm", "llmapi"
 MPIRUN = ("mpirun", "--allow-run-as-root", "--bind-to", "none")
 ONE_RANK = ("-n", "1")
-ORCHESTRATOR_ENVIRONMENT = {"TRTLLM_ORCHESTRATOR": "1", "TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES": "1", **UNBOUND}
+COMPILED_ENVIRONMENT = {"TRTLLM_KVCACHE_TRANSFER_BUFFER_SIZE": "0B"}
+"""Upstream's backend has every rank keep two buffers of 512 MB on its card, to exchange keys and values with other servers, which
+no engine here does (cacheTransBuffer.cpp; the unit must be said)."""
+ORCHESTRATOR_ENVIRONMENT = {
+    "TRTLLM_ORCHESTRATOR": "1",
+    "TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES": "1",
+    **COMPILED_ENVIRONMENT,
+    **UNBOUND,
+}
 
 
 class LaunchMode(StrEnum):
@@ -107,7 +115,9 @@ def launch_plan(placements: Sequence[Placement], *, num_gpus: int | None = None,
     if len(compiled) == 1:
         (only,) = compiled
         workers = (only.role.value,) if only.tp_size > 1 else ()
-        return LaunchPlan(LaunchMode.LEADER, {}, arguments, launcher or MPIRUN, only.tp_size, workers, only.num_nodes)
+        return LaunchPlan(
+            LaunchMode.LEADER, COMPILED_ENVIRONMENT, arguments, launcher or MPIRUN, only.tp_size, workers, only.num_nodes
+        )
     named = 1 + max((device for each in on_gpus for device in each.gpu_device_ids), default=-1)
     pools = tuple(f"--cuda-memory-pool-byte-size={device}:0" for device in range(num_gpus or named))
     arguments += ("--pinned-memory-pool-byte-size=0", "--enable-peer-access=false", *pools)

@@ -24,6 +24,7 @@ import psutil
 from lr_backend.errors import ConfigError, LookaheadError
 from lr_backend.mpi import belongs_to_job
 from lr_backend.serve.guard import become_subreaper
+from lr_backend.serve.launch import COMPILED_ENVIRONMENT
 from lr_backend.serve.nodes import SSH_PORT, login_name, private_key, public_key
 
 LOOK_S = 0.5
@@ -55,8 +56,8 @@ def find_sshd(environment: Mapping[str, str]) -> Path:
 
 
 def given_to_ranks(environment: Mapping[str, str]) -> dict[str, str]:
-    """Of a node's environment what its ranks get: all but what a session or a pod has of its own."""
-    return {
+    """Of a node's environment what its ranks get: all but what a session or a pod has of its own, and what ranks always get."""
+    return COMPILED_ENVIRONMENT | {
         name: value
         for name, value in environment.items()
         if name not in _OF_THE_SESSION and not name.startswith(_OF_THE_POD) and not belongs_to_job(name)

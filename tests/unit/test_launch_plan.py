@@ -11,7 +11,7 @@ from lr_backend.build.placement import Placement
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError
 from lr_backend.mpi import UNBOUND
-from lr_backend.serve.launch import ORCHESTRATOR_ENVIRONMENT, PLAIN, LaunchMode, launch_plan
+from lr_backend.serve.launch import COMPILED_ENVIRONMENT, ORCHESTRATOR_ENVIRONMENT, PLAIN, LaunchMode, launch_plan
 from lr_backend.serve.restrictions import KEY_VARIABLE, admin_key, unseen_arguments, without_key
 from lr_backend.serve.server import ServerOptions, TritonServer
 
@@ -31,7 +31,8 @@ def test_the_embedded_engine_needs_nothing() -> None:
 def test_several_compiled_engines_need_the_orchestrator(gpus: tuple[tuple[int, ...], ...]) -> None:
     plan = launch_plan([on(role, "tensorrtllm", *ids) for role, ids in zip(Role, gpus, strict=True)])
     assert plan.mode is LaunchMode.ORCHESTRATOR
-    assert plan.environment == {"TRTLLM_ORCHESTRATOR": "1", "TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES": "1", **UNBOUND}
+    orchestrator = {"TRTLLM_ORCHESTRATOR": "1", "TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES": "1"}
+    assert plan.environment == {**orchestrator, **COMPILED_ENVIRONMENT, **UNBOUND}
     assert plan.num_ranks == 1
     assert plan.launcher[0] == "mpirun"
 
@@ -49,7 +50,7 @@ def test_the_server_keeps_off_every_gpu_that_it_sees_when_it_spawns() -> None:
 def test_one_compiled_engine_is_led_by_its_own_ranks() -> None:
     mixed = launch_plan([on(TARGET, "tensorrtllm", 0, 1), on(DRAFT, "llmapi", 2), on(JUDGE, "llmapi", 3)])
     assert (mixed.mode, mixed.num_ranks, mixed.worker_models) == (LaunchMode.LEADER, 2, ("target",))
-    assert not mixed.environment
+    assert mixed.environment == COMPILED_ENVIRONMENT
     single = launch_plan([on(TARGET, "tensorrtllm", 0)])
     assert (single.mode, single.num_ranks, single.worker_models) == (LaunchMode.LEADER, 1, ())
     assert not any("pool" in word for word in mixed.arguments)
@@ -74,7 +75,7 @@ SETTINGS = {"PATH": "/bin", "OMPI_MCA_btl": "self", "PMIX_MCA_gds": "hash", "OPA
 def test_a_server_under_mpirun_belongs_to_no_other_job_and_keeps_the_settings() -> None:
     engines = [on(TARGET, "tensorrtllm", 0), on(DRAFT, "tensorrtllm", 1)]
     assert launch_plan(engines).over({**SETTINGS, **JOB}) == {**SETTINGS, **ORCHESTRATOR_ENVIRONMENT}
-    assert launch_plan(engines[:1]).over({**SETTINGS, **JOB}) == SETTINGS
+    assert launch_plan(engines[:1]).over({**SETTINGS, **JOB}) == {**SETTINGS, **COMPILED_ENVIRONMENT}
     assert PLAIN.over({**SETTINGS, **JOB}) == {**SETTINGS, **JOB}, "what starts no job is none of our business"
 
 

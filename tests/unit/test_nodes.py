@@ -22,7 +22,7 @@ from lr_backend.engine import Role
 from lr_backend.errors import ConfigError
 from lr_backend.serve import nodes as leading
 from lr_backend.serve import sshd
-from lr_backend.serve.launch import launch_plan
+from lr_backend.serve.launch import COMPILED_ENVIRONMENT, launch_plan
 from lr_backend.serve.nodes import KEY_VARIABLE, Group, Nodes, group_of, private_key, public_key, why_silent
 from lr_backend.serve.server import ServerOptions, TritonServer
 from tests.support import fake_mpirun, fake_triton
@@ -232,13 +232,15 @@ ENVIRONMENT = {
 
 
 def test_ranks_get_the_containers_environment_and_not_the_pods() -> None:
-    assert sorted(sshd.given_to_ranks(ENVIRONMENT)) == ["LD_LIBRARY_PATH", "NCCL_DEBUG", "PATH"]
+    assert sorted(sshd.given_to_ranks(ENVIRONMENT).keys() - COMPILED_ENVIRONMENT) == ["LD_LIBRARY_PATH", "NCCL_DEBUG", "PATH"]
+    assert sshd.given_to_ranks(ENVIRONMENT).items() >= COMPILED_ENVIRONMENT.items(), "they are compiled engines' ranks"
 
 
 def test_a_node_is_open_to_one_user_by_one_key_for_commands_alone(tmp_path: Path) -> None:
     config = sshd.sshd_config(tmp_path / "key", tmp_path / "keys", "triton-server", ENVIRONMENT)
     lines = config.splitlines()
-    assert 'SetEnv PATH="/opt/bin:/bin" LD_LIBRARY_PATH="/opt/lib" NCCL_DEBUG="say \\"all\\" \\\\ of it"' in lines
+    settings = 'PATH="/opt/bin:/bin" LD_LIBRARY_PATH="/opt/lib" NCCL_DEBUG="say \\"all\\" \\\\ of it"'
+    assert any(line.startswith("SetEnv ") and line.endswith(settings) for line in lines)
     assert sum(line.startswith("SetEnv") for line in lines) == 1, "sshd takes the first alone"
     assert {"Port 2222", "AllowUsers triton-server", "AuthenticationMethods publickey", "DisableForwarding yes"} <= set(lines)
     assert {"PermitTTY no", "PermitUserRC no", "PidFile none"} <= set(lines)
