@@ -11,12 +11,11 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
-from importlib.util import find_spec
 
 import grpc
 import uvicorn
+import uvloop
 from lr_client import AsyncClient
 
 from lr_backend.engine.address import Address
@@ -89,20 +88,12 @@ async def serve(launch: Launch) -> None:
                 await asyncio.to_thread(telemetry.close)
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    if find_spec("uvloop") is None:
-        return None
-    import uvloop
-
-    return uvloop.new_event_loop
-
-
 def main() -> int:
     configure(knows_texts=True)
     if not (told := sys.stdin.buffer.readline()):  # it is to end before it was to begin
         return 0
     try:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(Launch.model_validate_json(told)))
     except LookaheadError as error:
         sys.stderr.write(f"{error.message}\n")

@@ -6,7 +6,8 @@ import asyncio
 import atexit
 import gc
 import sys
-from contextlib import suppress
+
+import uvloop
 
 SWITCH_INTERVAL_S = 0.0002
 """Until a thread that waits for the interpreter is let in. Python's 5 ms are several decode iterations."""
@@ -26,12 +27,9 @@ def end_lightly() -> None:
 
 
 def use_uvloop() -> None:
-    """Once in a model's process, before its event loop is made: have it made by uvloop, where that is installed.
+    """Once in a model's process, before its event loop is made: have it made by uvloop.
 
     Every answer of an engine wakes the loop from another thread, which costs asyncio's own a pair of system calls and the
     interpreter's lock.
     """
-    with suppress(ImportError):
-        import uvloop
-
-        asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
+    asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
