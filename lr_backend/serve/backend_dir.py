@@ -116,9 +116,10 @@ def server_environment(base: Mapping[str, str], extra: Mapping[str, str] | None 
     """Environment in which the stubs are the running Python with the running environment's packages.
 
     The embedded interpreter looks for ``python3`` on PATH and takes its ``pyvenv.cfg`` from there, so this environment's
-    scripts come first. What ``base`` says of the thread settings stands; ``extra`` wins over everything.
+    scripts come first. Python's libraries come last: beside a system's Python lies the driver's ``libcuda``, and an image may
+    name a newer one. What ``base`` says of the thread settings stands; ``extra`` wins over everything.
     """
-    libraries = [str(sysconfig.get_config_var("LIBDIR") or ""), base.get("LD_LIBRARY_PATH", "")]
+    libraries = [base.get("LD_LIBRARY_PATH", ""), str(sysconfig.get_config_var("LIBDIR") or "")]
     return {
         **QUIET_ENVIRONMENT,
         **{name: value for name, value in base.items() if name != "PYTHONHOME"},

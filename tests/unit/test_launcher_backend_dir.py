@@ -89,7 +89,7 @@ def test_the_environment_leads_to_this_python() -> None:
     base = {"PATH": "/usr/bin", "LD_LIBRARY_PATH": "/cuda", "PYTHONHOME": "/elsewhere", "OMP_NUM_THREADS": "3", "HOME": "/h"}
     environment = server_environment(base, {"EXTRA": "1"})
     assert environment["PATH"].split(os.pathsep) == [str(Path(sys.executable).parent), "/usr/bin"]
-    assert environment["LD_LIBRARY_PATH"].split(os.pathsep) == [sysconfig.get_config_var("LIBDIR"), "/cuda"]
+    assert environment["LD_LIBRARY_PATH"].split(os.pathsep) == ["/cuda", sysconfig.get_config_var("LIBDIR")]
     assert "PYTHONHOME" not in environment
     assert (environment["OMP_NUM_THREADS"], environment["OMP_WAIT_POLICY"]) == ("3", "PASSIVE")
     assert (environment["HOME"], environment["EXTRA"]) == ("/h", "1")
