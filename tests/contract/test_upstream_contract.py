@@ -10,6 +10,7 @@ from tritonclient.grpc import model_config_pb2
 
 from lr_backend import contract
 from lr_backend.build.gpu_build import build_gpu_deployment
+from lr_backend.build.gpu_spec import WHOLE
 from lr_backend.build.report import BuildReport
 from lr_backend.build.spec import PACKAGE_ROOT, DeploymentSpec, GpuDeployment, TrtllmEngineSpec
 from lr_backend.build.trtllm_commands import CONVERTERS, EngineDirs, Toolchain, engine_steps
@@ -81,7 +82,9 @@ def test_a_config_says_what_the_loop_relies_on(reports: dict[str, BuildReport], 
     assert given["enable_kv_cache_reuse"] == given["enable_chunked_context"] == given["exclude_input_in_output"] == "true"
     assert int(given["cancellation_check_period_ms"]) <= 10
     assert given["gpt_model_type"] == "inflight_fused_batching"
-    assert ("max_tokens_in_paged_kv_cache" in given) != ("kv_cache_free_gpu_mem_fraction" in given)
+    share = float(given["kv_cache_free_gpu_mem_fraction"])
+    assert share < 1.0, "upstream refuses all of it"
+    assert ("max_tokens_in_paged_kv_cache" in given) == (share == WHOLE), "the smaller of both counts"
     assert flags["logits_dtype"] == LOGITS_FLAGS[logits_dtype(config)]
     assert flags["workers"] == "1", "ranks compiled at once would take the machine's memory at once"
     assert given["gpt_model_path"] == flags["output_dir"]
