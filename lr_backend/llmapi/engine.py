@@ -18,6 +18,7 @@ from typing import Any
 
 from lr_backend.engine.request import EngineRequest, EngineResponse
 from lr_backend.engine.stopping import cut_at_end
+from lr_backend.engine.upstream_errors import kind_of
 from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, LookaheadError, Overloaded
 from lr_backend.llmapi.config import LlmApiConfig
 from lr_backend.llmapi.outputs import log_probs_of, passes_of, perf_of
@@ -26,8 +27,10 @@ from lr_backend.llmapi.speculation import draft_counts
 from lr_backend.llmapi.stats import LlmApiStats
 
 OnDone = Callable[[EngineResponse | LookaheadError], None]
-_REJECTED = ("RequestError", "ValueError", "TypeError")
-"""Names of what upstream raises over one request; anything else is an engine in trouble."""
+_REJECTED = ("ValueError", "TypeError")
+"""Names of what upstream raises over one request. A ``RequestError`` it also raises over each request of a failed iteration."""
+_BROKEN = ("shutting down", "CUDA", "NCCL")
+"""Words of errors after which an engine mostly serves no other request either."""
 CLOSE_TIMEOUT_S = 30.0
 
 _logger = logging.getLogger(__name__)
@@ -228,7 +231,8 @@ class LlmApiEngine:
         text = f"{type(error).__name__}: {error}"
         if type(error).__name__ in _REJECTED:
             return EngineRejected(text)
-        return EngineUnavailable(text) if "shutting down" in str(error) else EngineError(text)
+        kind = EngineUnavailable if any(word in text for word in _BROKEN) else kind_of(text) or EngineError
+        return kind(text)
 
     async def _end_all(self) -> None:
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]

@@ -176,7 +176,7 @@ class TritonPythonModel:
         from lr_backend.triton.own_engines import OwnEngines  # torch, which a server of compiled engines has not
 
         try:
-            return OwnEngines(self._config.engines, pb.MetricFamily)
+            return OwnEngines(self._config.engines, pb.MetricFamily, self._seat)
         except LookaheadError as error:
             raise pb.TritonModelException(error.public()) from error
 

@@ -10,22 +10,33 @@ from lr_backend.embedded.config import EngineConfig
 from lr_backend.embedded.engine import EmbeddedEngine
 from lr_backend.engine import Engine, EngineCall, Generation, Role
 from lr_backend.engine.inprocess import InProcessEngine
+from lr_backend.errors import EngineError, EngineRejected, NotFinite
 from lr_backend.loop.assemble import Engines
+from lr_backend.notice import Seats
 from lr_backend.triton.engine_metrics import engine_metrics
 from lr_backend.triton.metrics import MetricSheet
+from lr_backend.triton.triton_engine import Failing, Watch
 
 
-class _Watched:
-    """An engine whose metrics are brought up to date when it was used."""
+class Watched:
+    """An engine whose metrics are brought up to date when it was used, and whose failures somebody is told of."""
 
-    def __init__(self, engine: Engine, metrics: MetricSheet) -> None:
-        self._engine, self._metrics = engine, metrics
+    def __init__(self, engine: Engine, metrics: MetricSheet, watch: Watch) -> None:
+        self._engine, self._metrics, self._watch, self._failing = engine, metrics, watch, Failing(watch)
 
     async def generate(self, call: EngineCall) -> Generation:
         try:
-            return await self._engine.generate(call)
+            found = await self._engine.generate(call)
+        except (EngineRejected, NotFinite):
+            raise
+        except EngineError:
+            self._failing.failed()
+            raise
         finally:
             self._metrics.touch()
+        self._failing.forget()
+        self._watch.answered()
+        return found
 
     async def close(self) -> None:
         await self._engine.close()
@@ -37,24 +48,27 @@ class OwnEngines:
     Args:
         parameters: of each role's engine, as its model's ``config.pbtxt`` has them.
         family: ``pb_utils.MetricFamily``. The role's label is ``lookahead/target`` and so on: the models have theirs.
+        watch: is told of the target's answers, and of its failures.
 
     Raises:
         LookaheadError: a checkpoint cannot be served.
     """
 
-    def __init__(self, parameters: Mapping[str, Mapping[str, str]], family: Any) -> None:
+    def __init__(self, parameters: Mapping[str, Mapping[str, str]], family: Any, watch: Watch) -> None:
         with ExitStack() as opened:
-            watched = {role: self._open(role, parameters[role.value], family, opened) for role in Role}
+            # Without draft or judge there still are answers.
+            told = {role: watch if role is Role.TARGET else Seats.alone().seat(0) for role in Role}
+            watched = {role: self._open(role, parameters[role.value], family, told[role], opened) for role in Role}
             self.engines = Engines(watched[Role.TARGET], watched[Role.DRAFT], watched[Role.JUDGE])
             self._opened = opened.pop_all()
 
     @staticmethod
-    def _open(role: Role, parameters: Mapping[str, str], family: Any, opened: ExitStack) -> Engine:
+    def _open(role: Role, parameters: Mapping[str, str], family: Any, watch: Watch, opened: ExitStack) -> Engine:
         engine = EmbeddedEngine(EngineConfig.from_parameters(parameters))
         opened.callback(engine.close)
         metrics = engine_metrics(family, f"lookahead/{role.value}", engine.stats)
         opened.callback(metrics.close)
-        return _Watched(InProcessEngine(engine), metrics)
+        return Watched(InProcessEngine(engine), metrics, watch)
 
     def close(self) -> None:
         """Fail what is in flight, and wait for the threads."""

@@ -123,6 +123,31 @@ class Watch(Protocol):
         ...
 
 
+class Failing:
+    """Tells who watches of an engine that lives and has failed every call for a while: to its callers it is as one that hangs."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._since: float | None = None
+        self._is_told = False
+
+    def failed(self) -> None:
+        """By the engine's fault."""
+        now_s = asyncio.get_running_loop().time()
+        if self._since is None:
+            self._since = now_s
+        elif now_s - self._since > FAILING_S and not self._is_told:
+            self._is_told = True
+            self._watch.hangs(1)
+
+    def forget(self) -> None:
+        """It has answered, or is known to be dead, or to be started anew."""
+        self._since = None
+        if self._is_told:
+            self._is_told = False
+            self._watch.hangs(-1)
+
+
 class Breaker:
     """Whether an engine is worth calling. Open: calls fail at once. After a while one call may try; its success closes it.
 
@@ -184,8 +209,7 @@ class TritonEngine:
         self._tokens_per_block = tokens_per_block
         self._breaker = Breaker()
         self._num_answered = 0
-        self._failing_since: float | None = None
-        self._is_failing = False
+        self._failing = Failing(self._watch)
         self._why_dead = ""
         self._asked: set[asyncio.Future[Any]] = set()
         self._reaping: set[asyncio.Task[None]] = set()
@@ -198,13 +222,15 @@ class TritonEngine:
     def has_died(self, why: str) -> None:
         """Its process is gone: calls in flight fail now, and all others until it :meth:`is_back`."""
         self._why_dead = why
+        self._failing.forget()
         for each in self._asked:
             each.cancel()
 
     def is_back(self) -> None:
         """It can be called again."""
         self._why_dead = ""
-        self._works()
+        self._breaker.close()
+        self._failing.forget()
 
     async def generate(self, call: EngineCall) -> Generation:
         if not self._why_dead:
@@ -230,11 +256,16 @@ class TritonEngine:
         wanted += ("output_log_probs",) if call.return_log_probs else ()
         try:
             outputs = await self._ask(call.request_id, call.tensors(), wanted)
-        except EngineUnavailable as error:
-            self._trip(error.message)
-            self._fails()
+        except (EngineRejected, NotFinite):
             raise
-        self._works()
+        except EngineError as error:
+            if isinstance(error, EngineUnavailable):
+                self._trip(error.message)
+            if not self._why_dead:
+                self._failing.failed()
+            raise
+        self._breaker.close()
+        self._failing.forget()
         self._num_answered += 1
         self._watch.answered()
         return Generation.from_tensors(outputs, tokens_per_block=self._tokens_per_block)
@@ -261,24 +292,6 @@ class TritonEngine:
         if not self._breaker.is_open:
             log.warning("engine_out_of_order", engine=self._called, why=why)
         self._breaker.trip()
-
-    def _fails(self) -> None:
-        """A call has failed. A process that lives and does nothing else is as one that hangs; one that is dead is known to be."""
-        now_s = asyncio.get_running_loop().time()
-        if self._why_dead:
-            self._works()
-        elif self._failing_since is None:
-            self._failing_since = now_s
-        elif now_s - self._failing_since > FAILING_S and not self._is_failing:
-            self._is_failing = True
-            self._watch.hangs(1)
-
-    def _works(self) -> None:
-        self._breaker.close()
-        self._failing_since = None
-        if self._is_failing:
-            self._is_failing = False
-            self._watch.hangs(-1)
 
     def _reap(self, request_id: str, running: asyncio.Task[Generation]) -> None:
         task = asyncio.create_task(self._stop(request_id, running))

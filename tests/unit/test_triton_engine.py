@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lr_backend.engine import EngineCall
-from lr_backend.errors import EngineRejected, EngineUnavailable
+from lr_backend.engine import EngineCall, Generation
+from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable
 from lr_backend.notice import Seats
 from lr_backend.testing import run_virtual
+from lr_backend.triton.own_engines import Watched
 from lr_backend.triton.triton_engine import FAILING_S, RETRY_S, SILENCE_S, CallGate, TritonEngine
 
 
@@ -244,6 +245,33 @@ def test_a_target_that_fails_every_call_is_as_one_that_hangs() -> None:
         triton.error = None
         await ask_for(2 * RETRY_S)
         assert seats.num_hung == 0 and seats.num_answered > 0
+
+    run_virtual(main())
+
+
+def test_a_target_in_the_loops_own_process_that_fails_every_call_is_as_one_that_hangs() -> None:
+    class Broken:
+        error: Exception | None = EngineError("the iteration failed")
+
+        async def generate(self, call: EngineCall) -> Generation:
+            if self.error is not None:
+                raise self.error
+            return Generation((1,))
+
+        async def close(self) -> None: ...
+
+    class Sheet:
+        def touch(self) -> None: ...
+
+    async def main() -> None:
+        seats, broken = Seats.alone(), Broken()
+        engine = Watched(broken, Sheet(), seats.seat(0))  # type: ignore[arg-type]
+        for error, num_hung in ((EngineRejected("too long"), 0), (EngineError("the iteration failed"), 1), (None, 0)):
+            broken.error = error
+            for _ in range(int(FAILING_S) + 2):
+                await asyncio.gather(engine.generate(call()), return_exceptions=True)
+                await asyncio.sleep(1)
+            assert seats.num_hung == num_hung
 
     run_virtual(main())
 
