@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from lr_backend.audit.desk import AuditCounts
+from lr_backend.audit.interval import LEAST_AUDITS
 from lr_backend.triton.metrics import LOOP, Key, MetricSheet
 
 AUDITS = "lr_audits_total"
@@ -17,7 +18,7 @@ COUNTERS = {
 }
 GAUGES = {
     RATE: "Share of accepted steps that were wrong, by audits: corrected for the auditor's errors, older ones for less",
-    RATE_LOW: "Lower end of the 95 % interval of lr_false_accept_rate",
+    RATE_LOW: "Lower end of the 95 % interval of lr_false_accept_rate; 0 until 20 audits have been made",
     RATE_HIGH: "Upper end of the 95 % interval of lr_false_accept_rate",
 }
 
@@ -46,5 +47,7 @@ def _values(verifier: str, counts: AuditCounts) -> Iterator[tuple[Key, float]]:
     yield (SPENT, (label,)), float(counts.num_requests_spent)
     estimate = counts.false_accepts.estimate
     if estimate.rate is not None:
-        for name, value in ((RATE, estimate.rate), (RATE_LOW, estimate.low), (RATE_HIGH, estimate.high)):
+        # An alert looks at it all the time, and of many looks at a few audits one would be wrong.
+        low = estimate.low if estimate.num >= LEAST_AUDITS else 0.0
+        for name, value in ((RATE, estimate.rate), (RATE_LOW, low), (RATE_HIGH, estimate.high)):
             yield (name, (label,)), value

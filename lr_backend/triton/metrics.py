@@ -11,6 +11,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import structlog
+
+log = structlog.get_logger()
+
 REFRESH_S = 0.5
 
 LOOP = "loop"
@@ -101,7 +105,7 @@ class MetricSheet:
             # A gauge may still show what a process said that died; of a counter only what is new is sent.
             self._shown[key] = 0.0 if name in self._counters else math.nan
         before = self._shown[key]
-        # Triton refuses a counter that falls, and its exception would end this thread.
+        # Triton refuses a counter that falls.
         if value == before or (name in self._counters and value < before):
             return
         if name in self._counters:
@@ -118,4 +122,7 @@ class MetricSheet:
             self._changed.wait()
             self._changed.clear()
             self._stopped.wait(REFRESH_S)
-            self.refresh()
+            try:
+                self.refresh()
+            except Exception:  # of Triton's, as when its shared memory is full: the next time all is sent that was not
+                log.exception("metrics_not_sent")

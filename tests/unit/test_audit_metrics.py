@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,6 +15,7 @@ from lr_backend.audit.desk import AuditCounts
 from lr_backend.audit.interval import FalseAccepts
 from lr_backend.triton.audit_metrics import AUDITS, COUNTERS, GAUGES, RATE, RATE_HIGH, RATE_LOW, SPENT, audit_metrics
 from lr_backend.triton.metrics import MetricSheet
+from tests.support.observed import WAIT_S
 
 
 @dataclass
@@ -91,7 +94,7 @@ def test_results_and_the_rate_with_its_interval(counts: dict[str, AuditCounts], 
         (AUDITS, "cleared", "judge"): 0.0,
         (SPENT, "judge"): 1.0,
         (RATE, "judge"): estimate.rate,
-        (RATE_LOW, "judge"): estimate.low,
+        (RATE_LOW, "judge"): 0.0,  # by four audits nobody is to be alarmed
         (RATE_HIGH, "judge"): estimate.high,
     }
     assert family.values == expected
@@ -99,10 +102,44 @@ def test_results_and_the_rate_with_its_interval(counts: dict[str, AuditCounts], 
     metrics.refresh()
     assert family.num_calls == num_calls
 
+    for number in range(30):
+        judge.false_accepts.add(number % 2 == 0)
     judge.num_right, judge.num_dropped = 5, 1
     metrics.touch()
     metrics.close()
-    assert family.values == expected | {(AUDITS, "right", "judge"): 5.0, (AUDITS, "dropped", "judge"): 1.0}
+    estimate = judge.false_accepts.estimate
+    found = {(RATE, "judge"): estimate.rate, (RATE_LOW, "judge"): estimate.low, (RATE_HIGH, "judge"): estimate.high}
+    assert family.values == expected | found | {(AUDITS, "right", "judge"): 5.0, (AUDITS, "dropped", "judge"): 1.0}
+    assert estimate.low > 0.0
+
+
+def test_a_metric_that_cannot_be_sent_now_is_sent_later() -> None:
+    class Full(Metrics):
+        is_full = True
+
+        def __call__(self, name: str, description: str, kind: str) -> Any:
+            if name == SPENT and self.is_full:
+                return self
+            return Family(self, name)
+
+        def Metric(self, labels: dict[str, str]) -> Family:
+            if self.is_full:
+                failed.set()
+                raise RuntimeError("no shared memory")
+            self.values[(SPENT,)] = 0.0
+            return Family(self, SPENT, (SPENT,))
+
+    failed, metrics = threading.Event(), Full()
+    sheet = MetricSheet(metrics, {SPENT: "spent"}, {}, lambda: [((SPENT, ()), 3.0)])
+    sheet.touch()
+    assert failed.wait(WAIT_S)
+    metrics.is_full = False
+    deadline = time.monotonic() + WAIT_S
+    while metrics.values != {(SPENT,): 3.0}:
+        assert time.monotonic() < deadline
+        sheet.touch()
+        time.sleep(0.05)
+    sheet.close()
 
 
 def test_a_gauge_that_is_nought_from_the_start_is_sent() -> None:
