@@ -131,12 +131,15 @@ def remote_engine(
 class Pulse:
     """Notices a server that has gone without a word. It is asked only while somebody waits for an answer of it.
 
+    A server that refuses to answer is there: one that is told to end takes nothing new, and finishes what it has. A connection
+    that breaks ends its calls by itself.
+
     Args:
-        lives: asks it once; raises, or returns False, where it does not.
+        ask: asks it once; it does not matter what.
     """
 
-    def __init__(self, lives: Callable[[], Awaitable[bool]]) -> None:
-        self._lives = lives
+    def __init__(self, ask: Callable[[], Awaitable[object]]) -> None:
+        self._ask = ask
         self._waited_for: set[asyncio.Future[Any]] = set()
         self._given_up: set[asyncio.Future[Any]] = set()
         self._watch: asyncio.Task[None] | None = None
@@ -176,9 +179,11 @@ class Pulse:
                     each.cancel()
 
     async def _answers(self) -> bool:
-        with suppress(TimeoutError, InferenceServerException):
+        with suppress(TimeoutError):
             async with asyncio.timeout(ANSWER_S):
-                return await self._lives()
+                with suppress(InferenceServerException):
+                    await self._ask()
+            return True
         return False
 
 

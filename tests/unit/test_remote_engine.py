@@ -220,12 +220,12 @@ def test_calls_of_a_server_that_answers_are_waited_for() -> None:
     async def main() -> None:
         num_asked = 0
 
-        async def lives() -> bool:
+        async def ask() -> bool:
             nonlocal num_asked
             num_asked += 1
             return True
 
-        pulse = Pulse(lives)
+        pulse = Pulse(ask)
         await pulse.while_it_beats(asyncio.sleep(100 * LOOK_S + 0.5))
         assert num_asked == 100
         await asyncio.sleep(100)
@@ -246,14 +246,26 @@ def test_calls_of_a_server_that_has_gone_silent_fail_soon() -> None:
     run_virtual(main())
 
 
+def test_calls_of_a_server_that_takes_nothing_new_are_waited_for() -> None:
+    """It is told to end, and finishes what it has."""
+
+    async def main() -> None:
+        async def ask() -> bool:
+            raise InferenceServerException("Server exiting", "StatusCode.UNAVAILABLE")
+
+        await Pulse(ask).while_it_beats(asyncio.sleep(100 * LOOK_S))
+
+    run_virtual(main())
+
+
 def test_one_answer_that_is_late_kills_nothing_and_a_cancel_is_one() -> None:
     async def main() -> None:
-        answers = iter([False, False, True, False, False, True])
+        answers = iter([1e6, 1e6, 0.0, 1e6, 1e6, 0.0])
 
-        async def lives() -> bool:
-            return next(answers, True)
+        async def ask() -> None:
+            await asyncio.sleep(next(answers, 0.0))
 
-        pulse = Pulse(lives)
+        pulse = Pulse(ask)
         await pulse.while_it_beats(asyncio.sleep(20))
         waiting = asyncio.create_task(pulse.while_it_beats(asyncio.sleep(1e5)))
         await asyncio.sleep(1)
