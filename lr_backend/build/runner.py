@@ -68,7 +68,7 @@ def run_steps(
             build is at work there.
     """
     dirs.logs.mkdir(parents=True, exist_ok=True)
-    with _alone(dirs.root) as lock, _ended_by_signals():
+    with _alone(dirs.root) as lock, ended_by_signals():
         return _run_all(steps, dirs, inputs, console, resume, lock)
 
 
@@ -84,7 +84,7 @@ def _alone(folder: Path) -> Iterator[int]:
 
 
 @contextmanager
-def _ended_by_signals() -> Iterator[None]:
+def ended_by_signals() -> Iterator[None]:
     """A signal, or a terminal that is closed, ends this process as an exception does, and with it the command that runs."""
     # One that is ignored stays so, as under nohup. Python hears of signals in its first thread alone.
     numbers = (signal.SIGTERM, signal.SIGHUP) if threading.current_thread() is threading.main_thread() else ()

@@ -27,6 +27,7 @@ from lr_backend.build.paced import paced
 from lr_backend.build.render import LOOKAHEAD_MODEL
 from lr_backend.build.report import BuildReport
 from lr_backend.build.repository import build_repository
+from lr_backend.build.runner import ended_by_signals
 from lr_backend.build.spec import DeploymentSpec, EmbeddedDeployment, EmulatedDeployment, GpuDeployment
 from lr_backend.cli.errors import fail, refuse
 from lr_backend.cli.help import RolesOption, SpecOption, TritonOption
@@ -136,37 +137,38 @@ def serve(
             key_from(os.environ, ENGINE_KEY_VARIABLE)  # the loop reads it with its first request
         settings = Settings.load(openai_settings, host=openai_host, port=openai_port, keys_file=openai_keys)
         with ExitStack() as ended:
-            machine = _ready_machine(
-                console,
-                deployment,
-                host,
-                by_option(http_port, grpc_port, metrics_port),
-                tritonserver,
-                ended if start_mps else None,
-            )
-            nodes = _nodes(deployment, ended)
-            report = build_repository(deployment, repository, only_if_stale=True, command="lookahead serve")
-            _say_built(console, report)
-            usual = (repository or deployment.built_dir).absolute()
-            if report.output != usual:  # a temporary folder
-                ended.callback(rmtree, report.output.parent, ignore_errors=True)
-            logs = usual.parent if report.output == usual else Path(gettempdir())
-            plan = launch_plan(deployment.placements, num_gpus=len(machine.visible_gpus) or None)
-            options = ServerOptions(
-                host=host,
-                http_port=http_port,
-                grpc_port=grpc_port,
-                metrics_port=metrics_port,
-                thread_pool_size=deployment.server.threads_a_loop,
-                exit_timeout_s=deployment.server.exit_timeout_s,
-                tritonserver=tritonserver,
-                log_file=log_file or logs / f"{usual.name}.log",
-                plan=plan if nodes is None else plan.across(nodes),
-                admin_key=admin_key(os.environ),
-                engine_key="" if deployment.runs_loop else _engine_key(deployment, host),
-                closes_engines=deployment.runs_loop,
-                arguments=tls_arguments(tls_cert, tls_key),
-            )
+            with ended_by_signals():
+                machine = _ready_machine(
+                    console,
+                    deployment,
+                    host,
+                    by_option(http_port, grpc_port, metrics_port),
+                    tritonserver,
+                    ended if start_mps else None,
+                )
+                nodes = _nodes(deployment, ended)
+                report = build_repository(deployment, repository, only_if_stale=True, command="lookahead serve")
+                _say_built(console, report)
+                usual = (repository or deployment.built_dir).absolute()
+                if report.output != usual:  # a temporary folder
+                    ended.callback(rmtree, report.output.parent, ignore_errors=True)
+                logs = usual.parent if report.output == usual else Path(gettempdir())
+                plan = launch_plan(deployment.placements, num_gpus=len(machine.visible_gpus) or None)
+                options = ServerOptions(
+                    host=host,
+                    http_port=http_port,
+                    grpc_port=grpc_port,
+                    metrics_port=metrics_port,
+                    thread_pool_size=deployment.server.threads_a_loop,
+                    exit_timeout_s=deployment.server.exit_timeout_s,
+                    tritonserver=tritonserver,
+                    log_file=log_file or logs / f"{usual.name}.log",
+                    plan=plan if nodes is None else plan.across(nodes),
+                    admin_key=admin_key(os.environ),
+                    engine_key="" if deployment.runs_loop else _engine_key(deployment, host),
+                    closes_engines=deployment.runs_loop,
+                    arguments=tls_arguments(tls_cert, tls_key),
+                )
             with FrontendProcess(settings, tls_cert) if deployment.runs_loop else nullcontext() as front:
                 status = _run(console, TritonServer(report.output, options), deployment, front, nodes)
     except LookaheadError as error:
@@ -269,24 +271,31 @@ def _run(
     A signal ends every phase: while the models load as well as later.
     """
     stop = StopRequest()
-    keeper = StubKeeper(server, lambda line: console.print(line, highlight=False, soft_wrap=True))
+    load_s = deployment.server.load_timeout_s
+    keeper = StubKeeper(server, lambda line: console.print(line, highlight=False, soft_wrap=True), load_s)
     try:
         if nodes is not None:
             console.print(f"waiting for {', '.join(nodes.others)}", highlight=False, soft_wrap=True)
-            nodes.wait(deployment.server.load_timeout_s, stop.event)
+            nodes.wait(load_s, stop.event)
             if stop.event.is_set():
                 return 0
         server.start()
         with console.status(f"starting {deployment.name} ..."):
             deployed = None if front is None else _deployed(deployment)  # while the models load
-            server.wait_ready(deployment.server.load_timeout_s, give_up=stop.event)
+            server.wait_ready(load_s, give_up=stop.event)
             keeper.start()
             if front is not None:
                 front.start(server.log_file)
             answer = _unless_stopped(stop, partial(_warm_up, console, server, deployment, stop))
             if front is not None and deployed is not None and not stop.event.is_set():
-                addresses, drain_s = (server.grpc_url, server.metrics_url), server.options.exit_timeout_s
-                front.open(deployed, *addresses, drain_s=drain_s, timeout_s=_FRONT_READY_S)
+                front.open(
+                    deployed,
+                    server.grpc_url,
+                    server.metrics_url,
+                    drain_s=server.options.exit_timeout_s,
+                    timeout_s=_FRONT_READY_S,
+                    notice_file=server.notice_file,
+                )
         is_warm = not stop.event.is_set()
         if is_warm:
             _say_served(console, server, deployment, answer, front)

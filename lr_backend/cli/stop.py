@@ -8,13 +8,14 @@ from types import FrameType
 
 
 class StopRequest:
-    """SIGINT or SIGTERM. The first lets what is in flight finish; the second no longer waits for it."""
+    """SIGINT, SIGTERM or a closed terminal. The first lets what is in flight finish; the second no longer waits for it."""
 
     def __init__(self) -> None:
         self.event = threading.Event()
         self.impatient = False
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._seen)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                signal.signal(number, self._seen)
 
     def _seen(self, number: int, frame: FrameType | None) -> None:
         self.impatient = self.event.is_set()

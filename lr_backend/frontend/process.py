@@ -84,12 +84,22 @@ class FrontendProcess:
             if log is not None:
                 log.close()
 
-    def open(self, deployed: Deployed, grpc_url: str, metrics_url: str, *, drain_s: float, timeout_s: float) -> None:
+    def open(
+        self,
+        deployed: Deployed,
+        grpc_url: str,
+        metrics_url: str,
+        *,
+        drain_s: float,
+        timeout_s: float,
+        notice_file: Path | None = None,
+    ) -> None:
         """Have it listen, and wait until it does. To be called once the models have answered: whoever reaches it may ask.
 
         Args:
             grpc_url, metrics_url: ``host:port`` of Triton.
             drain_s: for answers in flight once it is asked to end.
+            notice_file: as in :class:`~lr_backend.frontend.settings.Launch`.
 
         Raises:
             FrontendError: it ended, or time is up.
@@ -102,6 +112,7 @@ class FrontendProcess:
             certificate=self._certificate,
             socket_fd=self._fd,
             drain_s=drain_s,
+            notice_file=notice_file,
         )
         assert self._process is not None and self._process.stdout is not None
         # The pipe stays open: its end is what tells the process to end, also when this one dies without a word.

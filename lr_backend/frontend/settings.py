@@ -133,6 +133,7 @@ class Launch(BaseModel):
         certificate: of Triton's gRPC port; None: it has none.
         socket_fd: bound already; the process inherits it.
         drain_s: for answers in flight once it is asked to end.
+        notice_file: names the models whose process has died and that are loaded anew; None: nobody says so.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -144,3 +145,4 @@ class Launch(BaseModel):
     certificate: Path | None = None
     socket_fd: int
     drain_s: float
+    notice_file: Path | None = None

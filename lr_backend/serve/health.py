@@ -25,7 +25,7 @@ TIMEOUT_S = 5.0
 MEMORY = Path("/tmp/lookahead-health")
 """Which process 1 was ready, and how many checks have failed since; it outlives a restart where /tmp does."""
 WAITS_FOR = "x-lookahead-waits-for"
-"""Header of an answer that says not ready: for want of whom, where that is another server."""
+"""Header of an answer that says not ready: for want of whom, where that is another server, or is being loaded anew."""
 _TRITONS = "/v2/health/ready"
 """Of an address without a path: of a server of single roles, which has no front end."""
 
@@ -36,7 +36,7 @@ def why_not_ready(url: str = DEFAULT_URL, timeout_s: float = TIMEOUT_S) -> str |
 
 
 def look(url: str, timeout_s: float = TIMEOUT_S) -> tuple[str | None, bool]:
-    """(why the server at ``url`` is not ready, None if it is; whether that is for want of another server alone).
+    """(why the server at ``url`` is not ready, None if it is; whether it only waits for whom a new start would not bring).
 
     The connection is closed after the answer: an open one would hold up a drain until its limit. No proxy is asked.
     """

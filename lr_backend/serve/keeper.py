@@ -30,7 +30,7 @@ STUB = "triton_python_backend_stub"
 UNLOAD_S = 20.0
 """For Triton to answer to the unload of a dead model. It does at once, and takes the model apart afterwards."""
 LOAD_S = 300.0
-"""For a model to be loaded anew."""
+"""For a model to be loaded anew, where nobody says how long that takes."""
 HANG_S, LOOK_S = 30.0, 1.0
 """How long a target may let go of no call, or fail all, while it answers none; how often that is looked at."""
 STOP_S = 1.0
@@ -45,9 +45,13 @@ class StubKeeper:
         mended: a model died and came back. Triton still waits for what the dead process was to answer.
     """
 
-    def __init__(self, server: TritonServer, say: Callable[[str], None]) -> None:
-        """``say`` is told, in a line, of each death and each return."""
-        self._server, self._say = server, say
+    def __init__(self, server: TritonServer, say: Callable[[str], None], load_s: float = LOAD_S) -> None:
+        """
+        Args:
+            say: is told, in a line, of each death and each return.
+            load_s: for a model to be loaded anew.
+        """
+        self._server, self._say, self._load_s = server, say, load_s
         self._watched: dict[int, str] = {}
         """Models by the file descriptors of their processes."""
         self._dead: set[str] = set()
@@ -145,7 +149,7 @@ class StubKeeper:
     def _mend(self, model: str) -> None:
         try:
             with self._mending:
-                for verb, limit_s in (("unload", UNLOAD_S), ("load", LOAD_S)):
+                for verb, limit_s in (("unload", UNLOAD_S), ("load", self._load_s)):
                     if self._stopped:  # meanwhile; the server may be gone
                         return
                     self._call(f"{model}/{verb}", limit_s)

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -109,6 +110,7 @@ def frontend(
     metrics_url: str | None = None,
     telemetry: Telemetry | None = None,
     targets: Sequence[str] = (),
+    notice_file: Path | None = None,
 ) -> Iterator[Served]:
     """Serve until the block is left. ``targets``: gRPC addresses of a target that lives elsewhere."""
     ready, found = threading.Event(), list[Served]()
@@ -119,7 +121,7 @@ def frontend(
         async with AsyncExitStack() as opened:
             client, *others = [await opened.enter_async_context(AsyncClient(url)) for url in (grpc_url, *targets)]
             said = settings or Settings()
-            made = Frontend(said, deployed, client, Keys(keys), metrics_url, telemetry, others)
+            made = Frontend(said, deployed, client, Keys(keys), metrics_url, telemetry, others, notice_file)
             servers.append(uvicorn.Server(config_of(made.app(), said)))
             found.append(Served(listening.getsockname()[1], made))
             ready.set()
