@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import subprocess
+import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import import_module
@@ -615,6 +616,21 @@ def test_scaling_asks_for_metrics_that_the_server_has() -> None:
     assert asked == {"lr_requests_in_flight", "lr_requests_in_flight_limit", "lr_steps_total"} and asked <= told
     for name in ("cpu, hpa", "cpu, everything"):
         assert "replicas" not in named(rendered(name), "Deployment", "lr-lookahead")["spec"]
+
+
+def test_a_server_of_no_replicas_is_scaled_by_nobody() -> None:
+    """Its cards are wanted for a build."""
+    documents = render(profile("cpu", autoscaling={"kind": "hpa"}, server={"replicas": 0}))
+    assert named(documents, "Deployment", "lr-lookahead")["spec"]["replicas"] == 0
+    assert not [each for each in documents if each["kind"] in ("HorizontalPodAutoscaler", "ScaledObject")]
+
+
+@pytest.mark.parametrize("url", ['"grpc://elsewhere:8001"', '["grpc://one:8001", "grpc://two:8001"]'])
+def test_roles_apart_take_a_spec_that_says_where_its_roles_are(url: str) -> None:
+    text = (CHART / "files" / "specs" / "qwen3-32b-apart.toml").read_text(encoding="utf-8")
+    documents = render(profile("roles-apart", spec={"toml": text.replace("[target]\n", f"[target]\nurl = {url}\n")}))
+    spec = tomllib.loads(named(documents, "ConfigMap", "lr-lookahead")["data"]["spec.toml"])
+    assert all("lr-lookahead-target" in each for each in spec["target"]["url"])
 
 
 @NEEDS_PROMETHEUS

@@ -35,6 +35,7 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- range $i := until (int $of.replicas) -}}
 {{- $urls = append $urls (printf "%s://%s-%d.%s:8001" $scheme $name $i $name) -}}
 {{- end -}}
+{{- $section = regexReplaceAll "(?m)^url = (\\[[^\\]]*\\]|.*)$" $section "" -}}
 {{- $section = printf "%s]\nurl = %s%s" $role (toJson $urls) (trimPrefix (printf "%s]" $role) $section) -}}
 {{- $cards := printf "gpu_device_ids = %s" (toJson (until (int $of.gpus))) -}}
 {{- $section = regexReplaceAll "gpu_device_ids = \\[[^\\]]*\\]" $section $cards -}}
