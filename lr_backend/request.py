@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from lr_backend.engine import Sampling
 from lr_backend.errors import InvalidRequest
@@ -88,7 +88,15 @@ class Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     role: Literal["system", "user", "assistant"]
-    content: str = Field(min_length=1)
+    content: str
+
+    @field_validator("content")
+    @classmethod
+    def _says_something(cls, content: str, info: ValidationInfo) -> str:
+        """A former answer may be empty: its first token was the last."""
+        if not content and info.data.get("role") != "assistant":
+            raise ValueError("is empty")
+        return content
 
 
 MOST_TOKENS = 1 << 20

@@ -11,6 +11,7 @@ import asyncio
 import os
 import socket
 import sys
+import threading
 from contextlib import AsyncExitStack, suppress
 
 import grpc
@@ -30,6 +31,8 @@ from lr_backend.logs import configure
 from lr_backend.telemetry import open_telemetry
 
 STDIN, STDOUT = 0, 1
+SEND_S = 2.0
+"""For the last spans to be sent. A collector that is away must not hold up the end, which has its time."""
 
 
 class _Server(uvicorn.Server):
@@ -63,7 +66,8 @@ async def serve(launch: Launch) -> None:
     async with AsyncExitStack() as opened:
         client = await opened.enter_async_context(_client(launch))
         targets = [await opened.enter_async_context(_target_at(url)) for url in launch.deployed.targets]
-        frontend = Frontend(launch.settings, launch.deployed, client, keys, launch.metrics_url, telemetry, targets)
+        asks = client, keys, launch.metrics_url, telemetry, targets
+        frontend = Frontend(launch.settings, launch.deployed, *asks, launch.notice_file)
         server = _Server(config_of(frontend.app(), launch.settings))
 
         async def drain() -> None:
@@ -85,7 +89,9 @@ async def serve(launch: Launch) -> None:
             await server.serve([socket.socket(fileno=launch.socket_fd)])
         finally:
             if telemetry is not None:
-                await asyncio.to_thread(telemetry.close)
+                closing = threading.Thread(target=telemetry.close, daemon=True)
+                closing.start()
+                await asyncio.to_thread(closing.join, SEND_S)
 
 
 def main() -> int:

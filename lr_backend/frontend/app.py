@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
+from pathlib import Path
 
 from fastapi import FastAPI
 from lr_client import AsyncClient, ClientError
@@ -29,6 +30,7 @@ from lr_backend.frontend.reasoning import Splitter
 from lr_backend.frontend.settings import MAX_REQUEST_S, Deployed, Settings
 from lr_backend.frontend.static import INDEX, Page
 from lr_backend.frontend.stream import EventStream
+from lr_backend.notice import read as read_notice
 from lr_backend.telemetry import Telemetry
 
 GRACE_S = 10.0
@@ -51,6 +53,7 @@ class Frontend:
         metrics_url: ``host:port`` of Triton's metrics; None: the page has the front end's alone.
         telemetry: makes spans; None: there are none.
         targets: servers of a target that lives elsewhere; one of them has to be ready.
+        notice_file: names the models that are loaded anew; None: nobody says so.
     """
 
     def __init__(
@@ -62,8 +65,9 @@ class Frontend:
         metrics_url: str | None = None,
         telemetry: Telemetry | None = None,
         targets: Sequence[AsyncClient] = (),
+        notice_file: Path | None = None,
     ) -> None:
-        self._targets = tuple(targets)
+        self._targets, self._notice_file = tuple(targets), notice_file
         self._settings, self._deployed, self._client, self._keys = settings, deployed, client, keys
         self._rate = Rate(settings.max_requests_a_minute, time.monotonic)
         max_in_flight = settings.max_in_flight or deployed.max_in_flight
@@ -106,7 +110,11 @@ class Frontend:
     async def _ready(self, call: Call) -> Response:
         self._refuse_while_draining()
         if not await self._client.is_ready(models=self._deployed.needs):
-            raise ApiError("unavailable", f"{' or '.join(self._deployed.needs)} is not ready", retry_after_s=SOON_S)
+            # A target that is loaded anew has a limit of its own: a new start of the server would only throw that away.
+            dead = read_notice(self._notice_file) if self._notice_file is not None else ()
+            waits_for = Role.TARGET.value if Role.TARGET.value in dead else ""
+            what = f"{' or '.join(self._deployed.needs)} is not ready"
+            raise ApiError("unavailable", what, retry_after_s=SOON_S, waits_for=waits_for)
         if self._targets and not await self._a_target_is_ready():
             raise ApiError("unavailable", "no server of the target is ready", retry_after_s=SOON_S, waits_for=Role.TARGET)
         return call.response(to_json({"status": "ready"}))
@@ -163,6 +171,8 @@ class Frontend:
             body = await read_body(call.request, self._settings.max_body_bytes, self._settings.max_body_s)
             call.has_body = True
             asked = read(parse_json(body), self._deployed)
+            if len(asked.jobs) > (most := self._gate.most(call.caller)):
+                raise ApiError("over_limit", f"{len(asked.jobs)} choices: this server answers {most} at a time", "n")
             held.enter_context(self._gate.places(len(asked.jobs) - 1, call.caller))
             timeout_s = min(self._deployed.request_s + GRACE_S, MAX_REQUEST_S)
             try:
@@ -173,7 +183,7 @@ class Frontend:
                     return await unless_gone(call.request.receive, self._whole(call, asked, answers))
                 first = await unless_gone(call.request.receive, answers.next())
             except ClientError as error:
-                raise from_client(error, asked.param_of) from error
+                raise self._told_as(error, call, asked) from error
             choices, head = self._choices(asked), self._head(call, asked)
             limit_s = timeout_s + GRACE_S
             return EventStream(call, asked, head, choices, answers, first=first, held=held.pop_all(), limit_s=limit_s)
@@ -189,6 +199,14 @@ class Frontend:
 
     def _head(self, call: Call, asked: Asked) -> Head:
         return Head(call.request_id, int(time.time()), self._deployed.name, asked.chat, lr_backend.__version__)
+
+    @staticmethod
+    def _told_as(error: ClientError, call: Call, asked: Asked) -> ApiError:
+        """What the server said. Of what is no more than an internal error to the client, the log has more."""
+        told = from_client(error, asked.param_of)
+        if told.code == "internal":
+            call.crashed(error)
+        return told
 
     def _choices(self, asked: Asked) -> list[Choice]:
         about = self._deployed

@@ -116,9 +116,8 @@ class _Turn(_Checked):
     @field_validator("content", mode="wrap")
     @classmethod
     def _may_be_cut(cls, content: object, check: ValidatorFunctionWrapHandler, info: ValidationInfo) -> object:
-        """An answer that was cut while reasoning has no content, and may be sent back as it came."""
-        is_cut = info.data.get("role") == "assistant" and bool(info.data.get("reasoning_content"))
-        return "" if is_cut and content in ("", None) else check(content)
+        """An answer may have no content, as one that was cut while reasoning, and may be sent back as it came."""
+        return "" if info.data.get("role") == "assistant" and content in ("", None) else check(content)
 
     def message(self, deployed: Deployed) -> Message:
         """As the target's chat template takes it. The reasoning of a former answer stands where the model wrote it."""

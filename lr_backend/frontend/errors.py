@@ -45,6 +45,9 @@ CODES: Mapping[str, tuple[int, str]] = {
 }
 """Code -> (HTTP status, type). Clients match on the code."""
 
+ONCE = ("not_finite", "timeout")
+"""What OpenAI's client would ask again by itself, and had better not: it would fail again, or took all the time that there is."""
+
 MAX_MESSAGE_CHARS = 500
 SOON_S, LATER_S = 1, 5
 """After so many seconds another try may be worth it: when a place is free, when something has been started again."""
@@ -61,7 +64,7 @@ class ApiError(Exception):
     def __init__(
         self, code: str, message: str, param: str | None = None, *, retry_after_s: int | None = None, waits_for: str = ""
     ) -> None:
-        """``waits_for``: whose absence it is, where that is another server."""
+        """``waits_for``: whose absence it is, where a new start of this server would bring no end of that."""
         super().__init__(code)  # not the message: it may quote a prompt, and what is raised may be logged
         self.code = code
         self.status, self.type = CODES[code]
@@ -70,6 +73,8 @@ class ApiError(Exception):
         self.headers: dict[str, str] = {} if retry_after_s is None else {"retry-after": str(retry_after_s)}
         if waits_for:
             self.headers[WAITS_FOR] = waits_for
+        if code in ONCE:
+            self.headers["x-should-retry"] = "false"
 
     def body(self, request_id: str) -> bytes:
         """The document; text in it may be anything, half a surrogate pair too, hence ASCII."""

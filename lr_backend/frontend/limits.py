@@ -20,6 +20,8 @@ from lr_backend.frontend.errors import SOON_S, ApiError
 MIN_KEY_CHARS, MAX_KEY_CHARS = 16, 256
 PRIORITY = "priority"
 """The word behind a key in the file."""
+WAITS_S = 3.0 * SOON_S
+"""Who was refused and has not asked again for so long waits no more."""
 ASKS_S = 10.0
 """So long after its last request a key counts among those that share the places."""
 
@@ -121,8 +123,8 @@ class Rate:
 class Gate:
     """At most so many answers at a time; the next is refused and not kept waiting.
 
-    Whoever asks alone may have all places. While several keys ask, each may hold its share and no more: one that was refused
-    finds the next place that comes free, since those above their share get none. Some places may be kept for keys of priority.
+    Whoever asks alone may have all places. While several keys ask, each may hold its share and no more. A place that comes free
+    is left for a while to who was refused before and holds fewer. Some places may be kept for keys of priority.
 
     Args:
         num_kept: places that only keys of priority get.
@@ -140,10 +142,16 @@ class Gate:
         self._now_s = now_s
         self._held: Counter[Caller] = Counter()
         self._asked_s: dict[Caller, float] = {}
+        self._refused_s: dict[Caller, float] = {}
+        """Since when who asks again and again has been refused."""
 
     @property
     def num_in_flight(self) -> int:
         return self._held.total()
+
+    def most(self, caller: Caller) -> int:
+        """Places that a caller may have at best."""
+        return self.limit if caller.has_priority else self._num_common
 
     @contextmanager
     def places(self, wanted: int, caller: Caller = Caller()) -> Iterator[None]:
@@ -152,9 +160,14 @@ class Gate:
         Raises:
             ApiError: they are taken, or more than the caller's share.
         """
-        self._asked_s[caller] = self._now_s()
+        now_s = self._now_s()
+        if self._asked_s.get(caller, now_s) < now_s - WAITS_S:
+            self._refused_s.pop(caller, None)
+        self._asked_s[caller] = now_s
         if why := self._why_not(wanted, caller):
+            self._refused_s.setdefault(caller, now_s)
             raise ApiError("overloaded", f"{why}; try again later", retry_after_s=SOON_S)
+        self._refused_s.pop(caller, None)
         self._held[caller] += wanted
         self._tell()
         try:
@@ -168,14 +181,29 @@ class Gate:
         num_common = sum(count for each, count in self._held.items() if not each.has_priority)
         if self.num_in_flight + wanted > self.limit or (not caller.has_priority and num_common + wanted > self._num_common):
             return f"{self.num_in_flight} answers are in flight, or the choices asked for would be more than are free"
+        first = [each for each in self._refused_s if self._comes_before(each, caller, wanted)]
+        num_first = sum(not each.has_priority for each in first)
+        if wanted and (
+            self.num_in_flight + wanted + len(first) > self.limit
+            or (not caller.has_priority and num_common + wanted + num_first > self._num_common)
+        ):
+            return "what is free is for those who were refused before"
         since_s = self._now_s() - ASKS_S
         asking = [each for each, asked_s in self._asked_s.items() if self._held[each] or asked_s > since_s]
         share = ceil(self.limit / len(asking))
         if not caller.has_priority:
             share = min(share, ceil(self._num_common / sum(not each.has_priority for each in asking)))
+        else:  # nobody else gets the places that are kept
+            share = max(share, ceil((self.limit - self._num_common) / sum(each.has_priority for each in asking)))
         if wanted and self._held[caller] + wanted > share:
             return f"this key has its share of {share} answers in flight, and others ask"
         return ""
+
+    def _comes_before(self, other: Caller, caller: Caller, wanted: int) -> bool:
+        """Another one was refused earlier, still asks, and would have no more places than this one."""
+        now_s = self._now_s()
+        earlier = self._refused_s[other] < self._refused_s.get(caller, now_s) and self._asked_s[other] > now_s - WAITS_S
+        return other != caller and earlier and self._held[other] < self._held[caller] + wanted
 
     def _tell(self) -> None:
         if self.num_in_flight:

@@ -72,7 +72,10 @@ class EventStream(Response):
             self._call.log(200, streamed=True, **counted(usage))
             last += DONE
         except ClientError as error:
-            last = self._failed(from_client(error, self._asked.param_of))
+            told = from_client(error, self._asked.param_of)
+            if told.code == "internal":
+                self._call.crashed(error)
+            last = self._failed(told)
         except Exception as error:
             self._call.crashed(error)
             last = self._failed(internal())

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 from fastapi import FastAPI
 from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lr_backend.frontend.settings import Settings
+
+UNREAD_S = 120.0
+"""After which a connection ends whose other side lives and reads nothing; else it would stay until that side dies."""
 
 KEEP_ALIVE_S = 75
 """For a connection without a request: longer than a gateway keeps one, so that it is the gateway that closes it."""
@@ -39,6 +43,7 @@ def _protocol(max_head_s: float) -> type[H11Protocol]:
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
+            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1e3 * UNREAD_S))
             self._wait_for_head()
 
         def data_received(self, data: bytes) -> None:

@@ -25,6 +25,7 @@ from lr_backend.frontend.errors import CODES, ApiError
 from lr_backend.frontend.limits import Caller, Gate, Keys, Rate
 from lr_backend.frontend.process import FrontendError, FrontendProcess
 from lr_backend.frontend.settings import Settings
+from lr_backend.notice import post
 from lr_backend.testing import run_virtual
 from tests.support.fake_lookahead import Fail, FakeServer, Reply
 from tests.support.fake_lookahead import Gate as Pause
@@ -220,9 +221,25 @@ def test_openais_client_raises_its_own_errors(client: OpenAI) -> None:
     assert (full.value.status_code, full.value.code) == (503, "overloaded")
 
 
-def test_an_unreadable_answer_is_a_fault_of_ours(served: Served) -> None:
-    answer = served.chat("broken")
+def test_an_unreadable_answer_is_a_fault_of_ours(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = served.chat("broken", {"X-Request-Id": "broken-False"})
     assert (answer.status, answer.error["code"]) == (500, "internal")
+    assert "internal" in served.chat("broken", {"X-Request-Id": "broken-True"}, stream=True).raw.decode()
+    said = capsys.readouterr().out
+    assert said.count("request_crashed") == 2 and "broken-False" in said and "broken-True" in said
+
+
+def test_what_would_fail_again_is_not_asked_again(served: Served) -> None:
+    """OpenAI's client asks twice more after any error of a server that does not say so."""
+    assert served.chat("LR_NOT_FINITE: target").headers["x-should-retry"] == "false"
+    assert "x-should-retry" not in served.chat("LR_OVERLOADED: 64 requests are in flight").headers
+
+
+def test_an_answer_without_a_word_may_be_sent_back(served: Served) -> None:
+    for content in ("", None):
+        turns = [*user("q"), {"role": "assistant", "content": content}, *user("q")]
+        assert served.post(CHAT, {"model": "demo", "messages": turns}).status == 200
+    assert served.chat("").status == 400
 
 
 def test_the_log_tells_requests_and_no_words(served: Served, server: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -395,7 +412,8 @@ def first_line(served: Served, header: str, body: bytes) -> int:
 
 def test_so_many_answers_at_a_time(server: Any, pause: Pause) -> None:
     with frontend(server.url, Settings(max_in_flight=2)) as served:
-        assert served.chat("q", n=3).error["code"] == "overloaded"
+        never = served.chat("q", n=3)
+        assert (never.status, never.error["code"], never.error["param"]) == (400, "over_limit", "n"), "it is not worth a retry"
         with ThreadPoolExecutor(1) as pool:
             held = pool.submit(served.chat, "late", n=2)
             assert server.request(1)
@@ -416,6 +434,17 @@ def test_ready_is_who_can_answer(server: Any) -> None:
         assert served.ask("GET", "/ready").status == 200
         server.models.remove("target")
         assert served.ask("GET", "/ready").status == 503
+
+
+def test_who_looks_whether_it_is_ready_is_told_of_a_target_that_is_loaded_anew(server: Any, tmp_path: Path) -> None:
+    """A health check that ends the server for it would throw the load away."""
+    notice, needs = tmp_path / "notice", DEPLOYED.model_copy(update={"needs": ("lookahead", "target")})
+    server.models = {"lookahead"}
+    with frontend(server.url, deployed=needs, notice_file=notice) as served:
+        assert "x-lookahead-waits-for" not in served.ask("GET", "/ready").headers
+        post(notice, ["target"])
+        answer = served.ask("GET", "/ready")
+        assert (answer.status, answer.headers["x-lookahead-waits-for"]) == (503, "target")
 
 
 def test_a_target_that_lives_elsewhere_has_to_be_ready_too(server: Any) -> None:
@@ -609,6 +638,27 @@ def test_one_key_alone_may_have_all_places_and_gives_them_up_to_others() -> None
     assert crowd.ask(first, 20) == 8, "nobody else asks any more"
 
 
+def test_a_place_that_comes_free_is_left_to_who_was_refused_before() -> None:
+    """Of eight places four keys have two each, which is no more than a share of five; the fifth asks again once a second."""
+    crowd, *keys = Crowd(8), *map(Caller, range(5))
+    *others, last = keys
+    assert [crowd.ask(each, 2) for each in others] == [2] * 4
+    num_answered = Counter[Caller]()
+    for second in range(1, 40):
+        crowd.now_s = float(second)
+        num_answered[last] += crowd.ask(last)
+        busy = others[second % 4]
+        crowd.end(busy)
+        crowd.now_s += 0.1
+        num_answered[busy] += crowd.ask(busy)  # it reads the end of its answer, and asks on
+        if second % 4 == 0 and num_answered[last]:
+            with suppress(IndexError):
+                crowd.end(last)
+    assert num_answered[last] >= 5
+    crowd.now_s += 60.0
+    assert crowd.ask(others[0]) == 1, "who asks no more waits for nothing"
+
+
 def test_places_that_are_kept_are_no_part_of_what_the_others_share() -> None:
     """Of four common places two keys have two each, however many are kept besides."""
     crowd, one, other = Crowd(8, num_kept=4), Caller(0), Caller(1)
@@ -626,6 +676,12 @@ def test_places_that_are_kept_go_to_keys_of_priority_alone() -> None:
     assert crowd.ask(urgent, 20) == 3
     crowd.end(common)
     assert (crowd.ask(common), crowd.ask(urgent)) == (0, 1), "four of eight are the share of either"
+
+
+def test_many_others_take_nothing_of_the_places_that_are_kept() -> None:
+    crowd, urgent = Crowd(8, num_kept=4), Caller(99, has_priority=True)
+    assert [crowd.ask(Caller(number)) for number in range(7)] == [1] * 4 + [0] * 3
+    assert crowd.ask(urgent, 9) == 4
 
 
 def test_a_key_in_excess_of_its_share_is_told(server: Any, pause: Pause) -> None:
