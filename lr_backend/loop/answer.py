@@ -13,7 +13,7 @@ from lr_backend.loop.tree import Decision, append
 from lr_backend.request import FinishReason, Origin, StepRecord, Usage
 from lr_backend.steps.rules import StepRules
 from lr_backend.steps.step import Step, StepEnd, StepTokenizer
-from lr_backend.steps.text import TextStream
+from lr_backend.steps.text import TextStream, text_of
 from lr_backend.verify import Reason
 
 REASONING_TAIL_TOKENS = 8
@@ -145,7 +145,7 @@ class Answer:
         return self._decoded(token for token in step.ids if token not in marks)
 
     def _decoded(self, ids: Iterable[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+        return text_of(self._tokenizer, ids, self._rules.hidden_ids)
 
     def _may_reason(self, prefix: IntArray) -> bool:
         """The reasoning has not been closed, be it by the prompt's last tokens or since."""

@@ -99,7 +99,7 @@ def assemble(request: LookaheadRequest, prompt_ids: IntArray, request_id: str, s
     verifier = make_verifier(request, config, verifier_parts(metered, request, server))
     can_draft = draft_tokens is not None or num_engine_drafts > 0
     policy = _policy(request, server, len(prompt_ids), can_draft=can_draft)
-    text = TextStream(models.tokenizer, request.stop)
+    text = TextStream(models.tokenizer, request.stop, models.rules.hidden_ids)
     max_tokens = min(request.max_tokens, limits.max_tokens)
     unmetered = verifier_parts(server.engines, request, server)
     return LookaheadLoop(

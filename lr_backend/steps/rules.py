@@ -8,7 +8,7 @@ the rule is about text. It is worked out once for the vocabulary, and then needs
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lr_backend.contract import IntArray, encode_stop_words
 from lr_backend.errors import ConfigError
@@ -48,6 +48,7 @@ class StepRules:
         tool_ids: tokens around a tool call, which is never taken for its meaning.
         stop_words: for engine calls that write a step (delimiter tokens and pairs, end ids, think-close).
         end_words: for engine calls that run to the end of the answer.
+        hidden_ids: tokens that have no place in the text; None: all special ones, of which no mark is one.
     """
 
     segmenter: Segmenter
@@ -60,6 +61,7 @@ class StepRules:
     tool_ids: frozenset[int]
     stop_words: IntArray
     end_words: IntArray
+    hidden_ids: frozenset[int] | None = None
 
     @classmethod
     def build(
@@ -119,7 +121,9 @@ class StepRules:
         open_id = single_token(tokenizer, think_open) if think_open else None
         close_id = single_token(tokenizer, think_close) if think_close else None
         tool_ids = [token for text in markers if (token := single_token(tokenizer, text)) is not None]
-        return cls.build(segmenter, dict(enumerate(texts)), end_ids, open_id, close_id, tool_ids)
+        rules = cls.build(segmenter, dict(enumerate(texts)), end_ids, open_id, close_id, tool_ids)
+        special, marks = set(tokenizer.all_special_ids), {open_id, close_id, *tool_ids}
+        return replace(rules, hidden_ids=frozenset(special - marks)) if special & marks else rules
 
     @property
     def of_step(self) -> Ending:

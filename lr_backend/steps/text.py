@@ -6,7 +6,7 @@ stop string. Both are released with the text that settles them, or at the end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from lr_backend.steps.step import StepTokenizer
 
@@ -15,11 +15,19 @@ _CONTEXT_TOKENS = 8
 """Of the text before, with which new tokens are decoded: some tokenizers drop a blank at the beginning of what they decode."""
 
 
+def text_of(tokenizer: StepTokenizer, ids: Iterable[int], hidden_ids: Container[int] | None = None) -> str:
+    """The text of tokens without special ones, or only without ``hidden_ids``: a mark of the reasoning may be a special token."""
+    if hidden_ids is None:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=True))
+    return str(tokenizer.decode([one for one in ids if one not in hidden_ids], skip_special_tokens=False))
+
+
 class TextStream:
     """Incremental detokenizer of one answer with stop strings. Not thread-safe; owned by one request."""
 
-    def __init__(self, tokenizer: StepTokenizer, stop: Sequence[str] = ()) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: StepTokenizer, stop: Sequence[str] = (), hidden_ids: Container[int] | None = None) -> None:
+        """``hidden_ids``: as in :func:`text_of`."""
+        self._tokenizer, self._hidden_ids = tokenizer, hidden_ids
         self._stop = tuple(stop)
         self._context_ids: list[int] = []
         self._pending_ids: list[int] = []
@@ -54,7 +62,7 @@ class TextStream:
         return whole[len(before) :] if whole.startswith(before) else self._decode(self._pending_ids)
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True)) if ids else ""
+        return text_of(self._tokenizer, ids, self._hidden_ids) if ids else ""
 
     def _release(self, text: str) -> str:
         text = self._held + text

@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from lr_backend.contract import decode_stop_words
 from lr_backend.errors import ConfigError
@@ -214,6 +217,20 @@ def test_what_is_no_token_ends_a_proposal(proposed: tuple[int, ...], taken: tupl
             return await step.next((), 4)
 
     assert run_virtual(first()).token_ids == taken
+
+
+@pytest.mark.parametrize("are_special", [False, True])
+def test_marks_of_the_reasoning_are_told_even_if_they_are_special_tokens(are_special: bool) -> None:
+    """A fine-tune may have added them so. Without them nobody could tell the reasoning from the answer."""
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel({"<end>": 0, "why": 1, "so": 2, "<think>": 3, "</think>": 4}, unk_token="<end>")),
+        eos_token="<end>",
+        additional_special_tokens=["<think>", "</think>"] if are_special else [],
+    )
+    rules = StepRules.from_tokenizer(tokenizer, [0])
+    stream = TextStream(tokenizer, hidden_ids=rules.hidden_ids)
+    text = stream.push([3, 1, 4, 2, 0]) + stream.flush()
+    assert text.split() == ["<think>", "why", "</think>", "so"]
 
 
 def test_a_proposer_that_never_answers_proposes_nothing() -> None:
