@@ -103,6 +103,8 @@ class GpuEngineSpec(EngineSpec):
         least = self.max_batch_size * (self.num_drafts + 1)
         if self.max_num_tokens < least:
             raise ValueError(f"max_num_tokens must be at least max_batch_size x (max_draft_len + 1) = {least}")
+        if self.max_num_tokens < self.tokens_per_block:
+            raise ValueError(f"max_num_tokens must be at least tokens_per_block = {self.tokens_per_block}, a chunk")
         return self
 
     @property

@@ -257,9 +257,11 @@ class EmbeddedEngine:
             self._finish(sequence)
 
     def _finish(self, sequence: Sequence) -> None:
-        self._scheduler.remove(sequence)
-        self._counters.num_requests += 1
-        self._answer(sequence, sequence.response())
+        try:
+            self._scheduler.remove(sequence)
+        finally:  # it is in no list any more in which somebody would find it
+            self._counters.num_requests += 1
+            self._answer(sequence, sequence.response())
 
     def _answer(self, sequence: Sequence, result: EngineResponse | LookaheadError) -> None:
         """Free the id, then tell the caller; a caller's failure is not the engine's."""
@@ -287,13 +289,18 @@ class EmbeddedEngine:
     def _fail(self, sequences: Iterable[Sequence], failure: LookaheadError, *, whole: bool = False) -> None:
         """Fail some that run. ``whole``: what earlier iterations computed of them is not trusted either."""
         for sequence in sequences:
-            self._runner.clear(self._scheduler.remove_failed(sequence, whole=whole))
-            self._counters.num_failed += 1
-            self._answer(sequence, failure)
+            try:
+                self._runner.clear(self._scheduler.remove_failed(sequence, whole=whole))
+            finally:
+                self._counters.num_failed += 1
+                self._answer(sequence, failure)
 
     def _fail_all(self, failure: LookaheadError) -> None:
         for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
-            self._scheduler.remove_failed(sequence)
+            try:
+                self._scheduler.remove_failed(sequence)
+            except Exception:  # the others are to be answered too
+                _logger.exception("the blocks of request %r cannot be freed", sequence.request.request_id)
             self._counters.num_failed += 1
             self._answer(sequence, failure)
 

@@ -34,6 +34,7 @@ class PrefillThread:
         self._run = run
         self._on_done = on_done
         self._executor = ThreadPoolExecutor(1, "embedded-engine-prefill")
+        self._executor.submit(int).result()  # a thread that cannot be started is no affair of the first prompt's
         self._chunks: list[Chunk] = []
         self._future: Future[tuple[Tensor, list[Output]]] | None = None
         self.sequences: Collection[Sequence] = ()

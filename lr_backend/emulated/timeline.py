@@ -236,7 +236,8 @@ def _gained(sequence: Sequence, feed: Feed, num_passes: int, room: int) -> NewTo
         passes = [feed.take() for _ in range(num_passes)]
         token_ids = [token for one in passes for token in one.token_ids]
         return NewTokens(sequence, token_ids, [score for one in passes for score in one.log_probs], num_passes - 1)
-    found = feed.take() if sequence.drafts else feed.take_up_to(room)
+    # A script knows the drafts that were sent; near the end of the context fewer are verified.
+    found = feed.take_up_to(min(room, len(sequence.drafts) + 1) if sequence.drafts else room)
     num_more = len(found.token_ids) - 1
     return NewTokens(
         sequence,
