@@ -37,7 +37,8 @@ class JsonRenderer:
 
     def show(self, event: Event) -> None:
         """Write one line, and flush it."""
-        print(json.dumps(_document(event), ensure_ascii=False), file=self._file, flush=True)
+        # ASCII: a pipe may have any encoding.
+        print(json.dumps(_document(event)), file=self._file, flush=True)
 
     def close(self) -> None:
         """Every line is complete already."""
