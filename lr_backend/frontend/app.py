@@ -172,7 +172,8 @@ class Frontend:
             call.has_body = True
             asked = read(parse_json(body), self._deployed)
             if len(asked.jobs) > (most := self._gate.most(call.caller)):
-                raise ApiError("over_limit", f"{len(asked.jobs)} choices: this server answers {most} at a time", "n")
+                param = "n" if asked.chat else "prompt"
+                raise ApiError("over_limit", f"{len(asked.jobs)} choices: at most {most} at a time here", param)
             held.enter_context(self._gate.places(len(asked.jobs) - 1, call.caller))
             timeout_s = min(self._deployed.request_s + GRACE_S, MAX_REQUEST_S)
             try:

@@ -120,6 +120,14 @@ class Rate:
         seen.append(now_s)
 
 
+@dataclass
+class _Refused:
+    """Since when, and how often since."""
+
+    since_s: float
+    times: int = 0
+
+
 class Gate:
     """At most so many answers at a time; the next is refused and not kept waiting.
 
@@ -142,8 +150,8 @@ class Gate:
         self._now_s = now_s
         self._held: Counter[Caller] = Counter()
         self._asked_s: dict[Caller, float] = {}
-        self._refused_s: dict[Caller, float] = {}
-        """Since when who asks again and again has been refused."""
+        self._refused: dict[Caller, _Refused] = {}
+        """Who was refused and asks again and again."""
 
     @property
     def num_in_flight(self) -> int:
@@ -162,12 +170,12 @@ class Gate:
         """
         now_s = self._now_s()
         if self._asked_s.get(caller, now_s) < now_s - WAITS_S:
-            self._refused_s.pop(caller, None)
+            self._refused.pop(caller, None)
         self._asked_s[caller] = now_s
         if why := self._why_not(wanted, caller):
-            self._refused_s.setdefault(caller, now_s)
+            self._refused.setdefault(caller, _Refused(now_s)).times += 1
             raise ApiError("overloaded", f"{why}; try again later", retry_after_s=SOON_S)
-        self._refused_s.pop(caller, None)
+        self._refused.pop(caller, None)
         self._held[caller] += wanted
         self._tell()
         try:
@@ -181,13 +189,13 @@ class Gate:
         num_common = sum(count for each, count in self._held.items() if not each.has_priority)
         if self.num_in_flight + wanted > self.limit or (not caller.has_priority and num_common + wanted > self._num_common):
             return f"{self.num_in_flight} answers are in flight, or the choices asked for would be more than are free"
-        first = [each for each in self._refused_s if self._comes_before(each, caller, wanted)]
-        num_first = sum(not each.has_priority for each in first)
-        if wanted and (
-            self.num_in_flight + wanted + len(first) > self.limit
-            or (not caller.has_priority and num_common + wanted + num_first > self._num_common)
-        ):
-            return "what is free is for those who were refused before"
+        first = next((each for each in self._refused if self._comes_before(each, caller, wanted)), None)
+        if first is not None and wanted:
+            # One place is left, of those that the other one may have. More would stand empty where nobody comes back.
+            left = 1 if first.has_priority else min(1, self._num_common - num_common)
+            of_common = left if not first.has_priority and not caller.has_priority else 0
+            if self.num_in_flight + wanted + left > self.limit or (of_common and num_common + wanted + 1 > self._num_common):
+                return "what is free is for one that was refused before"
         since_s = self._now_s() - ASKS_S
         asking = [each for each, asked_s in self._asked_s.items() if self._held[each] or asked_s > since_s]
         share = ceil(self.limit / len(asking))
@@ -200,10 +208,11 @@ class Gate:
         return ""
 
     def _comes_before(self, other: Caller, caller: Caller, wanted: int) -> bool:
-        """Another one was refused earlier, still asks, and would have no more places than this one."""
-        now_s = self._now_s()
-        earlier = self._refused_s[other] < self._refused_s.get(caller, now_s) and self._asked_s[other] > now_s - WAITS_S
-        return other != caller and earlier and self._held[other] < self._held[caller] + wanted
+        """Another one was refused earlier, has asked again, and would have no more places than this one."""
+        now_s, refused = self._now_s(), self._refused[other]
+        since_s = self._refused[caller].since_s if caller in self._refused else now_s
+        waits = refused.times > 1 and self._asked_s[other] > now_s - WAITS_S and refused.since_s < since_s
+        return other != caller and waits and self._held[other] < self._held[caller] + wanted
 
     def _tell(self) -> None:
         if self.num_in_flight:

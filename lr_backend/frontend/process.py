@@ -20,7 +20,13 @@ from lr_backend.serve.restrictions import without_key
 READY = b"ready\n"
 MARGIN_S = 5.0
 """For the process to end once its drain is over; then it is killed."""
-_PACKAGES = {"fastapi": "fastapi", "uvicorn": "uvicorn", "prometheus_client": "prometheus-client", "lr_client": "./client"}
+_PACKAGES = {
+    "fastapi": "fastapi",
+    "uvicorn": "uvicorn",
+    "uvloop": "uvloop",
+    "prometheus_client": "prometheus-client",
+    "lr_client": "./client",
+}
 """What it serves with, and what pip calls it."""
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Addresses that are all of a machine's, by one that reaches it."""

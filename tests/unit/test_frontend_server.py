@@ -656,6 +656,7 @@ def test_a_place_that_comes_free_is_left_to_who_was_refused_before() -> None:
                 crowd.end(last)
     assert num_answered[last] >= 5
     crowd.now_s += 60.0
+    crowd.end(others[0])
     assert crowd.ask(others[0]) == 1, "who asks no more waits for nothing"
 
 
@@ -680,8 +681,21 @@ def test_places_that_are_kept_go_to_keys_of_priority_alone() -> None:
 
 def test_many_others_take_nothing_of_the_places_that_are_kept() -> None:
     crowd, urgent = Crowd(8, num_kept=4), Caller(99, has_priority=True)
-    assert [crowd.ask(Caller(number)) for number in range(7)] == [1] * 4 + [0] * 3
+    for second in range(3):
+        crowd.now_s = float(second)
+        assert sum(crowd.ask(Caller(number)) for number in range(second * 4, 12)) == (0 if second else 4)
+    crowd.now_s += 0.5
     assert crowd.ask(urgent, 9) == 4
+
+
+def test_no_place_stands_empty_for_long_because_many_were_refused() -> None:
+    """None of them comes back."""
+    crowd = Crowd(8)
+    assert sum(crowd.ask(Caller(number)) for number in range(40)) == 8
+    for number in range(8):
+        crowd.end(Caller(number))
+    crowd.now_s = 0.5
+    assert sum(crowd.ask(Caller(100 + number)) for number in range(8)) == 8
 
 
 def test_a_key_in_excess_of_its_share_is_told(server: Any, pause: Pause) -> None:
