@@ -10,7 +10,7 @@ from lr_backend.config import LoopConfig
 from lr_backend.errors import CheckpointError
 from lr_backend.loop.assemble import Models
 from lr_backend.steps.rules import StepRules
-from lr_backend.verify.judge_prompt import JudgePrompt, readable_step_tokens
+from lr_backend.verify.judge_prompt import JudgePrompt, judges_prefill, readable_step_tokens
 
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Names, before and since transformers 5, of the tokenizer that does what ``tokenizer.json`` says and nothing else."""
@@ -73,5 +73,9 @@ def load_models(config: LoopConfig) -> Models:
         think_close=config.think_close,
         markers=config.markers,
     )
-    prompt = JudgePrompt.from_tokenizer(judge_tokenizer, max_step_tokens=readable_step_tokens(config.limits.max_step_tokens))
+    prompt = JudgePrompt.from_tokenizer(
+        judge_tokenizer,
+        max_step_tokens=readable_step_tokens(config.limits.max_step_tokens),
+        prefill=judges_prefill(judge_tokenizer),
+    )
     return Models(rules, tokenizer, prompt, judge_tokenizer, own.verifiers, own.proposers, checker)

@@ -11,6 +11,7 @@ So an engine that fails, or that does not let go of a cancelled call, is left al
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
@@ -128,21 +129,21 @@ class Failing:
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
-        self._since: float | None = None
+        self._since = self._last = -math.inf
         self._is_told = False
 
     def failed(self) -> None:
-        """By the engine's fault."""
+        """By the engine's fault. While nobody asks it does not fail."""
         now_s = asyncio.get_running_loop().time()
-        if self._since is None:
-            self._since = now_s
-        elif now_s - self._since > FAILING_S and not self._is_told:
+        self._since = now_s if now_s - self._last > 2.0 * RETRY_S else self._since
+        self._last = now_s
+        if now_s - self._since > FAILING_S and not self._is_told:
             self._is_told = True
             self._watch.hangs(1)
 
     def forget(self) -> None:
         """It has answered, or is known to be dead, or to be started anew."""
-        self._since = None
+        self._since = self._last = -math.inf
         if self._is_told:
             self._is_told = False
             self._watch.hangs(-1)
@@ -157,29 +158,31 @@ class Breaker:
     """
 
     def __init__(self, retry_s: float = RETRY_S) -> None:
-        self._first_s = self._retry_s = retry_s
-        self._open_until: float | None = None
+        self._first_s = retry_s
+        self._tripped_at: float | None = None
         self.num_hung = 0
 
     def enter(self, name: str) -> None:
         """Raises :class:`EngineUnavailable` while open; lets one call through when the time has come."""
-        if self._open_until is None:
-            return
-        if asyncio.get_running_loop().time() < self._open_until:
+        if self.is_open:
             raise EngineUnavailable(f"{name} is out of order; it is tried again within {self._retry_s:g} s")
-        self.trip()
+        if self._tripped_at is not None:
+            self.trip()
 
     def trip(self) -> None:
-        self._retry_s = self._first_s * 2 ** min(self.num_hung, MOST_DOUBLINGS)
-        self._open_until = asyncio.get_running_loop().time() + self._retry_s
+        self._tripped_at = asyncio.get_running_loop().time()
 
     def close(self) -> None:
-        self._open_until = None
+        self._tripped_at = None
 
     @property
     def is_open(self) -> bool:
         """Whether a call would fail at once."""
-        return self._open_until is not None and asyncio.get_running_loop().time() < self._open_until
+        return self._tripped_at is not None and asyncio.get_running_loop().time() < self._tripped_at + self._retry_s
+
+    @property
+    def _retry_s(self) -> float:
+        return float(self._first_s * 2 ** min(self.num_hung, MOST_DOUBLINGS))
 
 
 class TritonEngine:
@@ -256,11 +259,8 @@ class TritonEngine:
         wanted += ("output_log_probs",) if call.return_log_probs else ()
         try:
             outputs = await self._ask(call.request_id, call.tensors(), wanted)
-        except (EngineRejected, NotFinite):
-            raise
-        except EngineError as error:
-            if isinstance(error, EngineUnavailable):
-                self._trip(error.message)
+        except EngineUnavailable as error:
+            self._trip(error.message)
             if not self._why_dead:
                 self._failing.failed()
             raise

@@ -227,6 +227,23 @@ def test_an_engine_that_keeps_calls_is_tried_more_and_more_rarely() -> None:
     run_virtual(main())
 
 
+def test_an_engine_that_lets_go_after_all_is_tried_as_soon_as_any_other() -> None:
+    async def main() -> None:
+        triton = ScriptedTriton(seconds=60.0, deaf=10**9)
+        engine = engine_of(triton, limit=100)
+        lost = [asyncio.create_task(engine.generate(call(str(number)))) for number in range(8)]
+        await asyncio.sleep(0.1)
+        for each in lost:
+            each.cancel()
+        await asyncio.sleep(59.0)
+        assert engine.out_of_order
+        await asyncio.sleep(1.0)
+        assert not engine.out_of_order and not triton.running
+        await engine.close()
+
+    run_virtual(main())
+
+
 def test_a_target_that_fails_every_call_is_as_one_that_hangs() -> None:
     async def main() -> None:
         seats = Seats.alone()
@@ -238,6 +255,10 @@ def test_a_target_that_fails_every_call_is_as_one_that_hangs() -> None:
                 await asyncio.gather(engine.generate(call()), return_exceptions=True)
                 await asyncio.sleep(1)
 
+        for _ in range(3):
+            await asyncio.gather(engine.generate(call()), return_exceptions=True)
+            await asyncio.sleep(3 * FAILING_S)
+        assert seats.num_hung == 0, "now and then is not all the time"
         await ask_for(FAILING_S)
         assert seats.num_hung == 0, "a passing failure is none"
         await ask_for(2 * RETRY_S)
