@@ -140,6 +140,16 @@ class OwnParts:
     segmenter: Segmenter
 
 
+TOOL_MARKERS = (
+    "<tool_call>",
+    "</tool_call>",
+    "<|python_tag|>",
+    "<\uff5ctool\u2581calls\u2581begin\uff5c>",
+    "<\uff5ctool\u2581calls\u2581end\uff5c>",
+)
+"""Around the tool calls of Qwen, Llama and DeepSeek. A text that is no token of the target's is none of its markers."""
+
+
 class LoopConfig(BaseModel):
     """All that the ``lookahead`` model needs to know beside the request.
 
@@ -185,7 +195,7 @@ class LoopConfig(BaseModel):
     step_delimiter: str = Field(default="\n\n", min_length=1)
     think_open: str | None = "<think>"
     think_close: str | None = "</think>"
-    markers: tuple[str, ...] = ("<tool_call>", "</tool_call>")
+    markers: tuple[str, ...] = TOOL_MARKERS
     draft_logits: Literal["none", "one_hot", "off"] = "none"
     draft_temperature: float | None = Field(default=None, ge=0.0, le=2.0)
     vocab_size: int = Field(default=1, ge=1)

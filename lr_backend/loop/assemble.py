@@ -27,6 +27,9 @@ from lr_backend.steps.text import TextStream
 from lr_backend.verify import VerifierParts, VerifierPlugIn, make_verifier
 from lr_backend.verify.judge_prompt import JudgePrompt
 
+PROPOSE_S = 1.0
+"""A proposer has so long for an answer. The target waits for it, and the next step of the request too."""
+
 
 @dataclass(frozen=True)
 class Engines:
@@ -188,7 +191,7 @@ def _draft_tokens(
         return DraftTokens(Lookup(NGram()), most, one_hot_vocab)
     if request.proposer != ProposerName.DRAFT_MODEL:
         proposer, num_ids = server.models.proposers[request.proposer], len(server.models.tokenizer)
-        return DraftTokens(Lookup(proposer, num_ids, timeout_s), most, one_hot_vocab)
+        return DraftTokens(Lookup(proposer, num_ids, timeout_s and PROPOSE_S), most, one_hot_vocab)
     # What pays depends on time.
     first = most if request.deterministic else server.learned.num_draft_tokens_first(request.proposer, most)
     source = DraftModel(

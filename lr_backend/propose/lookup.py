@@ -34,52 +34,52 @@ class Proposer(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class Lookup:
-    """The :class:`~lr_backend.propose.proposal.DraftSource` of a proposer: its answers for one text after another.
+    """The :class:`~lr_backend.propose.proposal.DraftSource` of a proposer: its answers for one request's texts.
 
     Attributes:
         num_ids: token ids that there are; what is proposed ends before any other. None: it proposes no other.
-        timeout_s: for an answer; later ones propose nothing. None waits.
+        timeout_s: for an answer; who is later is asked no more. None waits.
     """
 
     proposer: Proposer
     num_ids: int | None = None
     timeout_s: float | None = None
     follows_drafted: ClassVar[bool] = False
-    is_available: ClassVar[bool] = True
+    is_available: bool = True
 
     @asynccontextmanager
     async def step(self, prefix: IntArray, stop_words: IntArray, room: Room, drafted: GrowingText | None) -> AsyncIterator[_Step]:
-        yield _Step(self.proposer, prefix, self.num_ids, self.timeout_s)
+        yield _Step(self, prefix)
 
 
 @dataclass
 class _Step:
-    proposer: Proposer
+    source: Lookup
     prefix: IntArray
-    num_ids: int | None
-    timeout_s: float | None
     _plain_tokens: int = LEAST_PLAIN
 
     async def next(self, written: Sequence[int], max_tokens: int) -> Proposal:
-        context = np.concatenate([self.prefix, np.asarray(written, dtype=np.int32)])
-        try:
-            async with asyncio.timeout(self.timeout_s):
-                proposed = await self.proposer.propose(context, max_tokens)
-            found = tuple(int(token) for token in proposed)[:max_tokens]
-            if self.num_ids is not None:
-                found = tuple(takewhile(range(self.num_ids).__contains__, found))
-        except (Exception, asyncio.CancelledError) as error:  # a deployment's own code may raise anything
-            if own_task_is_cancelled(error):
-                raise
-            _logger.warning("the proposer failed: %s: %s", type(error).__name__, error)
-            found = ()
-        if found:
+        if found := await self._found(written, max_tokens) if self.source.is_available else ():
             self._plain_tokens = LEAST_PLAIN
             return Proposal(found)
         plain_tokens, self._plain_tokens = self._plain_tokens, min(MOST_PLAIN, 2 * self._plain_tokens)
         return Proposal(plain_tokens=plain_tokens)
+
+    async def _found(self, written: Sequence[int], max_tokens: int) -> tuple[int, ...]:
+        source, context = self.source, np.concatenate([self.prefix, np.asarray(written, dtype=np.int32)])
+        try:
+            async with asyncio.timeout(source.timeout_s) as limit:
+                proposed = await source.proposer.propose(context, max_tokens)
+            found = tuple(int(token) for token in proposed)[:max_tokens]
+        except (Exception, asyncio.CancelledError) as error:  # a deployment's own code may raise anything
+            if own_task_is_cancelled(error):
+                raise
+            source.is_available = not limit.expired()
+            _logger.warning("the proposer failed: %s: %s", type(error).__name__, error)
+            return ()
+        return found if source.num_ids is None else tuple(takewhile(range(source.num_ids).__contains__, found))
 
     def verified(self, proposed: Sequence[int], num_accepted: int) -> None:
         pass

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from lr_backend.contract import IntArray, encode_stop_words
 from lr_backend.errors import ConfigError
@@ -34,6 +35,16 @@ class Ending:
     stop_words: IntArray
 
 
+THINK_MARKERS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+"""Around the reasoning, by the models that there are."""
+
+
+def special_ids(tokenizer: StepTokenizer) -> frozenset[int]:
+    """Tokens that ``skip_special_tokens`` leaves out. Those without a role of their own may be missing in ``all_special_ids``."""
+    added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
+    return frozenset(tokenizer.all_special_ids) | {token for token, one in added.items() if getattr(one, "special", False)}
+
+
 @dataclass(frozen=True)
 class StepRules:
     """Where steps end, for one vocabulary.
@@ -44,7 +55,7 @@ class StepRules:
         end_ids: tokens that end the answer.
         think_open_id, think_close_id: tokens around the reasoning, or None.
         closing_ids: tokens below which nothing is speculated: ends, think-close, tool markers.
-        marker_ids: tokens on which a drafted and a target step must agree exactly: those and think-open.
+        marker_ids: tokens on which a drafted and a target step must agree exactly: those, think-open and all special ones.
         tool_ids: tokens around a tool call, which is never taken for its meaning.
         stop_words: for engine calls that write a step (delimiter tokens and pairs, end ids, think-close).
         end_words: for engine calls that run to the end of the answer.
@@ -122,8 +133,10 @@ class StepRules:
         close_id = single_token(tokenizer, think_close) if think_close else None
         tool_ids = [token for text in markers if (token := single_token(tokenizer, text)) is not None]
         rules = cls.build(segmenter, dict(enumerate(texts)), end_ids, open_id, close_id, tool_ids)
-        special, marks = set(tokenizer.all_special_ids), {open_id, close_id, *tool_ids}
-        return replace(rules, hidden_ids=frozenset(special - marks)) if special & marks else rules
+        special, marks = special_ids(tokenizer), {open_id, close_id, *tool_ids}
+        # Nobody reads them, so nobody could say that two steps that differ in them mean the same.
+        rules = replace(rules, marker_ids=rules.marker_ids | special)
+        return replace(rules, hidden_ids=special - marks) if special & marks else rules
 
     @property
     def of_step(self) -> Ending:

@@ -20,7 +20,7 @@ from lr_backend.propose.ngram import lookup_ngram
 from lr_backend.steps.rules import StepRules
 from lr_backend.steps.segment import BLANK_LINE
 from lr_backend.steps.step import StepEnd
-from lr_backend.steps.text import TextStream
+from lr_backend.steps.text import TextStream, text_of
 from lr_backend.testing import WordTokenizer, run_virtual
 from tests.support.checkpoints import QWEN_LIKE
 from tests.support.world import BREAK, CLOSE, DOT_BREAK, DOT_NEWLINE, END, NEWLINE, RULES, THINK, TOKENIZER, TOOL
@@ -219,18 +219,24 @@ def test_what_is_no_token_ends_a_proposal(proposed: tuple[int, ...], taken: tupl
     assert run_virtual(first()).token_ids == taken
 
 
-@pytest.mark.parametrize("are_special", [False, True])
-def test_marks_of_the_reasoning_are_told_even_if_they_are_special_tokens(are_special: bool) -> None:
+@pytest.mark.parametrize("are_special", ["", "additional_special_tokens", "add_tokens"])
+def test_marks_of_the_reasoning_are_told_even_if_they_are_special_tokens(are_special: str) -> None:
     """A fine-tune may have added them so. Without them nobody could tell the reasoning from the answer."""
+    marks = ["<think>", "</think>"]
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel({"<end>": 0, "why": 1, "so": 2, "<think>": 3, "</think>": 4}, unk_token="<end>")),
         eos_token="<end>",
-        additional_special_tokens=["<think>", "</think>"] if are_special else [],
+        additional_special_tokens=marks if are_special == "additional_special_tokens" else [],
     )
+    if are_special == "add_tokens":
+        tokenizer.add_tokens([*marks, "<other>"], special_tokens=True)
     rules = StepRules.from_tokenizer(tokenizer, [0])
     stream = TextStream(tokenizer, hidden_ids=rules.hidden_ids)
     text = stream.push([3, 1, 4, 2, 0]) + stream.flush()
     assert text.split() == ["<think>", "why", "</think>", "so"]
+    if are_special == "add_tokens":
+        (other,) = tokenizer.convert_tokens_to_ids(["<other>"])
+        assert text_of(tokenizer, [1, other], rules.hidden_ids).split() == ["why"] and other in rules.marker_ids
 
 
 def test_a_proposer_that_never_answers_proposes_nothing() -> None:
@@ -240,9 +246,13 @@ def test_a_proposer_that_never_answers_proposes_nothing() -> None:
             raise AssertionError
 
     async def first() -> Proposal:
-        source = Lookup(Waits(), timeout_s=5.0)
+        source, clock = Lookup(Waits(), timeout_s=5.0), asyncio.get_running_loop().time
         async with source.step(np.array([1], np.int32), np.zeros((2, 0), np.int32), lambda ids: 9, None) as step:
-            return await step.next((), 4)
+            await step.next((), 4)
+            assert clock() == 5.0 and not source.is_available
+            found = await step.next((), 4)
+        assert clock() == 5.0, "it is asked no more"
+        return found
 
     assert not run_virtual(first()).token_ids
 
