@@ -136,39 +136,38 @@ def serve(
         if deployment.remotes and deployment.runs_loop:
             key_from(os.environ, ENGINE_KEY_VARIABLE)  # the loop reads it with its first request
         settings = Settings.load(openai_settings, host=openai_host, port=openai_port, keys_file=openai_keys)
-        with ExitStack() as ended:
-            with ended_by_signals():
-                machine = _ready_machine(
-                    console,
-                    deployment,
-                    host,
-                    by_option(http_port, grpc_port, metrics_port),
-                    tritonserver,
-                    ended if start_mps else None,
-                )
-                nodes = _nodes(deployment, ended)
-                report = build_repository(deployment, repository, only_if_stale=True, command="lookahead serve")
-                _say_built(console, report)
-                usual = (repository or deployment.built_dir).absolute()
-                if report.output != usual:  # a temporary folder
-                    ended.callback(rmtree, report.output.parent, ignore_errors=True)
-                logs = usual.parent if report.output == usual else Path(gettempdir())
-                plan = launch_plan(deployment.placements, num_gpus=len(machine.visible_gpus) or None)
-                options = ServerOptions(
-                    host=host,
-                    http_port=http_port,
-                    grpc_port=grpc_port,
-                    metrics_port=metrics_port,
-                    thread_pool_size=deployment.server.threads_a_loop,
-                    exit_timeout_s=deployment.server.exit_timeout_s,
-                    tritonserver=tritonserver,
-                    log_file=log_file or logs / f"{usual.name}.log",
-                    plan=plan if nodes is None else plan.across(nodes),
-                    admin_key=admin_key(os.environ),
-                    engine_key="" if deployment.runs_loop else _engine_key(deployment, host),
-                    closes_engines=deployment.runs_loop,
-                    arguments=tls_arguments(tls_cert, tls_key),
-                )
+        with ended_by_signals(), ExitStack() as ended:
+            machine = _ready_machine(
+                console,
+                deployment,
+                host,
+                by_option(http_port, grpc_port, metrics_port),
+                tritonserver,
+                ended if start_mps else None,
+            )
+            nodes = _nodes(deployment, ended)
+            report = build_repository(deployment, repository, only_if_stale=True, command="lookahead serve")
+            _say_built(console, report)
+            usual = (repository or deployment.built_dir).absolute()
+            if report.output != usual:  # a temporary folder
+                ended.callback(rmtree, report.output.parent, ignore_errors=True)
+            logs = usual.parent if report.output == usual else Path(gettempdir())
+            plan = launch_plan(deployment.placements, num_gpus=len(machine.visible_gpus) or None)
+            options = ServerOptions(
+                host=host,
+                http_port=http_port,
+                grpc_port=grpc_port,
+                metrics_port=metrics_port,
+                thread_pool_size=deployment.server.threads_a_loop,
+                exit_timeout_s=deployment.server.exit_timeout_s,
+                tritonserver=tritonserver,
+                log_file=log_file or logs / f"{usual.name}.log",
+                plan=plan if nodes is None else plan.across(nodes),
+                admin_key=admin_key(os.environ),
+                engine_key="" if deployment.runs_loop else _engine_key(deployment, host),
+                closes_engines=deployment.runs_loop,
+                arguments=tls_arguments(tls_cert, tls_key),
+            )
             with FrontendProcess(settings, tls_cert) if deployment.runs_loop else nullcontext() as front:
                 status = _run(console, TritonServer(report.output, options), deployment, front, nodes)
     except LookaheadError as error:
@@ -245,8 +244,8 @@ def _ready_machine(
     needs = Needs.of(deployment, host, ports)
     machine = probe(tritonserver, needs)
     if ended is not None and machine.mps is Mps.STOPPED and machine.visible_gpus and shared_cards(needs.placements):
-        machine = replace(machine, mps=mps.start(os.environ))
         ended.callback(mps.stop, os.environ)
+        machine = replace(machine, mps=mps.start(os.environ))
         if machine.mps is Mps.RUNNING:
             console.print("CUDA MPS started", highlight=False)
     files = () if isinstance(deployment, GpuDeployment) else check_files(deployment)
@@ -288,14 +287,8 @@ def _run(
                 front.start(server.log_file)
             answer = _unless_stopped(stop, partial(_warm_up, console, server, deployment, stop))
             if front is not None and deployed is not None and not stop.event.is_set():
-                front.open(
-                    deployed,
-                    server.grpc_url,
-                    server.metrics_url,
-                    drain_s=server.options.exit_timeout_s,
-                    timeout_s=_FRONT_READY_S,
-                    notice_file=server.notice_file,
-                )
+                addresses, drain_s = (server.grpc_url, server.metrics_url), server.options.exit_timeout_s
+                front.open(deployed, *addresses, drain_s=drain_s, timeout_s=_FRONT_READY_S, notice_file=server.notice_file)
         is_warm = not stop.event.is_set()
         if is_warm:
             _say_served(console, server, deployment, answer, front)
@@ -311,10 +304,11 @@ def _run(
         if not is_warm:  # the front end let nobody in
             server.stop(_AFTER_DRAIN_S)
             return 0
-        if deployment.loop_config().pace:
-            with suppress(ServerError):  # a server that is busy or ending may not say it
+        with suppress(ServerError, OSError):  # a server that is busy or ending may not say it, and the terminal may be gone
+            if deployment.loop_config().pace:
                 console.print(str(sum(server.lateness().values(), Lateness())), highlight=False, soft_wrap=True)
-        console.print("stopping: requests in flight may finish")
+        with suppress(OSError):
+            console.print("stopping: requests in flight may finish")
         return _drain(server, deployment, keeper, stop, front)
     finally:
         keeper.stop()

@@ -18,7 +18,8 @@ class StopRequest:
                 signal.signal(number, self._seen)
 
     def _seen(self, number: int, frame: FrameType | None) -> None:
-        self.impatient = self.event.is_set()
+        # A terminal that is closed may say so twice, by its shell and by itself.
+        self.impatient = self.impatient or (self.event.is_set() and number != signal.SIGHUP)
         self.event.set()
 
     def asked(self) -> int:
