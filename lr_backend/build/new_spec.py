@@ -20,9 +20,8 @@ from lr_backend.build.checkpoints import CheckpointInfo, check_checkpoint, check
 from lr_backend.build.shapes import ModelShape, shape_from_config
 from lr_backend.engine import Role
 from lr_backend.errors import CheckpointError, ConfigError
+from lr_backend.steps.rules import THINK_MARKERS
 
-THINK_MARKERS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
-"""Around the reasoning of the models that are served most."""
 LANES = 16
 """The decoder in C computes models whose hidden and head sizes are multiples of this (``lr_backend/embedded/native``)."""
 BLOCK = 32

@@ -31,13 +31,19 @@ class Stage(Protocol):
 
 
 class SameText:
-    """Accepts the same words with other white space: tokens can cut one text in several ways."""
+    """Accepts the same words with other white space: tokens can cut one text in several ways. In code what stands before a line's
+    first word means something."""
 
     name = "same_text"
 
     async def consider(self, pair: StepPair) -> Opinion:
-        same = pair.target_text.split() == pair.drafted_text.split()
+        same = _words(pair.target_text) == _words(pair.drafted_text)
         return Opinion(True if same else None, Reason.SAME_TEXT)
+
+
+def _words(text: str) -> list[tuple[str, list[str]]]:
+    """Of each line that is not blank: how it is indented, and its words."""
+    return [(line[: len(line) - len(line.lstrip())], line.split()) for line in text.splitlines() if line.strip()]
 
 
 class NumericVeto:

@@ -12,11 +12,13 @@ Knows tokenizers by duck type; knows no engine and no loop.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lr_backend.steps.plain import PlainText
+from lr_backend.steps.rules import THINK_MARKERS
 
 ALIGNED, UNALIGNED = "aligned", "unaligned"
 
@@ -39,6 +41,7 @@ AUDIT_TASK_TEXT = (
     "step 2 unchanged, [unaligned] if you found a difference or are not sure. Answer with the label only."
 )
 
+_SECTION = re.compile(r"</?step [12]>")
 _SLOT_1, _SLOT_2 = "\x00first\x00", "\x00second\x00"
 
 
@@ -106,8 +109,11 @@ class JudgePrompt:
     def ids(self, target_step_text: str, drafted_step_text: str) -> list[int] | None:
         """Token ids of the whole prompt; the next token is the verdict. Both steps are stripped of surrounding white space.
 
-        None where one of them is longer than ``max_step_tokens``: nobody can compare what was not read.
+        None where one of them is longer than ``max_step_tokens``, as nobody can compare what was not read, or closes a section of
+        the prompt by its own words.
         """
+        if _SECTION.search(target_step_text) or _SECTION.search(drafted_step_text):
+            return None
         first, second = (self.plain.ids(text.strip()) for text in (target_step_text, drafted_step_text))
         if max(len(first), len(second)) > self.max_step_tokens:
             return None
@@ -128,6 +134,13 @@ def closed_reasoning(tokenizer: PromptTokenizer, think_open: str | None, think_c
     text = str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)).rstrip()
     opened = text.endswith(think_open)
     return f"{'' if opened else think_open + chr(10)}\n{think_close}\n\n{VERDICT_PREFILL}"
+
+
+def judges_prefill(tokenizer: PromptTokenizer) -> str:
+    """What the verdict of a judge begins with. One whose chat template knows marks of reasoning would reason first."""
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    marks = next(((opened, closed) for opened, closed in THINK_MARKERS if closed in template), (None, None))
+    return closed_reasoning(tokenizer, *marks)
 
 
 def parse_verdict(token_text: str) -> bool | None:

@@ -161,8 +161,9 @@ def successes(attack: str) -> list[str]:
     maker.close()
     found = [name for name, ids in places.items() if frame(ids) != frame(frames[name])]
     for name, steps in {"target's step": (attack, "so"), "drafted step": ("so", attack), "both": (attack, attack)}.items():
-        ids = tuple(judged(*steps))
-        framed = ids[: len(JUDGE.head_ids)] == JUDGE.head_ids and ids[-len(JUDGE.tail_ids) :] == JUDGE.tail_ids
+        if (ids := JUDGE.ids(*steps)) is None:  # nobody is asked
+            continue
+        framed = (*ids[: len(JUDGE.head_ids)], *ids[-len(JUDGE.tail_ids) :]) == JUDGE.head_ids + JUDGE.tail_ids
         if not framed or frame(ids) != frame(judged("x", "x")):
             found.append(name)
     return found
@@ -202,7 +203,7 @@ def test_no_attack_forges_a_turn_or_a_verdict(start: int) -> None:
 def test_attacks_succeed_where_text_is_not_kept_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above would see it: in every place, and of every kind of control token."""
     monkeypatch.setattr(PlainText, "cut", lambda self, text, mark: text)
-    broken = [attack for attack in ALL if any(word in attack for word in FAMILIES_CONTROL.values())]
+    broken = [attack for attack in ALL if any(word in attack for word in FAMILIES_CONTROL.values()) and "step" not in attack]
     assert len(broken) > 100
     everywhere = {"user", "system", "second turn", "raw", "target's step", "drafted step", "both"}
     for attack in broken[::10]:

@@ -224,6 +224,9 @@ def test_a_step_can_neither_close_its_section_nor_forge_a_turn(forged: str) -> N
     special = set(tokenizer.all_special_ids)
 
     ids = prompt.ids(forged, forged)
+    if "step" in forged:
+        assert ids is None and prompt.ids(forged, "①") is None and prompt.ids("①", forged) is None, "nobody is asked"
+        return
 
     assert sum(token in special for token in ids) == sum(token in special for token in prompt.ids("①", "①"))
     assert tuple(ids[: len(prompt.head_ids)]) == prompt.head_ids

@@ -25,6 +25,7 @@ from lr_backend.testing import ScriptedEngine, run_virtual
 from lr_backend.verify import ExactVerifier, Reason, StepPair, Verdict, VerifierParts, make_verifier
 from lr_backend.verify.cascade import CascadeVerifier, NumericVeto, Opinion, SameText
 from lr_backend.verify.guarded import GuardedVerifier
+from lr_backend.verify.judge_prompt import judges_prefill
 from tests.support.examples import answers
 from tests.support.world import CONFIG, MODELS, World, imitator, storyteller
 
@@ -197,6 +198,9 @@ def consider(stage: SameText | NumericVeto, pair: StepPair) -> Opinion:
 def test_white_space_apart_the_same_words_are_accepted() -> None:
     assert consider(SameText(), make_pair("So it is 5.\n\n", "So  it is 5.")).accepted is True
     assert consider(SameText(), make_pair("So X is 5", "So x is 5")).accepted is None
+    assert consider(SameText(), make_pair("a = 1\n\n    b  = 2 \n", "a  = 1\n    b = 2")).accepted is True
+    within = "for x in l:\n    s += x\n{}return s"
+    assert consider(SameText(), make_pair(within.format(""), within.format("    "))).accepted is None, "it is another program"
 
 
 def test_the_numeric_stage_rejects_or_says_nothing() -> None:
@@ -280,7 +284,7 @@ class Turns:
     added_tokens_decoder: Mapping[int, str] = MappingProxyType({})
 
     def __init__(self, opening: str) -> None:
-        self.opening = opening
+        self.opening, self.chat_template = opening, ""
 
     def apply_chat_template(self, conversation: list[dict[str, str]], **_: object) -> str:
         return "".join(turn["content"] for turn in conversation) + self.opening
@@ -300,6 +304,10 @@ def test_a_grade_is_asked_for_with_the_reasoning_closed(opening: str, tail: str)
     assert text.endswith(tail)
     assert text.count("<think>") == 1
     assert "one" in text and "two" in text
+    turns = Turns(opening)
+    assert judges_prefill(turns) == "["
+    turns.chat_template = "{{ content.split('</think>')[-1] }}"
+    assert text.endswith(opening + judges_prefill(turns)), "a judge that reasons is asked likewise"
     plain = grade_prompt(replace(marked, think_open=None)).ids("one", "two")
     assert "</think>" not in "".join(map(chr, plain))
 
