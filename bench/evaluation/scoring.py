@@ -96,13 +96,15 @@ def aime_answer(text: str) -> int | None:
 def program(code: CodeTest, text: str) -> str:
     """The program to run: what the answer writes, after what the prompt brings, and before the tests.
 
-    The last fenced block of the answer counts, or all of it where there is none. It may be the whole function or its body.
+    The last fenced block of the answer that holds the function counts, as others may show how to use it; else the last block, or
+    all where there is none. It may be the whole function or its body.
     """
     last = final_part(text)
     blocks = re.findall(r"```[a-zA-Z0-9]*[ \t]*\r?\n(.*?)```", last, re.DOTALL)
-    written = blocks[-1] if blocks else last
+    function = re.compile(rf"^\s*(?:async\s+)?def\s+{re.escape(code.entry_point)}\s*\(", re.MULTILINE)
+    written = next(filter(function.search, reversed(blocks)), blocks[-1] if blocks else last)
     start = code.prompt.index(f"def {code.entry_point}(")
-    whole = re.search(rf"^\s*(?:async\s+)?def\s+{re.escape(code.entry_point)}\s*\(", written, re.MULTILINE)
+    whole = function.search(written)
     head = code.prompt[:start] if whole else code.prompt
     return f"{head}\n{written}\n" if whole else f"{head}{written}\n"
 

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import SequenceMatcher
+from itertools import takewhile
 from math import sqrt
 from statistics import fmean
 from typing import Any
@@ -48,7 +49,7 @@ def fit_workload(traces: Sequence[Trace]) -> Workload:
         prompt_tokens=max(3, round(fmean(trace.usage.prompt_tokens for trace in ahead))),
         step_tokens=max(2, round(mean)),
         step_spread=_spread(lengths, mean),
-        num_steps=max(1, round(fmean(len(_step_lengths(trace)) for trace in ahead))),
+        num_steps=max(1, round(fmean(_reasoning_length(trace) for trace in ahead) / mean)),
         answer_tokens=round(fmean(_answer_length(trace) for trace in ahead)),
         **_verdict_lengths(ahead, mean),
     )
@@ -203,9 +204,15 @@ def _trials(record: StepRecord, trace: Trace) -> int:
 
 
 def _step_lengths(trace: Trace) -> list[int]:
-    """Tokens of the steps of the reasoning."""
+    """Tokens of the steps of the reasoning that are single ones."""
+    alone = _alone(trace)
+    return [record.num_tokens for record in trace.steps if record.index not in alone]
+
+
+def _reasoning_length(trace: Trace) -> int:
+    """Tokens of the reasoning."""
     after = _after(trace)
-    return [record.num_tokens for record in trace.steps if record.index not in after]
+    return sum(record.num_tokens for record in trace.steps if record.index not in after)
 
 
 def _answer_length(trace: Trace) -> int:
@@ -215,7 +222,13 @@ def _answer_length(trace: Trace) -> int:
 
 
 def _after(trace: Trace) -> set[int]:
-    """Steps that the target wrote outside the step loop."""
+    """Steps that the target wrote behind the last one of the step loop's."""
+    alone = _alone(trace)
+    return {record.index for record in takewhile(lambda record: record.index in alone, reversed(trace.steps))}
+
+
+def _alone(trace: Trace) -> set[int]:
+    """Steps that the target wrote outside the step loop; where nobody watched, several of the reasoning are one here."""
     return {call.step for call in trace.calls if call.purpose is Purpose.ALONE}
 
 

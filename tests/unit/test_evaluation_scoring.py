@@ -265,6 +265,7 @@ CODE = CodeTest('import math\n\n\ndef twice(x):\n    """Twice x."""\n', "twice",
         "    return 2 * x\n",
         "```python\ndef twice(x):\n    return x\n```\nNo:\n"
         "```python\ndef helper(x):\n    return 2 * x\n\ndef twice(x):\n    return helper(x)\n```",
+        "```python\ndef twice(x):\n    return 2 * x\n```\nUsage:\n```python\nprint(twice(2))\n```\nOutput:\n```\n4\n```",
     ],
 )  # fmt: skip
 def test_a_program_is_the_last_block_or_the_body(text: str) -> None:
