@@ -205,7 +205,7 @@ class RequestPolicy(Protocol):
         ...
 
     def keep_alone(self) -> None:
-        """Nothing is looked ahead from now on: the reasoning is over, or the draft has failed."""
+        """Nothing is looked ahead from now on: the reasoning is over, or draft or judge have failed."""
         ...
 
     def committed(
