@@ -313,9 +313,7 @@ def _compile(plan: GpuPlan, resume: bool, console: Console, platform: Callable[[
         assert isinstance(engine, TrtllmEngineSpec)
         _require_writable(dirs.root)  # before gigabytes are read
         inputs = _hash_inputs(plan.infos[role], dirs)
-        # Of the tokenizer and the templates an engine holds nothing; calibration reads them.
-        held = inputs if role in plan.calibration else {name: entry for name, entry in inputs.items() if _is_compiled(Path(name))}
-        ingredients = _ingredients(held, here, engine.gpu_device_ids) | hash_texts(plan.calibration.get(role))
+        ingredients = _ingredients(inputs, here, engine.gpu_device_ids) | hash_texts(plan.calibration.get(role))
         dirs.manifest.unlink(missing_ok=True)
         records = run_steps(steps, dirs, ingredients, console, resume=resume)
         check_engine(role, engine, dirs.engine)
@@ -338,10 +336,6 @@ def _ingredients(inputs: Mapping[str, Mapping[str, Any]], here: Platform, gpu_de
     capabilities = sorted({gpu.compute_capability for gpu in here.gpus if gpu.index in gpu_device_ids})
     tools = {"tensorrt_llm": f"{here.tensorrt_llm}", "tensorrt": f"{here.tensorrt}", "compute capability": " ".join(capabilities)}
     return {**{name: entry["sha256"] for name, entry in inputs.items()}, **tools}
-
-
-def _is_compiled(file: Path) -> bool:
-    return file.suffix == ".safetensors" or file.name == "config.json"
 
 
 def _can_write(folder: Path) -> bool:
@@ -419,7 +413,11 @@ def _require_current(plan: GpuPlan, role: Role, console: Console) -> None:
     if elsewhere := weights.symmetric_difference(name for name in then if name.endswith(".safetensors")):
         raise ConfigError(f"{role}: {min(elsewhere)}: {folder} is not what its engine was built from; run build_engines.py again")
     # A tokenizer or a chat template may change; an engine holds none.
-    compiled = [path for path in plan.infos[role].files if path.name in then and _is_compiled(path)]
+    compiled = [
+        path
+        for path in plan.infos[role].files
+        if path.name in then and (path.suffix == ".safetensors" or path.name == "config.json")
+    ]
     known = {**then, **_known_inputs(dirs)}
     if (num_bytes := num_bytes_to_read(compiled, {"files": known})) > SAID_BYTES:
         told = f"{role}: reading {num_bytes / 1e9:.0f} GB of weights, to see that its engine was built from them"

@@ -167,7 +167,8 @@ class Frontend:
         self._refuse_while_draining()
         self._rate.count(call.caller.number)
         async with AsyncExitStack() as held:
-            held.enter_context(self._gate.places(1, call.caller))  # before the body: bodies on their way in take memory too
+            # Before the body: bodies on their way in take memory too.
+            held.enter_context(self._gate.places(1, call.caller, are_all=False))
             body = await read_body(call.request, self._settings.max_body_bytes, self._settings.max_body_s)
             call.has_body = True
             asked = read(parse_json(body), self._deployed)

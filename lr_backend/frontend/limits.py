@@ -162,8 +162,8 @@ class Gate:
         return self.limit if caller.has_priority else self._num_common
 
     @contextmanager
-    def places(self, wanted: int, caller: Caller = Caller()) -> Iterator[None]:
-        """Hold so many places.
+    def places(self, wanted: int, caller: Caller = Caller(), *, are_all: bool = True) -> Iterator[None]:
+        """Hold so many places. ``are_all``: the request wants no more.
 
         Raises:
             ApiError: they are taken, or more than the caller's share.
@@ -175,7 +175,8 @@ class Gate:
         if why := self._why_not(wanted, caller):
             self._refused.setdefault(caller, _Refused(now_s)).times += 1
             raise ApiError("overloaded", f"{why}; try again later", retry_after_s=SOON_S)
-        self._refused.pop(caller, None)
+        if are_all:
+            self._refused.pop(caller, None)
         self._held[caller] += wanted
         self._tell()
         try:

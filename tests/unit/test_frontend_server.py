@@ -688,6 +688,22 @@ def test_many_others_take_nothing_of_the_places_that_are_kept() -> None:
     assert crowd.ask(urgent, 9) == 4
 
 
+def test_a_request_of_several_choices_waits_its_turn_too() -> None:
+    """It takes its first place before it is known how many it wants."""
+    crowd, one, several = Crowd(4), Caller(0), Caller(1)
+    assert crowd.ask(one, 4) == 4
+    for second in range(1, 4):
+        crowd.now_s = float(second)
+        crowd.end(one)
+        with crowd.gate.places(1, several, are_all=False), suppress(ApiError), crowd.gate.places(1, several):
+            break
+        crowd.now_s += 0.1
+        crowd.ask(one)
+    else:
+        raise AssertionError
+    assert second <= 3
+
+
 def test_no_place_stands_empty_for_long_because_many_were_refused() -> None:
     """None of them comes back."""
     crowd = Crowd(8)
