@@ -34,8 +34,9 @@ time. After that the engine knows, and ends the call between two iterations, or 
 SILENCE_S = 10.0
 """An engine that does not let go of a call for so long, and answers no other meanwhile, is out of order. No iteration takes so
 long."""
-FAILING_S = 30.0
-"""An engine that has failed every call for so long is told to who watches it."""
+FAILING_S, FEWEST_FAILURES, LONGEST_GAP_S = 30.0, 5, 600.0
+"""An engine that has failed every call for so long, and so many of them, is told to who watches it. After such a gap without
+one it begins anew."""
 CANCEL_TIMEOUT_S, REMOTE_CANCEL_TIMEOUT_S = 0.5, 5.0
 """For a cancel to be answered. Of a server elsewhere others notice whether it lives; a network may be slow now and then."""
 RETRY_S, MOST_DOUBLINGS = 5.0, 6
@@ -130,20 +131,22 @@ class Failing:
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
         self._since = self._last = -math.inf
+        self._num_failed = 0
         self._is_told = False
 
     def failed(self) -> None:
-        """By the engine's fault. While nobody asks it does not fail."""
+        """By the engine's fault."""
         now_s = asyncio.get_running_loop().time()
-        self._since = now_s if now_s - self._last > 2.0 * RETRY_S else self._since
-        self._last = now_s
-        if now_s - self._since > FAILING_S and not self._is_told:
+        if now_s - self._last > LONGEST_GAP_S:
+            self._since, self._num_failed = now_s, 0
+        self._last, self._num_failed = now_s, self._num_failed + 1
+        if now_s - self._since > FAILING_S and self._num_failed >= FEWEST_FAILURES and not self._is_told:
             self._is_told = True
             self._watch.hangs(1)
 
     def forget(self) -> None:
         """It has answered, or is known to be dead, or to be started anew."""
-        self._since = self._last = -math.inf
+        self._last = -math.inf
         if self._is_told:
             self._is_told = False
             self._watch.hangs(-1)

@@ -14,7 +14,7 @@ from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable
 from lr_backend.notice import Seats
 from lr_backend.testing import run_virtual
 from lr_backend.triton.own_engines import Watched
-from lr_backend.triton.triton_engine import FAILING_S, RETRY_S, SILENCE_S, CallGate, TritonEngine
+from lr_backend.triton.triton_engine import FAILING_S, FEWEST_FAILURES, LONGEST_GAP_S, RETRY_S, SILENCE_S, CallGate, TritonEngine
 
 
 @dataclass
@@ -255,9 +255,9 @@ def test_a_target_that_fails_every_call_is_as_one_that_hangs() -> None:
                 await asyncio.gather(engine.generate(call()), return_exceptions=True)
                 await asyncio.sleep(1)
 
-        for _ in range(3):
+        for _ in range(2 * FEWEST_FAILURES):
             await asyncio.gather(engine.generate(call()), return_exceptions=True)
-            await asyncio.sleep(3 * FAILING_S)
+            await asyncio.sleep(2 * LONGEST_GAP_S)
         assert seats.num_hung == 0, "now and then is not all the time"
         await ask_for(FAILING_S)
         assert seats.num_hung == 0, "a passing failure is none"
