@@ -31,19 +31,23 @@ class Stage(Protocol):
 
 
 class SameText:
-    """Accepts the same words with other white space: tokens can cut one text in several ways. In code what stands before a line's
-    first word means something."""
+    """Accepts the same words with other white space: tokens can cut one text in several ways. Rejects them where a line is
+    indented in another way: that is another program."""
 
     name = "same_text"
 
     async def consider(self, pair: StepPair) -> Opinion:
-        same = _words(pair.target_text) == _words(pair.drafted_text)
-        return Opinion(True if same else None, Reason.SAME_TEXT)
+        target, drafted = _lines(pair.target_text), _lines(pair.drafted_text)
+        if [words for _, words in target] != [words for _, words in drafted]:
+            return Opinion(None, Reason.SAME_TEXT)
+        return Opinion(True, Reason.SAME_TEXT) if target == drafted else Opinion(False, Reason.DIFFERENT)
 
 
-def _words(text: str) -> list[tuple[str, list[str]]]:
-    """Of each line that is not blank: how it is indented, and its words."""
-    return [(line[: len(line) - len(line.lstrip())], line.split()) for line in text.splitlines() if line.strip()]
+def _lines(text: str) -> list[tuple[str, list[str]]]:
+    """Of each line that is not blank: how it is indented, and its words. A single blank is none: tokens may begin with it."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    indented = [line[: len(line) - len(line.lstrip())] for line in lines]
+    return [("" if indent == " " else indent, line.split()) for indent, line in zip(indented, lines, strict=True)]
 
 
 class NumericVeto:

@@ -107,17 +107,24 @@ class JudgePrompt:
         )
 
     def ids(self, target_step_text: str, drafted_step_text: str) -> list[int] | None:
-        """Token ids of the whole prompt; the next token is the verdict. Both steps are stripped of surrounding white space.
+        """Token ids of the whole prompt; the next token is the verdict. Both steps are stripped of surrounding white
+        space, but for the indentation of their first lines.
 
         None where one of them is longer than ``max_step_tokens``, as nobody can compare what was not read, or closes a section of
         the prompt by its own words.
         """
         if _SECTION.search(target_step_text) or _SECTION.search(drafted_step_text):
             return None
-        first, second = (self.plain.ids(text.strip()) for text in (target_step_text, drafted_step_text))
+        first, second = (self.plain.ids(_trimmed(text)) for text in (target_step_text, drafted_step_text))
         if max(len(first), len(second)) > self.max_step_tokens:
             return None
         return [*self.head_ids, *first, *self.middle_ids, *second, *self.tail_ids]
+
+
+def _trimmed(text: str) -> str:
+    """Without white space around it. Two blanks or more, or a tab, before its first word are indentation and stay."""
+    text = re.sub(r"\A\s*\n", "", text.rstrip())
+    return text[1:] if re.match(r" (?![ \t])", text) else text
 
 
 def readable_step_tokens(max_step_tokens: int) -> int:
@@ -138,7 +145,8 @@ def closed_reasoning(tokenizer: PromptTokenizer, think_open: str | None, think_c
 
 def judges_prefill(tokenizer: PromptTokenizer) -> str:
     """What the verdict of a judge begins with. One whose chat template knows marks of reasoning would reason first."""
-    template = str(getattr(tokenizer, "chat_template", None) or "")
+    templates = getattr(tokenizer, "chat_template", None) or ""
+    template = str(templates.get("default", "") if isinstance(templates, Mapping) else templates)
     marks = next(((opened, closed) for opened, closed in THINK_MARKERS if closed in template), (None, None))
     return closed_reasoning(tokenizer, *marks)
 
