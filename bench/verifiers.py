@@ -39,7 +39,7 @@ from lr_backend.request import LookaheadRequest, VerifierName
 from lr_backend.steps.step import Step, StepEnd
 from lr_backend.verify import Reason, StepPair, Verdict, Verifier, VerifierParts, VerifierPlugIn, make_verifier
 from lr_backend.verify.cascade import CascadeVerifier, NumericVeto
-from lr_backend.verify.judge_prompt import JudgePrompt
+from lr_backend.verify.judge_prompt import JudgePrompt, judges_prefill
 
 TEMPERATURE = 0.6
 COSINES = (0.85, 0.9, 0.95, 0.99)
@@ -195,7 +195,7 @@ def main(
         InProcessEngine(target.engine),
         InProcessEngine(judge.engine),
         target.tokenizer,
-        JudgePrompt.from_tokenizer(judge.tokenizer),
+        JudgePrompt.from_tokenizer(judge.tokenizer, prefill=judges_prefill(judge.tokenizer)),
         judge.tokenizer,
         think_open=config.think_open,
         think_close=config.think_close,

@@ -191,7 +191,7 @@ def _draft_tokens(
         return DraftTokens(Lookup(NGram()), most, one_hot_vocab)
     if request.proposer != ProposerName.DRAFT_MODEL:
         proposer, num_ids = server.models.proposers[request.proposer], len(server.models.tokenizer)
-        return DraftTokens(Lookup(proposer, num_ids, timeout_s and PROPOSE_S), most, one_hot_vocab)
+        return DraftTokens(Lookup(proposer, num_ids, timeout_s and min(timeout_s, PROPOSE_S)), most, one_hot_vocab)
     # What pays depends on time.
     first = most if request.deterministic else server.learned.num_draft_tokens_first(request.proposer, most)
     source = DraftModel(

@@ -76,7 +76,8 @@ class _Step:
         except (Exception, asyncio.CancelledError) as error:  # a deployment's own code may raise anything
             if own_task_is_cancelled(error):
                 raise
-            source.is_available = not limit.expired()
+            if limit.expired():
+                source.is_available = False
             _logger.warning("the proposer failed: %s: %s", type(error).__name__, error)
             return ()
         return found if source.num_ids is None else tuple(takewhile(range(source.num_ids).__contains__, found))
