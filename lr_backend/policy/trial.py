@@ -6,7 +6,7 @@ that each by itself would gain even where all together lose.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from math import sqrt
 from typing import NamedTuple
 
@@ -38,7 +38,8 @@ is made of tokens that were written beside the draft."""
 EXPLORED_SHARE = 0.01
 """Trying ways that are known to be slower may cost this share of the time at most."""
 STALE_SPANS = 512
-"""Spans after which a way is tried again whatever it may cost. It may have been timed while the server stood still."""
+"""Spans after which a way is tried again whatever it may cost: it may have been timed while the server stood still. As long as it
+then takes far less than it seemed to, it is tried on."""
 COST_MEMORY = 256
 """Spans after which what trying has cost has faded to about a third."""
 
@@ -84,6 +85,8 @@ class Trial:
         self._num_requests = 1
         self._kept, self._left = dict.fromkeys(self._ways, 0), dict.fromkeys(self._ways, 0)
         """Spans in a row after which a way was still the best, and spans since it was taken."""
+        self._doubted: Way | None = None
+        """It was left for long, and taken again."""
         self._is_charged = False
         """The way that is taken was not the best when it was chosen, and is tried for its low price."""
         self.way: Way = like.way if like is not None else self._ways[0]
@@ -171,8 +174,11 @@ class Trial:
             free = new or (close if self._num_spans % SPANS_A_TRY == 0 else [])
             # A span of a way that is slower by some share costs that share of a span.
             cheap = [way for way in others if self._affords(expected[way] / expected[best] - 1.0)]
-            if tried := free or self._stale(others) or cheap:
+            stale = [way for way in others if self._left[way] >= STALE_SPANS or way == self._doubted]
+            if tried := free or stale or cheap:
                 self.way, self._is_charged = min(tried, key=lambda way: (self._taken[way].count, expected[way])), not free
+                if tried is stale:
+                    self._doubted = self.way
                 return best
         self.way, self._is_charged = best, False
         return best
@@ -190,10 +196,6 @@ class Trial:
     def _hides(self, way: Way, best: Way) -> bool:
         """This way does less than the best one, on shared cards: beside the draft nobody sees what it would take."""
         return self._shares_cards and way.ahead <= best.ahead and way.drafts <= best.drafts
-
-    def _stale(self, ways: Iterable[Way]) -> list[Way]:
-        """What they take was found out long ago, or was wrong by the last span."""
-        return [way for way in ways if self._left[way] >= STALE_SPANS or self._surprises[way] < 0]
 
     def _may_be_best(self, way: Way, expected: float, best: float) -> bool:
         """Too few spans were timed to say that it is slower."""
@@ -221,6 +223,8 @@ class Trial:
         expected = {way: self.expected(way, predict) for way in self._ways}
         best, taken = min(expected.values()), self._seconds / self._num_tokens
         self._look_for_change(taken)
+        if self.way == self._doubted and self._surprises[self.way] >= 0:
+            self._doubted = None
         told = self._num_steps / SPAN_STEPS
         self._taken[self.way].add(taken, told)
         self._off[self.way].add(taken / predict(self.way), told)
