@@ -23,7 +23,7 @@ from lr_backend.frontend.answers import Choice, Document, Head, counted, to_json
 from lr_backend.frontend.asked import Asked
 from lr_backend.frontend.body import parse_json, read_body
 from lr_backend.frontend.call import Call
-from lr_backend.frontend.errors import LATER_S, SOON_S, ApiError, ClientGone, from_client, internal
+from lr_backend.frontend.errors import LATER_S, SOON_S, ApiError, ClientGone, internal
 from lr_backend.frontend.limits import Gate, Keys, Rate
 from lr_backend.frontend.metrics import CONTENT_TYPE, DoorMetrics
 from lr_backend.frontend.reasoning import Splitter
@@ -185,7 +185,7 @@ class Frontend:
                     return await unless_gone(call.request.receive, self._whole(call, asked, answers))
                 first = await unless_gone(call.request.receive, answers.next())
             except ClientError as error:
-                raise self._told_as(error, call, asked) from error
+                raise call.told_as(error, asked.param_of) from error
             choices, head = self._choices(asked), self._head(call, asked)
             limit_s = timeout_s + GRACE_S
             return EventStream(call, asked, head, choices, answers, first=first, held=held.pop_all(), limit_s=limit_s)
@@ -201,14 +201,6 @@ class Frontend:
 
     def _head(self, call: Call, asked: Asked) -> Head:
         return Head(call.request_id, int(time.time()), self._deployed.name, asked.chat, lr_backend.__version__)
-
-    @staticmethod
-    def _told_as(error: ClientError, call: Call, asked: Asked) -> ApiError:
-        """What the server said. Of what is no more than an internal error to the client, the log has more."""
-        told = from_client(error, asked.param_of)
-        if told.code == "internal":
-            call.crashed(error)
-        return told
 
     def _choices(self, asked: Asked) -> list[Choice]:
         about = self._deployed

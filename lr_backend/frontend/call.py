@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import structlog
+from lr_client import ClientError
 from starlette.requests import Request
 from starlette.responses import Response
 
 from lr_backend.frontend.body import Lingering, is_long
-from lr_backend.frontend.errors import CODES, ApiError
+from lr_backend.frontend.errors import CODES, ApiError, from_client
 from lr_backend.frontend.limits import Caller
 from lr_backend.frontend.metrics import COMPLETED, DoorMetrics
 from lr_backend.telemetry import Carrier, Telemetry, carried
@@ -118,6 +120,13 @@ class Call:
         if code in SERVERS_FAULT:
             span.set_status(StatusCode.ERROR, code)
         span.end()
+
+    def told_as(self, error: ClientError, param_of: Callable[[str], str]) -> ApiError:
+        """What the server said. Of what is no more than an internal error to the client, the log has more."""
+        told = from_client(error, param_of)
+        if told.code == "internal":
+            self.crashed(error)
+        return told
 
     def crashed(self, error: Exception) -> None:
         """A bug of ours."""

@@ -14,7 +14,7 @@ from lr_backend.frontend.answering import Answers, unless_gone
 from lr_backend.frontend.answers import Choice, Document, Head, counted, to_json, usage_document
 from lr_backend.frontend.asked import Asked
 from lr_backend.frontend.call import Call
-from lr_backend.frontend.errors import ApiError, ClientGone, from_client, internal
+from lr_backend.frontend.errors import ApiError, ClientGone, internal
 
 DONE = b"data: [DONE]\n\n"
 _HEADERS = {
@@ -72,10 +72,7 @@ class EventStream(Response):
             self._call.log(200, streamed=True, **counted(usage))
             last += DONE
         except ClientError as error:
-            told = from_client(error, self._asked.param_of)
-            if told.code == "internal":
-                self._call.crashed(error)
-            last = self._failed(told)
+            last = self._failed(self._call.told_as(error, self._asked.param_of))
         except Exception as error:
             self._call.crashed(error)
             last = self._failed(internal())
