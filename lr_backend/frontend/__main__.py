@@ -66,8 +66,8 @@ async def serve(launch: Launch) -> None:
     async with AsyncExitStack() as opened:
         client = await opened.enter_async_context(_client(launch))
         targets = [await opened.enter_async_context(_target_at(url)) for url in launch.deployed.targets]
-        asks = client, keys, launch.metrics_url, telemetry, targets
-        frontend = Frontend(launch.settings, launch.deployed, *asks, launch.notice_file)
+        about = launch.metrics_url, telemetry, targets, launch.notice_file
+        frontend = Frontend(launch.settings, launch.deployed, client, keys, *about)
         server = _Server(config_of(frontend.app(), launch.settings))
 
         async def drain() -> None:

@@ -194,8 +194,8 @@ class Gate:
         if first is not None and wanted:
             # One place is left, of those that the other one may have. More would stand empty where nobody comes back.
             left = 1 if first.has_priority else min(1, self._num_common - num_common)
-            of_common = left if not first.has_priority and not caller.has_priority else 0
-            if self.num_in_flight + wanted + left > self.limit or (of_common and num_common + wanted + 1 > self._num_common):
+            are_common = not first.has_priority and not caller.has_priority
+            if self.num_in_flight + wanted + left > self.limit or (are_common and num_common + wanted + left > self._num_common):
                 return "what is free is for one that was refused before"
         since_s = self._now_s() - ASKS_S
         asking = [each for each, asked_s in self._asked_s.items() if self._held[each] or asked_s > since_s]
