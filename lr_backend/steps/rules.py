@@ -134,9 +134,9 @@ class StepRules:
         tool_ids = [token for text in markers if (token := single_token(tokenizer, text)) is not None]
         rules = cls.build(segmenter, dict(enumerate(texts)), end_ids, open_id, close_id, tool_ids)
         special, marks = special_ids(tokenizer), {open_id, close_id}
-        # Nobody reads them, so nobody could say that two steps that differ in them mean the same.
-        rules = replace(rules, marker_ids=rules.marker_ids | special)
-        return replace(rules, hidden_ids=special - marks) if special & marks else rules
+        hidden = special - marks if special & marks else None
+        # Nobody reads special tokens, so nobody could say that two steps that differ in them mean the same.
+        return replace(rules, marker_ids=rules.marker_ids | special, hidden_ids=hidden)
 
     @property
     def of_step(self) -> Ending:

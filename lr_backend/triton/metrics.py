@@ -124,5 +124,5 @@ class MetricSheet:
             self._stopped.wait(REFRESH_S)
             try:
                 self.refresh()
-            except Exception:  # of Triton's, as when its shared memory is full: the next time all is sent that was not
+            except Exception:  # of Triton's, as when its shared memory is full: counts and gauges are sent the next time
                 log.exception("metrics_not_sent")
