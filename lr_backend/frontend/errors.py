@@ -64,7 +64,7 @@ class ApiError(Exception):
     def __init__(
         self, code: str, message: str, param: str | None = None, *, retry_after_s: int | None = None, waits_for: str = ""
     ) -> None:
-        """``waits_for``: whose absence it is, where a new start of this server would bring no end of that."""
+        """``waits_for``: who is missing, where starting this server anew would not bring them back."""
         super().__init__(code)  # not the message: it may quote a prompt, and what is raised may be logged
         self.code = code
         self.status, self.type = CODES[code]

@@ -122,7 +122,7 @@ class Rate:
 
 @dataclass
 class _Refused:
-    """Since when, and how often since."""
+    """Since when a caller has been refused, and how often."""
 
     since_s: float
     times: int = 0

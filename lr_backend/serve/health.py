@@ -36,7 +36,7 @@ def why_not_ready(url: str = DEFAULT_URL, timeout_s: float = TIMEOUT_S) -> str |
 
 
 def look(url: str, timeout_s: float = TIMEOUT_S) -> tuple[str | None, bool]:
-    """(why the server at ``url`` is not ready, None if it is; whether it only waits for whom a new start would not bring).
+    """(why the server at ``url`` is not ready, None if it is; whether it only waits for what a new start would not bring).
 
     The connection is closed after the answer: an open one would hold up a drain until its limit. No proxy is asked.
     """

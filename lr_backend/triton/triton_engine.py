@@ -126,7 +126,7 @@ class Watch(Protocol):
 
 
 class Failing:
-    """Tells who watches of an engine that lives and has failed every call for a while: to its callers it is as one that hangs."""
+    """Tells the watch of an engine that lives but has failed every call for a while. To callers it is as one that hangs."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
