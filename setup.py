@@ -1,5 +1,6 @@
 """What ``pyproject.toml`` cannot say: the part that is compiled, and the files of the checkout's root that a wheel carries."""
 
+import runpy
 import shutil
 from pathlib import Path
 
@@ -7,6 +8,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
+NATIVE = ROOT / "lr_backend" / "embedded" / "native"
 RESOURCES = (
     "engines/*.toml",
     "model_repository/**/*",
@@ -42,6 +44,8 @@ class BuildWithResources(build_py):
                 yield source.as_posix(), str(Path(self.build_lib) / "lr_backend" / "_data" / source)
 
 
+library = runpy.run_path(str(NATIVE / "library.py"))
+
 setup(
     cmdclass={"build_py": BuildWithResources},
     ext_modules=[
@@ -50,6 +54,7 @@ setup(
             "lr_backend.embedded.native._decoder",
             [f"lr_backend/embedded/native/{name}.c" for name in ("attention", "bytes", "decoder", "draw", "pairs", "run")],
             depends=[f"lr_backend/embedded/native/{name}.h" for name in ("decoder", "native", "vectors")],
+            define_macros=[("SOURCES", '"' + library["digest_of"](NATIVE.glob("*.[ch]")) + '"')],
             extra_compile_args=["-std=gnu11", "-O3", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast", "-Wno-psabi"],
             extra_link_args=["-fopenmp", "-lm"],
             optional=True,

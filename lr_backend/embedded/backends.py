@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
@@ -18,6 +19,8 @@ from lr_backend.embedded.reference.model import DecoderModel
 from lr_backend.embedded.reference.runner import ReferenceRunner
 from lr_backend.embedded.runner import Runner
 from lr_backend.errors import ConfigError
+
+_logger = logging.getLogger(__name__)
 
 
 def open_runner(config: EngineConfig) -> tuple[EngineConfig, Runner]:
@@ -44,6 +47,8 @@ def is_native(config: EngineConfig) -> bool:
         raise ConfigError(f"kernels='native': {reason}")
     if reason is not None and config.weight_dtype in ("bfloat16", "int8"):
         raise ConfigError(f"weight_dtype={config.weight_dtype!r}: only the native kernels hold weights so: {reason}")
+    if reason is not None:
+        _logger.warning("torch computes %s, several times slower: %s", config.checkpoint_dir, reason)
     return reason is None
 
 
@@ -91,5 +96,8 @@ def _draft_model(config: EngineConfig, spec: ModelSpec) -> NativeModel | None:
 
 
 def _native_model(config: EngineConfig, folder: Path, weight_dtype: str) -> NativeModel:
-    kind = fastest_kind(read_spec(folder)) if weight_dtype == "auto" else weight_dtype
+    kind = weight_dtype
+    if weight_dtype == "auto":
+        kind = fastest_kind(read_spec(folder))
+        _logger.info("weights of %s are held as %r, the fastest of a trial", folder, kind)
     return NativeModel.load(folder, max_seq_len=config.max_seq_len, num_threads=config.num_threads or 1, kind=kind)

@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import importlib.util
 import math
 import os
 import resource
@@ -23,7 +21,7 @@ from pathlib import Path
 from lr_backend.build.placement import Placement
 from lr_backend.build.repository import build_repository
 from lr_backend.build.spec import DeploymentSpec, EmbeddedDeployment
-from lr_backend.embedded.native.library import NAME as DECODER
+from lr_backend.embedded.native.library import DOES_NOT_OPEN, open_library
 from lr_backend.errors import CheckpointError, ConfigError, LookaheadError
 from lr_backend.mpi import UNBOUND, without_job
 from lr_backend.nvidia import IMAGE, TENSORRT_LLM, TRITON_RELEASE, Gpu, installed, probe_gpus, visible_gpus
@@ -309,14 +307,8 @@ def _find_server(asked_for: Path | None) -> tuple[Path | None, str]:
 
 def why_no_decoder() -> str:
     """Why the compiled decoder cannot be used here; empty: it can."""
-    spec = importlib.util.find_spec(DECODER)
-    if spec is None or spec.origin is None:
-        return "not built when the package was installed"
-    try:
-        ctypes.CDLL(spec.origin)
-    except OSError as error:
-        return f"does not open: {error}"
-    return ""
+    opened = open_library()
+    return opened if isinstance(opened, str) else ""
 
 
 def find_compiler(environment: Mapping[str, str] = os.environ) -> str | None:
@@ -333,7 +325,7 @@ def check_decoder(machine: Machine, use: Use) -> tuple[Finding, ...]:
         return (Finding("decoder in C", "found", Level.OK),)
     source = "-e " + str(machine.checkout) if machine.checkout else "lookahead-server's own sources"
     remedy = f"{sys.executable} -m pip install --force-reinstall --no-cache-dir --no-deps {source}"
-    if machine.no_decoder.startswith("does not open"):
+    if machine.no_decoder.startswith(DOES_NOT_OPEN):
         remedy = f"install OpenMP's library (apt-get install libgomp1), or build the decoder here: {remedy}"
     elif machine.compiler is None:
         remedy = f"no C compiler is on PATH: install gcc (apt-get install gcc libc6-dev), then {remedy}"

@@ -18,6 +18,7 @@ from lr_backend.embedded import backends, sampler
 from lr_backend.embedded.backends import is_native
 from lr_backend.embedded.checkpoint import read_spec
 from lr_backend.embedded.config import EngineConfig
+from lr_backend.embedded.native import library as native_library
 from lr_backend.embedded.native import model as native_model
 from lr_backend.embedded.native import trial
 from lr_backend.embedded.native import weights as native_weights
@@ -515,6 +516,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where there was no C compiler."""
+    monkeypatch.setattr(native_model, "open_library", lambda: "not built when the package was installed")
     for module in (native_model, sampler):
         monkeypatch.setattr(module, "library", lambda: None)
 
@@ -602,17 +604,36 @@ def test_sizes_that_are_no_multiple_of_a_vector_are_for_the_reference(changes: d
 
 @pytest.mark.usefixtures("no_library")
 def test_without_the_library_native_is_refused(checkpoint: Path) -> None:
-    with pytest.raises(ConfigError, match="kernels='native': the library was not built"):
+    with pytest.raises(ConfigError, match="kernels='native': the decoder in C was not built"):
         tiny_engine(checkpoint, kernels="native")
 
 
-def test_without_the_library_the_reference_answers_the_same(checkpoint: Path, request: pytest.FixtureRequest) -> None:
+def test_a_library_of_other_sources_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(native_library.open_library.__wrapped__(), ctypes.CDLL)
+    monkeypatch.setattr(native_library, "digest_of", lambda sources: "another")
+    assert native_library.open_library.__wrapped__() == "built of other sources than are here"
+
+
+def test_a_digest_of_sources_changes_with_each_of_their_bytes(tmp_path: Path) -> None:
+    one, other = tmp_path / "a.c", tmp_path / "b.h"
+    one.write_text("int a;")
+    other.write_text("int b;")
+    digest = native_library.digest_of([one, other])
+    assert digest == native_library.digest_of([other, one])
+    other.write_text("int c;")
+    assert digest != native_library.digest_of([one, other])
+
+
+def test_without_the_library_the_reference_answers_the_same(
+    checkpoint: Path, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
     native, answer = runner_and_answer(checkpoint, "auto")
     request.getfixturevalue("no_library")
     fallback, same = runner_and_answer(checkpoint, "auto")
 
     assert (native, fallback) == (NativeRunner, ReferenceRunner)
     assert answer == same
+    assert "several times slower: the decoder in C was not built" in caplog.text
 
 
 def runner_and_answer(folder: Path, kernels: str) -> tuple[type, tuple[int, ...]]:

@@ -412,6 +412,9 @@ static int64_t rounded_size(const Model *model) {
     return 2 * rounded_stride(model->inner_size > widest ? model->inner_size : widest);
 }
 
+/* The digest of the sources that this was compiled of. */
+const char *decoder_sources(void) { return SOURCES; }
+
 /* Floats that a batch of so many rows needs to compute in. */
 int64_t decoder_scratch(const Model *model, int64_t num_rows) {
     int64_t heads = model->num_heads + 2 * model->num_kv_heads, queries = model->num_heads * model->head_dim;

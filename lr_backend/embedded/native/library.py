@@ -3,21 +3,48 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import importlib.util
+from collections.abc import Iterable
 from functools import cache
+from pathlib import Path
 
 NAME = "lr_backend.embedded.native._decoder"
+DOES_NOT_OPEN = "does not open"
+
+
+def digest_of(sources: Iterable[Path]) -> str:
+    """Of the names and contents of C files; ``setup.py`` compiles it in."""
+    digest = hashlib.sha256()
+    for path in sorted(sources):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+@cache
+def open_library() -> ctypes.CDLL | str:
+    """The library, or why there is none. Structures are described twice, so one of other sources would read wild memory."""
+    found = importlib.util.find_spec(NAME)
+    if found is None or found.origin is None:
+        return "not built when the package was installed"
+    try:
+        opened = ctypes.CDLL(found.origin)
+    except OSError as error:  # built elsewhere, or OpenMP's own library is missing
+        return f"{DOES_NOT_OPEN}: {error}"
+    sources = [*Path(__file__).parent.glob("*.[ch]")]
+    built_of = getattr(opened, "decoder_sources", None)
+    if built_of is not None:
+        built_of.restype = ctypes.c_char_p
+    if built_of is None or (sources and built_of().decode() != digest_of(sources)):
+        return "built of other sources than are here"
+    return opened
 
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """None where it was not built, or does not open here: then the reference computes. Calls release the interpreter's lock."""
-    found = importlib.util.find_spec(NAME)
-    if found is None or found.origin is None:
-        return None
-    try:
-        opened = ctypes.CDLL(found.origin)
-    except OSError:  # built elsewhere, or OpenMP's own library is missing
+    """None where there is none (:func:`open_library`): then the reference computes. Calls release the interpreter's lock."""
+    opened = open_library()
+    if isinstance(opened, str):
         return None
     pointer, size = ctypes.c_void_p, ctypes.c_int64
     opened.decoder_scratch.restype = size

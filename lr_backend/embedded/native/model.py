@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lr_backend.embedded.checkpoint import ModelSpec, TensorFiles, check_length, read_spec
 from lr_backend.embedded.memory import freed_at_once
-from lr_backend.embedded.native.library import library, locked_library
+from lr_backend.embedded.native.library import DOES_NOT_OPEN, library, locked_library, open_library
 from lr_backend.embedded.native.weights import LANES, Matrix, Weights
 from lr_backend.embedded.rope import rope_table
 from lr_backend.embedded.runner import Span
@@ -57,8 +57,8 @@ class _Batch(ctypes.Structure):
 
 def why_not(spec: ModelSpec) -> str | None:
     """What keeps the decoder in C from computing ``spec``; None when nothing does."""
-    if library() is None:
-        return "the library was not built when the package was installed (it needs a C compiler)"
+    if isinstance(missing := open_library(), str):
+        return f"the decoder in C was {missing}" if not missing.startswith(DOES_NOT_OPEN) else f"the decoder in C {missing}"
     if spec.hidden_size % LANES or spec.head_dim % LANES:
         return f"hidden size {spec.hidden_size} and head size {spec.head_dim} must be multiples of {LANES}"
     return None
