@@ -136,9 +136,12 @@ class PacedEngine:
             self._admit(sequence)
         try:
             feed = self._source.begin(request)
-        except LookaheadError:
+        except BaseException:
             with self._changed:
+                was_answered = sequence not in self._in_flight  # by an engine that ended meanwhile
                 self._forget(sequence)
+            if was_answered:
+                return
             raise
         num_drafts = 0 if request.sampling.greedy else len(sequence.drafts)
         with self._changed:
@@ -330,6 +333,8 @@ class PacedEngine:
                 self._wait_until(due_s)
             elif waiting := [feed for feed in self._timeline.awaited if not feed.ready]:
                 computed = False
+                if self._board:
+                    self._board.write(IDLE)  # the hardware would be done
                 waiting[0].wait(FEED_WAIT_S)
             else:
                 break

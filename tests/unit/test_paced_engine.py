@@ -18,7 +18,7 @@ from lr_backend.hardware.cost import Iteration, Join
 from lr_backend.hardware.overheads import Bound
 from lr_backend.hardware.pace import EnginePace, Runtime
 from lr_backend.hardware.profile import ProfileKey
-from lr_backend.hardware.sharing import LAWS, Board, CardSharing, Demand
+from lr_backend.hardware.sharing import IDLE, LAWS, Board, CardSharing, Demand
 from tests.support.paced import TARGET, Bench
 
 COSTS, OVERHEADS = TARGET.costs(), TARGET.overheads()
@@ -345,6 +345,52 @@ def test_a_cancel_that_comes_while_its_call_is_submitted_is_not_lost(make: MakeB
     bench.texts.begin = begin_and_cancel  # type: ignore[method-assign]
     bench.time.at(0.0, lambda: bench.ask("a", 20, 40))
     assert len(bench.answer("a").token_ids) < 40
+
+
+def test_a_call_that_cannot_begin_is_none(make: MakeBench) -> None:
+    """Whatever keeps it from beginning: its id and its place are free again."""
+    bench = make()
+    begin, bench.texts.begin = bench.texts.begin, lambda request: 1 / 0  # type: ignore[method-assign, assignment]
+    for _ in range(100):
+        with pytest.raises(ZeroDivisionError):
+            bench.ask("a")
+    bench.texts.begin = begin  # type: ignore[method-assign]
+    bench.time.at(0.0, lambda: bench.ask("a"))
+    assert bench.answer("a").token_ids == (1, 2, 3, 4)
+
+
+def test_a_call_that_meets_the_engines_end_is_answered_once(make: MakeBench) -> None:
+    bench = make()
+
+    def close_and_fail(request: EngineRequest) -> Feed:
+        bench.engine.close()
+        raise EngineUnavailable("the engine is closed")
+
+    bench.texts.begin = close_and_fail  # type: ignore[method-assign]
+    bench.ask("a")
+    assert isinstance(bench.answer("a").result, EngineUnavailable)
+
+
+def test_an_engine_that_waits_for_its_text_leaves_the_card_to_others(make: MakeBench, tmp_path: Path) -> None:
+    cards = {"target": (0,), "draft": (0,)}
+    bench = make(pace=replace(TARGET, role="target", cards=cards, board=tmp_path / "board", sharing=CardSharing.MPS))
+    own = Board.of(tmp_path / "board", "draft", cards, CardSharing.MPS)
+    slowdowns: list[float] = []
+
+    def look() -> None:
+        own.write(Demand(0.5, 1e-3))
+        slowdowns.append(own.slowdown())
+        own.write(IDLE)
+
+    bench.texts.hold = True
+    bench.time.at(0.0, lambda: bench.ask("a", 20, 20))
+    bench.time.at(HOP_S + 0.5 * COSTS.seconds(Iteration((Join(20, 0),))), look)
+    bench.time.at(0.4, look)
+    bench.time.at(0.5, bench.texts.release)
+    bench.answer("a")
+    assert slowdowns[0] > 1.0
+    assert slowdowns[1] == 1.0
+    own.close()
 
 
 def test_a_closed_engine_is_not_checked(make: MakeBench) -> None:
