@@ -6,7 +6,6 @@ An iteration is: schedule -> run -> choose tokens -> advance. Requests join and 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -27,7 +26,7 @@ from lr_backend.embedded.inbox import Inbox
 from lr_backend.embedded.kv_cache import KvCache
 from lr_backend.embedded.limits import plan_run, refuse_as_upstream
 from lr_backend.embedded.outputs import choose_tokens
-from lr_backend.embedded.prefill_thread import PrefillThread
+from lr_backend.embedded.prefill_thread import PrefillThread, give_way
 from lr_backend.embedded.runner import Output
 from lr_backend.embedded.scheduler import Chunk, Scheduler
 from lr_backend.embedded.sequence import NewTokens, OnDone, OnTokens, Sequence
@@ -50,7 +49,8 @@ class EmbeddedEngine:
 
         Args:
             max_passes: decode passes after which tokens are told to whoever asked for them (:meth:`submit`); None: at the end.
-            niceness: of the thread that computes, on top of the process's.
+                Then the engine drafts from the second pass on, as TensorRT-LLM's, whose times the passes take, does.
+            niceness: of the threads that compute, on top of the process's.
 
         Raises:
             CheckpointError: the checkpoint cannot be served.
@@ -63,7 +63,7 @@ class EmbeddedEngine:
         self._scheduler = self._new_scheduler()
         self._inbox = Inbox(self._waiting, config.max_queue_size, self._runner.interrupt)
         overlaps = self._runner.is_concurrent and config.overlap_prefill
-        self._prefill = PrefillThread(self._runner.run, self._inbox.notify) if overlaps else None
+        self._prefill = PrefillThread(self._runner.run, self._inbox.notify, niceness) if overlaps else None
         self._cancelled_in_prefill: list[Sequence] = []
         self._thread = threading.Thread(target=self._run, name="embedded-engine", daemon=True)
         self._thread.start()
@@ -102,6 +102,7 @@ class EmbeddedEngine:
             goes_on=plan.goes_on,
             max_new_tokens=plan.max_new_tokens,
             tokens_per_block=self.config.tokens_per_block,
+            drafts_behind_prompt=self._max_passes is None,
         )
         try:
             self._inbox.submit(sequence)
@@ -150,8 +151,7 @@ class EmbeddedEngine:
             if self.config.num_threads is not None:
                 # OpenMP keeps this number by thread, so it is set on the one that computes.
                 torch.set_num_threads(self.config.num_threads)
-            if self._niceness:
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + self._niceness)
+            give_way(self._niceness)
             with torch.inference_mode():
                 while self._take_work():
                     if not self._scheduler.idle:

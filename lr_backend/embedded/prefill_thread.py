@@ -6,6 +6,8 @@ sequences need not wait for them.
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +24,12 @@ MIN_TOKENS = 16
 Run = Callable[[Items[Chunk]], tuple[Tensor, list[Output]]]
 
 
+def give_way(niceness: int) -> None:
+    """Have this thread, and those that it starts, give way to all others by so much."""
+    if niceness:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + niceness)
+
+
 class PrefillThread:
     """Computes one batch of chunks at a time. All methods are for the engine's thread.
 
@@ -29,11 +37,15 @@ class PrefillThread:
         sequences: those of the batch that is being computed. Nobody else may touch them until :meth:`take`.
     """
 
-    def __init__(self, run: Run, on_done: Callable[[], None]) -> None:
-        """``on_done`` is called from the second thread when :meth:`take` has something to give."""
+    def __init__(self, run: Run, on_done: Callable[[], None], niceness: int = 0) -> None:
+        """``on_done`` is called from the second thread when :meth:`take` has something to give.
+
+        Args:
+            niceness: of that thread, on top of the process's.
+        """
         self._run = run
         self._on_done = on_done
-        self._executor = ThreadPoolExecutor(1, "embedded-engine-prefill")
+        self._executor = ThreadPoolExecutor(1, "embedded-engine-prefill", initializer=give_way, initargs=(niceness,))
         self._executor.submit(int).result()  # a thread that cannot be started is no affair of the first prompt's
         self._chunks: list[Chunk] = []
         self._future: Future[tuple[Tensor, list[Output]]] | None = None

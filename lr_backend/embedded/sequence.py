@@ -27,6 +27,7 @@ class Sequence:
         drafts: the request's draft tokens, as far as they fit ``max_seq_len``.
         max_new_tokens: tokens of output, as far as they fit ``max_seq_len``.
         goes_on: whether it decodes on once its drafts are verified; else it ends with them.
+        drafts_behind_prompt: whether the engine drafts already in the pass that computes the end of the prompt.
         num_proposed: draft tokens that the engine wrote, and verified ones that it went on after.
         num_accepted: draft tokens that stood.
         num_computed: how many of ``tokens + drafts`` have keys and values in the pool.
@@ -41,6 +42,7 @@ class Sequence:
     tokens_per_block: int
     on_tokens: OnTokens | None = None
     goes_on: bool = False
+    drafts_behind_prompt: bool = True
     tokens: list[int] = field(init=False)
     keys: list[bytes] = field(init=False)
     table: BlockTable = field(default_factory=BlockTable)
@@ -80,6 +82,8 @@ class Sequence:
     @property
     def num_draft_tokens(self) -> int:
         """Draft tokens that the engine may write in the next pass. The last token that is left is always the model's own."""
+        if not (self.num_generated or self.drafts_behind_prompt):
+            return 0
         return min(self.request.num_draft_tokens, self.max_new_tokens - self.num_generated - 1)
 
     @property

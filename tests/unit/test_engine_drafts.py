@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,10 @@ from lr_backend.embedded.native import drafter as drafter_module
 from lr_backend.embedded.native import run as native_run
 from lr_backend.embedded.native.drafter import Drafter
 from lr_backend.embedded.native.model import NativeModel
+from lr_backend.embedded.prefill_thread import PrefillThread
+from lr_backend.embedded.runner import Output
+from lr_backend.emulated.feed import Pass
+from lr_backend.emulated.model_source import ModelSource
 from lr_backend.engine import Sampling
 from lr_backend.engine.request import EngineRequest, EngineResponse
 from lr_backend.errors import ConfigError, EngineRejected
@@ -305,3 +310,28 @@ def test_it_never_claims_to_have_seen_more_than_it_has(target: Path, changes: li
                 break
         assert drafter.num_seen(blocks, SIZE * 3) == seen
         assert drafter.num_seen(blocks, 2) == min(2, seen)
+
+
+def test_texts_for_a_paced_engine_are_drafted_from_the_second_pass_on(make_engine: MakeEngine) -> None:
+    """TensorRT-LLM drafts nothing in the iteration that computes a prompt."""
+    config = make_engine().config
+    source = ModelSource(config, 1e-3)
+    feed = source.begin(request(prompt(9), 12, num_draft_tokens=3))
+    passes: list[Pass] = []
+    while sum(len(one.token_ids) for one in passes) < 12:
+        assert feed.wait(30.0)
+        passes.append(feed.take())
+    source.close()
+    assert (len(passes[0].token_ids), passes[0].num_proposed) == (1, 0)
+    assert (len(passes[1].token_ids), passes[1].num_proposed) == (4, 3), "its draft is the target itself"
+
+
+def test_the_second_thread_gives_way_as_the_first_does() -> None:
+    def niceness(chunks: object) -> tuple[torch.Tensor, list[Output]]:
+        return torch.tensor(os.getpriority(os.PRIO_PROCESS, 0)), []
+
+    thread = PrefillThread(niceness, lambda: None, 2)
+    thread.start([])
+    _, result = thread.take()
+    assert result()[0].item() == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 2)
+    thread.close()

@@ -41,7 +41,7 @@ class NativeRunner:
         logits = self._model.forward(self._pool, tokens, [span_of(chunk) for chunk in chunks], num_logits)
         if self._drafter:
             for chunk in chunks:
-                if chunk.count > 1 and chunk.sequence.num_draft_tokens:
+                if chunk.count > 1 and chunk.sequence.request.num_draft_tokens:
                     self._drafter.read(chunk.sequence, chunk.end)
         return logits, outputs
 
