@@ -201,18 +201,20 @@ class TritonPythonModel:
     def _by_calls(self) -> Engines:
         """The server's own models of these names by BLS, those that live elsewhere by gRPC."""
         gate = CallGate(self._max_calls, self._seat.lose)
+        helpers = gate.for_helpers()
         tokens_per_block = self._config.tokens_per_block
         engines: dict[Role, Engine] = {}
         for role in Role:
+            of_role = gate if role is Role.TARGET else helpers
             if urls := self._config.remotes.get(role):
                 from lr_backend.triton.remote_engine import remote_engine  # gRPC, which other servers have no use for
 
-                engines[role] = remote_engine(urls, role.value, gate, tokens_per_block, os.environ)
+                engines[role] = remote_engine(urls, role.value, of_role, tokens_per_block, os.environ)
             else:
                 self._called[role] = TritonEngine(
                     role.value,
-                    partial(infer, gate),
-                    gate,
+                    partial(infer, of_role),
+                    of_role,
                     tokens_per_block=tokens_per_block,
                     watch=self._seat if role is Role.TARGET else None,
                 )

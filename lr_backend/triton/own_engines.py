@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -19,14 +20,19 @@ from lr_backend.triton.triton_engine import Failing, Watch
 
 
 class Watched:
-    """An engine whose metrics are brought up to date when it was used, and whose failures somebody is told of."""
+    """An engine whose metrics are brought up to date when it was used, and whose failures somebody is told of.
 
-    def __init__(self, engine: Engine, metrics: MetricSheet, watch: Watch) -> None:
+    Calls beyond ``max_calls`` wait here: the loop makes many more than it has requests, and none may meet a full queue.
+    """
+
+    def __init__(self, engine: Engine, metrics: MetricSheet, watch: Watch, max_calls: int) -> None:
         self._engine, self._metrics, self._watch, self._failing = engine, metrics, watch, Failing(watch)
+        self._places = asyncio.Semaphore(max_calls)
 
     async def generate(self, call: EngineCall) -> Generation:
         try:
-            found = await self._engine.generate(call)
+            async with self._places:
+                found = await self._engine.generate(call)
         except (EngineRejected, NotFinite):
             raise
         except EngineError:
@@ -64,11 +70,13 @@ class OwnEngines:
 
     @staticmethod
     def _open(role: Role, parameters: Mapping[str, str], family: Any, watch: Watch, opened: ExitStack) -> Engine:
-        engine = EmbeddedEngine(EngineConfig.from_parameters(parameters))
+        config = EngineConfig.from_parameters(parameters)
+        engine = EmbeddedEngine(config)
         opened.callback(engine.close)
         metrics = engine_metrics(family, f"lookahead/{role.value}", engine.stats)
         opened.callback(metrics.close)
-        return Watched(InProcessEngine(engine), metrics, watch)
+        # The other half of the queue is for calls that were cancelled, which leave it between two iterations.
+        return Watched(InProcessEngine(engine), metrics, watch, max(1, config.max_queue_size // 2))
 
     def close(self) -> None:
         """Fail what is in flight, and wait for the threads."""

@@ -32,8 +32,12 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
 """Between two cancels of a call; each pause is twice the one before. A cancel that has overtaken its call is heard the second
 time. After that the engine knows, and ends the call between two iterations, or once it has had its turn."""
 SILENCE_S = 10.0
-"""An engine that does not let go of a call for so long, and answers no other meanwhile, is out of order. No iteration takes so
-long."""
+"""An engine that does not let go of a call for so long, beyond what the longest call in flight may take, and answers no other
+meanwhile, is out of order. No iteration takes so long."""
+SLOW_TOKEN_S = 0.03
+"""What a token may take. An engine that is full of long calls answers none before the first of them is over."""
+HELPERS_SHARE = 0.75
+"""Of the places in the gate, for draft and judge together."""
 FAILING_S, FEWEST_FAILURES, LONGEST_GAP_S = 30.0, 5, 600.0
 """An engine that has failed every call for so long, and so many of them, is told to who watches it. After such a gap without
 one it begins anew."""
@@ -71,20 +75,41 @@ class CallGate:
         num_lost: calls that nobody waits for any more, and that Triton has not answered.
     """
 
-    def __init__(self, max_in_flight_calls: int, on_lost: Callable[[int], None] = lambda num: None) -> None:
-        """``on_lost`` is told each new ``num_lost``."""
+    def __init__(
+        self, max_in_flight_calls: int, on_lost: Callable[[int], None] = lambda num: None, within: CallGate | None = None
+    ) -> None:
+        """
+        Args:
+            on_lost: is told each new ``num_lost``.
+            within: the gate whose places these are; None: they are its own.
+        """
+        self._max_calls = max_in_flight_calls
         self._semaphore = asyncio.Semaphore(max_in_flight_calls)
         self._on_lost = on_lost
+        self._within = within
         self._owed = 0
         """Places that lost calls take from the next ones that leave."""
         self.num_in_flight = self.num_lost = 0
 
+    def for_helpers(self) -> CallGate:
+        """The part of its places that draft and judge may take. An engine that hangs keeps those of its calls: then the target
+        still has the rest."""
+        return CallGate(max(1, int(HELPERS_SHARE * self._max_calls)), within=self)
+
     async def enter(self) -> None:
         await self._semaphore.acquire()
+        if self._within is not None:
+            try:
+                await self._within.enter()
+            except BaseException:
+                self._semaphore.release()
+                raise
         self.num_in_flight += 1
 
     def leave(self) -> None:
         self.num_in_flight -= 1
+        if self._within is not None:
+            self._within.leave()
         self._free()
 
     async def answer(self, asked: asyncio.Future[Answer]) -> Answer:
@@ -93,10 +118,15 @@ class CallGate:
             return await asyncio.shield(asked)
         except asyncio.CancelledError:
             if not asked.done():
-                self._owed += 1
-                self._count_lost(1)
-                asked.add_done_callback(self._found)
+                self._lose(asked)
             raise
+
+    def _lose(self, asked: asyncio.Future[Any]) -> None:
+        if self._within is not None:
+            self._within._lose(asked)
+        self._owed += 1
+        self._count_lost(1)
+        asked.add_done_callback(self._found)
 
     def _found(self, _: asyncio.Future[Any]) -> None:
         self._count_lost(-1)
@@ -165,10 +195,14 @@ class Breaker:
         self._tripped_at: float | None = None
         self.num_hung = 0
 
-    def enter(self, name: str) -> None:
-        """Raises :class:`EngineUnavailable` while open; lets one call through when the time has come."""
+    def require_closed(self, name: str) -> None:
+        """Raises :class:`EngineUnavailable` while open."""
         if self.is_open:
             raise EngineUnavailable(f"{name} is out of order; it is tried again within {self._retry_s:g} s")
+
+    def enter(self, name: str) -> None:
+        """As :meth:`require_closed`; lets one call through when the time has come."""
+        self.require_closed(name)
         if self._tripped_at is not None:
             self.trip()
 
@@ -219,6 +253,8 @@ class TritonEngine:
         self._why_dead = ""
         self._asked: set[asyncio.Future[Any]] = set()
         self._reaping: set[asyncio.Task[None]] = set()
+        self._lengths: dict[asyncio.Task[Generation], int] = {}
+        """Tokens at most, of the calls in flight."""
 
     @property
     def out_of_order(self) -> bool:
@@ -240,17 +276,28 @@ class TritonEngine:
 
     async def generate(self, call: EngineCall) -> Generation:
         if not self._why_dead:
-            self._breaker.enter(self._called)
+            self._breaker.require_closed(self._called)
         # Cancelled while it waits here, a call was never sent and needs no cancel.
         await self._gate.enter()
+        try:
+            if not self._why_dead:
+                self._breaker.enter(self._called)
+        except EngineUnavailable:
+            self._gate.leave()
+            raise
         running = asyncio.create_task(self._run(call))
-        running.add_done_callback(lambda _: self._gate.leave())
+        self._lengths[running] = call.max_new_tokens
+        running.add_done_callback(self._is_over)
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
             if not running.done():
                 self._reap(call.request_id, running)
             raise
+
+    def _is_over(self, running: asyncio.Task[Generation]) -> None:
+        del self._lengths[running]
+        self._gate.leave()
 
     async def close(self) -> None:
         """Wait until every cancelled call has come back."""
@@ -304,15 +351,19 @@ class TritonEngine:
     async def _stop(self, request_id: str, running: asyncio.Task[Generation]) -> None:
         """Have the engine let go of a call, asking it less and less often."""
         clock, pause_s = asyncio.get_running_loop().time, FIRST_PAUSE_S
-        silent_since, num_answered = clock(), self._num_answered
+        silent_since, num_answered, num_unheard = clock(), self._num_answered, 0
         while not running.done():
             is_heard = await self._cancel(request_id)
+            num_unheard = 0 if is_heard else num_unheard + 1
             await asyncio.wait({running}, timeout=pause_s if is_heard else 0.0)
             pause_s = min(2.0 * pause_s, LONGEST_PAUSE_S)
             if num_answered != self._num_answered:  # a call that only waits for its turn is no sign of an engine that hangs
                 silent_since, num_answered = clock(), self._num_answered
-            elif not running.done() and not (is_heard and clock() - silent_since < SILENCE_S):
-                await self._let_hang(running)
+            elif not running.done():
+                longest_s = SILENCE_S + SLOW_TOKEN_S * max(self._lengths.values())
+                # One cancel may go unheard where this process stood still for a moment.
+                if num_unheard > 1 or clock() - silent_since >= longest_s:
+                    await self._let_hang(running)
         if not running.cancelled():
             running.exception()  # nobody else asks for it any more
 

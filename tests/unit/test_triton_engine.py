@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -206,6 +206,130 @@ def test_an_iteration_of_seconds_is_no_sign_of_a_dead_engine() -> None:
     run_virtual(main())
 
 
+def test_an_engine_that_is_full_of_long_calls_does_not_hang() -> None:
+    """A stretch of 1,024 tokens takes 20 s beside as long ones, and a cancelled call that waits its turn as long."""
+
+    async def main() -> None:
+        triton = ScriptedTriton(seconds=30.0, deaf=10**6)
+        engine = engine_of(triton)
+        long = asyncio.create_task(engine.generate(replace(call("long"), max_new_tokens=1024)))
+        lost = asyncio.create_task(engine.generate(call("lost")))
+        await asyncio.sleep(0.5)
+        lost.cancel()
+        await asyncio.sleep(25.0)
+        assert not engine.out_of_order
+        assert (await long).token_ids == (1, 2, 3)
+        await engine.close()
+
+    run_virtual(main())
+
+
+def test_a_cancel_that_goes_unheard_once_is_no_sign_of_a_dead_engine() -> None:
+    """This process may have stood still while the answer came."""
+
+    async def main() -> None:
+        triton, unheard = ScriptedTriton(seconds=20.0), 1
+
+        async def infer(model: str, request_id: str, inputs: Any, wanted: Any) -> dict[str, Any]:
+            nonlocal unheard
+            if "stop" in inputs and unheard:
+                unheard -= 1
+                await asyncio.sleep(1e6)
+            return await triton.infer(model, request_id, inputs, wanted)
+
+        engine = TritonEngine("target", infer, CallGate(4), tokens_per_block=32)
+        lost = asyncio.create_task(engine.generate(call()))
+        await asyncio.sleep(0.5)
+        lost.cancel()
+        await asyncio.sleep(2.0)
+        assert not engine.out_of_order and not triton.running
+        unheard, lost = 2, asyncio.create_task(engine.generate(call()))
+        await asyncio.sleep(0.5)
+        lost.cancel()
+        await asyncio.sleep(2.0)
+        assert engine.out_of_order
+        await engine.close()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("num_asked", [4, 100])
+def test_a_draft_that_hangs_leaves_the_target_its_places(num_asked: int) -> None:
+    async def main() -> None:
+        gate, hung, healthy = CallGate(8), ScriptedTriton(seconds=1e9, deaf=10**9), ScriptedTriton(seconds=1.0)
+        helpers = gate.for_helpers()
+        draft = TritonEngine("draft", hung.infer, helpers, tokens_per_block=32)
+        target = TritonEngine("target", healthy.infer, gate, tokens_per_block=32)
+        asked = [asyncio.create_task(draft.generate(call(str(number)))) for number in range(num_asked)]
+        await asyncio.sleep(0.1)
+        for each in asked:
+            each.cancel()
+        found = await asyncio.wait_for(asyncio.gather(*(target.generate(call(str(number))) for number in range(4))), 5.0)
+        assert len(found) == 4 and len(hung.running) == min(num_asked, 6)
+        for stopped in hung.running.values():
+            stopped.set()
+        await draft.close()
+        assert (gate.num_in_flight, helpers.num_in_flight) == (0, 0)
+        asked = [asyncio.create_task(target.generate(call(str(number)))) for number in range(8)]
+        await asyncio.sleep(0.5)
+        assert len(healthy.running) == 8, "all places are free again"
+        await asyncio.gather(*asked)
+
+    run_virtual(main())
+
+
+def test_a_helpers_call_that_is_lost_keeps_its_place_in_both_gates() -> None:
+    async def main() -> None:
+        gate = CallGate(4)
+        helpers = gate.for_helpers()
+        answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        await helpers.enter()
+        losing = asyncio.create_task(helpers.answer(answered))
+        await asyncio.sleep(0)
+        losing.cancel()
+        await asyncio.gather(losing, return_exceptions=True)
+        helpers.leave()
+        assert (gate.num_lost, helpers.num_lost) == (1, 1)
+        for _ in range(2):
+            await helpers.enter()
+        waiting = asyncio.create_task(helpers.enter())
+        await asyncio.sleep(1)
+        assert not waiting.done()
+        answered.set_result(None)
+        await waiting
+        assert (gate.num_lost, helpers.num_lost, gate.num_in_flight) == (0, 0, 3)
+
+    run_virtual(main())
+
+
+def test_more_calls_than_an_engines_queue_holds_wait_for_it() -> None:
+    class Small:
+        num_running = most = 0
+
+        async def generate(self, call: EngineCall) -> Generation:
+            self.num_running += 1
+            self.most = max(self.most, self.num_running)
+            await asyncio.sleep(1)
+            self.num_running -= 1
+            return Generation((1,))
+
+        async def close(self) -> None: ...
+
+    class Sheet:
+        def touch(self) -> None: ...
+
+    async def main() -> None:
+        small = Small()
+        engine = Watched(small, Sheet(), Seats.alone().seat(0), max_calls=8)  # type: ignore[arg-type]
+        asked = [asyncio.create_task(engine.generate(call(str(number)))) for number in range(100)]
+        asked[50].cancel()
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        assert sum(isinstance(one, Generation) for one in found) == 99
+        assert small.most == 8
+
+    run_virtual(main())
+
+
 def test_an_engine_that_keeps_calls_is_tried_more_and_more_rarely() -> None:
     """Each try may be kept too, and with it a place in the gate that all roles share."""
 
@@ -286,7 +410,7 @@ def test_a_target_in_the_loops_own_process_that_fails_every_call_is_as_one_that_
 
     async def main() -> None:
         seats, broken = Seats.alone(), Broken()
-        engine = Watched(broken, Sheet(), seats.seat(0))  # type: ignore[arg-type]
+        engine = Watched(broken, Sheet(), seats.seat(0), max_calls=8)  # type: ignore[arg-type]
         for error, num_hung in ((EngineRejected("too long"), 0), (EngineError("the iteration failed"), 1), (None, 0)):
             broken.error = error
             for _ in range(int(FAILING_S) + 2):
