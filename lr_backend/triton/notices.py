@@ -23,11 +23,20 @@ class Mortal(Protocol):
     def is_back(self) -> None: ...
 
 
+def _read_or(path: Path, seen: frozenset[str]) -> frozenset[str]:
+    """What the notices say; what they said before, where they cannot be read just now."""
+    try:
+        return read(path)
+    except OSError as error:
+        log.warning("notices_unread", error=str(error))
+        return seen
+
+
 async def heed(path: Path, engines: Mapping[str, Mortal], look_s: float = LOOK_S) -> None:
     """Act on notices, for as long as the event loop runs."""
     seen: frozenset[str] = frozenset()
     while True:
-        dead = read(path)
+        dead = _read_or(path, seen)
         for model in dead - seen:
             log.warning("engine_died", model=model)
             if model in engines:

@@ -31,7 +31,7 @@ class GuardedVerifier:
                 return Verdict(False, Reason.TIMEOUT, verifier=self.name)
             _logger.warning("the verifier %s failed", self.name, exc_info=error)
             return Verdict(False, Reason.VERIFIER_ERROR, verifier=self.name)
-        if not isinstance(verdict, Verdict):
+        if not (isinstance(verdict, Verdict) and isinstance(verdict.accepted, bool) and isinstance(verdict.reason, Reason)):
             return Verdict(False, Reason.GARBAGE, verifier=self.name)
         # What is settled without a verifier is not its to say: equal tokens are never audited.
         reason = Reason.PLUG_IN if verdict.reason in SETTLED else verdict.reason

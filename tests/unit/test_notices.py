@@ -16,6 +16,7 @@ from lr_backend.engine import EngineCall
 from lr_backend.errors import EngineUnavailable
 from lr_backend.notice import MAX_LOOPS, Lessons, OtherLoops, Seats, post, read
 from lr_backend.testing import run_virtual
+from lr_backend.triton import notices
 from lr_backend.triton.notices import LOOK_S, heed
 from lr_backend.triton.triton_engine import CallGate, TritonEngine
 from tests.support.examples import answers
@@ -43,6 +44,26 @@ def test_a_notice_is_read_as_it_was_put_up(tmp_path_factory: pytest.TempPathFact
     post(path, {"target"})
     post(path, dead)
     assert read(path) == dead
+
+
+def test_notices_that_cannot_be_read_for_a_moment_are_heeded_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unread(path: Path) -> frozenset[str]:
+        raise OSError(24, "too many open files")
+
+    async def main() -> None:
+        path, draft = tmp_path / "notice", Engine()
+        post(path, ["draft"])
+        heeding = asyncio.create_task(heed(path, {"draft": draft}))
+        await asyncio.sleep(3 * LOOK_S)
+        with monkeypatch.context() as patched:
+            patched.setattr(notices, "read", unread)
+            await asyncio.sleep(3 * LOOK_S)
+        post(path, [])
+        await asyncio.sleep(3 * LOOK_S)
+        assert draft.told == ["the process of draft has died", "back"]
+        heeding.cancel()
+
+    run_virtual(main())
 
 
 def test_deaths_and_returns_are_told_once_and_of_the_engines_that_are_called(tmp_path: Path) -> None:

@@ -141,10 +141,11 @@ def test_a_plug_in_that_fails_or_is_slow_rejects(model: Similarity, expected: Ve
     assert model.calls == [("a", "b")]
 
 
-def test_what_is_no_verdict_rejects() -> None:
+@pytest.mark.parametrize("answer", [True, None, Verdict(True, "fine"), Verdict("yes", Reason.PLUG_IN)], ids=repr)  # type: ignore[arg-type]
+def test_what_is_no_verdict_rejects(answer: object) -> None:
     class Talks:
         async def verify(self, pair: StepPair) -> Any:
-            return True
+            return answer
 
     assert run_virtual(GuardedVerifier("talks", Talks(), None).verify(make_pair())) == Verdict(
         False, Reason.GARBAGE, verifier="talks"
