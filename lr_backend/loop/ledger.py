@@ -13,7 +13,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 
 from lr_backend.clock import Clock
-from lr_backend.contract import IntArray
 from lr_backend.engine import Engine, EngineCall, Generation, Role
 from lr_backend.errors import EngineError, EngineTimeout
 from lr_backend.loop.tree import Decision, Node
@@ -90,6 +89,7 @@ class Ledger:
         beginnings: the same of each step's first one.
         num_engine_passes: passes of calls whose draft tokens the engine wrote itself.
         degraded: what the answer goes on without, and since when.
+        read_s: when a model had read the prompt: its first call came back.
         on_call: told of every call that has come to its end; must not block.
     """
 
@@ -118,6 +118,7 @@ class Ledger:
     num_engine_passes: int = 0
     num_reused_tokens: int = 0
     first_step_s: float | None = None
+    read_s: dict[Role, float] = field(default_factory=dict)
     _run_length: int = 0
 
     def __post_init__(self) -> None:
@@ -142,9 +143,9 @@ class Ledger:
     def draft_failed(self) -> bool:
         return "draft" in self.degraded
 
-    def num_read(self, prefix: IntArray) -> int:
-        """Tokens of the prompt, where it is all that a step after ``prefix`` finds."""
-        return len(prefix) if len(prefix) == self.prompt_tokens else 0
+    def num_read(self, role: Role) -> int:
+        """Tokens of the prompt, where a step that begins now waits until its model has read it."""
+        return 0 if role in self.read_s else self.prompt_tokens
 
     def drafts_verified(self, num_proposed: int, num_accepted: int, *, begins_step: bool) -> None:
         """Count one verification of draft tokens."""
@@ -172,9 +173,10 @@ class Ledger:
                 yield span.num_tokens, span.finished_s - span.started_s
 
     def _timed(self, role: Role) -> Iterator[CallSpan]:
-        least = self.prompt_tokens if self.prompt_tokens >= LONG_PROMPT else 0
+        read_s = self.read_s.get(role, 0.0) if self.prompt_tokens >= LONG_PROMPT else 0.0
         for span in self.spans:
-            if span.role is role and not (span.cancelled or span.failed) and span.num_prompt_tokens > least:
+            is_whole = span.finished_s is not None and not (span.cancelled or span.failed)
+            if span.role is role and is_whole and span.started_s >= read_s:
                 yield span
 
     def draft_tokens_verified(self, call_id: str, num_proposed: int, num_accepted: int) -> None:
@@ -304,6 +306,7 @@ class MeteredEngine:
             raise
         finally:
             span.finished_s = self._ledger.now_s()
+        self._ledger.read_s.setdefault(self._role, span.finished_s)
         span.num_tokens = len(generation.token_ids)
         if call.draft_ids is not None:
             span.num_accepted = num_equal(call.draft_ids.tolist(), generation.token_ids)

@@ -90,7 +90,7 @@ class LookaheadLoop:
                     await self._answer()
         except TimeoutError:
             assert deadline.expired()
-            answer.finish = FinishReason.DEADLINE
+            answer.finish = answer.finish or FinishReason.DEADLINE  # it may have come to its end just before
         except (EngineRejected, NotFinite):
             raise
         except EngineError as error:
@@ -178,8 +178,8 @@ class LookaheadLoop:
                 self.shared.decided(self.audit.decides, *first)
             origin = Origin.DRAFT if accepted else Origin.CORRECTION if compared is not None else Origin.TARGET
             answer.commit(decision.step, origin, decision.reason, decision)
-            was_accepted = accepted if compared is not None else None
-            self.policy.committed(len(decision.step.ids), accepted=was_accepted, verifier=self.audit.decides)
+            was_accepted = first[0] if first is not None else None
+            self.policy.committed(len(decision.step.ids), accepted=was_accepted, fresh=not accepted, verifier=self.audit.decides)
             self._look_ahead(tree)
 
     def _cancel(self, nodes: Iterable[Node]) -> None:
@@ -201,7 +201,7 @@ class LookaheadLoop:
         # In pieces, where the target verifies them while they are written.
         in_pieces = is_first and drafts is not None and drafts.source.follows_drafted and self.policy.verifies_drafts
         try:
-            with self.shared.prices.drafting(self.ledger.num_read(node.prefix)) as work:
+            with self.shared.prices.drafting(self.ledger.num_read(self.draft.role)) as work:
                 step = await self.draft.draft(
                     node.prefix,
                     self._budget(node.prefix),
@@ -268,7 +268,7 @@ class LookaheadLoop:
         tokens, sibling = self.target.draft_tokens, node.sibling if node is not None else 0
         drafts = self.policy.verifies_drafts and (tokens is None or tokens.source.is_available)
         first = node.children[0] if node is not None and node.children else None
-        with self.shared.prices.step(drafts=drafts, num_read=self.ledger.num_read(prefix)) as work:
+        with self.shared.prices.step(drafts=drafts, num_read=self.ledger.num_read(self.target.role)) as work:
             if drafts and tokens is not None:
                 drafted = self._drafting.get(first) if first is not None else None
                 step = await self.target.verify(prefix, most, ending, sibling=sibling, drafted=drafted)

@@ -53,8 +53,15 @@ class WorkUnderWay:
                 task.cancel()
 
     async def cancel_all(self) -> None:
-        """Returns when nothing runs any more."""
+        """Returns when nothing runs any more, even where it is cancelled itself: a call that has not ended has no time."""
         self.cancel(list(self._by_node))
+        try:
+            await self._idle()
+        except asyncio.CancelledError:
+            await self._idle()
+            raise
+
+    async def _idle(self) -> None:
         if self._tasks:
             await asyncio.wait(self._tasks)
 

@@ -209,12 +209,19 @@ class RequestPolicy(Protocol):
         ...
 
     def committed(
-        self, num_tokens: int, num_steps: int = 1, *, accepted: bool | None = None, verifier: str | None = None
+        self,
+        num_tokens: int,
+        num_steps: int = 1,
+        *,
+        accepted: bool | None = None,
+        fresh: bool = True,
+        verifier: str | None = None,
     ) -> None:
         """Steps were committed.
 
         Args:
-            accepted: whether a drafted one was, where one was compared.
+            accepted: whether the first drafted step was, where somebody could say.
+            fresh: nothing is under way behind these steps.
             verifier: who decides on drafted steps by now; None: who did.
         """
         ...
@@ -253,7 +260,13 @@ class Fixed:
         pass
 
     def committed(
-        self, num_tokens: int, num_steps: int = 1, *, accepted: bool | None = None, verifier: str | None = None
+        self,
+        num_tokens: int,
+        num_steps: int = 1,
+        *,
+        accepted: bool | None = None,
+        fresh: bool = True,
+        verifier: str | None = None,
     ) -> None:
         pass
 
@@ -326,14 +339,20 @@ class Measured:
         self._is_alone = True
 
     def committed(
-        self, num_tokens: int, num_steps: int = 1, *, accepted: bool | None = None, verifier: str | None = None
+        self,
+        num_tokens: int,
+        num_steps: int = 1,
+        *,
+        accepted: bool | None = None,
+        fresh: bool = True,
+        verifier: str | None = None,
     ) -> None:
         self.verifier = verifier or self.verifier  # once a risk budget is spent, only equal tokens are accepted
         now_s = self.shared.prices.clock()
         # What was drafted before looking ahead has stopped was paid for then.
         if not self._is_alone and not self._reads and (self._way.ahead or accepted is None):
             seconds = now_s - self._since_s - (0.0 if accepted is None else self._luck_s(accepted))
-            self.shared.committed(self._of, self._way, seconds, num_tokens, num_steps, self._predicted, fresh=not accepted)
+            self.shared.committed(self._of, self._way, seconds, num_tokens, num_steps, self._predicted, fresh=fresh)
         self._since_s, self._way, self._reads = now_s, self._way_now, False
 
     @property

@@ -214,7 +214,7 @@ class Prices:
         """The target writes: a companion to the others while it does, and timed by token if it comes to its end.
 
         Args:
-            num_read: tokens of the prompt, where this step is the first to read it.
+            num_read: tokens of the prompt, where this step waits until it is read.
         """
         work, started, found = Work(), self.clock(), self.target[drafts]
         elsewhere, before = self._others.num_sequences, self._change(+1)

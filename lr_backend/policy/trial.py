@@ -73,8 +73,7 @@ class Trial:
     ) -> None:
         self._ways = tuple(ways)
         self._drafts_by_calls, self._shares_cards = drafts_by_calls, shares_cards
-        self._usual = {way: like.off(way) if like is not None else None for way in self._ways}
-        self._usually_at = {way: like.seen_at(way) if like is not None else 1 for way in self._ways}
+        self._like = like
         self._taken, self._off = ({way: Average(memory=MEMORY) for way in ways} for _ in range(2))
         """Seconds a token, and the same over those that were predicted, by spans."""
         self._surprises = dict.fromkeys(self._ways, 0)
@@ -102,17 +101,23 @@ class Trial:
 
     def off(self, way: Way) -> float | None:
         """What the way took over what was predicted; None: it was never taken, here or at a load near this one."""
-        off, usual = self._off[way], self._usual[way]
+        off, usual = self._off[way], self._usual(way)
         return usual if off.value is None else self._blend(off, 1.0 if usual is None else usual)
 
     def expected(self, way: Way, predict: Predict) -> float:
         """Seconds a token: as they have lately been at this load; before that as predicted, and as wrong as near this load."""
-        usual = self._usual[way]
+        usual = self._usual(way)
         return self._blend(self._taken[way], predict(way) * (1.0 if usual is None else usual) * self._caution(way))
 
     def seen_at(self, way: Way) -> int:
         """Requests in flight at the load, this or one near it, where the way was taken; 1: it never was."""
-        return self._usually_at[way] if self._taken[way].value is None else self._num_requests
+        if self._taken[way].value is not None:
+            return self._num_requests
+        return self._like.seen_at(way) if self._like is not None else 1
+
+    def _usual(self, way: Way) -> float | None:
+        """What it takes over what is predicted at the load near this one. That may yet be found to have been a moment's."""
+        return self._like.off(way) if self._like is not None else None
 
     def _caution(self, way: Way) -> float:
         """What calls that are made more than now cost the others is in no price before all of them have taken that way."""
@@ -217,7 +222,8 @@ class Trial:
         surprise = (taken > CHANGED_SHARE * usual) - (taken * CHANGED_SHARE < usual)
         self._surprises[self.way] = before + surprise if surprise and before * surprise >= 0 else surprise
         if abs(self._surprises[self.way]) >= CHANGED_SPANS:
-            self._taken[self.way], self._surprises[self.way] = Average(memory=MEMORY), 0
+            self._taken[self.way], self._off[self.way] = Average(memory=MEMORY), Average(memory=MEMORY)
+            self._surprises[self.way] = 0
 
     def _end_span(self, predict: Predict) -> None:
         expected = {way: self.expected(way, predict) for way in self._ways}

@@ -56,8 +56,8 @@ UNCOMPARED = frozenset({Reason.NONE, Reason.LATE, Reason.DRAFT_ERROR, Reason.DUP
 """Reasons of a step for which no drafted step was compared with the target's."""
 SETTLED = UNCOMPARED | {Reason.EXACT, Reason.RISK_BUDGET}
 """Reasons that are not a plug-in's to give: the loop itself finds them."""
-FAILED = frozenset({Reason.DRAFT_ERROR, Reason.JUDGE_ERROR, Reason.VERIFIER_ERROR})
-"""Reasons that say nothing of the drafted step, as what was to write it or to judge it has failed."""
+FAILED = frozenset({Reason.DRAFT_ERROR, Reason.JUDGE_ERROR, Reason.VERIFIER_ERROR, Reason.TIMEOUT, Reason.GARBAGE})
+"""Reasons that say nothing of the drafted step, as what was to write it or to judge it has failed, or was too slow."""
 UNASKED = frozenset({Reason.JUDGE_ERROR, Reason.VERIFIER_ERROR, Reason.CAPPED})
 """Reasons of a rejection for which a verifier may not have looked at the pair: its model has failed, or the pair is too long."""
 

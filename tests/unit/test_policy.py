@@ -18,7 +18,7 @@ from lr_backend.notice import Lessons, OtherLoops, Seats
 from lr_backend.plan.simulation import Policy, simulate
 from lr_backend.policy.policy import Fixed, Learned, Measured
 from lr_backend.policy.prices import LONG_PROMPT, STALE_STEPS
-from lr_backend.policy.trial import EXPLORED_SHARE, LEAST_STEPS, SPAN_STEPS, Trial, Way
+from lr_backend.policy.trial import EXPLORED_SHARE, LEAST_STEPS, SPAN_STEPS, STALE_SPANS, Trial, Way
 from lr_backend.request import LookaheadRequest, Mode, ProposerName, VerifierName
 from tests.support.examples import answers
 from tests.support.scenarios import fitted
@@ -228,6 +228,25 @@ def test_a_new_load_begins_with_what_is_known_of_the_nearest() -> None:
     followed = spans(Trial(WAYS, known), truth, 20, lambda way: 1.0)
 
     assert followed.count(ALONE) == 20  # nothing is tried a first time once more
+
+
+def test_what_a_load_near_this_one_has_learned_since_counts_here() -> None:
+    """A new load begins while the one near it still has the time of a server that stood still."""
+    truth = {way: 1.0 if way == WAYS[0] else 1.3 for way in WAYS}
+    near = Trial(WAYS)
+    spans(near, {way: 10.0 for way in WAYS}, 2, lambda way: 1.0)
+    here = Trial(WAYS, near)
+    assert here.expected(WAYS[0], lambda way: 1.0) > 2.0
+    spans(near, truth, 2 * STALE_SPANS, lambda way: 1.0)
+    assert here.expected(WAYS[0], lambda way: 1.0) < 1.3
+
+
+def test_what_a_way_took_before_a_change_is_no_measure_of_predictions_after_it() -> None:
+    trial = Trial((ALONE,))
+    spans(trial, {ALONE: 10.0}, 40, lambda way: 1.0)
+    spans(trial, {ALONE: 1.0}, 10, lambda way: 1.0)
+    off = trial.off(ALONE)
+    assert off is not None and off < 1.5
 
 
 def test_a_span_of_many_requests_tells_as_much_as_several_of_one() -> None:

@@ -326,7 +326,7 @@ def test_a_draft_that_failed_says_nothing_of_what_is_accepted() -> None:
     assert decision.first is None
 
 
-@pytest.mark.parametrize("reason", [Reason.JUDGE_ERROR, Reason.VERIFIER_ERROR])
+@pytest.mark.parametrize("reason", [Reason.JUDGE_ERROR, Reason.VERIFIER_ERROR, Reason.TIMEOUT, Reason.GARBAGE])
 def test_a_verifier_that_failed_says_nothing_of_what_is_accepted(reason: Reason) -> None:
     tree = window()
     (child,) = begin(tree)

@@ -15,9 +15,12 @@ from hypothesis import strategies as st
 from lr_backend.contract import IntArray
 from lr_backend.engine import GREEDY, EngineCall, Generation, Role, Sampling
 from lr_backend.errors import EngineUnavailable
-from lr_backend.loop.ledger import Ledger
+from lr_backend.loop.ledger import Ledger, MeteredEngine
 from lr_backend.loop.seeds import Seeds
+from lr_backend.loop.tree import Node
+from lr_backend.loop.work import Change, WorkUnderWay
 from lr_backend.loop.writer import DraftTokens, StepWriter
+from lr_backend.policy.prices import LONG_PROMPT
 from lr_backend.propose import NGram, Proposal
 from lr_backend.propose.growing import GrowingText
 from lr_backend.propose.lookup import MOST_PLAIN, Lookup
@@ -26,6 +29,7 @@ from lr_backend.steps.rules import StepRules
 from lr_backend.steps.segment import BLANK_LINE
 from lr_backend.steps.step import Step, StepEnd
 from lr_backend.testing import ScriptedEngine, run_virtual
+from lr_backend.trace.schema import Purpose
 from tests.support.examples import answers
 from tests.support.traces import taking
 from tests.support.world import FickleEngine
@@ -246,3 +250,65 @@ def test_an_engine_that_keeps_silent_is_taken_for_dead_by_every_way_of_writing()
     ):
         with pytest.raises(EngineUnavailable, match="no tokens"):
             run_virtual(work())
+
+
+def test_all_that_begins_before_a_model_has_read_the_prompt_waits_for_that() -> None:
+    """Steps behind drafted ones too: what they take is no price of a step."""
+
+    @dataclass
+    class Slow:
+        async def generate(self, call: EngineCall) -> Generation:
+            await asyncio.sleep(1.0)
+            return Generation((1,))
+
+        async def close(self) -> None: ...
+
+    async def main() -> None:
+        ledger = Ledger(asyncio.get_running_loop().time, LONG_PROMPT)
+        target = MeteredEngine(Slow(), Role.TARGET, ledger, timeout_s=None)
+        calls = [
+            asyncio.create_task(target.generate(EngineCall(name, PREFIX, len(PREFIX) + 1, draft_ids=PREFIX))) for name in "ab"
+        ]
+        await asyncio.sleep(0.5)
+        assert ledger.num_read(Role.TARGET) == LONG_PROMPT
+        await asyncio.gather(*calls)
+        assert (ledger.num_read(Role.TARGET), ledger.num_read(Role.DRAFT)) == (0, LONG_PROMPT)
+        assert not list(ledger.timed_verifications())
+        await target.generate(EngineCall("c", PREFIX, len(PREFIX) + 1, draft_ids=PREFIX))
+        assert list(ledger.timed_verifications()) == [(len(PREFIX), 0, 1.0)]
+
+    run_virtual(main())
+
+
+def test_work_that_is_cancelled_has_come_to_its_end_even_where_whoever_waits_for_it_is_cancelled() -> None:
+    @dataclass
+    class LetsGoLate:
+        async def generate(self, call: EngineCall) -> Generation:
+            try:
+                await asyncio.sleep(1e6)
+            finally:
+                await asyncio.sleep(1.0)
+            return Generation((1,))
+
+        async def close(self) -> None: ...
+
+    async def main() -> None:
+        ledger = Ledger(asyncio.get_running_loop().time, len(PREFIX))
+        target = MeteredEngine(LetsGoLate(), Role.TARGET, ledger, timeout_s=None)
+        work = WorkUnderWay(ledger)
+
+        async def ask() -> Change:
+            await target.generate(EngineCall("a", PREFIX, 4))
+            return lambda: None
+
+        work.start(Node(PREFIX), Purpose.TARGET_STEP, ask)
+        await asyncio.sleep(1.0)
+        ending = asyncio.create_task(work.cancel_all())
+        await asyncio.sleep(0.5)
+        ending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await ending
+        assert [span.cancelled for span in ledger.spans] == [True]
+        assert all(span.finished_s is not None for span in ledger.spans)
+
+    run_virtual(main())
