@@ -81,22 +81,6 @@ class Finding:
     advice: str
 
 
-@dataclass(frozen=True)
-class Thresholds:
-    """From where on a signature is named. Chosen so that neither a short request nor plain chance shows one."""
-
-    min_rejection_run: int = 3
-    repeated_rejections: float = 0.5
-    deep_waste: float = 0.5
-    min_verdicts: int = 12
-    latency_ratio: float = 1.5
-    acceptance_change: float = 0.4
-    num_deviations: float = 2.6
-    min_late: int = 3
-    late_share: float = 0.25
-    draft_wait_share: float = 0.15
-
-
 @dataclass(frozen=True, slots=True)
 class Analysis:
     """All that is found in one trace; no findings: it is healthy."""
@@ -106,15 +90,11 @@ class Analysis:
     findings: tuple[Finding, ...]
 
 
-def analyse(trace: Trace, thresholds: Thresholds = Thresholds()) -> Analysis:
+def analyse(trace: Trace) -> Analysis:
     """Everything that the reports show."""
     critical = critical_path(trace)
     found = breakdown(trace, critical)
-    signatures = (
-        draft_bottleneck(trace, found, thresholds),
-        cascade_rejection(trace, thresholds),
-        verifier_drift(trace, thresholds),
-    )
+    signatures = (draft_bottleneck(trace, found), cascade_rejection(trace), verifier_drift(trace))
     return Analysis(found, tuple(critical), tuple(finding for finding in signatures if finding is not None))
 
 
@@ -192,8 +172,20 @@ def _share(part: float, whole: float) -> float | None:
 
 # Failure signatures ------------------------------------------------------------------------------------------------
 
+# From where on a signature is named. Chosen so that neither a short request nor plain chance shows one.
+MIN_REJECTION_RUN = 3
+REPEATED_REJECTIONS = 0.5
+DEEP_WASTE = 0.5
+MIN_VERDICTS = 12
+LATENCY_RATIO = 1.5
+ACCEPTANCE_CHANGE = 0.4
+NUM_DEVIATIONS = 2.6
+MIN_LATE = 3
+LATE_SHARE = 0.25
+DRAFT_WAIT_SHARE = 0.15
 
-def cascade_rejection(trace: Trace, limits: Thresholds = Thresholds()) -> Finding | None:
+
+def cascade_rejection(trace: Trace) -> Finding | None:
     """Rejections at the root come in runs, and the work below them is thrown away."""
     rejected = [_is_rejected(record) for record in trace.steps if _is_decided(record)]
     runs = [sum(1 for _ in group) for value, group in groupby(rejected) if value]
@@ -202,7 +194,7 @@ def cascade_rejection(trace: Trace, limits: Thresholds = Thresholds()) -> Findin
     if not runs or waste is None:
         return None
     repeated = 1.0 - len(runs) / sum(runs)
-    if max(runs) < limits.min_rejection_run or repeated < limits.repeated_rejections or waste < limits.deep_waste:
+    if max(runs) < MIN_REJECTION_RUN or repeated < REPEATED_REJECTIONS or waste < DEEP_WASTE:
         return None
     return Finding(
         "cascade rejection",
@@ -215,41 +207,41 @@ def cascade_rejection(trace: Trace, limits: Thresholds = Thresholds()) -> Findin
     )
 
 
-def verifier_drift(trace: Trace, limits: Thresholds = Thresholds()) -> Finding | None:
+def verifier_drift(trace: Trace) -> Finding | None:
     """Verdicts grow slower or faster, or acceptance changes, from the first half of the request to the second."""
-    evidence = [clause for clause in (_latency_drift(trace, limits), _acceptance_drift(trace, limits)) if clause]
+    evidence = [clause for clause in (_latency_drift(trace), _acceptance_drift(trace)) if clause]
     if not evidence:
         return None
     advice = "compare the halves: a judge that slows down is short of capacity, one that changes its mind wants an audit"
     return Finding("verifier drift", tuple(evidence), advice)
 
 
-def _latency_drift(trace: Trace, limits: Thresholds) -> str | None:
+def _latency_drift(trace: Trace) -> str | None:
     cut_short = (CallOutcome.CANCELLED, CallOutcome.FAILED)
     times = [call.duration_ms for call in trace.calls if call.purpose is Purpose.VERDICT and call.outcome not in cut_short]
     first, second = _halves(times)
-    if len(times) < limits.min_verdicts or min(median(first), median(second)) <= 0.0:
+    if len(times) < MIN_VERDICTS or min(median(first), median(second)) <= 0.0:
         return None
     ratio = median(second) / median(first)
-    changed = not 1.0 / limits.latency_ratio < ratio < limits.latency_ratio
-    if not changed or abs(_rank_deviations(first, second)) < limits.num_deviations:
+    changed = not 1.0 / LATENCY_RATIO < ratio < LATENCY_RATIO
+    if not changed or abs(_rank_deviations(first, second)) < NUM_DEVIATIONS:
         return None
     return f"a verdict took {median(first):.1f} ms in the first half and {median(second):.1f} ms in the second (median)"
 
 
-def _acceptance_drift(trace: Trace, limits: Thresholds) -> str | None:
+def _acceptance_drift(trace: Trace) -> str | None:
     accepted = [float(not _is_rejected(record)) for record in trace.steps if _is_decided(record)]
-    if len(accepted) < limits.min_verdicts:
+    if len(accepted) < MIN_VERDICTS:
         return None
     first, second = _halves(accepted)
     before, after, overall = (sum(part) / len(part) for part in (first, second, accepted))
     noise = sqrt(overall * (1.0 - overall) * (1.0 / len(first) + 1.0 / len(second)))
-    if abs(after - before) < max(limits.acceptance_change, limits.num_deviations * noise):
+    if abs(after - before) < max(ACCEPTANCE_CHANGE, NUM_DEVIATIONS * noise):
         return None
     return f"{before:.0%} of the compared steps were accepted in the first half and {after:.0%} in the second"
 
 
-def draft_bottleneck(trace: Trace, found: Breakdown, limits: Thresholds = Thresholds()) -> Finding | None:
+def draft_bottleneck(trace: Trace, found: Breakdown) -> Finding | None:
     """The root waits for drafts, or goes on without them because they come too late."""
     if not any(call.purpose is Purpose.DRAFTED_STEP for call in trace.calls):
         return None  # between verifications the target always waits for the draft model's tokens
@@ -258,9 +250,9 @@ def draft_bottleneck(trace: Trace, found: Breakdown, limits: Thresholds = Thresh
     late = _share(num_late, num_decided) or 0.0
     waited = _share(found.roles[Role.DRAFT].critical_ms, found.latency_ms) or 0.0
     evidence = []
-    if num_late >= limits.min_late and late >= limits.late_share:
+    if num_late >= MIN_LATE and late >= LATE_SHARE:
         evidence.append(f"{num_late} of {num_decided} positions had no draft ready when the target's step was")
-    if waited >= limits.draft_wait_share:
+    if waited >= DRAFT_WAIT_SHARE:
         evidence.append(f"for {waited:.0%} of the latency the answer waited for the draft alone")
     if not evidence:
         return None
