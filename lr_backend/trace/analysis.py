@@ -19,8 +19,8 @@ from lr_backend.request import Origin, StepRecord
 from lr_backend.trace.intervals import Interval, at_least, common, length
 from lr_backend.trace.schema import Call, CallOutcome, Purpose, Trace
 
-PRIORITY = {Purpose.TARGET_STEP: 0, Purpose.ALONE: 0, Purpose.DRAFT_TOKENS: 0, Purpose.VERDICT: 1, Purpose.DRAFTED_STEP: 2}
-"""Which of the calls that work on the step at the root it waits for first. Draft tokens are part of how the target writes."""
+PRIORITY = {Purpose.TARGET_STEP: 0, Purpose.ALONE: 0, Purpose.VERDICT: 1, Purpose.DRAFT_TOKENS: 2, Purpose.DRAFTED_STEP: 3}
+"""Which of the calls that work on the step at the root it waits for first. Draft tokens may be written while the target runs."""
 
 
 @dataclass(frozen=True, slots=True)

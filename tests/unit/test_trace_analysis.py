@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lr_backend.engine import EngineCall, Role
 from lr_backend.trace.analysis import Analysis, analyse
 from lr_backend.trace.intervals import at_least, common, length, rows
-from lr_backend.trace.schema import Trace
+from lr_backend.trace.schema import CallOutcome, Purpose, Trace
 from tests.support.traces import NUM_STEPS, any_world, numbered_world, salts, shapes, taking, traced
 
 ALL = range(NUM_STEPS)
@@ -62,6 +62,19 @@ def test_plain_decoding_is_neither_batched_nor_overlapped() -> None:
 
     assert (found.batched_share, found.overlap_share) == (0.0, 0.0)
     assert found.roles[Role.TARGET].critical_ms == pytest.approx(found.latency_ms)
+
+
+def test_draft_tokens_beside_a_verification_are_not_waited_for() -> None:
+    """Their call comes first, and the target took some of them."""
+    trace = traced(numbered_world(), mode="ar")
+    first = trace.calls[0]
+    of_tokens = {"role": Role.DRAFT, "purpose": Purpose.DRAFT_TOKENS, "outcome": CallOutcome.ACCEPTED}
+
+    found = analyse(trace.model_copy(update={"calls": (first.model_copy(update=of_tokens), *trace.calls)})).breakdown
+
+    assert found.roles[Role.DRAFT].critical_ms == 0.0
+    assert found.roles[Role.DRAFT].overlapped_ms == pytest.approx(first.duration_ms)
+    assert found.roles[Role.TARGET].critical_ms == pytest.approx(trace.latency_ms)
 
 
 def test_a_request_in_which_nothing_ran_has_no_shares() -> None:
