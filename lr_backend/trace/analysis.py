@@ -94,7 +94,7 @@ def analyse(trace: Trace) -> Analysis:
     """Everything that the reports show."""
     critical = critical_path(trace)
     found = breakdown(trace, critical)
-    signatures = (draft_bottleneck(trace, found), cascade_rejection(trace), verifier_drift(trace))
+    signatures = (draft_bottleneck(trace, critical), cascade_rejection(trace), verifier_drift(trace))
     return Analysis(found, tuple(critical), tuple(finding for finding in signatures if finding is not None))
 
 
@@ -241,19 +241,21 @@ def _acceptance_drift(trace: Trace) -> str | None:
     return f"{before:.0%} of the compared steps were accepted in the first half and {after:.0%} in the second"
 
 
-def draft_bottleneck(trace: Trace, found: Breakdown) -> Finding | None:
-    """The root waits for drafts, or goes on without them because they come too late."""
-    if not any(call.purpose is Purpose.DRAFTED_STEP for call in trace.calls):
-        return None  # between verifications the target always waits for the draft model's tokens
+def draft_bottleneck(trace: Trace, critical: Sequence[CriticalStretch]) -> Finding | None:
+    """The root waits for drafted steps, or goes on without them because they come too late.
+
+    Waits for draft tokens do not count: between verifications the target always waits for them.
+    """
     num_late = sum(record.reason == "late" for record in trace.steps)
     num_decided = num_late + sum(map(_is_decided, trace.steps))
     late = _share(num_late, num_decided) or 0.0
-    waited = _share(found.roles[Role.DRAFT].critical_ms, found.latency_ms) or 0.0
+    drafted = {index for index, call in enumerate(trace.calls) if call.purpose is Purpose.DRAFTED_STEP}
+    waited = _share(sum(stretch.duration_ms for stretch in critical if stretch.call in drafted), trace.latency_ms) or 0.0
     evidence = []
     if num_late >= MIN_LATE and late >= LATE_SHARE:
         evidence.append(f"{num_late} of {num_decided} positions had no draft ready when the target's step was")
     if waited >= DRAFT_WAIT_SHARE:
-        evidence.append(f"for {waited:.0%} of the latency the answer waited for the draft alone")
+        evidence.append(f"for {waited:.0%} of the latency the answer waited for a drafted step alone")
     if not evidence:
         return None
     advice = "a smaller or faster draft, a core or GPU share of its own; or mode sd, where its cost ratio is near 1"

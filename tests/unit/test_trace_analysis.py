@@ -138,7 +138,19 @@ def test_a_draft_as_slow_as_the_target_is_the_bottleneck(deterministic: bool) ->
 
     (finding,) = analyse(trace).findings
     assert finding.name == "draft as bottleneck"
-    assert ("waited for the draft" if deterministic else "no draft ready") in finding.evidence[0]
+    assert ("waited for a drafted step" if deterministic else "no draft ready") in finding.evidence[0]
+
+
+def test_waits_for_draft_tokens_are_no_bottleneck() -> None:
+    """Not beside drafted steps either. Here draft tokens take a third of the latency."""
+    world = numbered_world(*ALL)
+    world.draft.delay = taking(0.5)
+    trace = traced(world, mode="sd", proposer="draft_model", num_draft_tokens=4)
+    drafted = trace.calls[0].model_copy(update={"purpose": Purpose.DRAFTED_STEP, "outcome": CallOutcome.CANCELLED})
+    both = trace.model_copy(update={"calls": (*trace.calls, drafted)})
+
+    assert analyse(both).breakdown.roles[Role.DRAFT].critical_ms > 0.3 * trace.latency_ms
+    assert names(both) == []
 
 
 def test_a_wait_in_which_nothing_runs_is_waiting() -> None:
