@@ -8,6 +8,7 @@ time, where calls that run at once each count in full.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -94,7 +95,7 @@ def analyse(trace: Trace) -> Analysis:
     """Everything that the reports show."""
     critical = critical_path(trace)
     found = breakdown(trace, critical)
-    signatures = (draft_bottleneck(trace, critical), cascade_rejection(trace), verifier_drift(trace))
+    signatures = (draft_bottleneck(trace, critical), cascade_rejection(trace), verifier_drift(trace), failing_verifier(trace))
     return Analysis(found, tuple(critical), tuple(finding for finding in signatures if finding is not None))
 
 
@@ -183,6 +184,13 @@ NUM_DEVIATIONS = 2.6
 MIN_LATE = 3
 LATE_SHARE = 0.25
 DRAFT_WAIT_SHARE = 0.15
+MIN_IN_DOUBT = 3
+IN_DOUBT_SHARE = 0.25
+
+IN_DOUBT = frozenset({"timeout", "garbage", "judge_error", "verifier_error"})
+"""Reasons of a rejection for which there was no verdict."""
+UNDECIDED = IN_DOUBT | {"late", "draft_error", "duplicate", "risk_budget"}
+"""Reasons of a correction that say nothing of how the drafted step compares with the target's."""
 
 
 def cascade_rejection(trace: Trace) -> Finding | None:
@@ -247,13 +255,13 @@ def draft_bottleneck(trace: Trace, critical: Sequence[CriticalStretch]) -> Findi
     Waits for draft tokens do not count: between verifications the target always waits for them.
     """
     num_late = sum(record.reason == "late" for record in trace.steps)
-    num_decided = num_late + sum(map(_is_decided, trace.steps))
-    late = _share(num_late, num_decided) or 0.0
+    num_positions = sum(record.origin is not Origin.TARGET for record in trace.steps)
+    late = _share(num_late, num_positions) or 0.0
     drafted = {index for index, call in enumerate(trace.calls) if call.purpose is Purpose.DRAFTED_STEP}
     waited = _share(sum(stretch.duration_ms for stretch in critical if stretch.call in drafted), trace.latency_ms) or 0.0
     evidence = []
     if num_late >= MIN_LATE and late >= LATE_SHARE:
-        evidence.append(f"{num_late} of {num_decided} positions had no draft ready when the target's step was")
+        evidence.append(f"{num_late} of {num_positions} positions had no draft ready when the target's step was")
     if waited >= DRAFT_WAIT_SHARE:
         evidence.append(f"for {waited:.0%} of the latency the answer waited for a drafted step alone")
     if not evidence:
@@ -262,13 +270,24 @@ def draft_bottleneck(trace: Trace, critical: Sequence[CriticalStretch]) -> Findi
     return Finding("draft as bottleneck", tuple(evidence), advice)
 
 
+def failing_verifier(trace: Trace) -> Finding | None:
+    """Drafted steps are rejected without a verdict."""
+    doubts = Counter(record.reason for record in trace.steps if record.reason in IN_DOUBT)
+    num_asked = doubts.total() + sum(map(_is_decided, trace.steps))
+    if doubts.total() < MIN_IN_DOUBT or doubts.total() / num_asked < IN_DOUBT_SHARE:
+        return None
+    reasons = ", ".join(f"{num} {reason}" for reason, num in doubts.most_common())
+    evidence = f"{doubts.total()} of {num_asked} drafted steps were rejected without a verdict: {reasons}"
+    return Finding("failing verifier", (evidence,), "look at the judge's queue, its engine's log and the timeout of its calls")
+
+
 def _is_decided(record: StepRecord) -> bool:
     """A drafted step was there and was compared with the target's."""
     return record.origin is Origin.DRAFT or _is_rejected(record)
 
 
 def _is_rejected(record: StepRecord) -> bool:
-    return record.origin is Origin.CORRECTION and record.reason not in ("late", "draft_error", "duplicate")
+    return record.origin is Origin.CORRECTION and record.reason not in UNDECIDED
 
 
 def _halves(values: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:

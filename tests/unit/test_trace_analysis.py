@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lr_backend.engine import EngineCall, Role
+from lr_backend.request import Origin
 from lr_backend.trace.analysis import Analysis, analyse
 from lr_backend.trace.intervals import at_least, common, length, rows
 from lr_backend.trace.schema import CallOutcome, Purpose, Trace
@@ -92,6 +93,18 @@ def test_rejections_in_a_row_that_throw_deep_work_away_are_a_cascade() -> None:
     assert finding.name == "cascade rejection"
     assert finding.evidence[0] == "12 of 25 compared steps were rejected, up to 12 in a row"
     assert "thrown away" in finding.evidence[2]
+
+
+@pytest.mark.parametrize("reason", ["timeout", "garbage", "judge_error", "verifier_error", "risk_budget"])
+def test_rejections_without_a_verdict_are_no_cascade(reason: str) -> None:
+    """They say nothing of the draft, and those of a verifier are named as its own."""
+    trace = traced(numbered_world(*range(12)), mode="lr", max_depth=4)
+    steps = [step.model_copy(update={"reason": reason}) if step.origin is Origin.CORRECTION else step for step in trace.steps]
+
+    findings = analyse(trace.model_copy(update={"steps": tuple(steps)})).findings
+
+    expected = f"12 of 25 drafted steps were rejected without a verdict: 12 {reason}"
+    assert [finding.evidence for finding in findings] == ([] if reason == "risk_budget" else [(expected,)])
 
 
 def test_without_depth_there_is_nothing_to_throw_away() -> None:
