@@ -36,9 +36,12 @@ def step(index: int, origin: str, text: str, **more: object) -> Reply:
     return Reply(step={"index": index, "origin": origin, "text": text, "reason": "none", "num_tokens": 3, **more})
 
 
-FINISH = Reply(
-    finish="stop", usage={"prompt_tokens": 2, "completion_tokens": 9, "reasoning_tokens": 3, "num_steps": 2, "seed": 7}
-)
+def ending(reason: str = "stop", **counts: object) -> Reply:
+    usage = {"prompt_tokens": 2, "completion_tokens": 9, "reasoning_tokens": 3, "num_steps": 2, "seed": 7}
+    return Reply(finish=reason, usage={**usage, **counts})
+
+
+FINISH = ending()
 BEGUN = [step(0, "draft", "<think>one", target_text="uno"), Reply(text="<think>one")]
 ENDED = [step(1, "target", "</think>two"), Reply(text="</think>two"), FINISH]
 
@@ -187,6 +190,10 @@ def fake(pause: Pause) -> Iterator[Any]:
     ]
     scripts = {
         "q": [*BEGUN, *ENDED],
+        "failed drafts": [
+            *BEGUN,
+            ending(num_steps_accepted=1, num_steps_late=1, num_steps_rejected={"judge": 2, "draft_error": 3}),
+        ],
         "held": [*BEGUN, pause, *ENDED],
         "held again": [*BEGUN, Pause(), *ENDED],
         "markup": [*markup, FINISH],
@@ -236,6 +243,11 @@ def test_both_of_a_race_have_one_seed(asking: Browser, fake: Any) -> None:
     asking.said("over")
     first, second = fake.request(0).inputs, fake.request(1).inputs
     assert first["seed"] == second["seed"] and {first["mode"][0], second["mode"][0]} == {"auto", "ar"}
+
+
+def test_a_draft_that_failed_was_compared_with_nothing(asking: Browser) -> None:
+    ask(asking, "failed drafts", "Answered")
+    assert dict(zip(asking.texts("dt"), asking.texts("dd"), strict=True))["Steps accepted"].split("\n") == ["25 %", "1 of 4"]
 
 
 def test_steps_are_seen_before_the_answer_ends_and_stop_ends_it(asking: Browser, fake: Any, pause: Pause) -> None:

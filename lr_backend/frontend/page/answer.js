@@ -98,7 +98,8 @@ export class Answer {
   _figures() {
     const { completion_tokens: tokens, completion_tokens_details: details, lookahead: counts } = this.usage;
     const rejected = Object.values(counts.num_steps_rejected).reduce((sum, one) => sum + one, 0);
-    const compared = counts.num_steps_accepted + rejected + counts.num_steps_late;
+    const failed = counts.num_steps_rejected.draft_error ?? 0; // compared with nothing
+    const compared = counts.num_steps_accepted + rejected - failed + counts.num_steps_late;
     const figures = [
       ["Tokens a second", (tokens / this.tookS).toFixed(0), `${tokens} tokens, ${details.reasoning_tokens} of reasoning`],
       ["First step", this.firstS === null ? "–" : seconds(this.firstS), `${counts.num_steps} steps in all`],
