@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -100,7 +101,7 @@ def lay_out(trace: Trace, analysis: Analysis) -> Timeline:
 def page(trace: Trace, analysis: Analysis) -> str:
     """The whole page."""
     environment = Environment(loader=PackageLoader("lr_backend.trace", "."), autoescape=True, undefined=StrictUndefined)
-    environment.filters |= {"ms": milliseconds, "percent": percent}
+    environment.filters |= {"ms": milliseconds, "percent": percent, "trimmed": trimmed}
     template = environment.get_template("timeline.html.jinja")
     found = analysis.breakdown
     roles = [(role, found.roles[role], _tokens(trace, role)) for role in TRACKS]
@@ -132,6 +133,11 @@ def milliseconds(value: float) -> str:
     return f"{value:.0f} ms" if value >= 100 else f"{value:.1f} ms"
 
 
+def trimmed(text: str) -> str:
+    """Without blank lines before it and blanks after it. The first line keeps its indentation."""
+    return re.sub(r"^\s*\n", "", text).rstrip()
+
+
 def percent(value: float | None) -> str:
     """A share for people; a dash where nothing was counted."""
     return "–" if value is None else f"{value:.0%}"
@@ -148,7 +154,7 @@ def _steps(trace: Trace, scale: float) -> Track:
         title = (
             f"step {record.index}: {record.origin.value}, reason {record.reason}, {record.num_tokens} tokens\n"
             f"committed at {milliseconds(end_ms)}, {milliseconds(end_ms - start_ms)} after the one before\n\n"
-            f"{record.text.strip()}"
+            f"{trimmed(record.text)}"
         )
         bars.append(_bar(start_ms, end_ms, scale, ORIGINS[record.origin.value], title, label=str(record.index)))
         start_ms = end_ms

@@ -194,6 +194,7 @@ def fake(pause: Pause) -> Iterator[Any]:
             *BEGUN,
             ending(num_steps_accepted=1, num_steps_late=1, num_steps_rejected={"judge": 2, "draft_error": 3}),
         ],
+        "code": [step(0, "target", "\n    if x:\n"), *map(Reply, ["\n  ", "  if", " x:\n", "        y\n"]), FINISH],
         "held": [*BEGUN, pause, *ENDED],
         "held again": [*BEGUN, Pause(), *ENDED],
         "markup": [*markup, FINISH],
@@ -248,6 +249,11 @@ def test_both_of_a_race_have_one_seed(asking: Browser, fake: Any) -> None:
 def test_a_draft_that_failed_was_compared_with_nothing(asking: Browser) -> None:
     ask(asking, "failed drafts", "Answered")
     assert dict(zip(asking.texts("dt"), asking.texts("dd"), strict=True))["Steps accepted"].split("\n") == ["25 %", "1 of 4"]
+
+
+def test_indentation_and_blanks_between_pieces_are_kept(asking: Browser) -> None:
+    ask(asking, "code", "Answered")
+    assert asking.one(".step .text").get_property("textContent") == "    if x:\n        y"
 
 
 def test_steps_are_seen_before_the_answer_ends_and_stop_ends_it(asking: Browser, fake: Any, pause: Pause) -> None:

@@ -11,6 +11,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from lr_backend.cli.app import app
+from lr_backend.request import Origin
 from lr_backend.trace.analysis import analyse
 from lr_backend.trace.chrome import chrome_json
 from lr_backend.trace.html import lay_out, milliseconds, page
@@ -86,6 +87,15 @@ def test_the_page_shows_every_call_and_step(trace: Trace) -> None:
     shown = "".join(reader.texts)
     assert "How many?" in shown
     assert all(record.text.strip() in shown for record in trace.steps)
+
+
+def test_indentation_of_code_is_kept(trace: Trace) -> None:
+    told = {"text": "\n \n    a = 1\n    b = 2\n", "target_text": "\n    a = 2\n", "origin": Origin.DRAFT}
+    code = trace.model_copy(update={"steps": (trace.steps[0].model_copy(update=told),)})
+
+    texts = read(page(code, analyse(code))).texts
+
+    assert {"    a = 1\n    b = 2", "    a = 2"} <= set(texts)
 
 
 def test_the_page_needs_nothing_from_elsewhere(trace: Trace) -> None:

@@ -1,7 +1,7 @@
 // One answer on its way: its clock, its steps by origin, its figures, and in the end its timeline.
 
 import { ask, Refused } from "./api.js";
-import { copied, element, seconds, share } from "./dom.js";
+import { copied, element, seconds, share, trimmed } from "./dom.js";
 import { draw } from "./timeline.js";
 
 const CLOCK_MS = window.matchMedia("(prefers-reduced-motion: reduce)").matches ? 500 : 50;
@@ -59,7 +59,7 @@ export class Answer {
     for (const { delta, lookahead } of choices) {
       if (lookahead?.step) {
         this.firstS ??= nowS;
-        this._steps.push({ record: lookahead.step, atS: nowS, items: {} });
+        this._steps.push({ record: lookahead.step, atS: nowS, items: {}, texts: {} });
       }
       this._write("reasoning", delta.reasoning_content);
       this._write("content", delta.content);
@@ -70,12 +70,14 @@ export class Answer {
   /** Text belongs to the step that was told last. */
   _write(section, text) {
     const step = this._steps.at(-1);
-    if (!text || !step || (!step.items[section] && !text.trim())) {
+    if (!text || !step) {
       return;
     }
-    step.items[section] ??= this._begin(section, step);
-    const shown = step.items[section].querySelector(".text");
-    shown.textContent = (shown.textContent + text).trim();
+    step.texts[section] = (step.texts[section] ?? "") + text;
+    if (step.texts[section].trim()) {
+      step.items[section] ??= this._begin(section, step);
+      step.items[section].querySelector(".text").textContent = trimmed(step.texts[section]);
+    }
   }
 
   _begin(section, { record, atS, items }) {
@@ -135,5 +137,5 @@ export class Answer {
 }
 
 function visible(text) {
-  return text.replace(/<\/?think>/g, "").trim();
+  return trimmed(text.replace(/<\/?think>/g, ""));
 }

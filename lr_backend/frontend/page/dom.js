@@ -35,6 +35,11 @@ export function milliseconds(value) {
   return value >= 1000 ? seconds(value / 1000) : `${value.toFixed(value >= 100 ? 0 : 1)} ms`;
 }
 
+/** Without blank lines before it and blanks after it. The first line keeps its indentation. */
+export function trimmed(text) {
+  return text.replace(/^\s*\n/, "").trimEnd();
+}
+
 /** A share of two counts, or a dash where nothing was counted. */
 export function share(part, whole) {
   return whole ? `${Math.round((100 * part) / whole)} %` : "–";

@@ -1,6 +1,6 @@
 // The timeline of one answer: a band of its steps, and every call of draft, target and judge, from the trace.
 
-import { element, milliseconds, svg } from "./dom.js";
+import { element, milliseconds, svg, trimmed } from "./dom.js";
 
 const ROW = 20, BAR = 16, GAP = 14, AXIS = 24;
 const LABEL_FROM = 15; // a narrower bar carries no number
@@ -51,7 +51,7 @@ function steps(trace, scale) {
   let from = 0;
   const bars = trace.steps.map((step) => {
     const until = 1000 * step.committed_s;
-    const title = `step ${step.index}: ${step.origin}, ${step.reason}, ${step.num_tokens} tokens, at ${milliseconds(until)}\n${step.text.trim()}`;
+    const title = `step ${step.index}: ${step.origin}, ${step.reason}, ${step.num_tokens} tokens, at ${milliseconds(until)}\n${trimmed(step.text)}`;
     const made = bar(from, until, scale, step.origin, step.index, title, 0);
     from = until;
     return made;
