@@ -18,8 +18,8 @@ from tests.support.browser import Browser
 from tests.support.deployed import Served, serving
 from tests.support.fake_lookahead import Fail, FakeServer, Reply
 from tests.support.fake_lookahead import Gate as Pause
-from tests.support.frontend import Served as Fronted
 from tests.support.frontend import frontend
+from tests.support.frontend import Served as Fronted
 
 pytestmark = [
     pytest.mark.integration,
@@ -195,6 +195,7 @@ def fake(pause: Pause) -> Iterator[Any]:
             ending(num_steps_accepted=1, num_steps_late=1, num_steps_rejected={"judge": 2, "draft_error": 3}),
         ],
         "code": [step(0, "target", "\n    if x:\n"), *map(Reply, ["\n  ", "  if", " x:\n", "        y\n"]), FINISH],
+        **{reason: [*BEGUN, ending(reason)] for reason in ("length", "deadline")},
         "held": [*BEGUN, pause, *ENDED],
         "held again": [*BEGUN, Pause(), *ENDED],
         "markup": [*markup, FINISH],
@@ -254,6 +255,31 @@ def test_a_draft_that_failed_was_compared_with_nothing(asking: Browser) -> None:
 def test_indentation_and_blanks_between_pieces_are_kept(asking: Browser) -> None:
     ask(asking, "code", "Answered")
     assert asking.one(".step .text").get_property("textContent") == "    if x:\n        y"
+
+
+@pytest.mark.parametrize(("reason", "cut"), [("length", "cut at 9 tokens"), ("deadline", "cut by time, at 9 tokens")])
+def test_an_answer_that_was_cut_says_so(asking: Browser, reason: str, cut: str) -> None:
+    assert ask(asking, reason, "Answered").endswith(f", but {cut}.")
+    assert asking.text(".cut") == f"This answer was {cut}."
+    assert "cut" not in ask(asking, "q", "Answered") and not asking.one(".cut").is_displayed()
+
+
+def test_a_race_of_answers_cut_at_one_place_says_so(asking: Browser) -> None:
+    asking.fill("#question", "length")
+    asking.one("#race").click()
+    assert "times as fast" in asking.said("over")
+    assert asking.text(".note").endswith("Both answers were cut at 9 tokens.") and asking.one(".ratio").is_displayed()
+
+
+def test_a_race_of_answers_cut_at_different_places_has_no_winner(
+    asking: Browser, fake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = {"auto": [*ENDED[:-1], ending("length")], "ar": ENDED}
+    monkeypatch.setattr(fake, "_script", lambda seen: [*BEGUN, *ends[seen.inputs["mode"][0]]])
+    asking.one("#race").click()
+    cuts = "auto was cut at 9 tokens, ar was not cut."
+    assert asking.said("over") == f"The race is over without a winner: {cuts}"
+    assert asking.text(".sentence") == f"No winner: {cuts}" and not asking.one(".ratio").is_displayed()
 
 
 def test_steps_are_seen_before_the_answer_ends_and_stop_ends_it(asking: Browser, fake: Any, pause: Pause) -> None:

@@ -14,6 +14,7 @@ export class Answer {
     this.element = copied("lane");
     this.trace = null;
     this.usage = null;
+    this.finish = null; // the server's own word: "stop", "length" or "deadline"
     this.tookS = null; // until the last byte; null: it has not come to its end
     this.firstS = null;
     this._steps = [];
@@ -46,6 +47,12 @@ export class Answer {
     }
   }
 
+  /** How an answer that has come was cut off; empty: it was not. */
+  get cut() {
+    const at = `at ${this.usage.completion_tokens} tokens`;
+    return { length: `cut ${at}`, deadline: `cut by time, ${at}` }[this.finish] ?? "";
+  }
+
   drawTimeline(spanMs, fits) {
     draw(this._part(".timeline"), this.trace, spanMs, fits);
   }
@@ -64,6 +71,7 @@ export class Answer {
       this._write("reasoning", delta.reasoning_content);
       this._write("content", delta.content);
       this.trace = lookahead?.trace ?? this.trace;
+      this.finish = lookahead?.finish_reason ?? this.finish;
     }
   }
 
@@ -124,6 +132,8 @@ export class Answer {
     });
     this._part("dl").replaceChildren(...shown);
     this._part(".figures").hidden = false;
+    this._part(".cut").textContent = `This answer was ${this.cut}.`;
+    this._part(".cut").hidden = !this.cut;
   }
 
   _failed(error) {

@@ -63,7 +63,8 @@ async function run(modes) {
   } else if (lanes.length > 1) {
     judge(body.seed);
   } else {
-    say(`Answered in ${seconds(lanes[0].tookS)}, with seed ${body.seed}.`);
+    const [{ tookS, cut }] = lanes;
+    say(`Answered in ${seconds(tookS)}, with seed ${body.seed}${cut && `, but ${cut}`}.`);
   }
 }
 
@@ -75,16 +76,23 @@ function drawTimelines() {
   find("outcomes").hidden = !done.length;
 }
 
+/** Who was faster; nobody, if the answers were cut at different places. */
 function judge(seed) {
   const [faster, slower] = [...lanes].sort((one, two) => one.tookS - two.tookS);
   const ratio = (slower.tookS / faster.tookS).toFixed(2);
   const times = `${seconds(faster.tookS)} against ${seconds(slower.tookS)}`;
-  find("verdict").querySelector(".ratio").textContent = `${ratio}×`;
-  find("verdict").querySelector(".sentence").textContent = `${faster.mode} answered ${ratio} times as fast as ${slower.mode}: ${times}.`;
-  const texts = "Both ran at once on the same engines";
-  find("verdict").querySelector(".note").textContent = `${texts}, with seed ${seed}. Times are this browser's, to the last byte.`;
+  const cuts = lanes.map((lane) => `${lane.mode} was ${lane.cut || "not cut"}`).join(", ");
+  const isFair = faster.cut === slower.cut;
+  const won = `${faster.mode} answered ${ratio} times as fast as ${slower.mode}: ${times}.`;
+  const note = `Both ran at once on the same engines, with seed ${seed}. Times are this browser's, to the last byte.`;
+  const part = (name) => find("verdict").querySelector(name);
+  part(".ratio").hidden = !isFair;
+  part(".ratio").textContent = `${ratio}×`;
+  part(".sentence").textContent = isFair ? won : `No winner: ${cuts}.`;
+  part(".note").textContent = isFair && faster.cut ? `${note} Both answers were ${faster.cut}.` : note;
   find("verdict").hidden = false;
-  say(`The race is over: ${faster.mode} was ${ratio} times as fast as ${slower.mode}.`);
+  const end = isFair ? `: ${faster.mode} was ${ratio} times as fast as ${slower.mode}` : ` without a winner: ${cuts}`;
+  say(`The race is over${end}.`);
 }
 
 function say(text) {
