@@ -43,6 +43,7 @@ class Page:
             "modes": [mode.value for mode in Mode],
             "question": QUESTION,
             "max_tokens": deployed.max_tokens,
+            "chat_tokens": deployed.chat_tokens,
             "pace": deployed.pace,
             "keyed": keyed,
         }

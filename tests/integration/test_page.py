@@ -18,7 +18,7 @@ from tests.support.browser import Browser
 from tests.support.deployed import Served, serving
 from tests.support.fake_lookahead import Fail, FakeServer, Reply
 from tests.support.fake_lookahead import Gate as Pause
-from tests.support.frontend import frontend
+from tests.support.frontend import DEPLOYED, frontend
 from tests.support.frontend import Served as Fronted
 
 pytestmark = [
@@ -208,7 +208,7 @@ def fake(pause: Pause) -> Iterator[Any]:
 
 @pytest.fixture
 def fronted(fake: Any) -> Iterator[Fronted]:
-    with frontend(fake.url) as running:
+    with frontend(fake.url, deployed=DEPLOYED.model_copy(update={"chat_tokens": 80})) as running:
         yield running
 
 
@@ -222,6 +222,10 @@ def ask(page: Browser, question: str, ends: str) -> str:
     page.fill("#question", question)
     page.one("#ask").click()
     return page.said(ends)
+
+
+def test_the_answer_may_be_as_long_as_without_a_limit(asking: Browser) -> None:
+    assert asking.one("#max-tokens").get_property("value") == "80"
 
 
 def test_what_is_filled_in_is_what_is_asked(asking: Browser, fake: Any) -> None:
