@@ -334,6 +334,14 @@ def test_a_server_that_is_gone_is_said(asking: Browser, fake: Any) -> None:
     assert "unavailable" in asking.text(".failure")
 
 
+def test_a_page_whose_server_does_not_answer_says_so(browser: Browser, fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lr_backend.frontend.static.ABOUT", "elsewhere.json")
+    with frontend(fake.url) as running:
+        browser.open(f"127.0.0.1:{running.port}")
+        assert browser.text("#status") == "The server does not answer. Reload the page to try again."
+        assert not browser.one("#asking").is_displayed()
+
+
 def test_a_key_is_asked_for_where_there_are_keys(browser: Browser, fake: Any) -> None:
     with frontend(fake.url, keys=[KEY]) as running:
         browser.open(f"127.0.0.1:{running.port}")

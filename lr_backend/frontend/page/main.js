@@ -5,9 +5,19 @@ import { element, find, seconds } from "./dom.js";
 import { span } from "./timeline.js";
 
 const RIVAL = "ar";
-const about = await (await fetch("page/about.json")).json();
+const about = await told();
 let running = null; // the AbortController of what is asked now
 let lanes = [];
+
+/** What the server says of itself; null: it does not answer. */
+async function told() {
+  try {
+    const response = await fetch("page/about.json");
+    return response.ok ? await response.json() : null;
+  } catch {
+    return null;
+  }
+}
 
 function prepare() {
   find("model").textContent = about.model;
@@ -143,6 +153,11 @@ function theme() {
 }
 
 theme();
-prepare();
-listen();
+if (about) {
+  prepare();
+  listen();
+} else {
+  find("asking").hidden = true;
+  say("The server does not answer. Reload the page to try again.");
+}
 document.documentElement.dataset.ready = "";
