@@ -6,6 +6,7 @@ N ?= 200
 # PyPI's torch for Linux brings CUDA along: https://download.pytorch.org/whl/cpu has a build without. Empty: from where all else is.
 TORCH_INDEX ?=
 STAMP := $(VENV)/.installed
+version_of = $$($(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 # Servers start dozens of processes, and pytest rewrites every assertion: what they compile is kept, whatever the shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -18,7 +19,10 @@ help: ## list the targets
 venv: $(STAMP) ## the virtual environment that the others use
 
 $(STAMP): pyproject.toml setup.py client/pyproject.toml constraints.txt $(wildcard lr_backend/embedded/native/*.[ch]) lr_backend/serve/arguments.c
-	$(PYTHON) -m venv $(VENV)
+	@version="$(call version_of,$(PYTHON))"; case "$$version" in 3.11 | 3.12) ;; \
+	  *) echo "$(PYTHON) is Python $${version:-(none)}; 3.11 or 3.12 is needed: make venv PYTHON=python3.12" >&2; exit 1 ;; esac; \
+	[ "$$version" = "$(call version_of,$(BIN)/python 2> /dev/null)" ] || clear=--clear; \
+	set -x; $(PYTHON) -m venv $$clear $(VENV)
 	$(if $(TORCH_INDEX),$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --index-url $(TORCH_INDEX) torch)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cpu,dev]' -e client
 	@touch $@
