@@ -25,6 +25,7 @@ $(STAMP): pyproject.toml setup.py client/pyproject.toml constraints.txt $(wildca
 	set -x; $(PYTHON) -m venv $$clear $(VENV)
 	$(if $(TORCH_INDEX),$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --index-url $(TORCH_INDEX) torch)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cpu,dev]' -e client
+	@$(BIN)/lookahead build --spec demo > /dev/null  # without the decoder in C, which a compiler makes, it says what to do
 	@touch $@
 
 demo: venv ## a question streamed live, then every mode side by side at the pace of H200s, through a real Triton
@@ -129,3 +130,4 @@ check-all: venv ## every long check and every bench in its short form, with a da
 
 clean: ## remove what the other targets made; compiled engines stay
 	rm -rf $(VENV) $(VENV)-profiles out engines/built/demo engines/built/demo.log
+	rm -f lr_backend/embedded/native/_decoder*.so lr_backend/serve/_arguments*.so

@@ -33,6 +33,7 @@ class Checkout:
         """What ``python -m venv`` makes, as far as the recipes go."""
         self.script(".venv/bin/python", PYTHON.format(version))
         self.script(".venv/bin/pip", f"#!/bin/sh\n{SAY}")
+        self.script(".venv/bin/lookahead", f"#!/bin/sh\n{SAY}")
 
     def make(self, *words: str) -> subprocess.CompletedProcess[str]:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
@@ -72,3 +73,23 @@ def test_an_environment_of_another_version_is_made_anew(checkout: Checkout, ther
     assert checkout.make("venv", "PYTHON=./python").returncode == 0
     assert f"python -m venv {options}.venv\n" in checkout.log
     assert checkout.is_done
+
+
+def test_an_environment_without_the_decoder_is_not_done(checkout: Checkout) -> None:
+    checkout.environment("3.12")
+    checkout.script(".venv/bin/lookahead", "#!/bin/sh\necho 'install gcc' >&2\nexit 1\n")
+    told = checkout.make("venv", "PYTHON=./python")
+    assert told.returncode != 0
+    assert "install gcc" in told.stderr
+    assert not checkout.is_done
+    checkout.environment("3.12")
+    assert checkout.make("venv", "PYTHON=./python").returncode == 0
+    assert checkout.log.count("pip install") == 2  # which builds it, now that it can
+
+
+def test_clean_removes_what_was_compiled(checkout: Checkout) -> None:
+    built = ("lr_backend/embedded/native/_decoder.cpython-311-x86_64-linux-gnu.so", "lr_backend/serve/_arguments.abi3.so")
+    for name in built:
+        checkout.script(name, "")
+    assert checkout.make("clean").returncode == 0
+    assert not [name for name in built if (checkout.folder / name).exists()]
