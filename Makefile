@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml setup.py client/pyproject.toml constraints.txt $(wildca
 	  *) echo "$(PYTHON) is Python $${version:-(none)}; 3.11 or 3.12 is needed: make venv PYTHON=python3.12" >&2; exit 1 ;; esac; \
 	[ "$$version" = "$(call version_of,$(BIN)/python 2> /dev/null)" ] || clear=--clear; \
 	set -x; $(PYTHON) -m venv $$clear $(VENV)
-	$(if $(TORCH_INDEX),$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --index-url $(TORCH_INDEX) torch)
+	$(if $(TORCH_INDEX),$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps --index-url $(TORCH_INDEX) torch)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cpu,dev]' -e client
 	@$(BIN)/lookahead build --spec demo > /dev/null  # without the decoder in C, which a compiler makes, it says what to do
 	@touch $@

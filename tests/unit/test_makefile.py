@@ -93,3 +93,11 @@ def test_clean_removes_what_was_compiled(checkout: Checkout) -> None:
         checkout.script(name, "")
     assert checkout.make("clean").returncode == 0
     assert not [name for name in built if (checkout.folder / name).exists()]
+
+
+def test_from_torchs_index_comes_torch_alone(checkout: Checkout) -> None:
+    checkout.environment("3.12")
+    assert checkout.make("venv", "PYTHON=./python", "TORCH_INDEX=https://index.example/cpu").returncode == 0
+    of_torch, of_the_rest = (line for line in checkout.log.splitlines() if line.startswith("pip install"))
+    assert of_torch.endswith("--no-deps --index-url https://index.example/cpu torch")
+    assert "index" not in of_the_rest
