@@ -101,3 +101,11 @@ def test_from_torchs_index_comes_torch_alone(checkout: Checkout) -> None:
     of_torch, of_the_rest = (line for line in checkout.log.splitlines() if line.startswith("pip install"))
     assert of_torch.endswith("--no-deps --index-url https://index.example/cpu torch")
     assert "index" not in of_the_rest
+
+
+def test_an_audit_offline_goes_on_to_say_that_it_is_skipped(checkout: Checkout) -> None:
+    checkout.environment("3.12")
+    assert checkout.make("venv", "PYTHON=./python").returncode == 0
+    checkout.script(".venv/bin/pip", "#!/bin/sh\nexit 1\n")
+    assert checkout.make("audit").returncode == 0
+    assert checkout.log.endswith("python -m tools.supply_chain audit\n")
