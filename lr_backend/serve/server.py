@@ -14,6 +14,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import shutil
 import signal
 import socket
@@ -135,6 +136,18 @@ def _begin_log(path: Path) -> None:
         os.close(descriptor)
 
 
+def plain_path(folder: Path, into: Path) -> Path:
+    """A path of ``folder`` that a shell reads as it stands: its own, or that of a link in ``into``.
+
+    Triton's Python backend starts its processes by ``bash -c`` and quotes nothing.
+    """
+    if shlex.quote(str(folder)) == str(folder):
+        return folder
+    link = into / "repository"
+    link.symlink_to(folder)
+    return link
+
+
 def free_ports(options: ServerOptions) -> Ports:
     """The ports asked for, and free ones (different from each other) where none was."""
     held = []
@@ -178,6 +191,7 @@ class TritonServer:
 
     def __init__(self, repository: Path, options: ServerOptions | None = None) -> None:
         self.repository = repository.absolute()
+        self._told_repository = self.repository
         self.options = options or ServerOptions()
         self.ports = Ports(0, 0, 0)
         self.shm_prefix = ""
@@ -287,6 +301,7 @@ class TritonServer:
             self.shm_prefix = f"lookahead_{uuid.uuid4().hex[:12]}_"
             self._seats = Seats.make(self.notice_file)
             Lessons.make(self.notice_file)
+            self._told_repository = plain_path(self.repository, self._work_dir)
             self.ports = free_ports(self.options)
             backends = prepare_backend_dir(install, self._work_dir, self.options.packages)
             self.admin_key = self.options.admin_key or admin_key({})
@@ -316,7 +331,7 @@ class TritonServer:
         listening = ["--allow-http=false", "--allow-grpc=false", "--allow-metrics=false"] if rank else self._listening(backends)
         return [
             f"--id={(self.shm_prefix + suffix).strip('_')}",
-            f"--model-repository={self.repository}",
+            f"--model-repository={self.repository if rank else self._told_repository}",
             *listening,
             f"--backend-config=python,shm-region-prefix-name={self.shm_prefix}{suffix}",
             "--model-control-mode=explicit",  # so that a model can be loaded anew

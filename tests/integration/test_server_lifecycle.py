@@ -57,8 +57,8 @@ def server(spec: DeploymentSpec) -> Iterator[TritonServer]:
 
 @pytest.fixture
 def emulated_server(tmp_path: Path) -> Iterator[TritonServer]:
-    """As many processes, ready sooner: none of them loads torch."""
-    report = build_repository(emulated(*EMULATED), tmp_path / "repository")
+    """As many processes, ready sooner: none of them loads torch. A shell would misread the repository's path."""
+    report = build_repository(emulated(*EMULATED), tmp_path / "it's a $(new) repository")
     with TritonServer(report.output, ServerOptions(exit_timeout_s=20)) as running:
         running.wait_ready(READY_S)
         yield running

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import shlex
 import signal
 import socket
 import subprocess
@@ -375,6 +376,22 @@ def test_the_command_line_is_the_hardened_one(repository: Path) -> None:
         "--http-address=127.0.0.1", "--grpc-address=127.0.0.1", "--metrics-address=127.0.0.1",
     } <= set(command)  # fmt: skip
     assert command[-1] == "--log-verbose=1"
+
+
+@pytest.mark.parametrize("name", ["two words", "$(touch made)", "a&b", "it's (new)"])
+def test_a_repository_at_a_path_that_a_shell_misreads_is_told_by_a_link(
+    start: type[Started], repository: Path, name: str
+) -> None:
+    started = start("ok")
+    started.server = TritonServer(repository.rename(repository.parent / name), started.server.options)
+    started.server.start()
+    pid = until_written(started.pid_file).split()[0]
+    words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    (told,) = (Path(word.partition("=")[2]) for word in words if word.startswith("--model-repository="))
+    assert shlex.quote(str(told)) == str(told)
+    assert told.samefile(repository.parent / name)
+    started.server.stop(0.0)
+    assert not told.exists() and (repository.parent / name / "target" / "config.pbtxt").exists()
 
 
 def test_a_binary_that_cannot_run_is_an_error(repository: Path, tmp_path: Path) -> None:
