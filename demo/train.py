@@ -319,9 +319,12 @@ def main(
     resume: Annotated[bool, typer.Option(help="Go on from the last kept update.")] = False,
     seed: Annotated[int, typer.Option()] = 0,
     threads: Annotated[int, typer.Option()] = os.cpu_count() or 1,
-    home: Annotated[Path, typer.Option(help="Holds runs/ and checkpoints/.")] = ROOT,
+    home: Annotated[Path | None, typer.Option(help="Holds runs/ and checkpoints/; by default demo/.")] = None,
 ) -> None:
     """Train the tokenizer or the models of the embedded demo."""
+    if quick and home is None:
+        raise typer.BadParameter("--quick would write weaker models over the shipped ones: give --home, such as out/quick")
+    home = home or ROOT
     torch.set_num_threads(threads)
     if role == "tokenizer":
         shared_tokenizer(home, fresh=True)

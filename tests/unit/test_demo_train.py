@@ -32,7 +32,7 @@ from demo.lessons import (  # noqa: E402
 from demo.problems import is_right, meaning, problems  # noqa: E402
 from demo.sentences import NAMES  # noqa: E402
 from demo.tokenizer import chat, train_tokenizer  # noqa: E402
-from demo.train import RECIPES, TaughtHead, build_model, draft_for, rate_factor, shared_tokenizer  # noqa: E402
+from demo.train import RECIPES, TaughtHead, build_model, draft_for, main, rate_factor, shared_tokenizer  # noqa: E402
 from lr_backend.verify.judge_prompt import JudgePrompt  # noqa: E402
 
 
@@ -209,6 +209,11 @@ def test_a_judge_needs_a_draft_to_learn_from(tmp_path: Path) -> None:
     with pytest.raises(typer.BadParameter, match="train the draft first"):
         draft_for("judge", tmp_path, threads=1)
     assert draft_for("target", tmp_path, threads=1) is None
+
+
+def test_quick_models_are_not_written_over_the_shipped_ones() -> None:
+    with pytest.raises(typer.BadParameter, match="give --home"):
+        main(role="tokenizer", quick=True)
 
 
 def test_models_that_are_there_give_their_tokenizer(tokenizer, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
