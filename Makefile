@@ -1,4 +1,4 @@
-# Everything here works on a fresh machine with Python 3.11 or 3.12, make and gcc.
+# Everything here works on a fresh Linux machine: x86-64, glibc 2.35, Python 3.11 or 3.12 with venv, make and gcc.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
