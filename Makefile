@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml setup.py client/pyproject.toml constraints.txt $(wildca
 	@$(BIN)/lookahead build --spec demo > /dev/null  # without the decoder in C, which a compiler makes, it says what to do
 	@touch $@
 
-demo: venv ## a question streamed live, then every mode side by side at the pace of H200s, through a real Triton
+demo: venv ## a question streamed live, then five modes side by side at the pace of H200s, through a real Triton
 	$(BIN)/python -m demo.run
 
 # Three processes on two cores: servers that start and answers that keep a pace leave the cores idle at times.

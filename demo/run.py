@@ -1,4 +1,4 @@
-"""``make demo``: one problem streamed live, then problems answered in every mode, all through a real Triton.
+"""``make demo``: one problem streamed live, then problems answered in every mode but ``lossless``, all through a real Triton.
 
 First at production pace, as on the hardware that the server is for (:mod:`bench.kit.pace`), and then at this CPU's own pace.
 There the baseline of every speedup is ``ar`` with ``stream=false``: one uninterrupted engine request, nothing else running, at
