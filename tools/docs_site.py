@@ -12,16 +12,30 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parents[1]
+MADE = {"out", "checkpoints", "built"}
+"""Folders whose contents are made or downloaded."""
 LINK = re.compile(r"\]\(<?([^)#\s>]+)")
 
 
-def pages() -> list[Path]:
-    """Those that git knows."""
-    listed = subprocess.run(["git", "ls-files", "-z", "*.md"], cwd=PROJECT, capture_output=True, text=True, check=True)
-    return [PROJECT / name for name in listed.stdout.split("\0") if name]
+def pages(project: Path = PROJECT) -> list[Path]:
+    """Those that git knows and that are there. Where this is no clone: all but hidden and made ones."""
+    command = ["git", "-C", str(project), "ls-files", "-z", "*.md"]
+    try:
+        names = subprocess.run(command, capture_output=True, text=True).stdout.split("\0")
+    except FileNotFoundError:  # no git
+        names = []
+    found = [project / name for name in names if name]
+    return [page for page in found if page.is_file()] if found else list(_walk(project))
+
+
+def _walk(project: Path) -> Iterator[Path]:
+    for folder, below, names in os.walk(project):
+        below[:] = [name for name in below if name not in MADE and not name.startswith(".")]
+        yield from (Path(folder, name) for name in names if name.endswith(".md"))
 
 
 def linked(page: Path) -> list[Path]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from lr_backend.serve.warmup import QUESTION
+from tools.docs_site import pages
 
 PROJECT = Path(__file__).parents[2]
 PAGES = [path for path in PROJECT.glob("**/*.md") if not {".venv", "out", ".venv-profiles"} & set(path.parts)]
@@ -66,3 +69,19 @@ def test_a_printed_question_is_the_one_that_is_answered_right(page: Path) -> Non
 def test_the_pages_print_it() -> None:
     printed = {str(path.relative_to(PROJECT)) for path in PAGES if QUESTION in path.read_text(encoding="utf-8")}
     assert {"README.md", "client/README.md"} <= printed
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
+def test_the_site_has_the_pages_that_are_there(tmp_path: Path) -> None:
+    """In a clone, after one was deleted; and where there is no clone, as in an unpacked archive."""
+    clone, unpacked = tmp_path / "clone", tmp_path / "unpacked"
+    for folder in (clone, unpacked):
+        for name in ("README.md", "docs/api.md", "out/pages/README.md", ".venv/README.md"):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).touch()
+    (clone / "gone.md").touch()
+    for words in (["init", "--quiet"], ["add", "README.md", "docs", "gone.md"]):
+        subprocess.run(["git", "-C", str(clone), *words], check=True)
+    (clone / "gone.md").unlink()
+    for folder in (clone, unpacked):
+        assert sorted(page.relative_to(folder).as_posix() for page in pages(folder)) == ["README.md", "docs/api.md"]
