@@ -1,4 +1,7 @@
-"""Measure the demo models: ``python -m demo.check [--problems 500] [--pairs 2000]``. Prints a table and one JSON line."""
+"""Measure the demo models: ``python -m demo.check [--problems 500] [--pairs 2000]``. Prints a table and one JSON line.
+
+Exit status 1: the interval of a figure lies wholly outside of what is wanted.
+"""
 
 from __future__ import annotations
 
@@ -89,15 +92,41 @@ def acceptance_figures(
     )
 
 
-def report(console: Console, rows: Sequence[tuple[str, Share, str]], seconds: float) -> None:
-    """Print the figures as a table and as one JSON line."""
+@dataclass(frozen=True)
+class Figure:
+    """A measured share, and the least and the most that are wanted of it."""
+
+    name: str
+    share: Share
+    least: float = 0.0
+    most: float = 1.0
+
+    @property
+    def wanted(self) -> str:
+        if self.most < 1.0:
+            return f"{self.least:.0%} to {self.most:.0%}"
+        return f"at least {self.least:.0%}" if self.least > 0.0 else ""
+
+    @property
+    def is_missed(self) -> bool:
+        """Whether the 95 % interval lies wholly outside of what is wanted."""
+        low, high = self.share.interval()
+        return high < self.least or low > self.most
+
+
+def report(console: Console, figures: Sequence[Figure], seconds: float) -> int:
+    """Print the figures as a table and as one JSON line. Exit status: 1 where one is missed."""
     table = Table("figure", "measured", "95 % interval", "of", "wanted", title=f"demo models, {seconds:.0f} s")
-    for name, share, wanted in rows:
-        low, high = share.interval()
-        table.add_row(name, f"{share.value:.1%}", f"{low:.1%} to {high:.1%}", str(share.total), wanted)
+    for each in figures:
+        low, high = each.share.interval()
+        table.add_row(each.name, f"{each.share.value:.1%}", f"{low:.1%} to {high:.1%}", str(each.share.total), each.wanted)
     console.print(table)
-    line = {name: {**asdict(share), "share": round(share.value, 4)} for name, share, _ in rows}
+    missed = [each.name for each in figures if each.is_missed]
+    if missed:
+        console.print(f"[bold red]not as wanted:[/] {', '.join(missed)}", soft_wrap=True)
+    line = {each.name: {**asdict(each.share), "share": round(each.share.value, 4)} for each in figures}
     console.print(json.dumps(line), soft_wrap=True, highlight=False)
+    return int(bool(missed))
 
 
 def main(
@@ -114,33 +143,33 @@ def main(
     started = time.monotonic()
     split: Split = "validation" if validation else "test"
     tasks = list(islice(problems(seed, split), problem_count))
-    rows: list[tuple[str, Share, str]] = []
+    rows: list[Figure] = []
     there = [role for role in ("target", "draft", "judge") if _there(checkpoints, role)]
     if not there:
         raise typer.BadParameter(f"there is no model in {checkpoints}")
     models = {role: Model.load(checkpoints / role, threads, weight_dtype) for role in there}
     chains: list[list[int]] = []
-    for role, wanted in (("target", "at least 92 %"), ("draft", "30 to 70 %")):
+    for role, least, most in (("target", 0.92, 1.0), ("draft", 0.3, 0.7)):
         if model := models.get(role):
-            rows.append((f"{role} right, greedy", right_answers(model, tasks, solve(model, tasks, 0.0)), wanted))
+            rows.append(Figure(f"{role} right, greedy", right_answers(model, tasks, solve(model, tasks, 0.0)), least, most))
             sampled = solve(model, tasks, TEMPERATURE)
-            rows.append((f"{role} right, T {TEMPERATURE}", right_answers(model, tasks, sampled), ""))
+            rows.append(Figure(f"{role} right, T {TEMPERATURE}", right_answers(model, tasks, sampled)))
             chains = sampled if role == "target" else chains
     if judge := models.get("judge"):
         figures = judge_figures(judge, pair_count, seed)
-        rows.append(("judge agrees with checker", figures.agree, "at least 98 %"))
-        rows.append(("judge accepts other words", figures.aligned_accepted, ""))
-        rows.append(("judge accepts a changed field", figures.changed_accepted, ""))
+        rows.append(Figure("judge agrees with checker", figures.agree, 0.98))
+        rows.append(Figure("judge accepts other words", figures.aligned_accepted))
+        rows.append(Figure("judge accepts a changed field", figures.changed_accepted))
     if len(models) == 3:
         n = acceptance_count
         met = acceptance_figures(models["target"], models["draft"], models["judge"], tasks[:n], chains[:n])
-        rows.append((f"steps accepted by judge, T {TEMPERATURE}", met.judge, "40 to 70 %"))
-        rows.append((f"steps accepted by checker, T {TEMPERATURE}", met.checker, ""))
-        rows.append((f"steps with identical text, T {TEMPERATURE}", met.identical, "rarer"))
-        rows.append(("accepted by judge, not by checker", met.wrongly_accepted, ""))
+        rows.append(Figure(f"steps accepted by judge, T {TEMPERATURE}", met.judge, 0.4, 0.7))
+        rows.append(Figure(f"steps accepted by checker, T {TEMPERATURE}", met.checker))
+        rows.append(Figure(f"steps with identical text, T {TEMPERATURE}", met.identical, most=met.judge.value))
+        rows.append(Figure("accepted by judge, not by checker", met.wrongly_accepted))
     for model in models.values():
         model.engine.close()
-    report(Console(width=110), rows, time.monotonic() - started)
+    raise typer.Exit(report(Console(width=110), rows, time.monotonic() - started))
 
 
 def _there(checkpoints: Path, role: str) -> bool:
