@@ -50,7 +50,9 @@ from lr_backend.trace.schema import Trace
 MODES = ("ar", "sd", "lr", "lr_sd", "auto")
 PROBLEM_SEED = 2025
 WARM_UP_PROBLEMS = 2
-PACED_PROBLEMS, LEAST_PACED_PROBLEMS = 12, 4
+LEAST_FOR_INTERVAL = 6
+"""Problems. Over fewer a bootstrap's interval is too narrow to hold 95 %."""
+PACED_PROBLEMS, LEAST_PACED_PROBLEMS = 12, LEAST_FOR_INTERVAL
 """Problems at production pace: so many where nothing is in slow motion, and fewer in proportion."""
 SHORT = ("mode", "right", "tokens/s", "seconds", "speedup (95 %)")
 """Columns of every table."""
@@ -133,7 +135,14 @@ def small_table(rows: Mapping[str, ModeReport], title: str) -> Table:
 
 
 def _speedup(row: ModeReport) -> str:
-    return f"{row.speedup:.2f} ({row.speedup_low:.2f} to {row.speedup_high:.2f})"
+    interval = f"{row.speedup_low:.2f} to {row.speedup_high:.2f}" if row.total >= LEAST_FOR_INTERVAL else "-"
+    return f"{row.speedup:.2f} ({interval})"
+
+
+def figures(rows: Mapping[str, ModeReport]) -> dict[str, dict[str, object]]:
+    """The comparison as JSON has it: without an interval where the problems are too few for one."""
+    none = {"speedup_low": None, "speedup_high": None}
+    return {mode: row.as_dict() | (none if row.total < LEAST_FOR_INTERVAL else {}) for mode, row in rows.items()}
 
 
 def _number(value: float | None) -> str:
@@ -216,12 +225,12 @@ def on_this_cpu(
     setting = baseline if baseline != "ar" else thread_setting(spec.target.num_threads)
     most = ceilings(rows, c, LookaheadRequest.parse({**spec.loop_config().defaults, "text_input": "any"}).max_depth)
     console.print(small_table(rows, f"this CPU at its own pace, {len(questions) - 1} problems: over {setting}, its best setting"))
-    return {"baseline": setting, "cost_ratio": c, "ceilings": most, "modes": {mode: rows[mode].as_dict() for mode in MODES}}
+    return {"baseline": setting, "cost_ratio": c, "ceilings": most, "modes": figures(rows)}
 
 
 def main(
     num_problems: Annotated[int, typer.Option("--problems", min=1, help="At this CPU's own pace.")] = 12,
-    paced_problems: Annotated[int | None, typer.Option(min=1, help="At production pace; by default for two minutes.")] = None,
+    paced_problems: Annotated[int | None, typer.Option(min=1, help="At production pace; by default 6 to 12.")] = None,
     temperature: Annotated[float, typer.Option(min=0.0, max=5.0)] = 0.6,
     output: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("out/demo.json"),
     layout: Annotated[Layout | None, typer.Option(help="Of processes at this CPU's own pace.")] = None,
@@ -235,7 +244,7 @@ def main(
         found, trace = at_production_pace(demo_spec(), questions, paced_problems, temperature, console, folder / "paced")
         asked, learned = questions[: num_problems + 1], questions[-LEARNS_FROM:]
         own = on_this_cpu(demo_spec(layout), asked, learned, temperature, console, folder)
-    write_json(output, {"temperature": temperature, **own, "pace": found.as_dict()})
+    write_json(output, {"temperature": temperature, **own, "pace": found.as_dict() | {"modes": figures(found.rows)}})
     console.print(f"written to {output}")
     if trace is not None:
         timeline = output.with_name(TIMELINE)

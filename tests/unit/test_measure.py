@@ -81,6 +81,20 @@ def test_ceilings_follow_the_acceptance_and_how_fast_draft_tokens_make_the_targe
     assert ceilings(rows | {"lr": row(1.0, None)}, 0.1, 4).keys() == {"lr_sd"}
 
 
+@pytest.mark.parametrize(("num_problems", "told"), [(5, "2.00 (-)"), (6, "2.00 (2.00 to 2.00)")])
+def test_the_demo_gives_no_interval_of_a_few_problems(num_problems: int, told: str) -> None:
+    pytest.importorskip("torch")
+    from demo.run import figures, small_table, table
+
+    took_s = {"ar": 2.0, "lr": 1.0}
+    rows = report([Sample(mode, index, True, took_s[mode], Usage()) for mode in took_s for index in range(num_problems)], "ar")
+    for view in (table(rows, ""), small_table(rows, "")):
+        (column,) = (each for each in view.columns if each.header == "speedup (95 %)")
+        assert list(column.cells)[1] == told
+    bounds = [figures(rows)["lr"][name] for name in ("speedup_low", "speedup_high")]
+    assert bounds == ([None, None] if "-" in told else [2.0, 2.0])
+
+
 def test_every_turn_asks_every_problem_once_and_none_soon_after_another() -> None:
     turns, questions = ["ar", "sd", "lr"], list(islice(problems(1, "test"), 12))
     asked = list(in_turns(turns, questions, "", Console(quiet=True)))
