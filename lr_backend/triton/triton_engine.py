@@ -309,8 +309,11 @@ class TritonEngine:
         wanted += ("output_log_probs",) if call.return_log_probs else ()
         try:
             outputs = await self._ask(call.request_id, call.tensors(), wanted)
-        except EngineUnavailable as error:
-            self._trip(error.message)
+        except (EngineRejected, NotFinite):
+            raise
+        except EngineError as error:
+            if isinstance(error, EngineUnavailable):
+                self._trip(error.message)
             if not self._why_dead:
                 self._failing.failed()
             raise
@@ -402,9 +405,11 @@ def engine_error(called: str, text: str, *, refused: bool, out_of_order: bool = 
         refused: the code says that the request is at fault.
         out_of_order: the code leaves room for an engine that is.
     """
-    # A full queue passes, and numbers that are none are one request's affair: neither means that the engine is out of order.
+    # A full queue passes, and so does an iteration that failed. Numbers that are none are one request's affair. Nothing of this
+    # means that the engine is out of order, which would fail the calls of all others.
     by_text: dict[str, type[EngineError]] = {
         Overloaded.code: EngineError,
+        EngineError.code: EngineError,
         EngineRejected.code: EngineRejected,
         NotFinite.code: NotFinite,
     }

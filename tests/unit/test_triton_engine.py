@@ -14,7 +14,16 @@ from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable
 from lr_backend.notice import Seats
 from lr_backend.testing import run_virtual
 from lr_backend.triton.own_engines import Watched
-from lr_backend.triton.triton_engine import FAILING_S, FEWEST_FAILURES, LONGEST_GAP_S, RETRY_S, SILENCE_S, CallGate, TritonEngine
+from lr_backend.triton.triton_engine import (
+    FAILING_S,
+    FEWEST_FAILURES,
+    LONGEST_GAP_S,
+    RETRY_S,
+    SILENCE_S,
+    CallGate,
+    TritonEngine,
+    engine_error,
+)
 
 
 @dataclass
@@ -390,6 +399,26 @@ def test_a_target_that_fails_every_call_is_as_one_that_hangs() -> None:
         triton.error = None
         await ask_for(2 * RETRY_S)
         assert seats.num_hung == 0 and seats.num_answered > 0
+
+    run_virtual(main())
+
+
+def test_an_iteration_that_failed_leaves_the_engine_to_others_and_one_that_always_does_is_told() -> None:
+    async def main() -> None:
+        seats = Seats.alone()
+        error = engine_error("target", "LR_ENGINE_ERROR: the iteration failed", refused=False)
+        triton = ScriptedTriton(error=error, seconds=0.1)
+        engine = TritonEngine("target", triton.infer, CallGate(4), tokens_per_block=32, watch=seats.seat(0))
+        with pytest.raises(EngineError, match="the iteration failed"):
+            await engine.generate(call())
+        assert not engine.out_of_order
+        triton.error = None
+        assert (await engine.generate(call())).token_ids == (1, 2, 3)
+        triton.error = error
+        for _ in range(int(FAILING_S) + 2):
+            await asyncio.gather(engine.generate(call()), return_exceptions=True)
+            await asyncio.sleep(1)
+        assert seats.num_hung == 1
 
     run_virtual(main())
 
