@@ -128,7 +128,9 @@ class CallGate:
         self._count_lost(1)
         asked.add_done_callback(self._found)
 
-    def _found(self, _: asyncio.Future[Any]) -> None:
+    def _found(self, asked: asyncio.Future[Any]) -> None:
+        if not asked.cancelled():
+            asked.exception()  # nobody else asks for it
         self._count_lost(-1)
         self._free()
 
