@@ -146,6 +146,7 @@ def test_engines_are_laid_over_the_cards(tmp_path: Path, runtime: str, num_gpus:
     shared = num_gpus < 3
     assert (spec.engine(Role.DRAFT).max_tokens_in_paged_kv_cache is not None) == shared
     assert spec.target.num_drafts == (8 if runtime == "tensorrtllm" else 0)
+    assert spec.server.exit_timeout_s >= spec.loop_config().limits.max_tokens / 70, "the longest answer, at 70 tokens/s"
 
 
 def test_an_iteration_admits_a_call_behind_the_longest_prefix(tmp_path: Path) -> None:

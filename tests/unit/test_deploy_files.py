@@ -374,6 +374,8 @@ def test_a_server_is_given_the_time_that_it_takes_to_drain(path: Path) -> None:
     spec = DeploymentSpec.load(path)
     service = SERVICES["cpu" if spec.runtime == "embedded" else "gpu"]
     assert int(service["stop_grace_period"].removesuffix("s")) >= spec.server.exit_timeout_s + 2 * CLEANUP_MARGIN_S
+    if isinstance(spec, GpuDeployment):
+        assert spec.server.exit_timeout_s >= spec.loop_config().limits.max_tokens / 70, "the longest answer, at 70 tokens/s"
     start_s = int(service["healthcheck"]["start_period"].removesuffix("s"))
     assert start_s >= spec.server.load_timeout_s
 
