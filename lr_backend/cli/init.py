@@ -98,6 +98,8 @@ def init(
     if judge is None:
         console.print("[yellow]judge[/] the target's own checkpoint: a smaller instruct model judges faster", highlight=False)
     console.print(f"wrote {path}", highlight=False, markup=False, soft_wrap=True)
+    if runtime is not Runtime.EMBEDDED:
+        _say_idle(console, GpuDeployment.load(path))
     _say_next(console, path, runtime)
 
 
@@ -198,6 +200,15 @@ def _draft(path: Path, text: str) -> Iterator[Path]:
         yield draft
     finally:
         draft.unlink(missing_ok=True)
+
+
+def _say_idle(console: Console, spec: GpuDeployment) -> None:
+    used = {number for each in spec.placements for number in each.gpu_device_ids}
+    idle = [str(number) for number in range(spec.hardware.num_gpus) if number not in used]
+    if idle:
+        how = f"`init --gpus {len(idle)}` with another --name, served with CUDA_VISIBLE_DEVICES={','.join(idle)}"
+        line = f"[yellow]idle[/] of {spec.hardware.num_gpus} cards, {', '.join(idle)}: a second server can have them ({how})"
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 def _say_next(console: Console, path: Path, runtime: Runtime) -> None:

@@ -128,6 +128,16 @@ def test_what_is_missing_or_unknown_is_named_with_its_option(tmp_path: Path) -> 
     assert "--draft: " in result.output and "MixtralForCausalLM" in result.output and "Qwen2.5 and Llama" in result.output
 
 
+@pytest.mark.parametrize(("num_gpus", "idle"), [(4, ""), (5, "4"), (6, ""), (8, "6,7")])
+def test_cards_that_stay_idle_are_named(tmp_path: Path, num_gpus: int, idle: str) -> None:
+    result = run(*make_pair(tmp_path, "qwen3"), "--runtime", "tensorrtllm", "--system", "h100_sxm", "--gpus", str(num_gpus))
+    assert result.exit_code == 0, result.output
+    said = [line for line in result.output.splitlines() if line.startswith("idle")]
+    assert len(said) == bool(idle)
+    assert all(f"of {num_gpus} cards, {idle.replace(',', ', ')}: a second server" in line for line in said)
+    assert all(f"CUDA_VISIBLE_DEVICES={idle})" in line for line in said)
+
+
 @pytest.mark.parametrize(
     ("num_gpus", "gpus"),
     [
