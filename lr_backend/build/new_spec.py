@@ -17,7 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from lr_backend.build.admission import iteration_sizes
 from lr_backend.build.checkpoints import CheckpointInfo, check_checkpoint, check_same_vocabulary, read_header, weight_files
-from lr_backend.build.shapes import ModelShape, shape_from_config
+from lr_backend.build.shapes import ModelShape, known_models, shape_from_config
 from lr_backend.engine import Role
 from lr_backend.errors import CheckpointError, ConfigError
 from lr_backend.steps.rules import THINK_MARKERS
@@ -72,6 +72,13 @@ class Model:
     @property
     def fits_decoder(self) -> bool:
         return self.shape.hidden_size % LANES == 0 and self.shape.head_dim % LANES == 0
+
+    @property
+    def hub(self) -> str:
+        """Name on the hub of the known model that it is, by its folder's name and its shape; empty: none."""
+        folder = self.info.directory.name
+        found = (name for name, shape in known_models().items() if name.rpartition("/")[2] == folder and shape == self.shape)
+        return next(found, "")
 
     @property
     def in_words(self) -> str:
@@ -305,6 +312,7 @@ def gpu_spec(
     roles = [
         {
             **_about(models[role], naming),
+            "hub": models[role].hub,
             "gpus": placed.gpus[role],
             "kv_tokens": given[role] if placed.shared(role) else 0,
             "max_num_tokens": min(wanted[role], rows * lengths[role]),  # more is never used

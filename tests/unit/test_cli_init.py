@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from lr_backend.build import new_spec
 from lr_backend.build.admission import admissions, branches_that_join, shortfalls
 from lr_backend.build.gpu_spec import GpuDeployment
 from lr_backend.build.memory import estimate
 from lr_backend.build.repository import build_repository
-from lr_backend.build.shapes import find_sources
+from lr_backend.build.shapes import find_sources, shape_from_config
 from lr_backend.build.spec import DeploymentSpec, EmbeddedDeployment
 from lr_backend.cli import init as command
 from lr_backend.cli.app import app
@@ -126,6 +127,18 @@ def test_what_is_missing_or_unknown_is_named_with_its_option(tmp_path: Path) -> 
     result = run(target, draft)
     assert result.exit_code == 1
     assert "--draft: " in result.output and "MixtralForCausalLM" in result.output and "Qwen2.5 and Llama" in result.output
+
+
+@pytest.mark.parametrize("folder", ["target", "Other-1B"])
+def test_a_known_model_has_its_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
+    """Kernel tables go by it. Another folder's model has the shape alone, and may be anybody's."""
+    target, draft = make_pair(tmp_path, "qwen3")
+    shape = shape_from_config(json.loads((target / "config.json").read_text(encoding="utf-8")), "target")
+    monkeypatch.setattr(new_spec, "known_models", lambda: {"Somebody/target": shape, "Somebody/draft": shape})
+    spec = made(target.rename(tmp_path / folder), draft, "--runtime", "tensorrtllm", "--system", "h100_sxm", "--gpus", "4")
+    assert isinstance(spec, GpuDeployment)
+    assert spec.target.hub == ("Somebody/target" if folder == "target" else "")
+    assert spec.draft.hub == "", "another shape than the known model's"
 
 
 @pytest.mark.parametrize(("num_gpus", "idle"), [(4, ""), (5, "4"), (6, ""), (8, "6,7")])
