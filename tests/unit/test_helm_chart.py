@@ -563,16 +563,25 @@ def test_a_pod_has_the_cards_of_its_spec(name: str) -> None:
     assert starts_mps == (len(devices) != len(set(devices)))
 
 
-def test_a_setting_of_the_openai_api_restarts_no_role() -> None:
+@pytest.mark.parametrize(
+    ("changes", "restarted"),
+    [
+        ({"openai": {"settings": {"max_requests_a_minute": 90}}}, {""}),
+        ({"roles": {"target": {"replicas": 3}}}, {""}),
+        ({"roles": {"judge": {"gpus": 2}}}, {"", *(f"-{role}" for role in Role)}),
+    ],
+    ids=["a setting of the OpenAI API", "another replica", "another spec"],
+)
+def test_a_change_restarts_those_whom_it_concerns(changes: dict[str, Any], restarted: set[str]) -> None:
     before, after = (
         {
             each["metadata"]["name"]: each["spec"]["template"]["metadata"]["annotations"]["checksum/settings"]
-            for each in render(profile("roles-apart", openai={"settings": {"max_requests_a_minute": most}}))
+            for each in render(profile("roles-apart", **of))
             if each["kind"] in ("Deployment", "StatefulSet")
         }
-        for most in (60, 90)
+        for of in ({}, changes)
     )
-    assert {name for name in before if before[name] != after[name]} == {"lr-lookahead"} != set(before)
+    assert {name for name in before if before[name] != after[name]} == {f"lr-lookahead{name}" for name in restarted}
 
 
 @pytest.mark.parametrize(("name", "part"), [("one-node", ("server",)), ("roles-apart", ("roles", "target"))])

@@ -89,12 +89,12 @@ volumes:
   {{- end }}
 {{- end }}
 
-{{/* Labels and annotations of a role's pods. */}}
+{{/* Labels and annotations of a role's pods. Where the roles are found is the loop's alone to know: another number of replicas starts no role anew. */}}
 {{- define "lookahead.roleMeta" -}}
 {{- $ := .root -}}
 labels: {{- include "lookahead.labels" $ | nindent 2 }}
   app.kubernetes.io/component: {{ .role }}
 annotations:
-  checksum/settings: {{ include "lookahead.spec" $ | sha256sum }}
+  checksum/settings: {{ regexReplaceAll "(?m)^url = .*$" (include "lookahead.spec" $) "" | sha256sum }}
   {{- with $.Values.podAnnotations }}{{ toYaml . | nindent 2 }}{{ end }}
 {{- end }}
