@@ -208,6 +208,7 @@ def test_a_broken_template_is_seen(tmp_path: Path, template: str, right: str, wr
         {"autoscaling": {"takenShare": 1.5}},
         {"monitoring": {"interval": "15"}},
         {"service": {"port": 0}},
+        {"httpRoute": {"requestTimeout": "forever"}},
     ],
     ids=str,
 )
@@ -710,6 +711,11 @@ def test_the_route_leads_to_the_service() -> None:
     ports = named(documents, "Service", backend["name"])["spec"]["ports"]
     assert [port["port"] for port in ports] == [backend["port"]]
     assert rule["matches"] == [{"path": {"type": "PathPrefix", "value": "/v1"}}]
+    waits_s = int(rule["timeouts"]["request"].removesuffix("s"))
+    specs = [DeploymentSpec.load(path) for path in (PROJECT / "engines").glob("*.toml")]
+    assert all(waits_s > spec.loop_config().timeouts.request_s for spec in specs)
+    page = (PROJECT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+    assert f'proxy-read-timeout: "{waits_s}"' in page, "an ingress waits as long"
 
 
 def test_the_chart_is_the_servers_version() -> None:
