@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import shlex
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from lr_backend.build.spec import DeploymentSpec, GpuDeployment
 from lr_backend.cli import app as cli
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError
+from lr_backend.frontend.limits import Keys
 from lr_backend.frontend.settings import Settings
 from lr_backend.serve import health
 from lr_backend.serve.mps import LOG_VARIABLE, PIPES_VARIABLE
@@ -225,10 +227,11 @@ def test_what_the_dockerfile_copies_is_in_the_build_context() -> None:
 # ---------------------------------------------------------------------------------------------------------------- compose.yaml
 
 
-def compose() -> dict[str, Any]:
-    """The file with every variable at its default."""
+def compose(**given: str) -> dict[str, Any]:
+    """The file with every variable that is not given at its default."""
     text = (PROJECT / "deploy" / "compose.yaml").read_text(encoding="utf-8")
-    plain = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
+    plain = re.sub(r"\$\{(\w+):-([^}]*)\}", lambda match: given.get(match[1], match[2]), text)
+    plain = re.sub(r"\$\{(\w+):\+([^}]*)\}", lambda match: match[2] if match[1] in given else "", plain)
     assert "${" not in plain, "a variable without a default"
     loaded: dict[str, Any] = yaml.safe_load(plain)
     return loaded
@@ -319,6 +322,22 @@ def test_ports_are_published_on_loopback(name: str) -> None:
     assert SERVICES[name]["ports"] == [f"127.0.0.1:{port}:{port}" for port in (8000, 8001, 8002, 9000)]
 
 
+@pytest.mark.parametrize("name", SERVING)
+def test_keys_are_asked_for_where_a_file_of_them_is_named(name: str) -> None:
+    spec = ["--spec", "demo" if name == "cpu" else "qwen3-32b"]
+    (mount,) = (each for each in SERVICES[name]["volumes"] if each["target"].startswith("/run/secrets/"))
+    assert mount["source"] == "/dev/null" and shlex.split(SERVICES[name]["command"]) == spec
+    service = compose(LOOKAHEAD_OPENAI_KEYS="/etc/keys")["services"][name]
+    assert {**mount, "source": "/etc/keys"} in service["volumes"] and mount["read_only"]
+    assert shlex.split(service["command"]) == [*spec, "--openai-keys", mount["target"]]
+    assert "openai_keys" in inspect.signature(cli.serve).parameters
+
+
+def test_a_file_without_keys_opens_nothing() -> None:
+    with pytest.raises(ConfigError, match="no API key"):
+        Keys.read(Path("/dev/null"))
+
+
 @pytest.mark.parametrize("target", ["cpu", "trtllm"])
 def test_the_openai_api_listens_where_published_ports_lead(target: str) -> None:
     options = json.loads(value_of(target, "ENTRYPOINT"))[2:8]
@@ -386,7 +405,7 @@ def test_gpus_and_limits(name: str) -> None:
     device = service["deploy"]["resources"]["reservations"]["devices"][0]
     assert device == {"driver": "nvidia", "count": 4, "capabilities": ["gpu"]}
     assert service["ulimits"]["memlock"] == -1 and service["ulimits"]["stack"] == 67108864
-    data = {volume["target"] for volume in service["volumes"]}
+    data = {volume["target"] for volume in service["volumes"] if volume["source"] != "/dev/null"}
     assert data == {f"{INSTALLED_AT}/engines/built", f"{INSTALLED_AT}/checkpoints"}
 
 
@@ -430,7 +449,7 @@ def test_the_page_runs_containers_as_the_compose_file_does() -> None:
     assert f"--stop-timeout {gpu['stop_grace_period'].removesuffix('s')}" in by_hand
     for limit, value in (("memlock", -1), ("stack", 67108864)):
         assert gpu["ulimits"][limit] == value and f"--ulimit {limit}={value}" in by_hand
-    assert all(f":{volume['target']}:ro" in by_hand for volume in gpu["volumes"])
+    assert all(f":{volume['target']}:ro" in by_hand for volume in gpu["volumes"] if volume["source"] != "/dev/null")
     assert all(option in by_hand for option in ("--init", "--read-only", "--cap-drop ALL", "--security-opt no-new-privileges"))
 
 
