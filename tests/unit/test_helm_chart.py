@@ -409,6 +409,7 @@ def test_the_loop_finds_each_replica_of_a_role(name: str, scheme: str, tmp_path:
     spec = DeploymentSpec.load(file)
     assert spec.runs_loop and spec.placements == ()  # the loop's pod needs no card
     assert set(spec.remotes) == set(Role)
+    page = (PROJECT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
     for role, urls in spec.remotes.items():
         pods_of = named(documents, "StatefulSet", f"lr-lookahead-{role}")["spec"]
         service = named(documents, "Service", pods_of["serviceName"])
@@ -416,6 +417,7 @@ def test_the_loop_finds_each_replica_of_a_role(name: str, scheme: str, tmp_path:
         assert service["spec"]["selector"] == pods_of["selector"]["matchLabels"]
         names = [f"lr-lookahead-{role}-{i}.{service['metadata']['name']}" for i in range(pods_of["replicas"])]
         assert [Address.parse(url) for url in urls] == [Address(each, PORTS.grpc, scheme == "grpcs") for each in names]
+        assert all(f"`{each}`" in page for each in names), "a certificate has to hold them"
         (placement,) = spec.only([role]).placements
         (container,) = pods_of["template"]["spec"]["containers"]
         assert list(placement.gpu_device_ids) == list(range(container["resources"]["limits"]["nvidia.com/gpu"]))
@@ -616,6 +618,8 @@ def test_scaling_asks_for_metrics_that_the_server_has() -> None:
     told = metrics_in((PROJECT / "docs" / "operations.md").read_text(encoding="utf-8"))
     (hpa,) = (each["spec"] for each in rendered("cpu, hpa") if each["kind"] == "HorizontalPodAutoscaler")
     assert [each["pods"]["metric"]["name"] for each in hpa["metrics"]] == ["lr_requests_in_flight"]
+    page = (PROJECT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+    assert "seriesQuery: lr_requests_in_flight{" in page, "prometheus-adapter has to tell it"
     (keda,) = (each for each in rendered("cpu, everything") if each["kind"] == "ScaledObject")
     assert keda["apiVersion"] == "keda.sh/v1alpha1" and keda["spec"]["scaleTargetRef"] == {"name": "lr-lookahead"}
     (trigger,) = keda["spec"]["triggers"]
