@@ -78,9 +78,9 @@ def profile(name: str, **changes: Any) -> dict[str, Any]:
     return over(helm.values_from_yaml((CHART / "profiles" / f"{name}.yaml").read_text(encoding="utf-8")), changes)
 
 
-def render(values: Mapping[str, Any], chart: Path = CHART) -> list[Document]:
+def render(values: Mapping[str, Any], chart: Path = CHART, release: str = "lr") -> list[Document]:
     with helm.Chart.load(chart) as loaded:
-        pages = loaded.render(dict(values), name="lr", namespace="prod")
+        pages = loaded.render(dict(values), name=release, namespace="prod")
     return [each for name, text in pages.items() if name.endswith(".yaml") for each in yaml.safe_load_all(text) if each]
 
 
@@ -564,6 +564,24 @@ def test_a_pod_has_the_cards_of_its_spec(name: str) -> None:
     starts_mps = "--start-mps" in container["args"]
     devices = [device for each in spec.placements for device in each.gpu_device_ids]
     assert starts_mps == (len(devices) != len(set(devices)))
+
+
+def test_a_second_release_builds_beside_the_first_and_reads_its_checkpoints() -> None:
+    first = rendered("one-node")
+    claims = [each["metadata"]["name"] for each in first if each["kind"] == "PersistentVolumeClaim"]
+    assert claims == ["lr-lookahead-checkpoints", "lr-lookahead-engines"]
+    page = (PROJECT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+    assert f"checkpoints.claim={claims[0]}" in page and f"engines.claim={claims[1]}" in page
+    changes = {"checkpoints": {"claim": claims[0]}, "build": {"enabled": True}, "server": {"replicas": 0}}
+    second = render(profile("one-node", **changes), release="lr2")
+    validate(second)
+    names = {(each["kind"], each["metadata"]["name"]) for each in second}
+    assert not names & {(each["kind"], each["metadata"]["name"]) for each in first}
+    assert ("PersistentVolumeClaim", "lr2-lookahead-engines") in names and ("Service", "lr2-lookahead") in names
+    assert ("PersistentVolumeClaim", "lr2-lookahead-checkpoints") not in names
+    for _, pod in pods(second):
+        held = {each["persistentVolumeClaim"]["claimName"] for each in pod["volumes"] if "persistentVolumeClaim" in each}
+        assert held == {claims[0], "lr2-lookahead-engines"}
 
 
 @pytest.mark.parametrize(
