@@ -472,7 +472,8 @@ def test_the_page_shows_what_the_plan_and_the_build_print(tmp_path: Path) -> Non
         sizes = f"{total / 1e9:.2f} B parameters, vocabulary {shape.vocab_size}, {shape.max_positions} positions"
         printed.add(f"checked {role}: {shape.architecture}, {sizes}")
     shown = {line.strip() for line in PAGE.splitlines() if re.match(r" +(waits|done|checked) ", line)}
-    assert shown <= printed and len(shown) == 4 + 6 + 3
+    assert shown <= printed and len(shown) == 5 + 6 + 3
+    assert all(f"waits {line}".replace(str(root), INSTALLED_AT) in shown for line in report.waiting)
 
 
 @pytest.mark.parametrize("path", sorted((PROJECT / "engines").glob("*.toml")), ids=lambda path: path.stem)
