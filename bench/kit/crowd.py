@@ -57,10 +57,21 @@ class Crowd:
     large_megabytes: int = 0
 
     async def ended(self) -> list[Ended]:
-        """Let them ask, and say how their requests ended."""
+        """Let them ask, and say how their requests ended. The process ends with this call.
+
+        Raises:
+            RuntimeError: the process failed; its own output says why.
+        """
         command = (sys.executable, "-m", __spec__.name, json.dumps(asdict(self)))
         process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
-        output, _ = await process.communicate()
+        try:
+            output, _ = await process.communicate()
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        if process.returncode:
+            raise RuntimeError(f"the process of {self.num_clients} clients of {self.url} ended with status {process.returncode}")
         return [Ended(**one) for one in json.loads(output)]
 
     async def _ask(self) -> list[Ended]:

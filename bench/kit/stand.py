@@ -147,6 +147,8 @@ class Stand:
         while not self._stopping:
             with self.output.open("wb") as output:
                 self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+                if self._stopping:  # since the loop began its turn: whoever said so may not have seen this process
+                    self.process.terminate()
                 self.statuses.append(self.process.wait())
 
     def _spec(self) -> Path:
@@ -169,13 +171,16 @@ def free_port() -> int:
 
 @contextmanager
 def standing(layout: Layout, folder: Path) -> Iterator[tuple[Stand, list[str]]]:
-    """A stand, and after it what it has left behind: processes, folders, and names in shared memory."""
+    """A stand, and after it what it has left behind: processes, folders, and names in shared memory.
+
+    It is stopped however the block ends, and where it does not start.
+    """
     left: list[str] = []
     before, folders = set(os.listdir(SHM)), set(work_folders())
-    stand = Stand(layout, folder)
-    stand.start()
-    family = stand.family()
+    stand, family = Stand(layout, folder), list[psutil.Process]()
     try:
+        stand.start()
+        family += stand.family()
         yield stand, left
     finally:
         family += stand.family()

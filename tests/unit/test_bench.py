@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import sys
 from itertools import islice
 from pathlib import Path
 
@@ -14,14 +17,16 @@ from typer.testing import CliRunner
 import bench.engine
 import bench.overhead
 import bench.verifiers
-from bench.faults import is_lost
-from bench.kit.crowd import Ended
+from bench.faults import is_lost, until
+from bench.kit.crowd import Crowd, Ended
 from bench.kit.models import CHECKPOINTS, Model
+from bench.kit.stand import Stand, standing
 from bench.kit.turns import Spread, ratio, timed_rounds
 from bench.overhead import Overhead
 from bench.verifiers import Case, VerifierFigures
 from bench.wording import answers, figures
 from demo.problems import problems
+from lr_backend.build.base import Layout
 from lr_backend.steps.step import Step, StepEnd
 from lr_backend.verify import Reason, StepPair, Verdict
 from tests.support.embedded_engines import tiny_checkpoint
@@ -125,6 +130,50 @@ def test_an_answer_whose_server_went_away_is_lost_and_a_call_that_came_too_late_
     ended = Ended(10.0 - before_s, 11.0, kind)
     assert is_lost(ended, 10.0) is lost
     assert not is_lost(ended, 12.0), "it was over"
+
+
+def test_a_stand_that_does_not_start_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    stopped: list[Stand] = []
+
+    def never(self: Stand) -> None:
+        raise RuntimeError("not served")
+
+    monkeypatch.setattr(Stand, "start", never)
+    monkeypatch.setattr(Stand, "stop", lambda self: stopped.append(self))
+    with pytest.raises(RuntimeError, match="not served"), standing(Layout.ONE_PROCESS, tmp_path):
+        raise AssertionError("there is nothing to ask")
+    assert [stand.folder for stand in stopped] == [tmp_path]
+
+
+@pytest.fixture
+def crowds_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """What runs in the place of a crowd's process."""
+    program = tmp_path / "program"
+    program.touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    return program
+
+
+def test_a_crowd_whose_process_fails_is_no_crowd_without_answers(crowds_process: Path) -> None:
+    crowds_process.write_text("#!/bin/sh\necho '[]'\nexit 3\n")
+    with pytest.raises(RuntimeError, match="2 clients of nowhere ended with status 3"):
+        asyncio.run(Crowd("nowhere", 2, 1.0).ended())
+
+
+def test_a_crowd_s_process_ends_with_the_wait_for_it(crowds_process: Path) -> None:
+    noted = crowds_process.with_name("pid")
+    crowds_process.write_text(f"#!/bin/sh\necho $$ > {noted}.new\nmv {noted}.new {noted}\nexec sleep 60\n")
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(Crowd("nowhere", 2, 1.0).ended())
+        assert await until(noted.exists)
+        task.cancel()
+        await task
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancelled())
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(noted.read_text()), 0)
 
 
 def test_an_answer_goes_on_from_a_drafted_step_only_where_it_means_what_the_targets_own_does() -> None:
