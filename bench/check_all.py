@@ -46,11 +46,13 @@ class Check:
 
     Attributes:
         figure: keys in the last line of JSON, with dots between; None: the last line of the output.
+        kept: a folder in which the command goes on where an earlier one was stopped. It is removed first: a check asks anew.
     """
 
     name: str
     command: tuple[str, ...]
     figure: str | None = None
+    kept: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +84,10 @@ def short_tables(folder: Path) -> list[Check]:
     for table in TABLES:
         if table.needs_card and not shutil.which("nvidia-smi"):
             continue
-        kept = (folders[table.name], str(folder / table.name)) if table.name in folders else ()
-        options = (*table.short, *kept, "--output", str(folder / f"{table.name}.json"))
-        checks.append(Check(table.name, (*PYTHON, "bench", table.name, *options), table.figure))
+        kept = folder / table.name if table.name in folders else None
+        options = (*table.short, *((folders[table.name], str(kept)) if kept else ()))
+        command = (*PYTHON, "bench", table.name, *options, "--output", str(folder / f"{table.name}.json"))
+        checks.append(Check(table.name, command, table.figure, kept))
     return checks
 
 
@@ -110,6 +113,8 @@ def long_checks(folder: Path) -> list[Check]:
 def run(check: Check, folder: Path, timeout_s: float = TIMEOUT_S) -> Line:
     """Run one check; whatever it starts ends with it."""
     folder.mkdir(parents=True, exist_ok=True)
+    if check.kept is not None:
+        shutil.rmtree(check.kept, ignore_errors=True)
     log, started = folder / f"{check.name}.log", time.monotonic()
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(check.command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)

@@ -245,7 +245,7 @@ TABLES = (
         35,
         "benchmarks/README.md",
         "load.json",
-        _options("--spec demo --concurrency 1 --no-rates --min-requests 2 --fresh"),
+        _options("--spec demo --concurrency 1 --no-rates --min-requests 2"),
         "num_points",
     ),
     Table(

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -166,6 +167,18 @@ def test_the_short_forms_leave_the_published_figures_alone(tmp_path: Path) -> No
     assert [check.name for check in checks] == [table.name for table in TABLES if not table.needs_card]
     for check in checks:
         assert check.command[check.command.index("--output") + 1] == str(tmp_path / f"{check.name}.json")
+
+
+def test_a_check_asks_anew_whatever_an_earlier_one_has_kept(tmp_path: Path) -> None:
+    checks = {check.name: check for check in short_tables(tmp_path)}
+    for name, option in (("load", "--folder"), ("evaluation", "--out"), ("quality", "--out"), ("trial", "--out")):
+        command = checks[name].command
+        assert checks[name].kept == Path(command[command.index(option) + 1])
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "answers.jsonl").write_text("{}\n")
+    check = replace(script("kept", f"import os; print(os.path.exists({str(kept)!r}))"), kept=kept)
+    assert check_all.run(check, tmp_path).figure == "False"
 
 
 def test_a_figure_is_read_from_the_last_line_of_json() -> None:
