@@ -38,11 +38,10 @@ from bench.evaluation.tasks import DATA_DIR_VARIABLE, NAMES, DataSet, load
 from bench.evaluation.turns import Turn, option_fields, rounds, turns
 from bench.kit.hardware import measure_hardware, processor_line
 from bench.kit.output import console_of_any_width, print_line
+from bench.kit.served import code_hash, served_hash
 from bench.kit.serving import MAX_TOKENS, engines_alone, lateness_of, serving
 from demo.problems import problems
-from lr_backend.build.digests import sha256_text
 from lr_backend.build.spec import DeploymentSpec, EmbeddedDeployment
-from lr_backend.engine import Role
 from lr_backend.serve.server import ServerError, TritonServer
 
 MODES = "ar,sd,lr,lr_sd,auto"
@@ -170,6 +169,7 @@ class Settings:
             trace=self.trace,
             endpoint=endpoint,
             served_hash=served_hash(deployment) if deployment is not None else "",
+            code_hash=code_hash() if deployment is not None else "",
             hardware=processor_line(),
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             versions={name: found for name in PACKAGES if (found := _version(name))},
@@ -221,16 +221,6 @@ def run_evaluation(
     if lost is not None:
         raise lost
     return directory
-
-
-def served_hash(deployment: EmbeddedDeployment) -> str:
-    """Another one once the spec has changed, or a file of a checkpoint by its size or time: large ones are not read."""
-    parts = [deployment.model_dump_json()]
-    for folder in sorted({deployment.checkpoint_dir(role) for role in Role}):
-        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-            status = path.stat()
-            parts.append(f"{path.relative_to(folder)} {status.st_size} {status.st_mtime_ns}")
-    return sha256_text("\n".join(parts))
 
 
 def deployment_of(spec: str) -> EmbeddedDeployment:

@@ -64,7 +64,8 @@ class RunRecord(_Record):
     """The settings of a run. What is in ``compared()`` must stay the same for a run to go on.
 
     Attributes:
-        served_hash: of the spec of a server of our own, and of its checkpoints' files: names, sizes, times.
+        served_hash, code_hash: of the spec of a server of our own and its checkpoints' files, and of its code; see
+            :mod:`bench.kit.served`. Empty for a server that runs already.
     """
 
     version: int = VERSION
@@ -82,6 +83,7 @@ class RunRecord(_Record):
     trace: bool
     endpoint: str
     served_hash: str = ""
+    code_hash: str = ""
     hardware: str = ""
     created: str = ""
     versions: dict[str, str] = {}
@@ -100,6 +102,7 @@ class RunRecord(_Record):
             "stream",
             "trace",
             "served_hash",
+            "code_hash",
         )
         turns = {turn.name: turn.fields for turn in self.turns}
         # A server that runs may come back at another address. One of our own must have the same spec, pace included.
@@ -227,7 +230,13 @@ class RunDirectory:
             (self.path / RUN).write_text(run.model_dump_json(indent=2) + "\n", encoding="utf-8")
             return False
         there = self.run()
-        if different := differences(there.compared(), run.compared()):
+        different = differences(there.compared(), run.compared())
+        if different and there.compared() | {"code_hash": run.code_hash} == run.compared():
+            raise EvaluationError(
+                f"{self.path} holds answers of a server with other code than today's, which are not added to: "
+                "delete it to ask everything again, or give another directory with --out"
+            )
+        if different:
             raise EvaluationError(
                 f"{self.path} holds a run with other settings: {'; '.join(different)}. "
                 "Give the same settings to go on with it, or another directory with --out"

@@ -25,6 +25,7 @@ from rich.table import Table
 from bench.kit.hardware import device_line, processor_line
 from bench.kit.measure import LEARNS_FROM
 from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
+from bench.kit.served import code_hash, served_hash
 from bench.kit.serving import LatenessSince, demo_spec, serving, short_texts
 from bench.load import inputs, summary
 from bench.load.errors import LoadError
@@ -62,6 +63,11 @@ class Subject:
     served: DeploymentSpec | None
     questions: inputs.Questions
     asked: str
+
+    @property
+    def hashes(self) -> dict[str, str]:
+        """Of what is served, and of the server's code; of a server that runs already nobody knows them."""
+        return {} if self.served is None else {"served_hash": served_hash(self.served), "code_hash": code_hash()}
 
     @classmethod
     def of(
@@ -215,6 +221,7 @@ def main(
             settings |= {
                 "perf_analyzer": analyzer.version(),
                 "server": subject.told,
+                **subject.hashes,
                 "input": subject.asked,
                 "temperature": temperature,
                 "min_requests": min_requests,

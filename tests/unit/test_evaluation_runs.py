@@ -15,6 +15,7 @@ from lr_client import Client
 from typer.testing import CliRunner
 
 from bench.evaluation import asking, grading, quality
+from bench.evaluation import command as evaluation_command
 from bench.evaluation.asking import ask_all
 from bench.evaluation.command import Settings, app, run_evaluation
 from bench.evaluation.errors import EndpointLost, EvaluationError
@@ -23,6 +24,7 @@ from bench.evaluation.scoring import Outcome, Score
 from bench.evaluation.summary import Run
 from bench.evaluation.tasks import DataSet, Rule, Task, load
 from bench.evaluation.turns import option_fields, rounds, seed_of, turns
+from bench.kit.served import code_hash
 from bench.kit.serving import demo_spec
 from lr_backend.cli import app as cli
 from lr_backend.cli import checkout
@@ -330,6 +332,35 @@ def test_a_run_does_not_go_on_with_models_that_were_trained_anew(data: DataSet, 
 
     assert before == same
     assert {name for name in before if before[name] != after[name]} == {"served_hash"}
+
+
+def test_a_run_does_not_go_on_under_other_code(data: DataSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, chosen = RunDirectory(tmp_path), settings(data)
+    directory.begin(chosen.record(f"{OWN_SERVER}demo", demo_spec()))
+    assert directory.begin(chosen.record(f"{OWN_SERVER}demo", demo_spec()))
+
+    monkeypatch.setattr(evaluation_command, "code_hash", lambda: "of other code")
+    with pytest.raises(EvaluationError, match=r"other code than today's.* delete it .*or give another directory with --out"):
+        directory.begin(chosen.record(f"{OWN_SERVER}demo", demo_spec()))
+    before_hashes = directory.run().model_dump(exclude={"code_hash"})
+    (tmp_path / RUN).write_text(json.dumps(before_hashes))
+    with pytest.raises(EvaluationError, match="other code than today's"):
+        directory.begin(chosen.record(f"{OWN_SERVER}demo", demo_spec()))
+    assert chosen.record("localhost:8001").code_hash == ""
+
+
+def test_code_is_told_by_what_its_files_hold_and_are_called(tmp_path: Path) -> None:
+    (tmp_path / "native").mkdir()
+    source, unread = tmp_path / "native" / "draw.c", tmp_path / "__pycache__.pyc"
+    seen = []
+    for content in ("int x;", "int y;"):
+        source.write_text(content)
+        unread.write_text(content)
+        seen.append(code_hash(tmp_path))
+        unread.write_text("compiled")
+        assert code_hash(tmp_path) == seen[-1]
+    source.rename(tmp_path / "draw.c")
+    assert len({*seen, code_hash(tmp_path)}) == 3
 
 
 def test_a_directory_is_written_by_one_run_and_holds_nothing_else(server: FakeServer, data: DataSet, tmp_path: Path) -> None:

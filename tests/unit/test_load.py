@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 
 import bench.load.command as command
 from bench.kit import serving
-from bench.kit.serving import LatenessSince
+from bench.kit.served import served_hash
+from bench.kit.serving import LatenessSince, short_texts
 from bench.load import inputs, perf_analyzer, summary
 from bench.load.errors import LoadError
 from bench.load.export import Limits, PointFigures, RequestTimes, figures
@@ -37,6 +38,7 @@ from bench.load.sweep import (
     open_points,
     rates_from,
 )
+from lr_backend.build.emulated_spec import emulated
 from lr_backend.emulated.workload import Workload
 from lr_backend.fields import LOOKAHEAD_INPUTS
 from lr_backend.hardware.lateness import Lateness
@@ -456,6 +458,17 @@ def test_only_what_keeps_a_pace_has_slow_motion(tmp_path: Path) -> None:
         assert command.Subject.of(url, spec, "h200_sxm", None, tmp_path).told == (url or "demo")
         with pytest.raises(LoadError, match="--slow-motion goes with an emulated deployment"):
             command.Subject.of(url, spec, "h200_sxm", None, tmp_path, slow_motion=4.0)
+
+
+def test_a_server_of_our_own_is_known_by_what_it_serves_and_its_code(tmp_path: Path) -> None:
+    hashes = []
+    for name, steps in (("a", 12), ("b", 12), ("c", 13)):  # the file of a workload lies elsewhere in each run
+        (tmp_path / name).mkdir()
+        texts = short_texts("qwen3-gsm8k", steps, tmp_path / name)
+        hashes.append(served_hash(emulated("qwen3-32b-apart", "h200_sxm", texts)))
+    assert hashes[0] == hashes[1] != hashes[2]
+    assert set(command.Subject.of(None, "demo", "h200_sxm", None, tmp_path).hashes) == {"served_hash", "code_hash"}
+    assert command.Subject.of("127.0.0.1:9", "demo", "h200_sxm", None, tmp_path).hashes == {}
 
 
 def test_a_warm_up_asks_each_series_once_and_auto_until_it_has_learned(monkeypatch: pytest.MonkeyPatch) -> None:
