@@ -39,8 +39,9 @@ class Kept:
     """What all requests together have left.
 
     Attributes:
-        bytes_by_process: a request's, the median slope after the warm-up; Triton's own process is :data:`TRITON`.
-        more: descriptors and threads that a process has come to hold, by process and kind.
+        bytes_by_process: a request's, the median slope after the warm-up; Triton's own process is :data:`TRITON`. Of several
+            processes of one name it is that of the one that keeps most.
+        more: descriptors and threads that a process has come to hold, by process and kind, likewise.
         num_blocks: of the engines' KV caches that are held though nothing is in flight.
         num_requests: all of them.
     """
@@ -58,8 +59,11 @@ class Kept:
         counts = [count for count, _ in warm]
         names = {pid: warm[0][1][pid].name for pid in pids}
         slopes = {pid: float(theilslopes([held[pid].num_bytes for _, held in warm], counts).slope) for pid in pids}
-        more = {f"{names[pid]} {what}": num for pid in pids for what, num in growth(warm, pid).items() if num > 0}
-        return cls({names[pid]: slopes[pid] for pid in pids}, more, num_blocks, counts[-1])
+        # Of one name the last one stays, which is the one that keeps most.
+        grown = sorted((num, f"{names[pid]} {what}") for pid in pids for what, num in growth(warm, pid).items() if num > 0)
+        more = {what: num for num, what in grown}
+        kept = {names[pid]: slopes[pid] for pid in sorted(pids, key=lambda pid: slopes[pid])}
+        return cls(kept, more, num_blocks, counts[-1])
 
     @property
     def bytes_a_request(self) -> float:

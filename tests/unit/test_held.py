@@ -40,3 +40,18 @@ def test_few_requests_prove_no_leak() -> None:
 def test_handles_and_blocks_that_stay_are_missed_promises() -> None:
     kept = Kept.of(samples(300, 0.0, descriptors_at_last=9), 3)
     assert kept.missed == ("blocks held: 3", "more frontend descriptors: 1")
+
+
+@pytest.mark.parametrize("leaks", [1, 2])
+def test_processes_of_one_name_do_not_hide_each_other_s_leak(leaks: int) -> None:
+    """Step loops are several processes of the same model."""
+    quiet, leaking = samples(ENOUGH_REQUESTS, 0.0), samples(ENOUGH_REQUESTS, 100.0, descriptors_at_last=9)
+    both = [
+        (count, {leaks: held[1], 3 - leaks: other[1], 3: other[2]})
+        for (count, held), (_, other) in zip(leaking, quiet, strict=True)
+    ]
+
+    kept = Kept.of(both, 0)
+
+    assert kept.bytes_a_request == pytest.approx(100.0, rel=0.05)
+    assert kept.more == {"frontend descriptors": 1}
