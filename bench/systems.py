@@ -30,6 +30,7 @@ from rich.table import Table
 
 from bench.kit.hardware import Hardware, device_line, hardware_ceiling, measure_hardware
 from bench.kit.intervals import paired_speedup
+from bench.kit.measure import num_decided
 from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
 from bench.kit.plots import draw_realised
 from bench.kit.random_models import SHAPES, STEP_TOKENS, TIMEOUT_S, chance_of, random_deployment
@@ -148,8 +149,7 @@ def measure(client: Client, chosen: Sequence[Setting], questions: Sequence[str],
             usage = client.ask(question, options, timeout_s=TIMEOUT_S).usage
             if index:
                 seconds[setting].append((time.perf_counter() - started) / usage.completion_tokens)
-                decided = usage.num_steps_accepted + usage.num_steps_late + sum(usage.num_steps_rejected.values())
-                new = (usage.num_steps_accepted, decided, usage.num_steps, usage.completion_tokens)
+                new = (usage.num_steps_accepted, num_decided(usage), usage.num_steps, usage.completion_tokens)
                 counts[setting] = [before + more for before, more in zip(counts[setting], new, strict=True)]
     return {
         setting: Measured(tuple(seconds[setting]), accepted, decided, tokens / max(1, steps))

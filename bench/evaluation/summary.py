@@ -28,7 +28,7 @@ from bench.evaluation.statistics import (
 from bench.evaluation.tasks import StepChecker, step_checker
 from bench.kit.hardware import Hardware, ceilings
 from bench.kit.intervals import Cluster, Estimate, Share, ratio, ratio_of_sums
-from bench.kit.measure import Sample, accepted_runs, mean_step_tokens
+from bench.kit.measure import Sample, accepted_runs, mean_step_tokens, num_decided
 from lr_backend.request import LookaheadRequest, Mode
 from lr_backend.verify.verdict import UNCOMPARED
 
@@ -326,7 +326,7 @@ def _row(
     usages = [one.use for one in group]
     rights = _rights(group)
     accepted = sum(use.num_steps_accepted for use in usages)
-    decided = accepted + sum(use.num_steps_late + sum(use.num_steps_rejected.values()) for use in usages)
+    decided = sum(map(num_decided, usages))
     tokens = sum(use.completion_tokens for use in usages)
     steps = [(one.record.task, step) for one in group for step in one.record.step_records]
     difference = p_value = verdict = None

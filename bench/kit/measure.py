@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from lr_client import Usage
 
 from bench.kit.intervals import paired_speedup
+from lr_backend.verify.verdict import Reason
 
 LEARNS_FROM = 50
 """Requests that a server has answered before a mode that learns is measured."""
@@ -60,7 +61,7 @@ def _row(group: Sequence[Sample], speedup: tuple[float, float, float]) -> ModeRe
     seconds = sum(sample.latency_s for sample in group)
     tokens = sum(usage.completion_tokens for usage in usages)
     accepted = sum(usage.num_steps_accepted for usage in usages)
-    decided = accepted + sum(usage.num_steps_late + sum(usage.num_steps_rejected.values()) for usage in usages)
+    decided = sum(map(num_decided, usages))
     runs = sum(accepted_runs(usage) for usage in usages)
     return ModeReport(
         correct=sum(sample.correct for sample in group),
@@ -77,6 +78,12 @@ def _row(group: Sequence[Sample], speedup: tuple[float, float, float]) -> ModeRe
         passes_per_token=_rate(sum(usage.num_target_passes for usage in usages), tokens),
         latency_s=seconds / len(group),
     )
+
+
+def num_decided(usage: Usage) -> int:
+    """Positions at the root with a drafted step, late ones among them. As the server counts, a draft that failed is none."""
+    rejected = sum(count for reason, count in usage.num_steps_rejected.items() if reason != Reason.DRAFT_ERROR)
+    return usage.num_steps_accepted + usage.num_steps_late + rejected
 
 
 def accepted_runs(usage: Usage) -> float:

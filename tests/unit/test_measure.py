@@ -11,7 +11,7 @@ from lr_client import Usage
 from rich.console import Console
 
 from bench.kit.intervals import paired_speedup
-from bench.kit.measure import ModeReport, Sample, report
+from bench.kit.measure import ModeReport, Sample, num_decided, report
 from bench.kit.turns import in_turns
 from demo.problems import problems
 from lr_backend.policy.formulas import ceiling
@@ -66,6 +66,14 @@ def test_a_report_has_one_row_a_mode_with_pooled_rates() -> None:
     assert rows["lr"].passes_per_token == pytest.approx(0.5)
     assert rows["ar"].step_acceptance_rate is None
     assert rows["ar"].tokens_per_s == pytest.approx(20 / 6)
+
+
+def test_a_draft_that_failed_was_not_decided_on() -> None:
+    usage = Usage(completion_tokens=10, num_steps_accepted=3, num_steps_late=1, num_steps_rejected={"judge": 2, "draft_error": 4})
+
+    assert num_decided(usage) == 6
+    rows = report([Sample("ar", 0, True, 2.0, Usage(completion_tokens=10)), Sample("lr", 0, True, 1.0, usage)], baseline="ar")
+    assert rows["lr"].step_acceptance_rate == pytest.approx(3 / 6)
 
 
 def test_ceilings_follow_the_acceptance_and_how_fast_draft_tokens_make_the_target() -> None:
