@@ -1,4 +1,4 @@
-"""The registry: every published table, the page that shows it, and the short form that shows that it still runs."""
+"""The registry: every table, the page that tells of it, and the short form that shows that it still runs."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A published table.
+    """A table that is measured.
 
     Attributes:
         name: as in ``python -m bench NAME``.
         module: its ``main`` measures, prints a table and ends with a line of JSON.
         measures: what, in a few words.
         minutes: how long it takes on two cores.
-        page: that shows it, under ``docs``.
-        json: that it writes beside that page, under ``docs/benchmarks``.
+        page: that tells of it, under ``docs``.
+        json: that it writes, under ``docs/benchmarks``; None: its figures are not published, and go to ``out``.
         short: options of its short form.
         figure: keys of one figure in the last line of JSON, with dots between.
         needs_card: it measures a GPU.
@@ -26,7 +26,7 @@ class Table:
     measures: str
     minutes: int
     page: str
-    json: str
+    json: str | None
     short: tuple[str, ...]
     figure: str
     needs_card: bool = False
@@ -193,8 +193,8 @@ TABLES = (
         "bench.verifiers",
         "each verifier on pairs of steps, beside the demo world's checker",
         2,
-        "api.md",
-        "verifiers.json",
+        "benchmarks/evaluation.md",
+        None,
         _options("--problems 2 --pairs 20"),
         "drafted.judge.agreement",
     ),

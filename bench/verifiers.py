@@ -27,7 +27,7 @@ from rich.table import Table
 
 from bench.kit.intervals import Share
 from bench.kit.models import CHECKPOINTS, Model, compared_steps, solve
-from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
+from bench.kit.output import console_of_any_width, print_line, write_json
 from bench.plug_ins.embedding_model import EmbeddingModel
 from bench.plug_ins.verifiers import Chance, Embedding, Grade
 from demo import second_domain
@@ -184,7 +184,7 @@ def main(
     judge_dir: Annotated[Path | None, typer.Option("--judge", help="another judge, for instance one of half the size")] = None,
     seed: Annotated[int, typer.Option()] = 1,
     threads: Annotated[int, typer.Option(help="torch threads")] = os.cpu_count() or 1,
-    output: Annotated[Path, typer.Option(help="Where the figures go.")] = PAGES / "verifiers.json",
+    output: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("out/verifiers.json"),
 ) -> None:
     """Print a table for drafted, one for changed steps and one for those of another domain, and one JSON line."""
     folders = {role: checkpoints / role for role in ("target", "draft", "judge")} | ({"judge": judge_dir} if judge_dir else {})
