@@ -59,7 +59,7 @@ class Stand:
     openai_port: int = 0
     process: subprocess.Popen[bytes] | None = None
     statuses: list[int] = field(default_factory=list)
-    _stopping: bool = False
+    _stopping: threading.Event = field(default_factory=threading.Event)
     _supervisor: threading.Thread | None = None
 
     @property
@@ -113,7 +113,7 @@ class Stand:
             time.sleep(0.2)
 
     def stop(self) -> None:
-        self._stopping = True
+        self._stopping.set()
         if self.process is not None:
             self.process.send_signal(signal.SIGTERM)
         if self._supervisor is not None:
@@ -144,10 +144,10 @@ class Stand:
         command = [str(Path(sys.executable).with_name("lookahead")), "serve", "--spec", str(self._spec())]
         command += ["--http-port", "0", "--metrics-port", "0"]
         command += ["--openai-port", str(self.openai_port), "--grpc-port", str(self.grpc_port)]
-        while not self._stopping:
+        while not self._stopping.is_set():
             with self.output.open("wb") as output:
                 self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-                if self._stopping:  # since the loop began its turn: whoever said so may not have seen this process
+                if self._stopping.is_set():  # since the loop began its turn: whoever said so may not have seen this process
                     self.process.terminate()
                 self.statuses.append(self.process.wait())
 
