@@ -34,7 +34,7 @@ from rich.table import Table
 
 from bench.kit.hardware import Hardware, ceilings, device_line, measure_hardware
 from bench.kit.intervals import Share
-from bench.kit.measure import LEARNS_FROM, ModeReport, Sample, best_baseline, mean_step_tokens, report
+from bench.kit.measure import LEARNS_FROM, ModeReport, Sample, best_baseline, looks_ahead, mean_step_tokens, report
 from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
 from bench.kit.rows import AS_IT_IS, PROBLEM_SEED, Change, Row, ask, compare
 from bench.kit.serving import (
@@ -223,7 +223,8 @@ def lines(
 ) -> list[Line]:
     """One line a row that has samples, in the order of ``rows``; ``samples`` hold one answer a row and problem.
 
-    Rows that speculate by steps and tokens have the ceilings of a target as fast as the best ``sd`` row, where that gains.
+    Rows that speculate by steps and tokens have the ceilings of a target as fast as the best ``sd`` row, where that gains. Rows
+    that hardly look ahead (:data:`bench.kit.measure.MIN_DECIDED_SHARE`) have none.
     """
     found = report(samples, BASELINE)
     kept = [row for row in rows if row.name in found]
@@ -234,7 +235,8 @@ def lines(
         one, request = found[row.name], row.request(config)
         most: tuple[float | None, float | None] = (None, None)
         alpha = one.step_acceptance_rate
-        if hardware is not None and request.mode.speculates_steps and alpha is not None and alpha < 1.0:
+        ahead = request.mode.speculates_steps and looks_ahead([sample.usage for sample in samples if sample.mode == row.name])
+        if hardware is not None and ahead and alpha is not None and alpha < 1.0:
             own_branches = row.change.own_branches
             most = ceilings(hardware, request, alpha, step_tokens, by_tokens=by_tokens, own_branches=own_branches)
         cost_ratio = hardware.cost_ratio if hardware is not None else None

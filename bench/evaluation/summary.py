@@ -28,7 +28,7 @@ from bench.evaluation.statistics import (
 from bench.evaluation.tasks import StepChecker, step_checker
 from bench.kit.hardware import Hardware, ceilings
 from bench.kit.intervals import Cluster, Estimate, Share, ratio, ratio_of_sums
-from bench.kit.measure import Sample, accepted_runs, mean_step_tokens, num_decided
+from bench.kit.measure import Sample, accepted_runs, looks_ahead, mean_step_tokens, num_decided
 from lr_backend.request import LookaheadRequest, Mode
 from lr_backend.verify.verdict import UNCOMPARED
 
@@ -103,7 +103,7 @@ class Row:
             second over the baseline's, which a change of the answers' length does not move.
         ceiling: the paper's S1 or S2 at the measured acceptance and cost ratio, over a target like the best ``sd`` where
             tokens are speculated too; ``hardware_ceiling``: as in :mod:`bench.kit.hardware`. ``realised_share``: speedup over
-            the latter, else the former.
+            the latter. None of a row that hardly looks ahead (:data:`bench.kit.measure.MIN_DECIDED_SHARE`).
         num_accepted, num_decided: drafted steps at the root, late ones among the decided.
         audits, false_accepts: the server's own audits, of these answers.
     """
@@ -417,7 +417,7 @@ def _rate(part: float, whole: float) -> float | None:
 def _with_ceilings(
     rows: Sequence[Row], requests: Mapping[str, LookaheadRequest], hardware: Hardware | None, answers: Sequence[_Answer]
 ) -> list[Row]:
-    """Rows that speculate by steps get what they could gain at most."""
+    """Rows that speculate by steps get what they could gain at most, unless they hardly look ahead."""
     if hardware is None:
         return list(rows)
     by_tokens = max([1.0, *(row.speedup.value for row in rows if row.mode == Mode.SD and row.speedup is not None)])
@@ -426,7 +426,9 @@ def _with_ceilings(
     found = []
     for row in rows:
         alpha, request = row.step_acceptance_rate, requests.get(row.name)
-        if request is None or alpha is None or alpha >= 1.0 or not request.mode.speculates_steps or request.max_depth < 1:
+        ahead = looks_ahead([one.usage for one in samples if one.mode == row.name])
+        by_steps = request is not None and request.mode.speculates_steps and request.max_depth > 0
+        if request is None or alpha is None or alpha >= 1.0 or not (ahead and by_steps):
             found.append(row)
             continue
         free, real = ceilings(hardware, request, alpha, step_tokens, by_tokens=by_tokens)

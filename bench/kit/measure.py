@@ -12,6 +12,8 @@ from lr_backend.verify.verdict import Reason
 
 LEARNS_FROM = 50
 """Requests that a server has answered before a mode that learns is measured."""
+MIN_DECIDED_SHARE = 0.5
+"""Ceilings are of a request that looks ahead all the while: of a row with fewer decided steps they say nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,11 @@ def num_decided(usage: Usage) -> int:
     """Positions at the root with a drafted step, late ones among them. As the server counts, a draft that failed is none."""
     rejected = sum(count for reason, count in usage.num_steps_rejected.items() if reason != Reason.DRAFT_ERROR)
     return usage.num_steps_accepted + usage.num_steps_late + rejected
+
+
+def looks_ahead(usages: Sequence[Usage]) -> bool:
+    """At least :data:`MIN_DECIDED_SHARE` of its steps had a drafted one beside them."""
+    return sum(map(num_decided, usages)) >= MIN_DECIDED_SHARE * max(1, sum(usage.num_steps for usage in usages))
 
 
 def accepted_runs(usage: Usage) -> float:

@@ -202,6 +202,14 @@ def test_rows_without_steps_have_no_ceiling(short: None, name: str) -> None:
     assert line["speedup"] == (1.0 if name == "ar" else 0.8)
 
 
+def test_a_row_that_hardly_looks_ahead_has_no_ceiling(short: None) -> None:
+    for accepted, rejected, has_one in ((3, 1, False), (3, 2, True)):  # of ten steps
+        samples = [*answered("ar", 1.2), *answered("auto", 1.0, accepted, rejected)]
+        (line,) = (line for line in lines(ROWS, samples, FREE, CONFIG) if line.name == "auto")
+        assert line.measured.step_acceptance_rate is not None
+        assert (line.ceiling is not None, line.hardware_ceiling is not None) == (has_one, has_one)
+
+
 def test_steps_are_as_long_as_in_the_answers_that_were_written_in_steps() -> None:
     assert mean_step_tokens(SAMPLES) == 20
     assert mean_step_tokens(answered("ar", 1.0)) == 24

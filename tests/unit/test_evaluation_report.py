@@ -147,6 +147,15 @@ def test_a_step_and_token_ceiling_is_that_of_a_target_as_fast_as_the_best_sd() -
     assert steps.hardware_ceiling < both.hardware_ceiling < 1.25 * steps.hardware_ceiling
 
 
+def test_a_row_that_hardly_looks_ahead_has_no_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ALPHA, "lr", (1, 1))
+    (found,) = summarise([run("ar", "lr")])
+
+    lr = row(found, "lr")
+    assert (lr.num_decided, lr.step_acceptance_rate) == (20, 0.5)
+    assert lr.ceiling is lr.hardware_ceiling is lr.realised_share is None
+
+
 def test_unscored_answers_count_neither_way() -> None:
     one = run("ar", "lr")
     lost = ScoreRecord(task="9", turn="ar", sample=0, outcome=Outcome.UNSCORED, note="killed")
