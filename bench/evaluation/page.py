@@ -14,7 +14,7 @@ from bench.evaluation import plots
 from bench.evaluation.records import AnswerRecord
 from bench.evaluation.statistics import NonInferiority
 from bench.evaluation.summary import Run, Summary
-from bench.evaluation.tables import TABLES, filled, method, percent, times
+from bench.evaluation.tables import TABLES, filled, method, percent, times, titled
 from lr_backend.errors import TraceError
 from lr_backend.request import Mode
 from lr_backend.trace.analysis import analyse
@@ -65,8 +65,10 @@ def page(summaries: Sequence[Summary], runs: Sequence[Run], title: str) -> str:
                 "method": method(summary),
                 "cards": cards(summary),
                 # Ids must differ between the data sets of one page.
-                "plots": [(name, note, Markup(_numbered(svg, number))) for name, note, svg in found if svg is not None],
-                "tables": [(name, *filled(columns, summary.rows)) for name, columns in TABLES],
+                "plots": [
+                    (titled(summary, name), note, Markup(_numbered(svg, number))) for name, note, svg in found if svg is not None
+                ],
+                "tables": [(titled(summary, name), *filled(columns, summary.rows)) for name, columns in TABLES],
                 "example": example([run for run in runs if run.settings.data_set == summary.data_set]),
             }
         )

@@ -14,7 +14,7 @@ from typing import Any
 from lr_client import StepRecord, Usage
 
 from bench.evaluation.errors import EvaluationError
-from bench.evaluation.records import AnswerRecord, Key, RunDirectory, RunRecord, ScoreRecord
+from bench.evaluation.records import OWN_SERVER, AnswerRecord, Key, RunDirectory, RunRecord, ScoreRecord
 from bench.evaluation.scoring import Outcome
 from bench.evaluation.statistics import (
     chance_of_difference,
@@ -29,6 +29,7 @@ from bench.evaluation.tasks import StepChecker, step_checker
 from bench.kit.hardware import Hardware, ceilings
 from bench.kit.intervals import Cluster, Estimate, Share, ratio, ratio_of_sums
 from bench.kit.measure import Sample, accepted_runs, looks_ahead, mean_step_tokens, num_decided
+from lr_backend.hardware.lateness import Lateness
 from lr_backend.request import LookaheadRequest, Mode
 from lr_backend.verify.verdict import UNCOMPARED
 
@@ -39,7 +40,7 @@ MAX_POSITIONS = 40
 
 @dataclass(frozen=True)
 class Run:
-    """One run directory, read."""
+    """One run directory, read. ``lateness`` is that of its paced engines, if it had such."""
 
     path: str
     settings: RunRecord
@@ -47,6 +48,7 @@ class Run:
     scores: Mapping[Key, ScoreRecord]
     num_failures: int
     hardware: Hardware | None
+    lateness: Lateness = field(default_factory=Lateness)
 
     @classmethod
     def read(cls, directory: RunDirectory) -> Run:
@@ -57,8 +59,19 @@ class Run:
         answered = {answer.key for answer in answers}
         failed = {Key(one.task, one.turn, one.sample) for one in directory.failures()} - answered
         return cls(
-            str(directory.path), directory.run(), tuple(answers), directory.scores(), len(failed), _hardware(directory.hardware())
+            str(directory.path),
+            directory.run(),
+            tuple(answers),
+            directory.scores(),
+            len(failed),
+            _hardware(directory.hardware()),
+            directory.lateness(),
         )
+
+    @property
+    def is_late(self) -> bool:
+        """Its engines kept a pace, and fell too far behind it."""
+        return self.lateness.paced_s > 0.0 and self.lateness.void
 
 
 def _hardware(document: Mapping[str, Any] | None) -> Hardware | None:
@@ -146,7 +159,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Summary:
-    """All settings on one data set."""
+    """All settings on one data set. Its speeds are void where paced engines were too late."""
 
     data_set: str
     rule: str
@@ -157,6 +170,7 @@ class Summary:
     cost_ratio: float | None
     cost_ratio_from: str
     speeds_from: str
+    speeds_void: bool
     rows: tuple[Row, ...]
     runs: tuple[Mapping[str, Any], ...]
     num_failures: int
@@ -243,6 +257,7 @@ def _summary(runs: Sequence[Run], margin: float, baseline: str) -> Summary:
         cost_ratio=cost[0],
         cost_ratio_from=cost[1],
         speeds_from="answers without a trace" if untraced else "answers with a trace",
+        speeds_void=any(run.is_late for run in runs),
         rows=tuple(rows),
         runs=tuple(_provenance(run) for run in runs),
         num_failures=sum(run.num_failures for run in runs),
@@ -283,6 +298,9 @@ def _provenance(run: Run) -> dict[str, Any]:
         "stream": one.stream,
         "trace": one.trace,
         "fingerprint": one.fingerprint,
+        "served_hash": one.served_hash,
+        "code_hash": one.code_hash,
+        "late_share": run.lateness.share if run.lateness.paced_s else None,
         "turns": {turn.name: turn.fields for turn in one.turns},
     }
 
@@ -300,6 +318,8 @@ def _notes(runs: Sequence[Run], base: str | None, wanted: str, rows: Sequence[Ro
     endpoints = {answer.endpoint or run.settings.endpoint for run in runs for answer in run.answers}
     if len(endpoints) > 1:
         found.append(f"Different endpoints were asked: {', '.join(sorted(endpoints))}.")
+    found += _not_alike(runs)
+    found += [f"{run.path}: {run.lateness}." for run in runs if run.lateness.paced_s]
     if any(run.settings.concurrency > 1 for run in runs):
         found.append("Several requests were in flight at once: seconds are those of a busy server.")
     if unscored := sum(row.num_unscored for row in rows):
@@ -307,6 +327,24 @@ def _notes(runs: Sequence[Run], base: str | None, wanted: str, rows: Sequence[Ro
     if cut := sum(row.num_cut for row in rows):
         found.append(f"{cut} answers did not end by themselves (length or deadline); they are scored as they are.")
     return tuple(found)
+
+
+def _not_alike(runs: Sequence[Run]) -> list[str]:
+    """What joined runs have not been served alike."""
+    own = [run.settings for run in runs if run.settings.endpoint.startswith(OWN_SERVER)]
+    found = []
+    if len({one.served_hash for one in own}) > 1:
+        found.append("Servers of different specs or checkpoints were asked.")
+    if len({one.code_hash for one in own}) > 1:
+        found.append("Servers of different code were asked.")
+    requests: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for turn in (turn for run in runs for turn in run.settings.turns if turn.request is not None):
+        asked = {name: value for name, value in (turn.request or {}).items() if name != "seed"}
+        if asked not in requests[turn.name]:
+            requests[turn.name].append(asked)
+    if differ := [name for name, asked in requests.items() if len(asked) > 1]:
+        found.append(f"The deployments have different defaults, so one name stands for different requests: {', '.join(differ)}.")
+    return found
 
 
 def _has(run: Run, name: str) -> bool:

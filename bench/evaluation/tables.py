@@ -102,6 +102,15 @@ SPECULATION = (
 TABLES = (("Quality", QUALITY), ("Speed", SPEED), ("Speculation", SPECULATION))
 
 
+OF_SPEED = ("Speed", "Speed and accuracy", "Latency")
+"""What is void where paced engines were too late, by its title."""
+
+
+def titled(summary: Summary, name: str) -> str:
+    """A table's or plot's title, which says that it is void if it is."""
+    return f"{name}: void, the paced engines were late" if summary.speeds_void and name in OF_SPEED else name
+
+
 def _rate(one: Estimate | None) -> str:
     return "" if one is None else f"{one.value:.0f} ({one.low:.0f} to {one.high:.0f})"
 
@@ -147,7 +156,7 @@ def _markdown(summaries: Sequence[Summary], title: str) -> Iterator[str]:
             kept, cells = filled(columns, summary.rows)
             if not cells:
                 continue
-            yield f"\n### {name}\n"
+            yield f"\n### {titled(summary, name)}\n"
             yield f"| {' | '.join(column.heading for column in kept)} |"
             yield f"|{' --- |' * len(kept)}"
             yield from (f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in cells)
@@ -161,7 +170,7 @@ def terminal(summary: Summary) -> Iterator[Table]:
         kept, cells = filled(columns, summary.rows)
         if not cells:
             continue
-        table = Table(title=f"{summary.data_set}: {name.lower()}")
+        table = Table(title=f"{summary.data_set}: {titled(summary, name).lower()}")
         for place, column in enumerate(kept):
             table.add_column(column.heading, justify="right" if place else "left")
         for line in cells:

@@ -17,13 +17,14 @@ from bench.evaluation import plots
 from bench.evaluation.errors import EvaluationError
 from bench.evaluation.page import page
 from bench.evaluation.quality import line
-from bench.evaluation.records import AnswerRecord, Key, RunRecord, ScoreRecord, TaskRecord, TurnRecord
+from bench.evaluation.records import OWN_SERVER, AnswerRecord, Key, RunRecord, ScoreRecord, TaskRecord, TurnRecord
 from bench.evaluation.scoring import Outcome
 from bench.evaluation.summary import Position, Run, Summary, checked, positions, summarise
 from bench.evaluation.tables import json_line, markdown, terminal
 from bench.evaluation.tasks import Rule
 from bench.kit import hardware
 from bench.kit.hardware import Hardware
+from lr_backend.hardware.lateness import Lateness
 from lr_backend.policy.formulas import ceiling
 from lr_backend.request import LookaheadRequest
 from lr_backend.trace.schema import Trace
@@ -214,6 +215,44 @@ def test_runs_that_do_not_fit_together_are_refused() -> None:
     tasks = (TaskRecord(id="0", question="another", answer="1"),)
     with pytest.raises(EvaluationError, match="ask different questions as problem '0'"):
         summarise([one, replace(other, settings=other.settings.model_copy(update={"tasks": tasks}))])
+
+
+def test_joined_runs_say_where_they_were_not_served_alike() -> None:
+    def served(path: str, **changed: Any) -> Run:
+        one = run("ar", "lr", path=path)
+        settings = {"endpoint": f"{OWN_SERVER}demo", "served_hash": "s", "code_hash": "c", **changed}
+        return replace(one, settings=one.settings.model_copy(update=settings))
+
+    (alike,) = summarise([served("out/a"), served("out/b")])
+    assert not [note for note in alike.notes if "different" in note.lower()]
+    assert (alike.runs[0]["served_hash"], alike.runs[0]["code_hash"]) == ("s", "c")
+    for changed, note in (
+        ({"served_hash": "t"}, "Servers of different specs or checkpoints were asked."),
+        ({"code_hash": ""}, "Servers of different code were asked."),
+    ):
+        (found,) = summarise([served("out/a"), served("out/b", **changed)])
+        assert [each for each in found.notes if "different" in each] == [note]
+    deeper = tuple(
+        turn.model_copy(update={"request": {**(turn.request or {}), **({"max_depth": 5} if turn.name == "lr" else {})}})
+        for turn in served("out/b").settings.turns
+    )
+    (found,) = summarise([served("out/a"), served("out/b", turns=deeper)])
+    assert any(note.endswith("so one name stands for different requests: lr.") for note in found.notes)
+
+
+def test_speeds_of_engines_that_fell_behind_are_void_wherever_they_stand() -> None:
+    late, in_time = (run("ar", "lr", lateness=Lateness(100.0, late_s)) for late_s in (2.0, 0.5))
+    (void,), (kept,), (unpaced,) = (summarise([one]) for one in (late, in_time, run("ar", "lr")))
+
+    assert (void.speeds_void, kept.speeds_void, unpaced.speeds_void) == (True, False, False)
+    assert any(note.startswith("out/a: 2.0% late over 100 s") and "void" in note for note in void.notes)
+    assert any(note.startswith("out/a: 0.5% late over 100 s") for note in kept.notes)
+    assert not any("late" in note for note in unpaced.notes)
+    assert [summary.runs[0]["late_share"] for summary in (void, kept, unpaced)] == [0.02, 0.005, None]
+    for summary, one, is_void in ((void, late, True), (kept, in_time, False)):
+        html, text = page([summary], [one], "title"), markdown([summary], "title")
+        assert ("### Speed: void" in text) == ("Speed: void" in html) == ("Latency: void" in html) == is_void
+        assert "Quality: void" not in html and any("speed: void" in str(table.title) for table in terminal(summary)) == is_void
 
 
 def test_speeds_come_from_answers_without_a_trace_where_there_are_such(trace: Trace) -> None:

@@ -19,7 +19,7 @@ from bench.evaluation import command as evaluation_command
 from bench.evaluation.asking import ask_all
 from bench.evaluation.command import Settings, app, run_evaluation
 from bench.evaluation.errors import EndpointLost, EvaluationError
-from bench.evaluation.records import ANSWERS, FAILURES, OWN_SERVER, RUN, Key, RunDirectory
+from bench.evaluation.records import ANSWERS, FAILURES, LATENESS, OWN_SERVER, RUN, Key, LatenessRecord, RunDirectory
 from bench.evaluation.scoring import Outcome, Score
 from bench.evaluation.summary import Run
 from bench.evaluation.tasks import DataSet, Rule, Task, load
@@ -29,6 +29,7 @@ from bench.kit.serving import demo_spec
 from lr_backend.cli import app as cli
 from lr_backend.cli import checkout
 from lr_backend.engine import Role
+from lr_backend.hardware.lateness import Lateness
 from tests.support.fake_lookahead import Fail, FakeServer, Reply
 
 USAGE = {"completion_tokens": 20, "latency_s": 0.1, "num_steps": 2, "num_target_passes": 20, "first_step_s": 0.05}
@@ -216,8 +217,12 @@ def test_what_was_answered_before_the_endpoint_died_is_scored(server: FakeServer
         evaluate(server, tmp_path / "run", settings(data))
     directory = RunDirectory(tmp_path / "run")
     assert [record.outcome for record in directory.scores().values()] == [Outcome.RIGHT] * 4
+    with directory.appending(LATENESS) as late:  # as the server of each part of a run at a pace leaves one
+        late.add(LatenessRecord(paced_s=90.0, late_s=1.5))
+        late.add(LatenessRecord(paced_s=10.0, late_s=0.5))
     read = Run.read(directory)
     assert (len(read.answers), read.num_failures) == (4, 3)
+    assert (read.lateness, read.is_late) == (Lateness(100.0, 2.0), True)
 
     server.scripts |= {task.question: script(f"\\boxed{{{task.answer}}}") for task in data.tasks}
     evaluate(server, tmp_path / "run", settings(data))
