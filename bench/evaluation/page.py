@@ -86,35 +86,25 @@ def _numbered(svg: str, number: int) -> str:
 
 
 def cards(summary: Summary) -> list[tuple[str, str]]:
-    """(figure, what it is) for the top of the page: of the baseline, and of the fastest setting.
+    """(figure, what it is) for the top of the page: of the baseline, and of the fastest that is shown to be non-inferior.
 
-    That is the fastest of those shown to be non-inferior; where none is, of those with most right answers that may be. Chance as
-    a verifier is none of them.
+    Where none is shown, no setting has a card. Chance as a verifier never has one.
     """
     found: list[tuple[str, str]] = []
-    others = [
-        row for row in summary.rows if row.name != summary.baseline and row.speedup is not None and "random" not in row.name
-    ]
-    shown = [row for row in others if row.verdict == NonInferiority.SHOWN]
-    may_be = [row for row in others if row.verdict == NonInferiority.OPEN]
-    most = max((row.accuracy.value for row in may_be if row.accuracy), default=0.0)
-    kept = shown or [row for row in may_be if row.accuracy is not None and row.accuracy.value == most]
-    best = max(kept, key=lambda row: row.speedup.value if row.speedup else 0.0, default=None)
+    others = [row for row in summary.rows if row.name != summary.baseline and plots.series(row) != "by-chance"]
+    shown = [row for row in others if row.verdict == NonInferiority.SHOWN and row.speedup is not None]
+    best = max(shown, key=lambda row: row.speedup.value if row.speedup else 0.0, default=None)
+    void = ", void: the paced engines were late" if summary.speeds_void else ""
     if best is not None:
-        found.append(
-            (
-                f"{times(best.speedup.value if best.speedup else None)} ×",
-                f"{best.name} over {summary.baseline}",
-            )
-        )
+        found.append((f"{times(best.speedup.value if best.speedup else None)} ×", f"{best.name} over {summary.baseline}{void}"))
         if best.accuracy is not None:
-            found.append((percent(best.accuracy.value), f"its right answers: {best.verdict or 'not compared'}"))
+            found.append((percent(best.accuracy.value), f"its right answers: {best.verdict}"))
         if best.step_acceptance_rate is not None:
             found.append((percent(best.step_acceptance_rate, 0), "of its drafted steps accepted"))
     base = next((row for row in summary.rows if row.name == summary.baseline), None)
     if base is not None and base.accuracy is not None and base.tokens_per_s is not None:
         found.append((percent(base.accuracy.value), f"right answers of {base.name}"))
-        found.append((f"{base.tokens_per_s.value:.0f}", f"tokens a second of {base.name}"))
+        found.append((f"{base.tokens_per_s.value:.0f}", f"tokens a second of {base.name}{void}"))
     return found
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from bench.evaluation import plots
 from bench.evaluation.errors import EvaluationError
-from bench.evaluation.page import page
+from bench.evaluation.page import cards, page
 from bench.evaluation.quality import line
 from bench.evaluation.records import OWN_SERVER, AnswerRecord, Key, RunRecord, ScoreRecord, TaskRecord, TurnRecord
 from bench.evaluation.scoring import Outcome
@@ -252,6 +252,7 @@ def test_speeds_of_engines_that_fell_behind_are_void_wherever_they_stand() -> No
     for summary, one, is_void in ((void, late, True), (kept, in_time, False)):
         html, text = page([summary], [one], "title"), markdown([summary], "title")
         assert ("### Speed: void" in text) == ("Speed: void" in html) == ("Latency: void" in html) == is_void
+        assert any("void" in told for _, told in cards(summary)) == is_void
         assert "Quality: void" not in html and any("speed: void" in str(table.title) for table in terminal(summary)) == is_void
 
 
@@ -387,6 +388,17 @@ def test_the_page_has_every_plot_once_a_data_set_and_no_id_twice(full: tuple[lis
     for text in ("Speed and accuracy", "Verifiers on trial", "Latency", "Acceptance by position", "Timeline of one request"):
         assert text in shown
     assert "lr chance_50" in shown
+
+
+def test_only_what_is_shown_to_keep_the_quality_has_a_card_and_chance_never() -> None:
+    names = ("ar", "lr judge", "lr chance_50", "lr exact")  # chance is the fastest of them
+    (few,) = summarise([run(*names)])
+    (many,) = summarise([run(*names, num_problems=400, wrong=3)])
+
+    assert {row.verdict for row in few.rows[1:]} == {"undecided"}
+    assert [told for _, told in cards(few)] == ["right answers of ar", "tokens a second of ar"]
+    assert row(many, "lr chance_50").verdict == "non-inferior"
+    assert cards(many)[0] == ("2.00 ×", "lr judge over ar")
 
 
 def test_the_plots_take_their_colours_from_the_page(full: tuple[list[Summary], list[Run], str]) -> None:
