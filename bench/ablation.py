@@ -41,9 +41,11 @@ from bench.kit.serving import (
     LatenessSince,
     demo_spec,
     engines_alone,
+    late_by_row,
     other_thread_counts,
     serving,
     thread_setting,
+    together,
     with_verifiers,
 )
 from bench.kit.verifiers import chance, grade
@@ -173,6 +175,7 @@ class Line:
         measured: rates, and the speedup over ``ar`` with its 95 % interval.
         cost_ratio, ceiling, hardware_ceiling: see the module; None at the pace of a system, or where no steps are speculated.
         checked: None where no problem was asked again.
+        lateness: of the engines in this row's turns; None where they keep no pace.
     """
 
     name: str
@@ -182,6 +185,7 @@ class Line:
     ceiling: float | None = None
     hardware_ceiling: float | None = None
     checked: Checked | None = field(default=None)
+    lateness: Lateness | None = None
 
     @property
     def realised_share(self) -> float | None:
@@ -206,6 +210,8 @@ class Line:
             "mean_accepted_length": _rounded(one.mean_accepted_length),
             "fields": dict(self.fields),
         }
+        if self.lateness is not None:
+            line |= {"late_share": _rounded(self.lateness.share), "void": self.lateness.void}
         if self.checked is not None and self.checked.accepted.total:
             wrong = self.checked.wrong
             line["accept_rate"] = _rounded(self.checked.accepted.value)
@@ -220,6 +226,7 @@ def lines(
     hardware: Hardware | None,
     config: LoopConfig,
     checked: Mapping[str, Checked] | None = None,
+    lateness: Mapping[str, Lateness] | None = None,
 ) -> list[Line]:
     """One line a row that has samples, in the order of ``rows``; ``samples`` hold one answer a row and problem.
 
@@ -240,7 +247,8 @@ def lines(
             own_branches = row.change.own_branches
             most = ceilings(hardware, request, alpha, step_tokens, by_tokens=by_tokens, own_branches=own_branches)
         cost_ratio = hardware.cost_ratio if hardware is not None else None
-        result.append(Line(row.name, row.fields, one, cost_ratio, *most, (checked or {}).get(row.name)))
+        known = (checked or {}).get(row.name), (lateness or {}).get(row.name)
+        result.append(Line(row.name, row.fields, one, cost_ratio, *most, *known))
     return result
 
 
@@ -360,20 +368,29 @@ def main(
         for row in rows:  # a row that is refused fails here and not in the middle of the run
             for problem in learned if row.fields["mode"] == "auto" else learned[:1]:
                 ask(clients[row.change], row, problem, 0, temperature)
-        late_since = [LatenessSince(server) for server in servers.values()] if pace else []
+        late_since = {change: LatenessSince(server) for change, server in servers.items()} if pace else {}
+        turns: dict[str, list[Lateness]] = {row.name: [] for row in rows} if pace else {}
+
+        def answered(row: Row) -> None:
+            if pace is not None:
+                turns[row.name].append(late_since[row.change]())
+
         samples = [
             replace(sample, latency_s=sample.latency_s / slow_motion)
-            for sample in compare(clients, rows, questions, temperature, console)
+            for sample in compare(clients, rows, questions, temperature, console, answered)
         ]
-        lateness = sum((late() for late in late_since), Lateness())
+        late_rows = {name: together(of_row) for name, of_row in turns.items()}
+        lateness = together(list(late_rows.values()))
         stepwise = [row for row in rows if row.request(config).mode.speculates_steps]
         with console.status("checking what was accepted"):
             checked = {row.name: check(clients[row.change], row, questions[:num_checked], temperature) for row in stepwise}
     samples, baseline = best_baseline(samples)
     setting = baseline if baseline != BASELINE or pace else thread_setting(spec.target.num_threads)
-    result = lines(rows, samples, hardware, config, checked)
+    result = lines(rows, samples, hardware, config, checked, late_rows)
     show(console, result, f"{num_problems} problems at temperature {temperature:g}, one at a time, over {setting}")
     console.print(f"[dim]{hardware_line(hardware) if hardware is not None else f'{spec.pace_label}; {lateness}'}[/]")
+    if late_rows:
+        console.print(f"[dim]{late_by_row(late_rows)}[/]", highlight=False, soft_wrap=True)
     paced_on = {"pace": spec.pace_label, "late_share": lateness.share, "void": lateness.void}
     document = {
         "num_problems": num_problems,

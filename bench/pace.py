@@ -30,10 +30,9 @@ from bench.kit.measure import LEARNS_FROM, Sample
 from bench.kit.output import PAGES, console_of_any_width, keep_json, print_line
 from bench.kit.pace import AHEAD, BASELINE, ROWS, SYSTEM, MeasuredHops, Paced, Row, compare, hops, learn, stage
 from bench.kit.rows import PROBLEM_SEED
-from bench.kit.serving import demo_spec
+from bench.kit.serving import demo_spec, late_by_row, together
 from demo.problems import Problem, problems
 from lr_backend.errors import TraceError
-from lr_backend.hardware.lateness import Lateness
 from lr_backend.hardware.machine import Machine
 from lr_backend.hardware.overheads import Bound
 from lr_backend.plan import simulation
@@ -201,6 +200,7 @@ def show(console: Console, title: str, found: Paced, lines: Sequence[Agreement])
     console.print(table)
     console.print(f"[yellow]{found.spec.pace_label}[/]", highlight=False, soft_wrap=True)
     console.print(f"[{'bold red' if found.lateness.void else 'dim'}]{found.lateness}[/]", highlight=False, soft_wrap=True)
+    console.print(f"[dim]{late_by_row(found.late_rows)}[/]", highlight=False, soft_wrap=True)
     for one in hops(found):
         console.print(f"[dim]{one}[/]", highlight=False)
 
@@ -230,11 +230,12 @@ def summary(found: Mapping[str, Paced]) -> dict[str, Any]:
         return found[kind].rows[row].speedup
 
     external = found["external"]
-    late = sum((one.lateness for one in found.values()), Lateness())
+    late = together([one.lateness for one in found.values()])
     told: dict[str, Any] = {
         "profile": external.system,
         "label": external.spec.pace_label,
         "late_share": late.share,
+        "void": late.void,
         "runtime": "compiled",
         **{name: best("external") if name == "sd" else gain("external", name) for name in ROWS},
         "realised_share": external.realised_share("auto"),

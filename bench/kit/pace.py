@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -20,7 +20,7 @@ from lr_client import Client
 from rich.console import Console
 
 from bench.kit.measure import LEARNS_FROM, ModeReport, Sample, report
-from bench.kit.serving import ask, lateness_of, serving
+from bench.kit.serving import LatenessSince, ask, lateness_of, serving, together
 from bench.kit.turns import in_turns
 from demo.problems import Problem
 from lr_backend.build.paced import paced
@@ -84,6 +84,7 @@ class Paced:
     Attributes:
         asked: fields of each row's requests.
         traces: of each row, those of its answers.
+        lateness: of all rows together; ``late_rows``: of each row's own turns.
     """
 
     spec: EmbeddedDeployment
@@ -91,6 +92,7 @@ class Paced:
     samples: Sequence[Sample]
     traces: Mapping[str, Sequence[Trace]]
     lateness: Lateness
+    late_rows: Mapping[str, Lateness] = field(default_factory=dict)
 
     @property
     def system(self) -> str:
@@ -148,8 +150,12 @@ class Paced:
             "void": self.lateness.void,
             "realised_share": self.realised_share(row),
             "hops": [asdict(one) for one in hops(self)],
-            "modes": {name: found.as_dict() for name, found in self.rows.items()},
+            "modes": {name: {**found.as_dict(), **self._late(name)} for name, found in self.rows.items()},
         }
+
+    def _late(self, row: str) -> dict[str, Any]:
+        late = self.late_rows.get(row, Lateness())
+        return {"late_share": late.share, "void": late.void}
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,13 +241,16 @@ def learn(on: Stage, questions: Sequence[Problem], temperature: float, console: 
 def compare(
     on: Stage, questions: Sequence[Problem], temperature: float, console: Console, rows: Mapping[str, Row] = ROWS
 ) -> Paced:
-    """Every row on every problem, in turns whose order rotates."""
+    """Every row on every problem, in turns whose order rotates. Behind each turn stands the second that its lateness takes."""
     samples: list[Sample] = []
     traces: dict[str, list[Trace]] = {row: [] for row in rows}
-    before = on.lateness()
+    turns: dict[str, list[Lateness]] = {row: [] for row in rows}
+    late_since = LatenessSince(on.server)
     for index, problem, row in in_turns(tuple(rows), questions, "at production pace", console):
         sample, trace = on.ask(problem, row, rows[row], temperature, index)
+        turns[row].append(late_since())
         samples.append(sample)
         if trace is not None:
             traces[row].append(trace)
-    return Paced(on.spec, rows, samples, traces, on.lateness() - before)
+    late_rows = {row: together(of_row) for row, of_row in turns.items()}
+    return Paced(on.spec, rows, samples, traces, together(list(late_rows.values())), late_rows)

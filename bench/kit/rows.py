@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
@@ -80,7 +80,14 @@ def compare(
     questions: Sequence[Problem],
     temperature: float,
     console: Console,
+    answered: Callable[[Row], None] = lambda row: None,
 ) -> list[Sample]:
-    """Every row on every problem, in turns whose order rotates; ``clients`` by what their servers have changed."""
-    turns = in_turns(rows, questions, "rows in turn", console)
-    return [ask(clients[row.change], row, problem, index, temperature)[0] for index, problem, row in turns]
+    """Every row on every problem, in turns whose order rotates; ``clients`` by what their servers have changed.
+
+    ``answered`` is called behind each turn.
+    """
+    samples = []
+    for index, problem, row in in_turns(rows, questions, "rows in turn", console):
+        samples.append(ask(clients[row.change], row, problem, index, temperature)[0])
+        answered(row)
+    return samples

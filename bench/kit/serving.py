@@ -105,6 +105,16 @@ class LatenessSince:
         return self._before - before
 
 
+def together(found: Sequence[Lateness]) -> Lateness:
+    """Of some turns or rows. Where one of them says nothing, nothing is known of them all, which is void."""
+    return sum(found, Lateness()) if all(one.paced_s > 0.0 for one in found) else Lateness()
+
+
+def late_by_row(found: Mapping[str, Lateness]) -> str:
+    """A note below a table: how late the engines were in each row's turns."""
+    return "late by row: " + ", ".join(f"{name} {one.share:.1%}{' (void)' if one.void else ''}" for name, one in found.items())
+
+
 def short_texts(workload: str, num_steps: int, folder: Path) -> str:
     """The file, made in ``folder``, of a workload (by name or file) whose answers have so many steps.
 

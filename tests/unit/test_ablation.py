@@ -320,7 +320,7 @@ def test_a_run_asks_every_row_every_problem_and_ends_with_the_default(clients: l
 def test_at_the_pace_of_a_system_the_parts_of_the_loop_have_rows_and_no_ceilings(
     clients: list[MadeUpClient], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(ablation, "LatenessSince", lambda server: lambda: Lateness(100.0, 0.5))
+    monkeypatch.setattr(ablation, "LatenessSince", lambda server: lambda: Lateness(50.0, 0.25))
     output = tmp_path / "out.json"
 
     printed = run("--problems", "1", "--checked", "0", "--pace", "h200_sxm", "--slow-motion", "2", "--output", str(output))
@@ -330,9 +330,28 @@ def test_at_the_pace_of_a_system_the_parts_of_the_loop_have_rows_and_no_ceilings
     document = json.loads(output.read_text())
     assert "h200_sxm" in document["pace"] and "hardware" not in document
     assert (document["late_share"], document["void"]) == (0.005, False)
+    assert {(line["late_share"], line["void"]) for line in printed} == {(0.005, False)}
     as_it_is, no_own_branches = clients
     assert {options.mode for _, options in no_own_branches.asked} == {"lr", "lr_sd"}
     assert "auto" in {options.mode for _, options in as_it_is.asked}
+
+
+def test_a_server_that_says_nothing_makes_its_own_rows_void(
+    clients: list[MadeUpClient], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    servers: list[object] = []
+
+    def late_since(server: object) -> Any:
+        servers.append(server)
+        return (lambda: Lateness()) if len(servers) == 2 else (lambda: Lateness(50.0, 0.1))
+
+    monkeypatch.setattr(ablation, "LatenessSince", late_since)
+    output = tmp_path / "out.json"
+
+    printed = run("--problems", "1", "--checked", "0", "--pace", "h200_sxm", "--output", str(output))
+
+    assert {line["name"] for line in printed if line["void"]} == {"lr own branches off", "lr_sd own branches off"}
+    assert json.loads(output.read_text())["void"]
 
 
 def test_an_unknown_row_is_refused_before_anything_starts() -> None:

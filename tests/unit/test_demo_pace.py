@@ -18,6 +18,7 @@ from bench.kit.serving import demo_spec
 from demo.problems import problems
 from lr_backend.build.spec import EmbeddedDeployment
 from lr_backend.hardware.lateness import Lateness
+from lr_backend.serve.server import ServerError
 
 PROBES = list(islice(problems(1, "test"), 2))
 QUIET = Console(quiet=True)
@@ -82,6 +83,33 @@ def test_a_slow_motion_that_is_given_is_taken(tried: list[float], tmp_path: Path
     with pace.stage(demo_spec(), pace.SYSTEM, PROBES, tmp_path, QUIET, slow_motion=1.5) as stage:
         assert stage.spec.slow_motion == 1.5
     assert tried == [1.5]
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_each_row_is_late_by_itself(tried: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: bool) -> None:
+    """``lr`` alone falls behind; then the server says nothing behind one of its turns."""
+    counted = pace.Stage.ask
+    total = [Lateness()]
+
+    def ask(stage: pace.Stage, problem: Any, row: str, *given: Any) -> Any:
+        total[0] += Lateness(10.0, 0.5 if row == "lr" else 0.0)
+        stage.server.is_silent = silent and row == "lr"  # type: ignore[attr-defined]
+        return counted(stage, problem, row, *given)
+
+    def lateness(server: Any) -> dict[str, Lateness]:
+        if getattr(server, "is_silent", False):
+            raise ServerError("its metrics do not answer")
+        return {"target": total[0]}
+
+    with pace.stage(demo_spec(), pace.SYSTEM, PROBES, tmp_path, QUIET, slow_motion=1.0) as stage:
+        monkeypatch.setattr(pace.Stage, "ask", ask)
+        monkeypatch.setattr(SlowServer, "lateness", lateness)
+        found = pace.compare(stage, PROBES, 0.6, QUIET)
+
+    assert found.late_rows["ar"] == Lateness(20.0, 0.0)
+    assert found.late_rows["lr"] == (Lateness() if silent else Lateness(20.0, 1.0))
+    assert found.late_rows["lr"].void and found.lateness.void is silent, "together they are late by one percent, as they may be"
+    assert found.lateness == (Lateness() if silent else Lateness(10.0 * len(PROBES) * len(pace.ROWS), 1.0))
 
 
 def test_what_was_late_before_the_comparison_does_not_count(tried: list[float], tmp_path: Path) -> None:

@@ -133,6 +133,13 @@ def test_the_document_says_whose_pace_it_is_and_how_late(found: Paced, lines: di
     assert "not a run on h200_sxm" in document["label"]
     assert (document["late_share"], document["void"]) == (0.005, False)
     assert document["modes"].keys() == ASKED.keys()
+    of_rows = {"ar": Lateness(50.0, 0.1), "lr": Lateness(50.0, 0.6)}
+    modes = pace.document(replace(found, late_rows=of_rows), list(lines.values()), "lr")["modes"]
+    assert [(modes[row]["late_share"], modes[row]["void"]) for row in ("ar", "lr", "sd")] == [
+        (0.002, False),
+        (0.012, True),
+        (0.0, True),  # nothing is known
+    ]
     # Hops are part of what is measured and no part of what only engines take.
     assert 0.9 <= document["realised_share"] < 1.05
     assert [line["within"] for line in document["agreement"]] == [True, True, True, False]
