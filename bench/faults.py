@@ -1,7 +1,8 @@
 """What bad luck and bad clients do to a served deployment: processes killed, the server told to end, storms of every kind.
 
 ``lookahead serve`` runs as a process of its own under a small supervisor, which starts it anew when it ends by itself. Clients
-ask all the while. A request counts as served, as refused or failed with one of the client's typed errors, or as hung.
+ask all the while. A request counts as served, as cancelled by its client, as refused or failed with one of the client's typed
+errors, or as hung.
 ``recovery`` is the time from a fault to the end of the first answer that all three models took part in; ``longest`` that of
 any request. Every row is held against what docs/reliability.md promises; what it misses is said, and the exit status is 1.
 """
@@ -25,7 +26,7 @@ import typer
 from lr_client import AsyncClient, Options, Overloaded, ServerUnreachable
 from rich.table import Table
 
-from bench.kit.crowd import NUM_CLIENTS, Asking, Crowd, Ended, ask, asking, crowd
+from bench.kit.crowd import CANCELLED, NUM_CLIENTS, Asking, Crowd, Ended, ask, asking, crowd
 from bench.kit.held import Held, Kept
 from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
 from bench.kit.stand import START_S, Stand, proxied, standing
@@ -47,6 +48,8 @@ MAX_DEATH_S = 2.0
 """From a death to the end of what was in flight, and to the end of readiness."""
 MAX_SLOWDOWN = 1.5
 """Of the p99 of good requests beside large prompts."""
+CANCEL_SHARE, LEAST_CANCELLED = 0.8, 1 / 3
+"""Of an answer's time, and of all requests, of which half are to be cancelled."""
 SHORT_S = 10.0
 """Of load whose length tells nothing."""
 
@@ -64,6 +67,8 @@ class Row:
     untyped_errors: int
     hangs: int
     longest_s: float
+    cancelled: int = 0
+    """By the client, which is no error."""
     recovery_s: float | None = None
     told: str = ""
     missed: tuple[str, ...] = ()
@@ -71,10 +76,11 @@ class Row:
 
     @classmethod
     def of(cls, layout: str, fault: str, tries: int, ended: list[Ended], **more: Any) -> Row:
-        """``more``: the last four attributes; promises about the requests themselves are looked at here."""
+        """``more``: the last three attributes; promises about the requests themselves are looked at here."""
         kinds = Counter(one.kind for one in ended)
         served, untyped, hung = kinds.pop("served", 0), kinds.pop("untyped", 0), kinds.pop("hung", 0)
         errors = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+        more["cancelled"] = kinds.pop(CANCELLED, 0)
         longest_s = max((one.end_s - one.start_s for one in ended), default=0.0)
         without = ", ".join(sorted({one.text for one in ended if one.kind == "untyped"}))
         more["told"] = "; ".join(filter(None, (more.get("told", ""), errors, without)))
@@ -168,24 +174,30 @@ def is_lost(one: Ended, told_s: float) -> bool:
 
 
 async def cancelled(stand: Stand, num: int) -> Row:
-    """Half of many requests at once are cancelled at random; the others' answers are those of a quiet server."""
+    """Half of many requests at once are cancelled while they are answered; the others' answers are those of a quiet server.
+
+    A cancel comes within :data:`CANCEL_SHARE` of the time that the same answer takes alone, so that few answers end before it.
+    """
     random.seed(1)
     options = [Options(mode=MODES[index % 4], stream=False, max_tokens=64, seed=index, deterministic=True) for index in range(8)]
     async with AsyncClient(stand.url) as client:
-        alone = [(await ask(client, one)).text for one in options]
+        alone = [await ask(client, one) for one in options]
 
         async def one(index: int) -> Ended:
             task = asyncio.create_task(ask(client, options[index % len(options)]))
             if index % 2:
-                await asyncio.sleep(random.random() * 2.0)
+                quiet = alone[index % len(alone)]
+                await asyncio.sleep(random.random() * CANCEL_SHARE * (quiet.end_s - quiet.start_s))
                 task.cancel()
             return await task
 
         found: list[Ended] = []
         for start in range(0, num, 56):  # below the admission limit: all are to be served
             found += await asyncio.gather(*(one(index) for index in range(start, min(num, start + 56))))
-        changed = sum(each.kind == "served" and each.text != alone[index % len(alone)] for index, each in enumerate(found))
-    told, missed = f"{changed} answers changed", broken(answers_changed=changed)
+        changed = sum(each.kind == "served" and each.text != alone[index % len(alone)].text for index, each in enumerate(found))
+    num_cancelled = sum(each.kind == CANCELLED for each in found)
+    too_early = num // 2 - num_cancelled if num_cancelled < LEAST_CANCELLED * num else 0
+    told, missed = f"{changed} answers changed", broken(answers_changed=changed, ended_before_their_cancel=too_early)
     return Row.of(stand.layout, "half cancelled", 1, found, told=told, missed=missed)
 
 
@@ -332,11 +344,11 @@ def main(
 
 
 def table_of(rows: Sequence[Row]) -> Table:
-    headings = "layout|fault|tries|requests|served|typed|untyped|hung|recovery s|longest s|told|missed"
+    headings = "layout|fault|tries|requests|served|cancelled|typed|untyped|hung|recovery s|longest s|told|missed"
     table = Table(*headings.split("|"), title="faults under load, the demo's models, on this machine")
     for row in rows:
         recovery = "" if row.recovery_s is None else f"{row.recovery_s:.1f}"
-        counts = (row.tries, row.requests, row.served, row.typed_errors, row.untyped_errors, row.hangs)
+        counts = (row.tries, row.requests, row.served, row.cancelled, row.typed_errors, row.untyped_errors, row.hangs)
         table.add_row(
             *(row.layout, row.fault, *map(str, counts)), recovery, f"{row.longest_s:.1f}", row.told, "; ".join(row.missed)
         )

@@ -20,6 +20,7 @@ from lr_backend.serve.warmup import QUESTION
 
 HUNG_S = 60.0
 """A request without an end for so long has hung."""
+CANCELLED = "cancelled by the client"
 NUM_CLIENTS = 8
 PAUSE_S = 0.5
 """Before a client that was refused or failed asks again."""
@@ -30,7 +31,7 @@ class Ended:
     """One request.
 
     Attributes:
-        kind: ``served``, a typed error's name or code, ``untyped`` or ``hung``.
+        kind: ``served``, :data:`CANCELLED`, a typed error's name or code, ``untyped`` or ``hung``.
         whole: draft and judge took part in the answer, and nothing was missing. Known at Triton's port alone.
         text: the answer; of what is ``untyped``, the error.
     """
@@ -102,7 +103,7 @@ async def ask(client: AsyncClient, options: Options, question: str = QUESTION) -
     except ClientError as error:
         kind = type(error).__name__
     except asyncio.CancelledError:
-        kind = "cancelled by the client"
+        kind = CANCELLED
     return Ended(start_s, time.monotonic(), kind, whole, text)
 
 
@@ -126,7 +127,7 @@ async def ask_openai(client: AsyncOpenAI, model: str, options: Options, question
     except APIConnectionError:
         kind = "no connection"
     except asyncio.CancelledError:
-        kind = "cancelled by the client"
+        kind = CANCELLED
     return Ended(start_s, time.monotonic(), kind, text=text)
 
 

@@ -12,13 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import typer
+from lr_client import Options
 from typer.testing import CliRunner
 
 import bench.engine
+import bench.faults
 import bench.overhead
 import bench.verifiers
 from bench.faults import is_lost, until
-from bench.kit.crowd import Crowd, Ended
+from bench.kit.crowd import CANCELLED, Crowd, Ended
 from bench.kit.models import CHECKPOINTS, Model
 from bench.kit.stand import Stand, standing
 from bench.kit.turns import Spread, ratio, timed_rounds
@@ -174,6 +176,31 @@ def test_a_crowd_s_process_ends_with_the_wait_for_it(crowds_process: Path) -> No
         asyncio.run(cancelled())
     with pytest.raises(ProcessLookupError):
         os.kill(int(noted.read_text()), 0)
+
+
+@pytest.mark.parametrize("too_late", [False, True])
+def test_half_of_the_requests_are_cancelled_while_they_are_answered(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, too_late: bool
+) -> None:
+    """The half with odd seeds; too late comes a cancel of what was answered at once."""
+    num_quiet = 0
+
+    async def ask(client: object, options: Options) -> Ended:
+        nonlocal num_quiet
+        num_quiet += 1
+        if num_quiet > 8 and options.seed is not None and options.seed % 2 and not too_late:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                return Ended(0.0, 0.01, CANCELLED)
+        return Ended(0.0, 0.01, "served", text=str(options.seed))
+
+    monkeypatch.setattr(bench.faults, "ask", ask)
+    row = asyncio.run(bench.faults.cancelled(Stand(Layout.ONE_PROCESS, tmp_path, grpc_port=9), 24))
+
+    assert (row.requests, row.typed_errors, row.untyped_errors) == (24, 0, 0)
+    assert (row.served, row.cancelled) == ((24, 0) if too_late else (12, 12))
+    assert row.missed == (("ended before their cancel: 12",) if too_late else ())
 
 
 def test_an_answer_goes_on_from_a_drafted_step_only_where_it_means_what_the_targets_own_does() -> None:
