@@ -18,7 +18,8 @@ import typer
 from rich.table import Table
 
 from bench.evaluation.command import DATA_SEED
-from bench.kit.intervals import Share
+from bench.evaluation.statistics import paired_difference
+from bench.kit.intervals import Cluster, Share
 from bench.kit.models import CHAIN_TOKENS, CHECKPOINTS, STEP_TOKENS, TEMPERATURE, Model, end_tokens, sampling_at
 from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
 from demo.problems import Problem, check_answer, problems, same_step
@@ -79,18 +80,36 @@ def answers(target: Model, draft: Model, tasks: Sequence[Problem], temperature: 
     return all_answers
 
 
-def figures(target: Model, found: Sequence[Sequence[Writing]]) -> dict[str, Any]:
-    """Of the answers of several samples: the share that is right (95 %, by problem) and the share of drafted steps accepted."""
-    each = [[check_answer(one.task, target.decode(one.written)) for one in sample] for sample in found]
+Rights = Sequence[Sequence[bool]]
+"""Whether each answer of each sample is right."""
+
+
+def rights(target: Model, found: Sequence[Sequence[Writing]]) -> Rights:
+    """Whether each answer of each sample is right."""
+    return [[check_answer(one.task, target.decode(one.written)) for one in sample] for sample in found]
+
+
+def figures(found: Sequence[Sequence[Writing]], each: Rights, first: Rights | None = None) -> dict[str, Any]:
+    """Of the answers of several samples: the share that is right (95 %, by problem) and the share of drafted steps accepted.
+
+    Args:
+        first: of the first row, to which the difference is taken, paired by problem; None: this is the first row.
+    """
     right = Share.of(answer for sample in each for answer in enumerate(sample))
     num_drafted = sum(one.num_drafted for sample in found for one in sample)
     num_accepted = sum(one.num_accepted for sample in found for one in sample)
+    less = paired_difference(_by_problem(each), _by_problem(first)).scaled(100.0) if first is not None else None
     return {
         "answers": right.total,
         "right": [round(value, 4) for value in (right.value, *right.interval())],
         "each": [sum(sample) for sample in each],
+        "difference_points": None if less is None else [round(value, 2) for value in (less.value, less.low, less.high)],
         "alpha": round(num_accepted / num_drafted, 4) if num_drafted else None,
     }
+
+
+def _by_problem(each: Rights) -> list[Cluster]:
+    return [Cluster(float(sum(answers)), float(len(answers))) for answers in zip(*each, strict=True)]
 
 
 def main(
@@ -103,15 +122,19 @@ def main(
     target, draft = (Model.load(CHECKPOINTS / role, threads) for role in ("target", "draft"))
     tasks = list(islice(problems(DATA_SEED, "test"), num_problems))
     rows = {"the target alone": None, "drafted at temperature 0": 0.0, f"drafted at {TEMPERATURE:g}": TEMPERATURE}
-    table = Table(
-        "", "right", "95 %", "of each sample", "steps accepted", title=f"{num_problems} demo problems, a perfect checker"
-    )
+    headings = ("", "right", "95 %", "less the target alone, points (95 %)", "of each sample", "steps accepted")
+    table = Table(*headings, title=f"{num_problems} demo problems, a perfect checker")
     made: dict[str, Any] = {}
+    first: Rights | None = None
     for name, temperature in rows.items():
-        one = figures(target, [answers(target, draft, tasks, temperature, seed) for seed in range(samples)])
+        found = [answers(target, draft, tasks, temperature, seed) for seed in range(samples)]
+        each = rights(target, found)
+        one = figures(found, each, first)
+        first = each if first is None else first
         value, low, high = one["right"]
+        less = "{:+.1f} ({:+.1f} to {:+.1f})".format(*one["difference_points"]) if one["difference_points"] else ""
         accepted = f"{one['alpha']:.2f}" if one["alpha"] is not None else ""
-        table.add_row(name, f"{value:.1%}", f"{low:.1%} to {high:.1%}", ", ".join(map(str, one["each"])), accepted)
+        table.add_row(name, f"{value:.1%}", f"{low:.1%} to {high:.1%}", less, ", ".join(map(str, one["each"])), accepted)
         made[name] = one
     console_of_any_width().print(table)
     document = {"num_problems": num_problems, "num_samples": samples, "rows": made}

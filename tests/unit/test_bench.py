@@ -26,7 +26,7 @@ from bench.kit.stand import Stand, standing
 from bench.kit.turns import Spread, ratio, timed_rounds
 from bench.overhead import Overhead
 from bench.verifiers import Case, VerifierFigures
-from bench.wording import answers, figures
+from bench.wording import Writing, answers, figures, rights
 from demo.problems import problems
 from lr_backend.build.base import Layout
 from lr_backend.steps.step import Step, StepEnd
@@ -215,4 +215,20 @@ def test_an_answer_goes_on_from_a_drafted_step_only_where_it_means_what_the_targ
         assert not one.is_reasoning
         assert models[0].decode(one.written).endswith("<|im_end|>")
     assert [one.written for one in answers(*models, tasks, None, 0)] == [one.written for one in alone]
-    assert figures(models[0], [drafted])["answers"] == len(tasks)
+    each = rights(models[0], [drafted])
+    alone_figures = figures([drafted], each)
+    assert (alone_figures["answers"], alone_figures["difference_points"]) == (len(tasks), None)
+
+
+def test_a_row_s_loss_is_paired_by_problem() -> None:
+    """Nine problems out of ten are right in both rows, and the others are not the same: intervals of one row cannot tell."""
+    written = [[Writing(task, []) for task in islice(problems(2, "test"), 40)]] * 2
+    first = [[number % 10 != 0 for number in range(40)]] * 2
+    fewer = [[right and number != 1 for number, right in enumerate(row)] for row in first]
+
+    same, lost = (figures(written, each, first)["difference_points"] for each in (first, fewer))
+
+    assert same[0] == 0.0 and same[1] < 0.0 < same[2]
+    assert lost[0] == -2.5 and lost[1] < -2.5 < lost[2]
+    apart = figures(written, fewer, first)["right"]
+    assert lost[2] - lost[1] < 100.0 * (apart[2] - apart[1])
