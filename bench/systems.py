@@ -35,7 +35,7 @@ from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
 from bench.kit.plots import draw_realised
 from bench.kit.random_models import SHAPES, STEP_TOKENS, TIMEOUT_S, chance_of, random_deployment
 from bench.kit.serving import serving
-from bench.kit.turns import rotated
+from bench.kit.turns import in_turns
 from demo.problems import problems
 from lr_backend.engine import Role
 from lr_backend.policy.formulas import ceiling
@@ -138,21 +138,24 @@ def figures(measured: Mapping[Setting, Measured], hardware: Hardware) -> list[Fi
 # The run -----------------------------------------------------------------------------------------------------------
 
 
-def measure(client: Client, chosen: Sequence[Setting], questions: Sequence[str], num_tokens: int) -> dict[Setting, Measured]:
+def measure(
+    client: Client, chosen: Sequence[Setting], questions: Sequence[str], num_tokens: int, console: Console
+) -> dict[Setting, Measured]:
     """Every setting on every question, in turns; the first question warms up."""
-    seconds: dict[Setting, list[float]] = {setting: [] for setting in chosen}
+    seconds: dict[Setting, dict[int, float]] = {setting: {} for setting in chosen}
     counts = {setting: [0, 0, 0, 0] for setting in chosen}
-    for index, question in enumerate(questions):
-        for place, setting in enumerate(rotated(chosen, index)):
-            options = setting.options(num_tokens, seed=1000 * index + place)
-            started = time.perf_counter()
-            usage = client.ask(question, options, timeout_s=TIMEOUT_S).usage
-            if index:
-                seconds[setting].append((time.perf_counter() - started) / usage.completion_tokens)
-                new = (usage.num_steps_accepted, num_decided(usage), usage.num_steps, usage.completion_tokens)
-                counts[setting] = [before + more for before, more in zip(counts[setting], new, strict=True)]
+    for place, setting in enumerate(chosen):
+        client.ask(questions[0], setting.options(num_tokens, seed=place), timeout_s=TIMEOUT_S)
+    for index, question, place in in_turns(range(len(chosen)), questions[1:], "settings in turn", console):
+        setting = chosen[place]
+        options = setting.options(num_tokens, seed=1000 * (index + 1) + place)
+        started = time.perf_counter()
+        usage = client.ask(question, options, timeout_s=TIMEOUT_S).usage
+        seconds[setting][index] = (time.perf_counter() - started) / usage.completion_tokens
+        new = (usage.num_steps_accepted, num_decided(usage), usage.num_steps, usage.completion_tokens)
+        counts[setting] = [before + more for before, more in zip(counts[setting], new, strict=True)]
     return {
-        setting: Measured(tuple(seconds[setting]), accepted, decided, tokens / max(1, steps))
+        setting: Measured(tuple(each for _, each in sorted(seconds[setting].items())), accepted, decided, tokens / max(1, steps))
         for setting, (accepted, decided, steps, tokens) in counts.items()
     }
 
@@ -200,7 +203,7 @@ def main(
         spec = random_deployment(folder, shapes, device=device, alphas=alphas or ALPHAS)
         with serving(spec, folder / "repository") as server, Client(server.grpc_url) as client:
             hardware = measure_hardware(server, spec, asked[0])
-            measured = measure(client, chosen, [one.question for one in asked], num_steps * STEP_TOKENS)
+            measured = measure(client, chosen, [one.question for one in asked], num_steps * STEP_TOKENS, console)
     where = device_line(spec.target.num_threads, device)
     found = figures(measured, hardware)
     alone_ms = 1e3 * float(np.mean(measured[chosen[0]].seconds_a_token))

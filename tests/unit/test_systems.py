@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
-from lr_client import Usage
+from lr_client import Client, Options, Result, Usage
+from rich.console import Console
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -19,7 +22,7 @@ from bench.kit.measure import Sample
 from bench.kit.random_models import SHAPES, chance_of, ending_ids, random_deployment
 from bench.kit.serving import demo_spec
 from bench.peers import rate_ratio
-from bench.systems import SIZES, Measured, Setting, figures, settings
+from bench.systems import ALPHAS, DEPTHS, SIZES, Measured, Setting, figures, measure, settings
 from demo.problems import problems
 from demo.tokenizer import load_tokenizer
 from lr_backend.build.checkpoints import check_checkpoint
@@ -53,6 +56,33 @@ def test_settings_are_ar_and_every_acceptance_at_every_depth() -> None:
     assert chosen[0].options(10, seed=1).mode == "ar"
     options = chosen[1].options(10, seed=1)
     assert (options.verifier, options.max_depth, options.mode) == ("chance_500", 2, "lr")
+
+
+def test_settings_that_follow_one_another_ask_different_questions() -> None:
+    class Scripted:
+        def __init__(self) -> None:
+            self.asked: list[tuple[str, Options]] = []
+
+        def ask(self, question: str, options: Options, *, timeout_s: float) -> Result:
+            self.asked.append((question, options))
+            ahead = {"num_steps_accepted": 3, "num_steps_rejected": {"plug_in": 1}} if options.mode == "lr" else {}
+            usage = Usage(completion_tokens=int(question.removeprefix("question ")) * 10 or 1, num_steps=5, **ahead)
+            return Result(text="", reasoning="", answer="", finish_reason="stop", usage=usage)
+
+    client, chosen = Scripted(), settings(ALPHAS, DEPTHS)
+    questions = [f"question {number}" for number in range(5)]
+
+    found = measure(cast(Client, client), chosen, questions, 10, Console(quiet=True))
+
+    warm_up, asked = client.asked[: len(chosen)], client.asked[len(chosen) :]
+    assert {question for question, _ in warm_up} == {"question 0"}
+    assert len(asked) == len({(question, options.verifier, options.max_depth) for question, options in asked}) == 4 * len(chosen)
+    rounds = [asked[start : start + len(chosen)] for start in range(0, len(asked), len(chosen))]
+    assert all(one != other for each in rounds for (one, _), (other, _) in pairwise(each))
+    assert len({options.seed for _, options in client.asked}) == len(client.asked)
+    assert {setting: len(one.seconds_a_token) for setting, one in found.items()} == dict.fromkeys(chosen, 4)
+    assert (found[chosen[1]].num_accepted, found[chosen[1]].num_decided) == (12, 16)
+    assert found[chosen[1]].step_tokens == 100 / 20
 
 
 def test_speedups_stand_beside_what_the_formulas_allow(monkeypatch: pytest.MonkeyPatch) -> None:
