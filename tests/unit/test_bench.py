@@ -25,6 +25,7 @@ from bench.kit.models import CHECKPOINTS, Model
 from bench.kit.stand import Stand, standing
 from bench.kit.turns import Spread, ratio, timed_rounds
 from bench.overhead import Overhead
+from bench.pace_peers import Peer
 from bench.verifiers import Case, VerifierFigures
 from bench.wording import Writing, answers, figures, rights
 from demo.problems import problems
@@ -218,6 +219,16 @@ def test_an_answer_goes_on_from_a_drafted_step_only_where_it_means_what_the_targ
     each = rights(models[0], [drafted])
     alone_figures = figures([drafted], each)
     assert (alone_figures["answers"], alone_figures["difference_points"]) == (len(tasks), None)
+
+
+def test_a_contender_gains_over_the_same_texts() -> None:
+    """The texts differ by a factor of ten, and the gain by none: then there is no range."""
+    alone = Peer("ar", "", ((200.0, 10), (20_000.0, 100)))
+    twice, other = Peer("lr", "", ((100.0, 10), (10_000.0, 100))), Peer("sd", "", ((50.0, 10), (20_000.0, 100)))
+
+    assert alone.ms_a_token == pytest.approx(20_200 / 110)
+    assert twice.gain(alone) == pytest.approx((2.0, 2.0, 2.0))
+    assert other.gain(alone) == pytest.approx((20_200 / 20_050, 1.0, 4.0))
 
 
 def test_a_row_s_loss_is_paired_by_problem() -> None:
