@@ -76,6 +76,8 @@ FIRST = 20
 """So many requests of a mode that learns are also told by themselves."""
 NUM_HARDEST, NUM_SETS = 3, 12
 """Cells where ``auto`` falls shortest of the best fixed row: what it learns there is followed over so many sets of requests."""
+TAKING_TURNS = "taking turns"
+"""So the name of a use of cards ends whose roles do."""
 LIMITED = "lr"
 """Of which it is asked what limits it."""
 
@@ -213,7 +215,7 @@ def equal_gpus(num_cards: int, load: int, system: str = "h200_sxm") -> list[Used
     found = list(uses(spec, system, num_cards).found)
     if load == 1:
         turns = uses(spec, system, num_cards, CardSharing.TIME_SLICES).found
-        found += [replace(use, name=f"{use.name}, taking turns") for use in turns if Where.TARGETS_CARDS in use.name]
+        found += [replace(use, name=f"{use.name}, {TAKING_TURNS}") for use in turns if Where.TARGETS_CARDS in use.name]
     found += [replace(use, policy=replace(use.policy, mode=Mode.AUTO)) for use in found if use.policy.mode is Mode.LR_SD]
     return [measure(spec, use, texts, load, _num_answers(load), LEARNS_FROM) for use in found]
 
@@ -259,13 +261,26 @@ def learning_table(learned: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
+def least_share(rows: Sequence[Used]) -> float | None:
+    """Of all uses of the cards, the least share of its best fixed row that ``auto`` reaches; None: there is no ``auto``."""
+    by_use: dict[tuple[str, str], dict[str, float]] = {}
+    for row in rows:
+        if TAKING_TURNS not in row.name:
+            by_use.setdefault((row.name, row.runtime), {})[row.mode] = row.ms_a_token
+    chosen = [modes for modes in by_use.values() if CHOOSES in modes]
+    return min((min(ms for mode, ms in modes.items() if mode != CHOOSES) / modes[CHOOSES] for modes in chosen), default=None)
+
+
 def summary(found: Sequence[Found], equal: Mapping[tuple[int, int], Sequence[Used]]) -> dict[str, Any]:
-    """The last line. Equal GPUs are told for one request: the best row of a mode over the best of its rival."""
+    """The last line. Equal GPUs are told for one request: the best row of a mode over the best of its rival.
+
+    Uses whose roles take turns on their cards are left out there: they have rows for one request alone.
+    """
     mapped = [one for one in found if one.ms_a_token]
     pays = [one for one in mapped if max(one.gains[name] for name in FIXED if name.startswith("lr")) > 1.02]
 
     def best(rows: Sequence[Used], mode: str) -> float:
-        return min((row.ms_a_token for row in rows if row.mode == mode), default=nan)
+        return min((row.ms_a_token for row in rows if row.mode == mode and TAKING_TURNS not in row.name), default=nan)
 
     told = {
         "cells": len(mapped),
@@ -279,6 +294,7 @@ def summary(found: Sequence[Found], equal: Mapping[tuple[int, int], Sequence[Use
                 "lr_over_ar": best(rows, "ar") / best(rows, "lr"),
                 "lr_sd_over_sd": best(rows, "sd") / best(rows, "lr_sd"),
                 "auto_over_ar": best(rows, "ar") / best(rows, "auto"),
+                "auto_share_of_best_min": least_share(rows),
             }
             for (cards, load), rows in equal.items()
             if load == 1
