@@ -32,6 +32,7 @@ from bench.kit.serving import (
     ask,
     demo_spec,
     engines_alone,
+    late_by_row,
     other_thread_counts,
     serving,
     thread_setting,
@@ -182,6 +183,7 @@ def at_production_pace(
     )
     console.print(f"[yellow]{found.spec.pace_label}[/]", highlight=False, soft_wrap=True)
     console.print(f"[{'bold red' if found.lateness.void else 'dim'}]{found.lateness}[/]", highlight=False, soft_wrap=True)
+    console.print(f"[dim]{late_by_row(found.late_rows)}[/]", highlight=False, soft_wrap=True)
     for one in pace.hops(found):
         console.print(f"[dim]{one}[/]", highlight=False)
     console.print()
