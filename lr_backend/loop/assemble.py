@@ -18,7 +18,7 @@ from lr_backend.loop.ledger import Ledger, MeteredEngine
 from lr_backend.loop.loop import LookaheadLoop
 from lr_backend.loop.seeds import Seeds
 from lr_backend.loop.writer import DraftTokens, StepWriter
-from lr_backend.policy.policy import Fixed, Learned, Measured, RequestPolicy
+from lr_backend.policy.policy import Learned, Measured, RequestPolicy
 from lr_backend.propose import DraftModel, Lookup, NGram, Proposer
 from lr_backend.request import LookaheadRequest, ProposerName, VerifierName
 from lr_backend.steps.rules import StepRules
@@ -165,9 +165,9 @@ def _policy(request: LookaheadRequest, server: Server, num_prompt_tokens: int, *
     config, learned = server.config, server.learned
     max_depth = min(request.max_depth, config.limits.max_depth) if request.mode.speculates_steps else 0
     if not _chooses(request):
-        return Fixed(request, learned, max_depth, can_draft)
+        return RequestPolicy(request, learned, max_depth, can_draft=can_draft)
     verifier, must_draft = request.effective_verifier, config.engine_always_drafts
-    return Measured(request, learned, max_depth, verifier, can_draft, must_draft, num_prompt_tokens)
+    return Measured(request, learned, max_depth, verifier, must_draft, num_prompt_tokens, can_draft=can_draft)
 
 
 def _most_draft_tokens(request: LookaheadRequest, config: LoopConfig) -> int:

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import log2
-from typing import Any, Protocol
+from typing import Any
 
 from lr_backend.clock import Clock
 from lr_backend.policy.acceptance import Acceptance
@@ -177,36 +177,46 @@ class Learned:
         return self.price_of_row * self.prices.num_in_all
 
 
-class RequestPolicy(Protocol):
-    """What one request speculates just now."""
+@dataclass
+class RequestPolicy:
+    """What one request speculates just now: what it says itself.
+
+    Attributes:
+        can_draft: there are draft tokens to be had.
+    """
+
+    request: LookaheadRequest
+    shared: Learned
+    max_depth: int
+    can_draft: bool = field(kw_only=True)
 
     @property
     def depth(self) -> int:
         """Target steps ahead; 0: the target alone."""
-        ...
+        return self.max_depth
 
     @property
     def verifies_drafts(self) -> bool:
         """Whether the target's steps are written with draft tokens."""
-        ...
+        return self.can_draft
 
     @property
     def min_chance(self) -> float:
         """Below which no own branch is begun."""
-        ...
+        # What pays depends on time, hence on other requests, and a deterministic result on neither.
+        return 0.0 if self.request.deterministic else self.shared.least_chance
 
     @property
     def min_draft_chance(self) -> float:
         """Below which nothing is begun behind drafted steps."""
-        ...
+        return 0.0
 
     def alone_steps(self) -> int | None:
         """Steps that the target writes alone in one go, where the depth is 0; None: all the rest."""
-        ...
+        return None
 
     def keep_alone(self) -> None:
         """Nothing is looked ahead from now on: the reasoning is over, or draft or judge have failed."""
-        ...
 
     def committed(
         self,
@@ -224,69 +234,19 @@ class RequestPolicy(Protocol):
             fresh: nothing is under way behind these steps.
             verifier: who decides on drafted steps by now; None: who did.
         """
-        ...
 
 
 @dataclass
-class Fixed:
-    """As the request says."""
-
-    request: LookaheadRequest
-    shared: Learned
-    max_depth: int
-    can_draft: bool
-
-    @property
-    def depth(self) -> int:
-        return self.max_depth
-
-    @property
-    def verifies_drafts(self) -> bool:
-        return self.can_draft
-
-    @property
-    def min_chance(self) -> float:
-        # What pays depends on time, hence on other requests, and a deterministic result on neither.
-        return 0.0 if self.request.deterministic else self.shared.least_chance
-
-    @property
-    def min_draft_chance(self) -> float:
-        return 0.0
-
-    def alone_steps(self) -> int | None:
-        return None
-
-    def keep_alone(self) -> None:
-        pass
-
-    def committed(
-        self,
-        num_tokens: int,
-        num_steps: int = 1,
-        *,
-        accepted: bool | None = None,
-        fresh: bool = True,
-        verifier: str | None = None,
-    ) -> None:
-        pass
-
-
-@dataclass
-class Measured:
+class Measured(RequestPolicy):
     """As it pays: depth and draft tokens up to the request's bounds.
 
     Attributes:
         verifier: who decides on drafted steps.
-        can_draft: there are draft tokens to be had.
-        must_draft: the target writes nothing without them.
+        must_draft: the target writes nothing without draft tokens.
         num_prompt_tokens: to be read before the first step.
     """
 
-    request: LookaheadRequest
-    shared: Learned
-    max_depth: int
     verifier: str
-    can_draft: bool
     must_draft: bool = False
     num_prompt_tokens: int = 0
     _ways: tuple[Way, ...] = field(init=False)
@@ -331,8 +291,11 @@ class Measured:
     def min_draft_chance(self) -> float:
         return self.shared.least_chance
 
-    def alone_steps(self) -> int | None:
-        return self._steps_of_a_call
+    def alone_steps(self) -> int:
+        # One at a time where somebody waits for each.
+        if self.request.is_watched:
+            return 1
+        return STEPS_ALONE[min(self._trial.num_kept, len(STEPS_ALONE) - 1)]
 
     def keep_alone(self) -> None:
         # What the target now writes by itself says nothing of looking ahead: so it counts for no way.
@@ -376,13 +339,6 @@ class Measured:
         """What is done: the chosen way, but for steps that are taken for their price."""
         return Way(self._chosen.ahead, self.verifies_drafts)
 
-    @property
-    def _steps_of_a_call(self) -> int:
-        """That the target writes alone in one go, as far as nobody waits for each."""
-        if self.request.is_watched:
-            return 1
-        return STEPS_ALONE[min(self._trial.num_kept, len(STEPS_ALONE) - 1)]
-
     def _luck_s(self, accepted: bool) -> float:
         """What a verdict cost beyond what one costs on average: after a rejection a step is the target's, not the draft's.
 
@@ -409,7 +365,7 @@ class Measured:
         # At the present load: what tokens have lately taken may be of another.
         num_requests = max(1, prices.num_in_all)
         num_tokens, drafted = prices.step_tokens.value, prices.drafted_token_s.value
-        a_call = self.shared.step_tokens * (1 if way.ahead else self._steps_of_a_call)
+        a_call = self.shared.step_tokens * (1 if way.ahead else self.alone_steps())
         alone_s = off * crowding.at(num_requests - 1, a_call)
         if not way.ahead or num_tokens is None or drafted is None:
             return alone_s

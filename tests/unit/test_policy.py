@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from lr_backend.notice import Lessons, OtherLoops, Seats
 from lr_backend.plan.simulation import Policy, simulate
-from lr_backend.policy.policy import Fixed, Learned, Measured
+from lr_backend.policy.policy import Learned, Measured, RequestPolicy
 from lr_backend.policy.prices import LONG_PROMPT, STALE_STEPS
 from lr_backend.policy.trial import EXPLORED_SHARE, LEAST_STEPS, SPAN_STEPS, STALE_SPANS, Trial, Way
 from lr_backend.request import LookaheadRequest, Mode, ProposerName, VerifierName
@@ -287,7 +287,7 @@ def test_a_deterministic_request_asks_nobody_what_pays() -> None:
     for companions in (0, 1, 3, 7) * 10:
         shared.prices.target[False].crowding.add(companions, 1.0 + companions)
     shared.prices.num_requests = 8
-    steady, other = (Fixed(request(deterministic=one), shared, 4, can_draft=True) for one in (True, False))
+    steady, other = (RequestPolicy(request(deterministic=one), shared, 4, can_draft=True) for one in (True, False))
     assert (steady.min_chance, steady.min_draft_chance, steady.depth, steady.verifies_drafts) == (0.0, 0.0, 4, True)
     assert other.min_chance > 1.0
     assert other.min_draft_chance == 0.0  # what is asked for is done
@@ -410,7 +410,7 @@ def test_the_first_steps_behind_a_long_prompt_count_for_no_way(num_prompt_tokens
 @pytest.mark.parametrize(("max_depth", "can_draft"), [(0, False), (0, True), (4, False)])
 def test_what_there_is_not_is_never_chosen(max_depth: int, can_draft: bool) -> None:
     clock = Clock()
-    policy = Measured(request(), Learned(clock), max_depth, JUDGE, can_draft)
+    policy = Measured(request(), Learned(clock), max_depth, JUDGE, can_draft=can_draft)
     for _ in range(100):
         assert policy.depth in {0, max_depth}
         assert can_draft or not policy.verifies_drafts
