@@ -38,7 +38,7 @@ from lr_backend.engine.inprocess import InProcessEngine
 from lr_backend.request import LookaheadRequest, VerifierName
 from lr_backend.steps.step import Step, StepEnd
 from lr_backend.verify import Reason, StepPair, Verdict, Verifier, VerifierParts, VerifierPlugIn, make_verifier
-from lr_backend.verify.cascade import CascadeVerifier, NumericVeto
+from lr_backend.verify.cascade import CascadeVerifier, numeric_veto
 from lr_backend.verify.judge_prompt import JudgePrompt, judges_prefill
 
 TEMPERATURE = 0.6
@@ -148,7 +148,7 @@ def verifiers(parts: VerifierParts, config: LoopConfig) -> Iterator[tuple[str, V
     """(row, verifier) of all that this machine can run."""
     for name in VerifierName:
         yield name, make_verifier(LookaheadRequest(text_input="-", verifier=name), config, parts)
-    yield "numeric veto alone", CascadeVerifier((NumericVeto(),), Accepting())
+    yield "numeric veto alone", CascadeVerifier((numeric_veto,), Accepting())
     for row, plug_in in parts.plug_ins.items():
         yield row, plug_in.for_request(LookaheadRequest(text_input="-", seed=0), parts)
 

@@ -5,42 +5,24 @@ same text -> accept    numbers differ -> reject    else -> judge
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from lr_backend.verify.numeric import veto
 from lr_backend.verify.verdict import Reason, StepPair, Verdict, Verifier
 
-
-@dataclass(frozen=True, slots=True)
-class Opinion:
-    """What one stage makes of a pair. ``accepted`` None: undecided."""
-
-    accepted: bool | None
-    reason: Reason
+Stage = Callable[[StepPair], Verdict | None]
+"""One look at a pair: its verdict, or None where it is undecided."""
 
 
-class Stage(Protocol):
-    """One look at a pair. Never raises but for cancellation; a failure is undecided, never accepted."""
-
-    @property
-    def name(self) -> str: ...
-
-    async def consider(self, pair: StepPair) -> Opinion: ...
-
-
-class SameText:
+def same_text(pair: StepPair) -> Verdict | None:
     """Accepts the same words with other white space: tokens can cut one text in several ways. Rejects them where a line is
     indented in another way: that is another program."""
-
-    name = "same_text"
-
-    async def consider(self, pair: StepPair) -> Opinion:
-        target, drafted = _lines(pair.target_text), _lines(pair.drafted_text)
-        if [words for _, words in target] != [words for _, words in drafted]:
-            return Opinion(None, Reason.SAME_TEXT)
-        return Opinion(True, Reason.SAME_TEXT) if target == drafted else Opinion(False, Reason.DIFFERENT)
+    target, drafted = _lines(pair.target_text), _lines(pair.drafted_text)
+    if [words for _, words in target] != [words for _, words in drafted]:
+        return None
+    accepted = target == drafted
+    return Verdict(accepted, Reason.SAME_TEXT if accepted else Reason.DIFFERENT, verifier="same_text")
 
 
 def _lines(text: str) -> list[tuple[str, list[str]]]:
@@ -50,26 +32,21 @@ def _lines(text: str) -> list[tuple[str, list[str]]]:
     return [("" if indent == " " else indent, line.split()) for indent, line in zip(indented, lines, strict=True)]
 
 
-class NumericVeto:
+def numeric_veto(pair: StepPair) -> Verdict | None:
     """Rejects what :func:`~lr_backend.verify.numeric.veto` rejects; never accepts."""
-
-    name = "numbers"
-
-    async def consider(self, pair: StepPair) -> Opinion:
-        differs = veto(pair.target_text, pair.drafted_text)
-        return Opinion(None if differs is None else False, Reason.NUMBERS)
+    differs = veto(pair.target_text, pair.drafted_text)
+    return None if differs is None else Verdict(False, Reason.NUMBERS, verifier="numbers")
 
 
 @dataclass(frozen=True)
 class CascadeVerifier:
-    """The first stage that decides is the verdict; its name goes with it. ``last`` decides what no stage did."""
+    """The first stage that decides gives the verdict. ``last`` decides what no stage did."""
 
     stages: Sequence[Stage]
     last: Verifier
 
     async def verify(self, pair: StepPair) -> Verdict:
         for stage in self.stages:
-            opinion = await stage.consider(pair)
-            if opinion.accepted is not None:
-                return Verdict(opinion.accepted, opinion.reason, verifier=stage.name)
+            if (verdict := stage(pair)) is not None:
+                return verdict
         return await self.last.verify(pair)

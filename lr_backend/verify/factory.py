@@ -11,7 +11,7 @@ from lr_backend.engine import Engine
 from lr_backend.errors import InvalidRequest
 from lr_backend.request import LookaheadRequest, VerifierName
 from lr_backend.steps.step import StepTokenizer
-from lr_backend.verify.cascade import CascadeVerifier, NumericVeto, SameText
+from lr_backend.verify.cascade import CascadeVerifier, numeric_veto, same_text
 from lr_backend.verify.exact import ExactVerifier
 from lr_backend.verify.guarded import GuardedVerifier
 from lr_backend.verify.judge import JudgeVerifier
@@ -73,6 +73,6 @@ def make_verifier(request: LookaheadRequest, config: LoopConfig, parts: Verifier
         case VerifierName.JUDGE:
             return parts.judging()
         case VerifierName.CASCADE:
-            return CascadeVerifier((SameText(), NumericVeto()), parts.judging())
+            return CascadeVerifier((same_text, numeric_veto), parts.judging())
         case name:
             return GuardedVerifier(name, parts.plug_ins[name].for_request(request, parts), parts.judge_s)
