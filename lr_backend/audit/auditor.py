@@ -12,15 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-
 from lr_backend.config import Checker, LoopConfig
-from lr_backend.engine import Engine, EngineCall
+from lr_backend.engine import Engine
 from lr_backend.errors import InvalidRequest
 from lr_backend.steps.step import StepTokenizer
-from lr_backend.verify.asking import ask
+from lr_backend.verify.asking import ask_for_label
 from lr_backend.verify.factory import VerifierParts
-from lr_backend.verify.judge_prompt import JudgePrompt, parse_verdict, readable_step_tokens
+from lr_backend.verify.judge_prompt import JudgePrompt, readable_step_tokens
 from lr_backend.verify.verdict import Reason, StepPair
 
 
@@ -47,14 +45,7 @@ class ModelAuditor:
     async def audit(self, pair: StepPair) -> bool | Reason:
         texts = (pair.target_text, pair.drafted_text)
         ids = self.prompt.ids(*reversed(texts)) if self.swapped else self.prompt.ids(*texts)
-        if ids is None:
-            return Reason.CAPPED
-        call = EngineCall(request_id=pair.call_id, input_ids=np.asarray(ids, dtype=np.int32), max_new_tokens=1)
-        answer = await ask(self.engine, call, timeout_s=None, on_error=self.on_error)
-        if isinstance(answer, Reason):
-            return answer
-        aligned = parse_verdict(str(self.tokenizer.decode(list(answer.token_ids), skip_special_tokens=False)))
-        return Reason.GARBAGE if aligned is None else aligned
+        return await ask_for_label(self.engine, self.tokenizer, pair.call_id, ids, timeout_s=None, on_error=self.on_error)
 
     def close(self) -> None: ...
 

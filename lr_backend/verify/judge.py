@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from lr_backend.engine import Engine, EngineCall
+from lr_backend.engine import Engine
 from lr_backend.steps.step import StepTokenizer
-from lr_backend.verify.asking import ask
-from lr_backend.verify.judge_prompt import JudgePrompt, parse_verdict
+from lr_backend.verify.asking import ask_for_label
+from lr_backend.verify.judge_prompt import JudgePrompt
 from lr_backend.verify.verdict import Reason, StepPair, Verdict
 
 
@@ -29,24 +27,12 @@ class JudgeVerifier:
         self.failed = False
 
     async def verify(self, pair: StepPair) -> Verdict:
-        answer = await self._label(pair)
-        if isinstance(answer, Reason):
-            return Verdict(False, answer, verifier="judge")
-        return Verdict(answer, Reason.JUDGE, verifier="judge")
+        label = Reason.JUDGE_ERROR if self.failed else await self._label(pair)
+        if isinstance(label, Reason):
+            self.failed = self.failed or label is Reason.JUDGE_ERROR
+            return Verdict(False, label, verifier="judge")
+        return Verdict(label, Reason.JUDGE, verifier="judge")
 
     async def _label(self, pair: StepPair) -> bool | Reason:
-        if self.failed:
-            return Reason.JUDGE_ERROR
-        if (prompt := self._prompt.ids(pair.target_text, pair.drafted_text)) is None:
-            return Reason.CAPPED
-        call = EngineCall(
-            request_id=pair.call_id,
-            input_ids=np.asarray(prompt, dtype=np.int32),
-            max_new_tokens=1,
-        )
-        answer = await ask(self._engine, call, timeout_s=self._timeout_s, on_error=Reason.JUDGE_ERROR)
-        if isinstance(answer, Reason):
-            self.failed = self.failed or answer is Reason.JUDGE_ERROR
-            return answer
-        aligned = parse_verdict(str(self._tokenizer.decode(list(answer.token_ids), skip_special_tokens=False)))
-        return Reason.GARBAGE if aligned is None else aligned
+        ids, error = self._prompt.ids(pair.target_text, pair.drafted_text), Reason.JUDGE_ERROR
+        return await ask_for_label(self._engine, self._tokenizer, pair.call_id, ids, timeout_s=self._timeout_s, on_error=error)
