@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from lr_backend.build.base import DeploymentSpec, EngineSpec, Section
+from lr_backend.build.base import DeploymentSpec, EngineSpec
 from lr_backend.build.pace import drafts_with_its_draft, kv_tokens, pace_of, stood_for
 from lr_backend.contract import EMBEDDED_ENGINE_INPUTS, TensorSpec
 from lr_backend.emulated.texts import DRAFT_TEMPERATURE, Script
@@ -28,21 +28,6 @@ from lr_backend.hardware.sharing import CardSharing
 DEFAULT_WORKLOAD = "qwen3-gsm8k"
 MAX_QUEUE_SIZE = 4096
 """Where the deployment has no limit of its own."""
-
-
-class RulesSpec(Section):
-    """Switches of :class:`~lr_backend.hardware.rules.UpstreamRules`; None: as the runtime that is emulated has it."""
-
-    charges_whole_prefix: bool | None = None
-    reserves_kv_in_full: bool | None = None
-    ends_drafted_requests: bool | None = None
-    cancels_what_has_run: bool | None = None
-    cancellation_check_period_ms: int | None = Field(default=None, ge=1, le=1000)
-    fails_as_internal: bool | None = None
-
-    def over(self, pace: EnginePace) -> EnginePace:
-        """The pace with what is said here."""
-        return replace(pace, rules=replace(pace.rules, **self.model_dump(exclude_none=True)))
 
 
 class EmulatedEngineSpec(EngineSpec):
@@ -89,7 +74,6 @@ class EmulatedDeployment(DeploymentSpec):
         card_sharing: what runs where roles share cards: CUDA MPS, or nothing, and then they take turns.
         drafts_itself: its target does, as an engine of the LLM API.
         slow_motion: everything takes so many times as long, where this machine cannot keep the pace.
-        rules: of upstream, that are not to be as they are.
     """
 
     runtime: Literal["emulated"]
@@ -99,7 +83,6 @@ class EmulatedDeployment(DeploymentSpec):
     card_sharing: CardSharing = CardSharing.MPS
     drafts_itself: bool = False
     slow_motion: float = Field(default=1.0, ge=1.0, le=100.0)
-    rules: RulesSpec = RulesSpec()
     target: EmulatedEngineSpec
     draft: EmulatedEngineSpec
     judge: EmulatedEngineSpec
@@ -170,7 +153,7 @@ class EmulatedDeployment(DeploymentSpec):
         """
         drafts_itself = self.drafts_itself and role is Role.TARGET
         pace = pace_of(stood_for(self.emulates), role, self.system, drafts_itself=drafts_itself)
-        return self.rules.over(replace(pace, sharing=self.card_sharing, slow_motion=self.slow_motion))
+        return replace(pace, sharing=self.card_sharing, slow_motion=self.slow_motion)
 
     def engine_parameters(self, role: Role, model_dir: Path) -> dict[str, str]:
         parameters = super().engine_parameters(role, model_dir)

@@ -49,9 +49,6 @@ def _take_tokens(new: NewTokens, counters: Counters, now_ns: int) -> bool:
     counters.num_tokens_decoded += len(emitted)
     counters.num_draft_tokens += len(sequence.drafts) + new.num_proposed
     counters.num_accepted_tokens += num_accepted
-    if sequence.goes_on:
-        sequence.num_proposed += len(sequence.drafts)
-        sequence.drafts = ()
     return ended or sequence.is_verification
 
 

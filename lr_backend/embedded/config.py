@@ -23,7 +23,6 @@ class EngineConfig(EmbeddedSettings, EngineParameters):
         speculative_model_dir: a draft model of the same vocabulary for the engine itself to draft with, for the requests that
             ask for it (``num_draft_tokens``); None: there is none. Native kernels only.
         speculative_weight_dtype: ``weight_dtype`` of that model.
-        ends_drafted_requests: a request with draft tokens ends once they are verified, as upstream's do.
         pace: of an engine that :func:`~lr_backend.emulated.open.open_engine` opens: iterations last as long as those of the
             hardware that it stands for, and calls take its hops; None: as long as they take here.
         script: of an engine that writes scripted texts instead of a model's: :class:`~lr_backend.emulated.texts.Script` as JSON.
@@ -40,7 +39,6 @@ class EngineConfig(EmbeddedSettings, EngineParameters):
 
     speculative_model_dir: Path | None = None
     speculative_weight_dtype: WeightDtype = "auto"
-    ends_drafted_requests: bool = True
     pace: Annotated[InstanceOf[EnginePace] | None, BeforeValidator(_read_pace)] = None
     script: str | None = None
 

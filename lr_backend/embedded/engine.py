@@ -99,7 +99,6 @@ class EmbeddedEngine:
             on_done=on_done,
             on_tokens=on_tokens,
             drafts=plan.drafts,
-            goes_on=plan.goes_on,
             max_new_tokens=plan.max_new_tokens,
             tokens_per_block=self.config.tokens_per_block,
             drafts_behind_prompt=self._max_passes is None,

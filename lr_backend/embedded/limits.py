@@ -16,13 +16,11 @@ class RunPlan:
     """How a request is run. Drafts and output that do not fit are shortened silently, as upstream does.
 
     Attributes:
-        drafts: draft tokens to verify.
-        goes_on: whether it decodes on after its drafts; else it ends with them.
+        drafts: draft tokens to verify; the request ends with them.
     """
 
     drafts: tuple[int, ...]
     max_new_tokens: int
-    goes_on: bool
 
 
 def plan_run(request: EngineRequest, config: EngineConfig, vocab_size: int) -> RunPlan:
@@ -45,13 +43,11 @@ def plan_run(request: EngineRequest, config: EngineConfig, vocab_size: int) -> R
         raise EngineRejected(f"draft_logits: width {request.draft_logits.shape[1]}, the vocabulary has {vocab_size}")
     room = config.max_seq_len - num_prompt
     drafts = request.draft_ids[: room - 1]
-    goes_on = bool(drafts) and not config.ends_drafted_requests
-    max_new_tokens = len(drafts) + 1 if num_drafts and not goes_on else min(request.max_new_tokens, room)
+    longest = len(drafts) + 1 if num_drafts else min(request.max_new_tokens, room)
     capacity = config.num_blocks * config.tokens_per_block
-    longest = max(max_new_tokens, len(drafts) + 1)
     if num_prompt + longest > capacity:
         raise EngineRejected(f"input_ids: {num_prompt} tokens and {longest} of output exceed the KV cache of {capacity} tokens")
-    return RunPlan(drafts, max_new_tokens, goes_on)
+    return RunPlan(drafts, max_new_tokens=longest)
 
 
 def refuse_as_upstream(request: EngineRequest, number: int, config: EngineConfig) -> None:

@@ -26,9 +26,8 @@ class Sequence:
         tokens: prompt and output so far.
         drafts: the request's draft tokens, as far as they fit ``max_seq_len``.
         max_new_tokens: tokens of output, as far as they fit ``max_seq_len``.
-        goes_on: whether it decodes on once its drafts are verified; else it ends with them.
         drafts_behind_prompt: whether the engine drafts already in the pass that computes the end of the prompt.
-        num_proposed: draft tokens that the engine wrote, and verified ones that it went on after.
+        num_proposed: draft tokens that the engine wrote.
         num_accepted: draft tokens that stood.
         num_computed: how many of ``tokens + drafts`` have keys and values in the pool.
         keys: chain keys of the full blocks of what was known when it was queued: the prompt, and after a preemption the output.
@@ -41,7 +40,6 @@ class Sequence:
     max_new_tokens: int
     tokens_per_block: int
     on_tokens: OnTokens | None = None
-    goes_on: bool = False
     drafts_behind_prompt: bool = True
     tokens: list[int] = field(init=False)
     keys: list[bytes] = field(init=False)
@@ -77,7 +75,7 @@ class Sequence:
     @property
     def is_verification(self) -> bool:
         """Whether it ends after one verification. ``drafts`` may be empty even so, if none of them fits."""
-        return bool(self.request.draft_ids) and not self.goes_on
+        return bool(self.request.draft_ids)
 
     @property
     def num_draft_tokens(self) -> int:

@@ -128,7 +128,6 @@ class PacedEngine:
             request=request,
             on_done=on_done,
             drafts=plan.drafts,
-            goes_on=plan.goes_on,
             max_new_tokens=plan.max_new_tokens,
             tokens_per_block=self.config.tokens_per_block,
         )

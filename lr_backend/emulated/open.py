@@ -30,7 +30,6 @@ def open_engine(config: EngineConfig) -> EmbeddedEngine | PacedEngine:
 
         return EmbeddedEngine(config)
     pace = config.pace
-    config = config.model_copy(update={"ends_drafted_requests": pace.rules.ends_drafted_requests})
     token_s = pace.costs().seconds(Iteration((), 1, 1))  # what is missing is said before a model is loaded
     source, vocab_size = _source(config, token_s)
     try:

@@ -15,8 +15,6 @@ class UpstreamRules:
         reserves_kv_in_full: it joins only where blocks for its prompt and all tokens that it may write are free beside those that
             the others may come to need; what it could reuse is not taken off (capacityScheduler.cpp,
             GuaranteedNoEvictScheduler, and kvCacheManager.cpp, getRemainingBlocksToCompletion).
-        ends_drafted_requests: a request with draft tokens ends after they are verified (trtGptModelInflightBatching.cpp,
-            updateRequests).
         cancels_what_has_run: a cancelled request goes when an iteration that it took part in ends; one that waits computes its
             prompt first (executorImpl.cpp, executionLoop; trtGptModelInflightBatching.cpp, forwardSync).
         cancellation_check_period_ms: how often the backend looks whether a client has gone away (model_instance_state.cc,
@@ -26,7 +24,6 @@ class UpstreamRules:
 
     charges_whole_prefix: bool = True
     reserves_kv_in_full: bool = True
-    ends_drafted_requests: bool = True
     cancels_what_has_run: bool = True
     cancellation_check_period_ms: int | None = 100
     fails_as_internal: bool = True

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -120,22 +118,6 @@ def test_a_policy_that_evicts_reserves_nothing() -> None:
     assert not machine_of(evicting, SYSTEM).places[Role.TARGET].rules.reserves_kv_in_full
 
 
-def test_each_rule_has_its_switch(write: Write) -> None:
-    switches = {
-        "charges_whole_prefix": False,
-        "reserves_kv_in_full": False,
-        "ends_drafted_requests": False,
-        "cancels_what_has_run": False,
-        "cancellation_check_period_ms": 7,
-        "fails_as_internal": False,
-    }
-    own = load(write())
-    for name, value in switches.items():
-        spec = load(write("[rules]", f"{name} = {json.dumps(value)}"))
-        for role in Role:
-            assert spec.engine_pace(role).rules == replace(own.engine_pace(role).rules, **{name: value})
-
-
 def test_a_target_that_drafts_by_itself_is_one_of_the_llm_api(write: Write) -> None:
     spec = load(write("drafts_itself = true"))
     pace = spec.engine_pace(Role.TARGET)
@@ -216,8 +198,6 @@ def test_a_workload_file_may_lie_anywhere(tmp_path: Path, monkeypatch: pytest.Mo
         (['workload = "essays"'], "no workload named 'essays'; known: "),
         (["slow_motion = 0.5"], "slow_motion: "),
         (["speed = 2"], "speed: "),
-        (["[rules]", "cancellation_check_period_ms = 0"], "rules.cancellation_check_period_ms: "),
-        (["[rules]", "evicts = true"], "rules.evicts: "),
         (["target = 5"], "target must be a table"),
         (['lookahead = "fast"'], "lookahead must be a table"),
         (["[target]", 'weights = "none"'], "target.weights: "),
