@@ -247,21 +247,15 @@ class LlmapiEngineSpec(GpuEngineSpec):
     Attributes:
         speculative: draft tokens of its own; on the target alone.
         max_queue_size: the request that finds as many waiting is refused at once.
-        use_cuda_graphs: replay decode iterations as CUDA graphs.
         sampler: upstream's ``sampler_type``; up to 1.2 only ``TRTLLMSampler`` heeds a request's seed.
         coupled_noise: draw with the noise of a request's seed as the embedded engine does; without upstream's overlap scheduler.
-        max_engine_stop_ids: single stop tokens that upstream compares with every token; more are looked for by the model.
-        cancellation_grace_ms: how long a cancelled request is waited for.
     """
 
     runtime: Literal["llmapi"] = "llmapi"
     speculative: SpeculativeSpec | None = None
     max_queue_size: int = Field(default=256, ge=1)
-    use_cuda_graphs: bool = True
     sampler: Literal["auto", "TorchSampler", "TRTLLMSampler"] = "auto"
     coupled_noise: bool = False
-    max_engine_stop_ids: int = Field(default=32, ge=0)
-    cancellation_grace_ms: int = Field(default=1000, ge=0)
 
     @model_validator(mode="after")
     def _on_one_machine(self) -> Self:
@@ -290,11 +284,10 @@ class LlmapiEngineSpec(GpuEngineSpec):
         if ours is not None and ours.kind == "ngram":
             drafting["max_matching_ngram_size"] = str(ours.max_matching_ngram_size)
         sizes = ("tp_size", "tokens_per_block", "max_batch_size", "max_num_tokens", "max_seq_len", "max_queue_size")
-        others = ("dtype", "kv_cache_dtype", "sampler", "max_engine_stop_ids", "cancellation_grace_ms")
+        others = ("dtype", "kv_cache_dtype", "sampler")
         return {
             **self.common_parameters(),
             "gpt_model_path": str(model_dir),
-            "use_cuda_graphs": _flag(self.use_cuda_graphs),
             "coupled_noise": _flag(self.coupled_noise),
             **drafting,
             **{name: str(getattr(self, name)) for name in (*sizes, *others)},

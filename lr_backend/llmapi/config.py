@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -11,8 +10,6 @@ from pydantic import BeforeValidator, Field, model_validator
 from lr_backend.errors import ConfigError
 from lr_backend.parameters import EngineParameters
 
-CHECKPOINT, NONE = "checkpoint", "none"
-QUANTIZATION_FILE = "hf_quant_config.json"
 WITH_MODEL = ("draft_target", "eagle3")
 """Kinds of speculation that a checkpoint of its own drafts for."""
 
@@ -22,14 +19,12 @@ def _split(value: Any) -> Any:
 
 
 class LlmApiConfig(EngineParameters):
-    """How one checkpoint is served.
+    """How one checkpoint is served. The PyTorch flow quantizes nothing by itself: it serves what the checkpoint holds.
 
     Attributes:
         tp_size: GPUs over which each weight is split.
         gpu_device_ids: among those that the server may see; empty: the first ``tp_size``.
         dtype: what is computed in; ``auto`` takes the checkpoint's.
-        quantization: what the checkpoint must be: ``none``, an algorithm by upstream's name ("FP8", "NVFP4" ...), or
-            ``checkpoint``, whatever it is. The PyTorch flow quantizes nothing by itself: it serves what the checkpoint holds.
         kv_cache_dtype: ``fp8`` halves the cache of a 16-bit model.
         max_batch_size: sequences in one iteration.
         max_num_tokens: tokens in one iteration; without chunked context also the longest prompt.
@@ -40,7 +35,6 @@ class LlmApiConfig(EngineParameters):
         tokens_per_block: KV cache granularity.
         enable_kv_cache_reuse: share the blocks of computed prefixes.
         enable_chunked_context: prefill longer prompts in pieces of ``max_num_tokens``.
-        use_cuda_graphs: replay iterations that only decode.
         sampler: upstream's ``sampler_type``. Up to 1.2 only ``TRTLLMSampler`` heeds a request's seed.
         coupled_noise: sampled requests draw with the noise of their seed as on the embedded engine, by a logits processor; the
             engine then runs without upstream's overlap scheduler. See :mod:`~lr_backend.llmapi.coupled_noise`.
@@ -49,10 +43,6 @@ class LlmApiConfig(EngineParameters):
         max_draft_len: so many for each pass of the model; 0 goes with ``none``.
         speculative_model_dir: Hugging Face folder of the draft model or the EAGLE-3 head.
         max_matching_ngram_size: tokens that must have stood there before, for ``ngram``.
-        max_engine_stop_ids: single stop tokens that are handed to the engine. It compares each with every token that it writes,
-            one by one, on the thread that drives the GPU; more of them are found on the stream here instead, at a token or two of
-            waste a call.
-        cancellation_grace_ms: how long a cancelled request is waited for; then it is answered with what is there.
     """
 
     engine_name: ClassVar = "the LLM API engine"
@@ -65,7 +55,6 @@ class LlmApiConfig(EngineParameters):
     tp_size: int = Field(default=1, ge=1)
     gpu_device_ids: Annotated[tuple[int, ...], BeforeValidator(_split)] = ()
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    quantization: str = CHECKPOINT
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     max_batch_size: int = Field(default=64, ge=1)
     max_num_tokens: int = Field(default=8192, ge=1)
@@ -76,15 +65,12 @@ class LlmApiConfig(EngineParameters):
     tokens_per_block: int = Field(default=32, ge=1)
     enable_kv_cache_reuse: bool = True
     enable_chunked_context: bool = True
-    use_cuda_graphs: bool = True
     sampler: Literal["auto", "TorchSampler", "TRTLLMSampler"] = "auto"
     coupled_noise: bool = False
     speculative: Literal["none", "ngram", "draft_target", "eagle3"] = "none"
     max_draft_len: int = Field(default=0, ge=0)
     speculative_model_dir: Path | None = None
     max_matching_ngram_size: int = Field(default=4, ge=1)
-    max_engine_stop_ids: int = Field(default=32, ge=0)
-    cancellation_grace_ms: int = Field(default=1000, ge=0)
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -114,34 +100,10 @@ class LlmApiConfig(EngineParameters):
     @property
     def drafts(self) -> bool:
         """Whether the engine writes draft tokens by itself, in every request."""
-        return self.speculative != NONE
+        return self.speculative != "none"
 
     def check_checkpoint(self) -> None:
-        """Raises: ConfigError: there is no checkpoint, or it is not quantized as ``quantization`` says."""
+        """Raises: ConfigError: there is no checkpoint."""
         for key, folder in (("gpt_model_path", self.checkpoint_dir), ("speculative_model_dir", self.speculative_model_dir)):
             if folder is not None and not (folder / "config.json").is_file():
                 raise ConfigError(f"{key}={str(folder)!r}: no config.json there: not a Hugging Face checkpoint")
-        found = checkpoint_quantization(self.checkpoint_dir)
-        if self.quantization != CHECKPOINT and self.quantization.lower() != found.lower():
-            raise ConfigError(
-                f"quantization={self.quantization!r}: the checkpoint is {found!r}, and the LLM API quantizes nothing by itself; "
-                "give it a checkpoint that is (for example by NVIDIA's Model Optimizer)"
-            )
-
-
-def checkpoint_quantization(checkpoint_dir: Path) -> str:
-    """How a checkpoint is quantized, as the PyTorch flow will find it: an algorithm, or ``none``.
-
-    Model Optimizer writes ``hf_quant_config.json``; others a ``quantization_config`` into ``config.json``.
-
-    Raises:
-        ConfigError: one of the two is damaged.
-    """
-    try:
-        path = checkpoint_dir / QUANTIZATION_FILE
-        if path.is_file():
-            return str(json.loads(path.read_text(encoding="utf-8"))["quantization"]["quant_algo"] or NONE)
-        config = json.loads((checkpoint_dir / "config.json").read_text(encoding="utf-8")).get("quantization_config")
-        return str(config["quant_method"]) if config else NONE
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{checkpoint_dir.name}: the quantization cannot be read: {type(error).__name__}: {error}") from error

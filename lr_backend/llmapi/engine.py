@@ -31,6 +31,8 @@ _REJECTED = ("ValueError", "TypeError")
 """Names of what upstream raises over one request. A ``RequestError`` it also raises over each request of a failed iteration."""
 _BROKEN = ("shutting down", "CUDA", "NCCL")
 """Words of errors after which an engine mostly serves no other request either."""
+CANCELLATION_GRACE_S = 1.0
+"""A cancelled request is waited for so long; then it is answered with what is there."""
 CLOSE_TIMEOUT_S = 30.0
 
 _logger = logging.getLogger(__name__)
@@ -169,7 +171,7 @@ class LlmApiEngine:
             await asyncio.wait({following, cancelled}, return_when=asyncio.FIRST_COMPLETED)
             if not following.done():
                 _abort(output)
-                await asyncio.wait({following}, timeout=self.config.cancellation_grace_ms / 1e3)
+                await asyncio.wait({following}, timeout=CANCELLATION_GRACE_S)
             if following.done():
                 following.result()
         finally:

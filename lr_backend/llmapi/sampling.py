@@ -31,6 +31,9 @@ from lr_backend.llmapi.config import LlmApiConfig
 from lr_backend.llmapi.coupled_noise import CoupledNoise
 
 NO_END_ID, PAD_ID = -1, 0
+MAX_STOP_IDS = 32
+"""Handed to the engine. It compares each with every token that it writes, one by one, on the thread that drives the GPU; more of
+them are found on the stream here instead, at a token or two of waste a call."""
 MAX_LOG_PROBS = 64
 """Beyond this many candidates a token the whole list would cross processes for one number of it."""
 
@@ -78,7 +81,7 @@ def sampling_arguments(request: EngineRequest, config: LlmApiConfig, max_new_tok
         "ignore_eos": True,
         "max_tokens": max_new_tokens,
         "seed": request.seed,
-        "stop_token_ids": engine_stop_ids(request, config) or None,
+        "stop_token_ids": engine_stop_ids(request) or None,
         "include_stop_str_in_output": True,
         "logprobs": num_log_probs(request, config) or None,
         "return_perf_metrics": request.return_perf_metrics,
@@ -87,13 +90,13 @@ def sampling_arguments(request: EngineRequest, config: LlmApiConfig, max_new_tok
     }
 
 
-def engine_stop_ids(request: EngineRequest, config: LlmApiConfig) -> list[int]:
+def engine_stop_ids(request: EngineRequest) -> list[int]:
     """Single tokens at which the engine itself may stop without ever stopping too early; the stream finds the rest."""
     if request.min_tokens > 1:
         return [] if request.end_id is None else [request.end_id]
     ids = {word[0] for word in request.stop_words.words if len(word) == 1}
     ids |= set() if request.end_id is None else {request.end_id}
-    return sorted(ids) if len(ids) <= config.max_engine_stop_ids else []
+    return sorted(ids) if len(ids) <= MAX_STOP_IDS else []
 
 
 def num_log_probs(request: EngineRequest, config: LlmApiConfig) -> int:

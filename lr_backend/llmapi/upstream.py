@@ -58,9 +58,7 @@ def llm_arguments(config: LlmApiConfig, upstream: Upstream) -> dict[str, Any]:
     }
     if config.max_tokens_in_paged_kv_cache is not None:
         kv_cache["max_tokens"] = config.max_tokens_in_paged_kv_cache
-    graphs = (
-        upstream.CudaGraphConfig(max_batch_size=config.max_batch_size, enable_padding=True) if config.use_cuda_graphs else None
-    )
+    graphs = upstream.CudaGraphConfig(max_batch_size=config.max_batch_size, enable_padding=True)
     speculation = {"speculative_config": speculative_config(config, upstream.find)} if config.drafts else {}
     # With it a logits processor does not see the token before; and these kinds of speculation run without it.
     overlaps = not config.coupled_noise and config.speculative not in WITHOUT_OVERLAP

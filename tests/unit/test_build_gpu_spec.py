@@ -80,13 +80,13 @@ def test_of_a_role_over_machines_each_card_holds_a_rank_and_no_pace_is_known(tmp
 
 
 def test_a_role_may_have_another_runtime(spec_path: Path) -> None:
-    spec = load(spec_path, ("[judge]\n", '[judge]\nruntime = "llmapi"\nuse_cuda_graphs = false\n'))
+    spec = load(spec_path, ("[judge]\n", '[judge]\nruntime = "llmapi"\n'))
     assert isinstance(spec.target, TrtllmEngineSpec)
     assert isinstance(spec.judge, LlmapiEngineSpec)
     assert [spec.template(role) for role in Role] == ["tensorrtllm", "tensorrtllm", "llmapi"]
     assert spec.placements[2].runtime == "llmapi"
     parameters = spec.judge.parameters(Path("/ck/judge"))
-    assert (parameters["gpt_model_path"], parameters["use_cuda_graphs"], parameters["tp_size"]) == ("/ck/judge", "false", "1")
+    assert (parameters["gpt_model_path"], parameters["tp_size"]) == ("/ck/judge", "1")
 
 
 def test_a_deployment_of_the_llm_api_takes_no_draft_tokens(spec_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -15,10 +14,10 @@ import pytest
 
 from lr_backend.engine import Sampling
 from lr_backend.errors import ConfigError, EngineRejected
-from lr_backend.llmapi.config import LlmApiConfig, checkpoint_quantization
+from lr_backend.llmapi.config import LlmApiConfig
 from lr_backend.llmapi.coupled_noise import CoupledNoise
 from lr_backend.llmapi.environment import apply, engine_environment, own_packages, visible_devices
-from lr_backend.llmapi.sampling import MAX_LOG_PROBS, check_request, engine_stop_ids, sampling_arguments
+from lr_backend.llmapi.sampling import MAX_LOG_PROBS, MAX_STOP_IDS, check_request, engine_stop_ids, sampling_arguments
 from lr_backend.llmapi.upstream import llm_arguments, load_upstream, make_llm
 from lr_backend.mpi import UNBOUND
 from tests.support.embedded_engines import request
@@ -27,32 +26,28 @@ from tests.support.fake_llmapi import FakeSamplingParams, fake_upstream, scripte
 CHOOSE = scripted(lambda context, draw: 0)
 
 
-def checkpoint(folder: Path, quantization: dict[str, Any] | None = None, config: dict[str, Any] | None = None) -> Path:
-    (folder / "config.json").write_text(json.dumps(config or {}))
-    if quantization is not None:
-        (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
+def checkpoint(folder: Path) -> Path:
+    (folder / "config.json").write_text("{}")
     return folder
 
 
 def test_all_parameters_of_a_config_file_are_read() -> None:
     config = LlmApiConfig.from_parameters(
         {
-            "gpt_model_path": "/models/target", "tp_size": "2", "gpu_device_ids": "2,3", "dtype": "bfloat16", "quantization":
-            "FP8", "kv_cache_dtype": "fp8", "max_batch_size": "32", "max_num_tokens": "4096", "max_queue_size": "7",
+            "gpt_model_path": "/models/target", "tp_size": "2", "gpu_device_ids": "2,3", "dtype": "bfloat16",
+            "kv_cache_dtype": "fp8", "max_batch_size": "32", "max_num_tokens": "4096", "max_queue_size": "7",
             "max_seq_len": "16384", "max_tokens_in_paged_kv_cache": "65536", "kv_cache_free_gpu_mem_fraction": "0.4",
-            "tokens_per_block": "64", "enable_kv_cache_reuse": "false", "enable_chunked_context": "0", "use_cuda_graphs":
-            "False", "sampler": "TRTLLMSampler", "max_engine_stop_ids": "8", "cancellation_grace_ms": "250",
-            "coupled_noise": "true", "exclude_input_in_output": "true", "max_beam_width": "1",
+            "tokens_per_block": "64", "enable_kv_cache_reuse": "false", "enable_chunked_context": "0",
+            "sampler": "TRTLLMSampler", "coupled_noise": "true", "exclude_input_in_output": "true", "max_beam_width": "1",
             "gpt_model_type": "inflight_fused_batching", "max_draft_len": "0",
         },
         max_batch_size=1,
     )  # fmt: skip
     assert config == LlmApiConfig(
-        Path("/models/target"), tp_size=2, gpu_device_ids=(2, 3), dtype="bfloat16", quantization="FP8", kv_cache_dtype="fp8",
+        Path("/models/target"), tp_size=2, gpu_device_ids=(2, 3), dtype="bfloat16", kv_cache_dtype="fp8",
         max_batch_size=32, max_num_tokens=4096, max_queue_size=7, max_seq_len=16384, max_tokens_in_paged_kv_cache=65536,
         kv_cache_free_gpu_mem_fraction=0.4, tokens_per_block=64, enable_kv_cache_reuse=False, enable_chunked_context=False,
-        use_cuda_graphs=False, sampler="TRTLLMSampler", coupled_noise=True, max_engine_stop_ids=8, cancellation_grace_ms=250,
-        exclude_input_in_output=True,
+        sampler="TRTLLMSampler", coupled_noise=True, exclude_input_in_output=True,
     )  # fmt: skip
 
 
@@ -69,19 +64,10 @@ def test_what_cannot_be_is_refused_by_name(key: str, text: str) -> None:
         LlmApiConfig.from_parameters({"gpt_model_path": "/models/target", key: text})
 
 
-def test_a_checkpoint_must_be_quantized_as_said(tmp_path: Path) -> None:
-    assert checkpoint_quantization(checkpoint(tmp_path)) == "none"
-    assert checkpoint_quantization(checkpoint(tmp_path, config={"quantization_config": {"quant_method": "fp8"}})) == "fp8"
-    assert checkpoint_quantization(checkpoint(tmp_path, {"quant_algo": "FP8"})) == "FP8"
-    LlmApiConfig(tmp_path, quantization="fp8").check_checkpoint()
-    LlmApiConfig(tmp_path).check_checkpoint()
-    with pytest.raises(ConfigError, match="quantizes nothing"):
-        LlmApiConfig(tmp_path, quantization="none").check_checkpoint()
+def test_a_checkpoint_must_be_there(tmp_path: Path) -> None:
+    LlmApiConfig(checkpoint(tmp_path)).check_checkpoint()
     with pytest.raises(ConfigError, match="not a Hugging Face checkpoint"):
         LlmApiConfig(tmp_path / "none").check_checkpoint()
-    (tmp_path / "hf_quant_config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        LlmApiConfig(tmp_path).check_checkpoint()
 
 
 def test_a_missing_package_says_what_to_install() -> None:
@@ -176,7 +162,7 @@ def test_a_newer_package_is_found_first_here_and_in_what_is_started_and_nowhere_
     assert (found(environment), found(before)) == ("new", "old")
 
 
-CONFIG = LlmApiConfig(Path("/models"), max_seq_len=100, max_engine_stop_ids=3)
+CONFIG = LlmApiConfig(Path("/models"), max_seq_len=100)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.0, 5, 0.5), Sampling(0.7, 1)])
@@ -209,11 +195,13 @@ def test_coupled_noise_draws_by_a_processor_and_greedily_from_what_it_leaves() -
 
 def test_the_engine_gets_only_stops_that_cannot_come_too_early() -> None:
     words = [(5,), (7,), (8, 9)]
-    assert engine_stop_ids(request((1,), 8, words), CONFIG) == [5, 7]
-    assert engine_stop_ids(request((1,), 8, words, end_id=2), CONFIG) == [2, 5, 7]
-    assert engine_stop_ids(request((1,), 8, [*words, (3,)], end_id=2), CONFIG) == [], "too many to compare each token with"
-    assert engine_stop_ids(request((1,), 8, words, min_tokens=2), CONFIG) == []
-    assert engine_stop_ids(request((1,), 8, words, min_tokens=2, end_id=2), CONFIG) == [2], "an end token ends a run at any time"
+    assert engine_stop_ids(request((1,), 8, words)) == [5, 7]
+    assert engine_stop_ids(request((1,), 8, words, end_id=2)) == [2, 5, 7]
+    many = [(token,) for token in range(1, MAX_STOP_IDS)]
+    assert len(engine_stop_ids(request((1,), 8, many, end_id=99))) == MAX_STOP_IDS
+    assert engine_stop_ids(request((1,), 8, [*many, (98,)], end_id=99)) == [], "too many to compare each token with"
+    assert engine_stop_ids(request((1,), 8, words, min_tokens=2)) == []
+    assert engine_stop_ids(request((1,), 8, words, min_tokens=2, end_id=2)) == [2], "an end token ends a run at any time"
 
 
 def test_a_drawn_token_is_among_the_candidates_or_none_are_asked_for() -> None:

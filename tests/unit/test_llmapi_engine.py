@@ -88,7 +88,7 @@ def test_a_stop_word_of_several_tokens_is_found_on_the_stream(make: Make) -> Non
 
 
 def test_many_stop_tokens_are_matched_here(make: Make) -> None:
-    engine = make(max_engine_stop_ids=4)
+    engine = make()
     assert ask(engine, *((token,) for token in range(6, 300))).token_ids == (0, 1, 2, 3, 4, 5, 6)
     assert fake(engine).seen[-1].stop_token_ids is None
 
@@ -132,8 +132,9 @@ def test_a_cancel_of_the_same_id_ends_the_run_with_what_it_has(make: Make) -> No
     assert ask(engine, count=2, request_id="x").token_ids == (0, 1), "the id is free again"
 
 
-def test_a_cancel_that_upstream_does_not_hear_is_answered_after_the_grace(make: Make) -> None:
-    engine = make(cancellation_grace_ms=20)
+def test_a_cancel_that_upstream_does_not_hear_is_answered_after_the_grace(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lr_backend.llmapi.engine.CANCELLATION_GRACE_S", 0.02)
+    engine = make()
     fake(engine).deaf = True
     fake(engine).gate.clear()
     running = start(engine, request(PROMPT, 240, request_id="x"))

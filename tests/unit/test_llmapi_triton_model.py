@@ -173,7 +173,7 @@ def test_packages_of_its_own_stand_first_for_itself_and_for_its_workers(
 
 @pytest.mark.parametrize(
     ("message", "parameters"),
-    [("no_such_key", {"no_such_key": "1"}), ("elsewhere", {"gpt_model_path": "elsewhere"}), ("NVFP4", {"quantization": "NVFP4"})],
+    [("no_such_key", {"no_such_key": "1"}), ("elsewhere", {"gpt_model_path": "elsewhere"})],
 )
 def test_what_is_wrong_keeps_the_model_from_loading(message: str, parameters: Any, module: Any, tmp_path: Path) -> None:
     with pytest.raises(StubException, match=message):
