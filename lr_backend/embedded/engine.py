@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import asdict
-from itertools import count
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from lr_backend.embedded.checkpoint import ModelSpec
 from lr_backend.embedded.config import EngineConfig
 from lr_backend.embedded.inbox import Inbox
 from lr_backend.embedded.kv_cache import KvCache
-from lr_backend.embedded.limits import plan_run, refuse_as_upstream
+from lr_backend.embedded.limits import plan_run
 from lr_backend.embedded.outputs import choose_tokens
 from lr_backend.embedded.prefill_thread import PrefillThread, give_way
 from lr_backend.embedded.runner import Output
@@ -32,8 +31,7 @@ from lr_backend.embedded.scheduler import Chunk, Scheduler
 from lr_backend.embedded.sequence import NewTokens, OnDone, OnTokens, Sequence
 from lr_backend.embedded.stats import Counters, EngineStats
 from lr_backend.engine.request import EngineRequest, EngineResponse
-from lr_backend.engine.upstream_errors import queue_full
-from lr_backend.errors import EngineError, EngineUnavailable, LookaheadError, NotFinite, Overloaded
+from lr_backend.errors import EngineError, EngineUnavailable, LookaheadError, NotFinite
 
 IDLE_CHECK_S = 1.0
 """After this long without work the engine checks its KV block accounting, once."""
@@ -58,7 +56,7 @@ class EmbeddedEngine:
         """
         self.config, self._runner = open_runner(config)
         self._max_passes, self._niceness = max_passes, niceness
-        self._counters, self._numbers = Counters(), count()
+        self._counters = Counters()
         self._waiting: deque[Sequence] = deque()
         self._scheduler = self._new_scheduler()
         self._inbox = Inbox(self._waiting, config.max_queue_size, self._runner.interrupt)
@@ -82,16 +80,12 @@ class EmbeddedEngine:
         Raises:
             EngineRejected: the request breaks a rule, or its id is in flight.
             Overloaded: the queue is full.
-            UpstreamFailure: one of these in upstream's words, where ``fails_as_internal`` is set.
             EngineUnavailable: the engine is closed.
         """
         if request.stop:
             self.cancel(request.request_id)
             on_done(EngineResponse(request, ()))
             return
-        number = next(self._numbers)
-        if self.config.fails_as_internal:
-            refuse_as_upstream(request, number, self.config)
         plan = plan_run(request, self.config, self.spec.vocab_size)
         sequence = Sequence(
             order=0,
@@ -103,12 +97,7 @@ class EmbeddedEngine:
             tokens_per_block=self.config.tokens_per_block,
             drafts_behind_prompt=self._max_passes is None,
         )
-        try:
-            self._inbox.submit(sequence)
-        except Overloaded as error:
-            if self.config.fails_as_internal:
-                raise queue_full(number, self.config.max_queue_size) from error
-            raise
+        self._inbox.submit(sequence)
 
     def cancel(self, request_id: str) -> None:
         """End a request in flight: it is answered with what it has. Unknown ids are no error."""

@@ -77,7 +77,7 @@ class PacedEngine:
         self._source, self._vocab_size = source, vocab_size
         self._clock = clock or Clock()
         self._drafts_itself = pace.runtime is Runtime.LLMAPI and pace.draft is not None
-        overheads, self._fails_as_internal = pace.overheads(), pace.rules.fails_as_internal or config.fails_as_internal
+        overheads, self._fails_as_internal = pace.overheads(), pace.rules.fails_as_internal
         self._label, self._slow_motion = pace.label, pace.slow_motion
         self._hop_s = pace.slow_motion * overheads.hop_ms / 1e3
         self._draft_s = pace.slow_motion * overheads.draft_logits_ms(1) / 1e3 if pace.one_hot else 0.0

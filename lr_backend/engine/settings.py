@@ -37,8 +37,6 @@ class EmbeddedSettings(BaseModel):
             its tokens together less probability than this to stand.
         enable_kv_cache_reuse: keep and share the blocks of computed prefixes.
         overlap_prefill: compute longer chunks of prompts on a second thread, while others decode. Native kernels only.
-        fails_as_internal: every refusal comes back as INTERNAL and in upstream's words, as from a compiled engine
-            (:mod:`~lr_backend.engine.upstream_errors`).
         random_weights: draw the weights instead of reading them, by the reference; the checkpoint needs ``config.json`` alone.
             For benchmarks of a size.
     """
@@ -61,7 +59,6 @@ class EmbeddedSettings(BaseModel):
     speculative_min_chance: float = Field(default=0.5, ge=0, le=1)
     enable_kv_cache_reuse: bool = True
     overlap_prefill: bool = True
-    fails_as_internal: bool = False
     random_weights: bool = False
 
     @property

@@ -61,11 +61,10 @@ class TritonPythonModel(ContractModel):
         except LookaheadError as error:
             raise pb_utils.TritonModelException(error.public()) from error
         self._exclude_input = self._config.exclude_input_in_output
-        self._fails_as_internal = self._config.fails_as_internal
         # The loop of this server cancels its calls by itself. One elsewhere may go away without a word.
         period_s = CLIENT_LOOK_S if LOOP_KEY is None else None
         if (pace := self._config.pace) is not None:
-            self._fails_as_internal |= pace.rules.fails_as_internal
+            self._fails_as_internal = pace.rules.fails_as_internal
             if (period_ms := pace.rules.cancellation_check_period_ms) is not None:
                 period_s = pace.slow_motion * period_ms / 1e3
         if period_s is not None:

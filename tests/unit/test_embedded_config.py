@@ -124,7 +124,6 @@ def test_an_engine_reads_what_a_deployment_says() -> None:
         "speculative_min_chance": 0.125,
         "enable_kv_cache_reuse": False,
         "overlap_prefill": False,
-        "fails_as_internal": True,
     }
     by_the_reference = {"dtype": "bfloat16", "device": "cuda", "random_weights": True}
     for said in (changes, by_the_reference, {}):

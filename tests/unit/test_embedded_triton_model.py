@@ -206,15 +206,3 @@ def test_finalize_answers_what_is_in_flight(module: Any, repository: Path) -> No
 def test_what_is_wrong_keeps_the_model_from_loading(message: str, changes: Any, module: Any, repository: Path) -> None:
     with pytest.raises(StubException, match=message):
         module.TritonPythonModel().initialize(arguments(repository, **changes))
-
-
-def test_where_it_fails_as_upstream_does_every_error_is_internal_in_upstreams_words(module: Any, repository: Path) -> None:
-    model = module.TritonPythonModel()
-    model.initialize(arguments(repository, parameters={"fails_as_internal": "true"}))
-    rejected = StubRequest(tensors() | {"embedding_bias": np.zeros((1, 61), np.float32)}, "a")
-    too_long, good = StubRequest(tensors(256), "b"), StubRequest(tensors(), "c")
-    model.execute([rejected, too_long, good])
-    assert {rejected.error().code, too_long.error().code} == {StubError.INTERNAL}
-    assert "Prompt length (256) exceeds maximum input length (255)" in too_long.error().message
-    assert good.answer().error is None
-    model.finalize()

@@ -31,7 +31,7 @@ from lr_backend.hardware.rules import OWN_RULES, UpstreamRules
 from lr_backend.hardware.sharing import IDLE, Demand
 from lr_backend.testing import run_virtual
 from lr_backend.triton.triton_engine import RETRY_S, CallGate, TritonEngine
-from tests.support.embedded_engines import engine_config, greedy, prompt, request, tiny_checkpoint, tiny_engine
+from tests.support.embedded_engines import engine_config, greedy, prompt, request, tiny_checkpoint
 from tests.support.fake_pb_utils import StubError, StubFamily, StubRequest, stub_module
 from tests.support.paced import TARGET, Bench
 
@@ -317,32 +317,6 @@ def test_without_the_rule_they_are_in_ours(make: Callable[..., Bench]) -> None:
     found.append(refused(bench, "e"))
     assert [type(one) for one in found] == [EngineRejected, EngineRejected, Overloaded]
     assert "max_seq_len" in found[0].message
-
-
-@pytest.mark.parametrize("internal", [True, False])
-def test_the_embedded_engine_refuses_in_upstreams_words_where_it_is_told_to(tmp_path: Path, internal: bool) -> None:
-    settings = {"max_batch_size": 1, "max_queue_size": 1, "max_seq_len": 64, "fails_as_internal": internal}
-    engine = tiny_engine(tiny_checkpoint(tmp_path), **settings)
-    found: list[LookaheadError] = []
-    try:
-        for asked in (request((1,) * 64, 1), request((1,) * 20, 10, draft_ids=(1,) * 9)):
-            with pytest.raises(LookaheadError) as caught:
-                engine.submit(asked, lambda result: None)
-            found.append(caught.value)
-        while len(found) < 3:  # faster than they are taken out of the queue
-            try:
-                engine.submit(request((1,) * 20, 40), lambda result: None)
-            except LookaheadError as error:
-                found.append(error)
-    finally:
-        engine.close()
-    if not internal:
-        assert [type(one) for one in found] == [EngineRejected, EngineRejected, Overloaded]
-        return
-    assert {type(one) for one in found} == {UpstreamFailure}
-    assert [one.message for one in found[:2]] == [prompt_too_long(0, 64, 63).message, too_many_drafts(1, 9, 8).message]
-    assert "Maximum queue size of 1 has been reached" in found[2].message
-    assert [kind_of(one.message) for one in found] == [EngineRejected, EngineRejected, EngineError]
 
 
 def test_the_longest_prompt_is_taken(make: Callable[..., Bench]) -> None:
