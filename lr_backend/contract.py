@@ -188,14 +188,14 @@ ENGINE_OUTPUTS: tuple[TensorSpec, ...] = (
 BY_NAME: dict[str, TensorSpec] = {spec.name: spec for spec in EMBEDDED_ENGINE_INPUTS + ENGINE_OUTPUTS}
 
 
-def engine_tensor(name: str, values: Any, *, batched: bool = True) -> npt.NDArray[Any]:
+def engine_tensor(name: str, values: Any) -> npt.NDArray[Any]:
     """One engine tensor in its contract dtype, with the leading batch dimension of a caller.
 
     A scalar becomes ``[1, 1]``, a vector ``[1, N]``, a matrix ``[1, M, N]``.
     """
     array = np.atleast_1d(np.asarray(values, dtype=BY_NAME[name].numpy_dtype))
-    shaped: npt.NDArray[Any] = array[np.newaxis] if batched else array
-    return shaped
+    batched: npt.NDArray[Any] = array[np.newaxis]
+    return batched
 
 
 def encode_stop_words(words: Iterable[Sequence[int]]) -> IntArray:

@@ -161,10 +161,12 @@ class Tree:
     Args:
         prefix: committed tokens, shape [N].
         end: absolute token count at which the answer is full; nothing starts at or past it.
-        horizon: how far to look ahead.
         width: drafted children of a node at most.
         own_branches: go on from a target step while the verdicts on the drafted ones are pending.
         wait_for_drafts: the root waits for a draft that was started (deterministic) instead of calling it late.
+
+    Attributes:
+        horizon: how far to look ahead; the loop sets it.
     """
 
     def __init__(
@@ -172,14 +174,13 @@ class Tree:
         prefix: IntArray,
         *,
         end: int,
-        horizon: Horizon | None = None,
         width: int = 1,
         own_branches: bool = False,
         wait_for_drafts: bool = False,
     ) -> None:
         self.root = Node(prefix)
         self.end = end
-        self.horizon = horizon or Horizon()
+        self.horizon = Horizon()
         self.width = width
         self.own_branches = own_branches
         self.wait_for_drafts = wait_for_drafts

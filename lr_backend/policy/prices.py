@@ -64,11 +64,6 @@ class Crowding:
         alone, slope, _ = self._fit() if self._n else (1.0, self._prior, 0.0)
         return max(1.0, (alone + slope * (companions + more)) / (alone + slope * companions))
 
-    @property
-    def admission_s(self) -> float:
-        """Seconds of a call besides those of its tokens."""
-        return self._fit()[2]
-
     def _fit(self) -> tuple[float, float, float]:
         """(seconds of a token alone, seconds a companion, seconds of an admission): ridge regression towards the priors."""
         if not self._n:

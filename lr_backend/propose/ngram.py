@@ -12,7 +12,7 @@ NGRAM_MAX, NGRAM_MIN = 4, 3
 """Longest and shortest match; shorter ones are mostly wrong, and a wrong draft token costs a verification."""
 
 
-def lookup_ngram(context: IntArray, ngram_max: int, max_tokens: int, ngram_min: int = 1) -> tuple[int, ...]:
+def lookup_ngram(context: IntArray, ngram_max: int, max_tokens: int, ngram_min: int) -> tuple[int, ...]:
     """Up to ``max_tokens`` tokens after the latest earlier occurrence of the longest suffix of ``ngram_min`` to ``ngram_max``.
 
     Args:

@@ -60,13 +60,13 @@ def warm_engines(
         _warm_engine(http_url, role, key, loop_key, timeout_s)
 
 
-def warm_loop(http_url: str, *, without: Container[str] = (), timeout_s: float = 120.0, mode: str = "lr_sd") -> WarmupAnswer:
+def warm_loop(http_url: str, *, without: Container[str] = (), timeout_s: float = 120.0) -> WarmupAnswer:
     """Ask the step loop of the server at ``host:port`` once. ``without``: roles that are known to be away.
 
     Raises:
         WarmupError: it refused, failed, did not answer in time, or without a role that is not away.
     """
-    body = {"text_input": QUESTION, "mode": mode, "max_tokens": MAX_TOKENS, "temperature": 0.0, "stream": False}
+    body = {"text_input": QUESTION, "mode": "lr_sd", "max_tokens": MAX_TOKENS, "temperature": 0.0, "stream": False}
     answer = post_json(http_url, "lookahead", "generate", body, timeout_s)
     reason = str(answer.get("finish_reason", ""))
     if reason not in ("stop", "length"):

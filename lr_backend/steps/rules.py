@@ -16,6 +16,8 @@ from lr_backend.errors import ConfigError
 from lr_backend.steps.segment import BLANK_LINE, Delimiter, Segmenter
 from lr_backend.steps.step import Step, StepEnd, StepTokenizer
 
+MAX_PAIRS = 256
+"""Stop words for a delimiter split over two tokens."""
 _OTHER_TEXT = "\x00"
 """Stands for a token without any character of the delimiter."""
 
@@ -83,11 +85,10 @@ class StepRules:
         think_open_id: int | None = None,
         think_close_id: int | None = None,
         tool_ids: Iterable[int] = (),
-        max_pairs: int = 256,
     ) -> StepRules:
         """Work out the stop lists.
 
-        Pairs cover a delimiter split over two tokens. They are bounded by ``max_pairs``, shortest texts first; whatever slips
+        Pairs cover a delimiter split over two tokens. They are bounded by :data:`MAX_PAIRS`, shortest texts first; whatever slips
         through is cut by :meth:`cut`, at the price of a few tokens too many.
         """
         ends = frozenset(end_ids)
@@ -100,7 +101,7 @@ class StepRules:
         parts = {token: text for token, text in relevant.items() if not _holds(text, delimiters)}
         pairs = [pair for delimiter in delimiters for pair in _split_pairs(delimiter, parts)]
         always = _singles([*sorted(ends), *sorted(close)])
-        words = [*always, *_singles(whole), *pairs[:max_pairs]]
+        words = [*always, *_singles(whole), *pairs[:MAX_PAIRS]]
         tools = frozenset(tool_ids)
         closing = tools | ends | close
         return cls(

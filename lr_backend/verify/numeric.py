@@ -123,11 +123,6 @@ class _Token(NamedTuple):
     end: int
 
 
-def quantities(text: str, reading: Reading = Reading.SYMBOLS) -> Quantities:
-    """The numbers, operators and units that a step states. Never raises."""
-    return _read(_plain(text), reading)
-
-
 def _plain(text: str) -> str:
     """One notation for what has several."""
     text = text.translate(_CHARACTERS)
@@ -137,9 +132,10 @@ def _plain(text: str) -> str:
     return text
 
 
-def _read(text: str, reading: Reading) -> Quantities:
+def quantities(text: str, reading: Reading) -> Quantities:
+    """The numbers, operators and units that a step states. Never raises."""
     # \lastgroup names the one alternative that matched.
-    tokens = [_Token(str(m.lastgroup), m[0], m.start(), m.end()) for m in reading.value.finditer(text)]
+    tokens = [_Token(str(m.lastgroup), m[0], m.start(), m.end()) for m in reading.value.finditer(_plain(text))]
     by_value = reading is Reading.VALUES
     units = [unit for unit in _units(tokens) if not (by_value and unit == "percent")]
     return Quantities(frozenset(_numbers(tokens, by_value)), frozenset(_operators(tokens)), frozenset(units))
@@ -153,9 +149,8 @@ def veto(target_text: str, drafted_text: str) -> str | None:
     if target_text == drafted_text:
         return None
     first = None
-    target_text, drafted_text = _plain(target_text), _plain(drafted_text)
     for reading in Reading:
-        differs = _differing(_read(target_text, reading), _read(drafted_text, reading))
+        differs = _differing(quantities(target_text, reading), quantities(drafted_text, reading))
         if differs is None:
             return None  # one way to read them in which they agree is enough
         first = first or differs

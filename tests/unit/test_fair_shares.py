@@ -77,7 +77,8 @@ def begun(share: float, *, width: int = 1, own_branches: bool = False) -> list[N
     shared.prices.num_requests = 4
     policy = Measured(LookaheadRequest.parse({"text_input": "?"}), shared, 8, VerifierName.JUDGE, can_draft=False)
     horizon = Horizon(policy.depth, policy.min_chance, policy.min_draft_chance, 0.6)
-    tree = Tree(np.asarray([1], dtype=np.int32), end=1000, horizon=horizon, width=width, own_branches=own_branches)
+    tree = Tree(np.asarray([1], dtype=np.int32), end=1000, width=width, own_branches=own_branches)
+    tree.horizon = horizon
     tree.start_targets()
     tree.targeted(tree.root, Step((2,), StepEnd.DELIMITER))
     words = count(3)

@@ -29,7 +29,9 @@ def step(*ids: int, closes: bool = False) -> Step:
 def window(**options: object) -> Tree:
     far = {"max_depth": 4, "acceptance": 0.6, **options}
     horizon = Horizon(**{field.name: far.pop(field.name) for field in fields(Horizon) if field.name in far})  # type: ignore[arg-type]
-    return Tree(PROMPT, horizon=horizon, **{"end": 1000, "own_branches": True, **far})  # type: ignore[arg-type]
+    tree = Tree(PROMPT, **{"end": 1000, "own_branches": True, **far})  # type: ignore[arg-type]
+    tree.horizon = horizon
+    return tree
 
 
 def begin(tree: Tree) -> list[Node]:
