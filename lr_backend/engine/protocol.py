@@ -130,7 +130,6 @@ class EngineTiming:
     """Seconds on the engine's own clock, as differences from arrival; zero where the engine does not say."""
 
     queue_s: float = 0.0
-    first_token_s: float = 0.0
     total_s: float = 0.0
 
 
@@ -174,7 +173,6 @@ class Generation:
             log_probs=tuple(np.ravel(outputs["output_log_probs"])[:length].tolist()) if "output_log_probs" in outputs else (),
             timing=EngineTiming(
                 queue_s=since_arrival("first_scheduled_time_ns"),
-                first_token_s=since_arrival("first_token_time_ns"),
                 total_s=since_arrival("last_token_time_ns"),
             ),
         )

@@ -216,7 +216,6 @@ class EngineResponse:
             log_probs=self.log_probs,
             timing=EngineTiming(
                 queue_s=since_arrival(self.first_scheduled_ns),
-                first_token_s=since_arrival(self.first_token_ns),
                 total_s=since_arrival(self.last_token_ns),
             ),
         )

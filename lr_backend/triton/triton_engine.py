@@ -57,7 +57,6 @@ PERF_OUTPUTS = (
     "total_accepted_draft_tokens",
     "arrival_time_ns",
     "first_scheduled_time_ns",
-    "first_token_time_ns",
     "last_token_time_ns",
 )
 
