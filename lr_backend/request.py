@@ -73,13 +73,11 @@ class ProposerName(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """Why a generation ended. Every request has exactly one."""
+    """Why a generation ended. Every answer has exactly one."""
 
     STOP = "stop"
     LENGTH = "length"
     DEADLINE = "deadline"
-    CANCELLED = "cancelled"
-    ERROR = "error"
 
 
 class Message(BaseModel):

@@ -278,10 +278,6 @@ CODES: dict[str, type[ClientError]] = {
     "LR_TARGET_UNAVAILABLE": TargetUnavailable,
     "LR_ENGINE_ERROR": ServerError,
     "LR_ENGINE_REJECTED": ServerError,
-    "LR_ENGINE_UNAVAILABLE": ServerError,
-    "LR_ENGINE_TIMEOUT": ServerError,
-    "LR_CONFIG": ServerError,
-    "LR_CHECKPOINT": ServerError,
     "LR_OF_TOMORROW": ServerError,
 }
 WRAPS = [

@@ -115,8 +115,6 @@ def internal() -> ApiError:
 _BY_SERVERS_CODE: Mapping[str, Callable[[ClientError], ApiError]] = {
     "LR_ENGINE_REJECTED": lambda error: ApiError("engine_rejected", error.message),
     "LR_NOT_FINITE": lambda error: ApiError("not_finite", "the target computed NaN or infinity for this request"),
-    "LR_ENGINE_TIMEOUT": lambda error: ApiError("timeout", "the target did not answer in time"),
-    "LR_ENGINE_UNAVAILABLE": lambda error: ApiError("unavailable", "the target is down", retry_after_s=LATER_S),
 }
 
 TAGS = frozenset({"_text", "_parts", "_one", "_many"})

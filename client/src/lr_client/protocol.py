@@ -276,7 +276,7 @@ class Collector:
     def __init__(self) -> None:
         self._texts: list[str] = []
         self._steps: list[StepRecord] = []
-        self._finish = FinishEvent("error", Usage())
+        self._finish = FinishEvent("", Usage())
 
     def add(self, event: Event) -> None:
         """Take the next event of the stream."""
@@ -323,12 +323,8 @@ _CUT_OFF = "Stream removed"
 """gRPC's words, at times, for a connection that broke; the status is UNKNOWN then (grpc/grpc#34076)."""
 _ADVICE = {
     "LR_ENGINE_REJECTED": "the same request will fail again: shorten the question or max_tokens",
-    "LR_ENGINE_UNAVAILABLE": "retry later, or ask another server",
-    "LR_ENGINE_TIMEOUT": "retry later; the engine may be overloaded",
     "LR_CANCELLED": "the server is ending: send again after a pause, or ask another one",
     "LR_NOT_FINITE": "the same request will most likely fail again: change the prompt",
-    "LR_CONFIG": "the server's operator has to mend its settings",
-    "LR_CHECKPOINT": "the server's operator has to mend the model's checkpoint",
 }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypedDict
 
-FinishReason = Literal["stop", "length", "deadline", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "deadline"]
 """The finish reasons known today; fields that hold one are ``str``: a newer server may add to them."""
 
 
