@@ -21,6 +21,7 @@ from lr_backend.errors import ConfigError
 from lr_backend.hardware.cost import DraftingCosts, Iteration, ProfileCosts
 from lr_backend.hardware.machine import Machine
 from lr_backend.hardware.sharing import CardSharing, Demand
+from lr_backend.plan.fit_texts import acceptance_from_length
 from lr_backend.plan.simulation import Policy, Scenario, ms_a_token, simulate_steady, with_loop
 from lr_backend.request import Mode
 
@@ -168,18 +169,8 @@ def _eagle(name: str, machine: Machine) -> dict[str, Any]:
     return {
         "name": f"{name}, EAGLE-3 head",
         "machine": replace(machine, places={**machine.places, Role.TARGET: replace(target, costs=costs)}),
-        "token_agreement": _chance_of_a_token(EAGLE_ACCEPTED_LENGTH, EAGLE_DRAFT_TOKENS),
+        "token_agreement": acceptance_from_length(EAGLE_ACCEPTED_LENGTH - 1.0, EAGLE_DRAFT_TOKENS),
     }
-
-
-def _chance_of_a_token(accepted_length: float, num_drafts: int) -> float:
-    """With which so many draft tokens bring so many tokens a pass, the model's own among them (bisection)."""
-    low, high = 0.0, 1.0
-    for _ in range(40):
-        middle = (low + high) / 2.0
-        brought = sum(middle**count for count in range(num_drafts + 1))
-        low, high = (middle, high) if brought < accepted_length else (low, middle)
-    return low
 
 
 def scenario_of(spec: GpuDeployment, use: Use, workload: Workload) -> Scenario:
