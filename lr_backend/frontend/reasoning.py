@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+from lr_backend.steps.text import overlap
+
 
 class _At(Enum):
     START = "start"
@@ -35,7 +37,7 @@ class Splitter:
             if marker:
                 self._at = _At.CONTENT
                 return reasoning, content
-            held = _overlap(text, self._close)
+            held = overlap(text, self._close)
             self._held = text[len(text) - held :]
             return text[: len(text) - held], ""
         return ("", text) if self._at is _At.CONTENT else ("", "")
@@ -56,14 +58,3 @@ class Splitter:
             return ""
         self._at = _At.REASONING if self._inside else _At.CONTENT
         return text
-
-
-def split(text: str, splitter: Splitter) -> tuple[str, str]:
-    """The same of a whole text."""
-    first, last = splitter.feed(text), splitter.flush()
-    return first[0] + last[0], first[1] + last[1]
-
-
-def _overlap(text: str, marker: str) -> int:
-    """Length of the longest end of ``text`` that begins ``marker``."""
-    return next((n for n in range(min(len(text), len(marker) - 1), 0, -1) if text.endswith(marker[:n])), 0)

@@ -16,7 +16,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from lr_backend.errors import CheckpointError
 from lr_backend.frontend.answers import Choice, Head, to_json, usage_document
 from lr_backend.frontend.asked import Asked
-from lr_backend.frontend.reasoning import Splitter, split
+from lr_backend.frontend.reasoning import Splitter
 from lr_backend.frontend.template import opens_reasoning
 from tests.support.frontend import DEPLOYED
 
@@ -25,6 +25,12 @@ OPEN, CLOSE = "<think>", "</think>"
 
 def splitter(*, inside: bool = False, think_open: str | None = OPEN, think_close: str | None = CLOSE) -> Splitter:
     return Splitter(think_open, think_close, inside=inside)
+
+
+def split(text: str, one: Splitter) -> tuple[str, str]:
+    """(reasoning, content) of a whole text."""
+    first, last = one.feed(text), one.flush()
+    return first[0] + last[0], first[1] + last[1]
 
 
 @pytest.mark.parametrize(
