@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from lr_backend.engine import Role
-from lr_backend.errors import ConfigError
+from lr_backend.errors import ConfigError, first_error
 from lr_backend.plugins import NAME, PROPOSERS, REFERENCE, SEGMENTERS, VERIFIERS, PlugIn, load, offered, parts_of
 from lr_backend.request import Mode, ProposerName, VerifierName
 from lr_backend.steps.segment import Delimiter, Segmenter
@@ -271,9 +271,7 @@ class LoopConfig(BaseModel):
         except OSError as error:
             raise ConfigError(f"{path.name} cannot be read: {error.strerror}") from error
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where = ".".join(str(part) for part in first["loc"])
-            raise ConfigError(f"{path.name}: {where}: {first['msg']}") from error
+            raise ConfigError(f"{path.name}: {first_error(error)}") from error
 
 
 def _unknown(name: str, known: Sequence[str]) -> str | None:
