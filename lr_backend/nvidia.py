@@ -7,7 +7,7 @@ upstream's own launcher counts GPUs with it, and it needs no context on a GPU.
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
@@ -80,9 +80,9 @@ def visible_devices(gpu_device_ids: Sequence[int], shown: str | None) -> str:
     return ",".join(known[each] for each in gpu_device_ids)
 
 
-def installed(package: str, of: Callable[[str], str] = version) -> str | None:
+def installed(package: str) -> str | None:
     """The version of a Python package; None where it is not installed."""
     try:
-        return of(package)
+        return version(package)
     except PackageNotFoundError:
         return None

@@ -84,7 +84,7 @@ def check_checkpoint(directory: Path, *, weights_needed: bool = True) -> Checkpo
     """
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a folder")
-    config = _json_object(directory / "config.json")
+    config = json_object(directory / "config.json")
     architecture = _architecture(config, directory)
     vocab_size, num_layers, max_positions = (
         _positive(config, key, directory) for key in ("vocab_size", "num_hidden_layers", "max_position_embeddings")
@@ -127,7 +127,8 @@ def check_same_vocabulary(target: CheckpointInfo, draft: CheckpointInfo) -> None
     raise CheckpointError(f"target and draft must share a vocabulary; {len(differing)} tokens differ: {shown}")
 
 
-def _json_object(path: Path) -> dict[str, Any]:
+def json_object(path: Path) -> dict[str, Any]:
+    """Raises: CheckpointError: the file is missing, cannot be read, or holds something else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -167,7 +168,7 @@ def weight_files(directory: Path) -> list[Path]:
         if not single.is_file():
             raise CheckpointError(f"{directory} has neither model.safetensors nor {index.name}")
         return [single]
-    weight_map = _json_object(index).get("weight_map")
+    weight_map = json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map")
     names = {str(name) for name in weight_map.values()}
@@ -184,7 +185,7 @@ def _tensors(files: Iterable[Path], directory: Path) -> dict[str, StoredTensor]:
     for path in files:
         tensors |= read_header(path)
     index = directory / "model.safetensors.index.json"
-    promised = _json_object(index)["weight_map"] if index.is_file() else {}
+    promised = json_object(index)["weight_map"] if index.is_file() else {}
     absent = sorted(set(promised) - set(tensors))
     if absent:
         raise CheckpointError(f"{directory}: tensor {absent[0]} is in the index but in no file")
@@ -241,7 +242,7 @@ def _require_shapes(tensors: Mapping[str, StoredTensor], vocab_size: int, direct
 def _vocabulary(directory: Path) -> dict[str, int]:
     """Every token of ``tokenizer.json`` with its id, whatever kind of model it holds."""
     path = directory / "tokenizer.json"
-    content = _json_object(path)
+    content = json_object(path)
     model = content.get("model")
     listed = model.get("vocab") if isinstance(model, dict) else None
     try:
@@ -260,5 +261,5 @@ def _vocabulary(directory: Path) -> dict[str, int]:
 def _require_chat_template(directory: Path) -> None:
     if (directory / "chat_template.jinja").is_file():
         return
-    if not _json_object(directory / "tokenizer_config.json").get("chat_template"):
+    if not json_object(directory / "tokenizer_config.json").get("chat_template"):
         raise CheckpointError(f"{directory}: the tokenizer has no chat template")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from lr_backend.nvidia import installed
 
 
 def digests(paths: Iterable[Path], previous: Any) -> dict[str, dict[str, Any]]:
@@ -45,12 +46,6 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def installed_versions(packages: Iterable[str], of: Callable[[str], str] = version) -> dict[str, str]:
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
     """Versions of those packages that are installed."""
-    found = {}
-    for package in packages:
-        try:
-            found[package] = of(package)
-        except PackageNotFoundError:
-            continue
-    return found
+    return {package: found for package in packages if (found := installed(package)) is not None}

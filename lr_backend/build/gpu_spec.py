@@ -403,7 +403,7 @@ class GpuDeployment(DeploymentSpec):
                     f"{role} shares a GPU, where a kv_cache_free_gpu_mem_fraction depends on who loads first: "
                     "give max_tokens_in_paged_kv_cache (the same number on the same host is taken for the same GPU)"
                 )
-            fp8 = engine.kv_cache_dtype == "fp8" or (engine.runtime == "tensorrtllm" and engine.quantization == "fp8")
+            fp8 = "fp8" in (engine.weight_dtype, engine.kv_dtype)
             least = FP8_CAPABILITY if fp8 else LEAST_CAPABILITY
             if capability < least:
                 raise ValueError(f"{role}{' with fp8' if fp8 else ''} needs compute capability {least}, not {capability}")

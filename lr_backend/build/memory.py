@@ -185,8 +185,7 @@ def require_fit(spec: GpuDeployment, gpus: tuple[GpuMemory, ...]) -> None:
 
 def _weights(engine: TrtllmEngineSpec | LlmapiEngineSpec, source: Source) -> int:
     counts, plain = source.weights, DTYPE_BYTES[engine.dtype]
-    quantized = isinstance(engine, TrtllmEngineSpec) and engine.quantization == "fp8"
-    matrices = counts.linear * (DTYPE_BYTES["fp8"] if quantized else plain)
+    matrices = counts.linear * DTYPE_BYTES[engine.weight_dtype]
     split = matrices + counts.head * plain
     return -(-split // engine.tp_size) + (counts.embedding + counts.replicated) * plain
 
@@ -195,7 +194,7 @@ def kv_bytes_per_token(engine: TrtllmEngineSpec | LlmapiEngineSpec, source: Sour
     """Keys and values of one token on one card, with those of the model that the engine drafts with."""
     shape = source.shape
     heads = max(1, -(-shape.num_kv_heads // engine.tp_size))  # fewer heads than ranks are copied
-    size = DTYPE_BYTES[engine.dtype if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype]
+    size = DTYPE_BYTES[engine.kv_dtype]
     drafters = 0 if source.drafter is None else kv_bytes_per_token(engine, source.drafter)
     return shape.num_layers * 2 * heads * shape.head_dim * size + drafters
 

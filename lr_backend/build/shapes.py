@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -10,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lr_backend.build.checkpoints import ARCHITECTURES, read_header, weight_files
+from lr_backend.build.checkpoints import ARCHITECTURES, json_object, read_header, weight_files
 from lr_backend.build.gpu_spec import GpuDeployment
 from lr_backend.engine import Role
 from lr_backend.errors import CheckpointError
@@ -150,13 +149,7 @@ def find_source(checkpoint: Path, hub: str) -> Source:
             raise CheckpointError(f"{checkpoint} has no config.json, and {hub or 'no hub name'} is not a known model")
         shape = known_models()[hub]
         return Source(shape, count_weights(shape), f"known shape of {hub}", exact=False)
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path} is not a JSON object")
-    shape = shape_from_config(config, str(checkpoint))
+    shape = shape_from_config(json_object(path), str(checkpoint))
     if any(checkpoint.glob("*.safetensors")):
         return Source(shape, count_stored_weights(checkpoint), f"files of {checkpoint}", exact=True)
     return Source(shape, count_weights(shape), f"config.json of {checkpoint}", exact=False)
@@ -172,10 +165,10 @@ def find_head(checkpoint: Path, target: ModelShape) -> Source:
     path = checkpoint / "config.json"
     if not path.is_file():
         return Source(shape, _assumed_head(target), "a layer of the target's sizes, as the head is not there", exact=False)
+    config = json_object(path)
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
         vocab_size = int(config.get("vocab_size", target.vocab_size))
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if vocab_size != target.vocab_size:
         raise CheckpointError(
