@@ -12,8 +12,7 @@ from lr_backend.build.pace import stood_for
 from lr_backend.cli.errors import fail, refuse
 from lr_backend.emulated.workload import Workload
 from lr_backend.errors import LookaheadError
-from lr_backend.plan.sweep import SWEPT, as_json, as_markdown
-from lr_backend.plan.sweep import sweep as run_sweep
+from lr_backend.plan.sweep import SWEPT, as_json, as_markdown, sweep
 from lr_backend.request import Mode
 
 LOADS = (1, 4)
@@ -25,7 +24,6 @@ def emulate(
     workload: Annotated[
         str, typer.Option(help="How texts behave: one of `lookahead workload`, by name, or a file (.toml).")
     ] = "qwen3-gsm8k",
-    sweep: Annotated[bool, typer.Option("--sweep", help="Every mode, placement and load, on a virtual clock.")] = False,
     load: Annotated[list[int] | None, typer.Option(min=1, help="Requests in flight; by default 1 and 4.")] = None,
     mode: Annotated[list[Mode] | None, typer.Option(help="By default ar, sd, lr, lr_sd and auto.")] = None,
     answers: Annotated[int, typer.Option(min=1, help="Of a row at least; p99 wants 100.")] = 1,
@@ -35,16 +33,15 @@ def emulate(
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the page (.md) here, and JSON beside it.")
     ] = None,
 ) -> None:
-    """Size a deployment for a workload: latency, throughput, GPU-seconds and cost of an answer, predicted."""
-    if not sweep:
-        refuse(f"say --sweep; `lookahead serve --spec {spec} --pace {system}` answers requests at that pace")
+    """Size a deployment for a workload, by mode, placement and load: latency, throughput, GPU-seconds and cost of an answer,
+    predicted on a virtual clock. `lookahead serve --pace` answers requests at that pace."""
     if output is not None and output.suffix != ".md":
         refuse(f"--output {output}: the page's name ends in .md")
     if unknown := [one for one in mode or () if one not in SWEPT]:
         refuse(f"--mode {unknown[0]} is not swept; known: {', '.join(SWEPT)}")
     try:
         texts = Workload.load(workload)
-        found = run_sweep(
+        found = sweep(
             stood_for(spec), system, texts, load or LOADS, mode or SWEPT, num_answers=answers, price=price, limits=limits
         )
     except LookaheadError as error:

@@ -102,7 +102,7 @@ def test_a_quantile_is_one_of_the_values() -> None:
 def test_the_command_writes_a_page_and_json_beside_it(tmp_path: Path) -> None:
     texts, page = tmp_path / "short.toml", tmp_path / "page.md"
     texts.write_text(SHORT.as_toml(), encoding="utf-8")
-    asked = ["emulate", "--sweep", "--workload", str(texts), "--load", "1", "--mode", "ar", "--price", "2", "-o", str(page)]
+    asked = ["emulate", "--workload", str(texts), "--load", "1", "--mode", "ar", "--price", "2", "-o", str(page)]
     result = CliRunner().invoke(app, asked)
     assert result.exit_code == 0, result.output
     (row,) = json.loads(page.with_suffix(".json").read_text())["rows"]
@@ -117,6 +117,6 @@ def test_a_page_without_a_price_has_no_costs_and_says_limits_where_asked() -> No
     assert all(row.limited_by in (TARGET_LIMITS, *LIMITS) for row in found.rows)
 
 
-@pytest.mark.parametrize("wrong", [[], ["--sweep", "--mode", "lossless"], ["--sweep", "-o", "page.txt"]])
+@pytest.mark.parametrize("wrong", [["--mode", "lossless"], ["-o", "page.txt"], ["--load", "0"]])
 def test_what_it_cannot_do_it_refuses(wrong: list[str]) -> None:
     assert CliRunner().invoke(app, ["emulate", *wrong]).exit_code == 2
