@@ -406,12 +406,12 @@ def _require_current(plan: GpuPlan, role: Role, console: Console) -> None:
     manifest = read_engine_manifest(dirs.manifest)
     built = [_flags_of(step.get("argv", ())) for step in manifest.get("steps", ())]
     if built != [_flags_of(step.command.argv) for step in plan.steps[role]]:
-        raise ConfigError(f"{role}: {plan.spec.path.name} has changed since its engine was built; run build_engines.py again")
+        raise ConfigError(f"{role}: {plan.spec.path.name} has changed since its engine was built; run lookahead build again")
     then = manifest.get("checkpoint", {}).get("files", {})
     folder = plan.infos[role].directory
     weights = {path.name for path in plan.infos[role].files if path.suffix == ".safetensors"}
     if elsewhere := weights.symmetric_difference(name for name in then if name.endswith(".safetensors")):
-        raise ConfigError(f"{role}: {min(elsewhere)}: {folder} is not what its engine was built from; run build_engines.py again")
+        raise ConfigError(f"{role}: {min(elsewhere)}: {folder} is not what its engine was built from; run lookahead build again")
     # A tokenizer or a chat template may change; an engine holds none.
     compiled = [
         path
@@ -427,7 +427,7 @@ def _require_current(plan: GpuPlan, role: Role, console: Console) -> None:
         with suppress(ConfigError):  # a server may only read there
             _write_json(_inputs_file(dirs), {**known, **now})
     if others := [name for name in now if now[name]["sha256"] != then[name].get("sha256")]:
-        raise ConfigError(f"{role}: {others[0]} in {folder} is not what its engine was built from; run build_engines.py again")
+        raise ConfigError(f"{role}: {others[0]} in {folder} is not what its engine was built from; run lookahead build again")
 
 
 def _flags_of(argv: Any) -> list[str]:

@@ -80,7 +80,7 @@ def require_servable(
     """
     if reasons := mismatches(manifest, running, gpu_device_ids):
         raise ConfigError(
-            f"the engines cannot be served here: {'; '.join(reasons)}. Build them on this machine (build_engines.py)"
+            f"the engines cannot be served here: {'; '.join(reasons)}. Build them on this machine (lookahead build)"
         )
 
 
@@ -93,7 +93,7 @@ def read_engine_manifest(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"no engine at {path.parent}: build it first (build_engines.py)") from None
+        raise ConfigError(f"no engine at {path.parent}: build it first (lookahead build)") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     if not isinstance(value, dict):
