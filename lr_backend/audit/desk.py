@@ -151,7 +151,7 @@ class AuditDesk:
             async with asyncio.timeout(self._settings.timeout_s):
                 answer = await self._answer(case)
         except Exception:  # whatever it is, an audit that failed concerns no request
-            answer = Reason.UNKNOWN
+            answer = Reason.VERIFIER_ERROR
         if answer is None:
             counts.num_cleared += 1
         elif isinstance(answer, Reason):

@@ -40,8 +40,6 @@ class Reason(StrEnum):
     """Rejected in doubt: the judge's engine failed."""
     VERIFIER_ERROR = "verifier_error"
     """Rejected in doubt: the model that the verifier asks, other than the judge's, failed."""
-    UNKNOWN = "unknown"
-    """No verifier at hand could tell."""
     LATE = "late"
     """Nothing drafted was ready when the target's step was."""
     DRAFT_ERROR = "draft_error"
