@@ -93,31 +93,6 @@ def test_output_is_silently_reduced_to_max_seq_len(make_engine: MakeEngine) -> N
     assert len(ask(engine, request(prompt(39), 100))[0].token_ids) == 1
 
 
-@given(
-    output=st.lists(st.integers(0, 2), max_size=4),
-    new=st.lists(st.integers(0, 2), min_size=1, max_size=6),
-    words=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
-    end_id=st.none() | st.integers(0, 2),
-    min_tokens=st.integers(0, 6),
-    room=st.integers(1, 8),
-)
-def test_cutting_a_run_at_once_equals_token_by_token(
-    output: list[int], new: list[int], words: Any, end_id: int | None, min_tokens: int, room: int
-) -> None:
-    asked = request((1,), stop_words=words, end_id=end_id, min_tokens=min_tokens)
-    limit = len(output) + room
-    together = cut_at_end(asked, len(output), output, new, limit)
-
-    emitted: list[int] = []
-    ended = False
-    for token in new:
-        one, ended = cut_at_end(asked, len(output + emitted), output + emitted, [token], limit)
-        emitted += one
-        if ended:
-            break
-    assert together == (emitted, ended)
-
-
 class CountedWord(tuple[int, ...]):
     """A word that counts how often any is compared with something else or hashed."""
 

@@ -1,4 +1,5 @@
-"""The eight invariants of the step loop (docs/architecture.md), over permuted completion orders."""
+"""The eight invariants of the step loop (docs/architecture.md), over permuted completion orders; what two runs have in common is
+in test_same_text.py."""
 
 from __future__ import annotations
 
@@ -89,18 +90,6 @@ def test_committed_text_is_final_and_there_is_one_end(
     assert (outcome.finish_reason is FinishReason.STOP) == (outcome.completion_ids[-1] == END)
     assert outcome.usage.completion_tokens == len(outcome.completion_ids)
     world.assert_idle()
-
-
-@answers()
-@given(salts, agreements, modes, shapes, salts)
-def test_greedy_with_the_exact_verifier_equals_the_target_alone(
-    salt: int, agreement: float, mode: Mode, shape: dict[str, object], order: int
-) -> None:
-    world = make_world(salt, agreement, tool_rate=0.3)
-
-    outcome = run_virtual(world.shuffled(order).answer(mode=mode, verifier="exact", **shape))
-
-    assert outcome.completion_ids == plain(world, max_tokens=shape["max_tokens"]).completion_ids
 
 
 @answers()
