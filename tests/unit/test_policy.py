@@ -562,7 +562,7 @@ def test_what_one_process_measures_all_of_them_learn(tmp_path_factory: pytest.Te
         learned.catch_up()
     first, *others = [
         (
-            state_of(learned.trial(ProposerName.NGRAM, JUDGE, WAYS)),
+            state_of(learned.trial(ProposerName.DRAFT_MODEL, JUDGE, WAYS)),
             [state_of(learned.prices.target[drafts].crowding) for drafts in (True, False)],
             [state_of(learned.prices.target[drafts].token_s) for drafts in (True, False)],
             state_of(learned.prices.drafted_token_s),
@@ -599,15 +599,15 @@ def test_a_process_that_has_missed_how_a_trial_began_goes_on_with_it(tmp_path: P
     assert set(late._trials) == set(first._trials) and late._trials
 
 
-def test_a_row_is_weighed_by_the_requests_of_all_processes(tmp_path: Path) -> None:
+def test_a_row_is_weighed_and_a_way_tried_by_the_requests_of_all_processes(tmp_path: Path) -> None:
     path = tmp_path / "notice"
     seats = Seats.make(path)
     Lessons.make(path)
     learned = Learned(Clock(), OtherLoops(seats.seat(0), Lessons.beside(path)))
     with learned.prices.request():
         seats.seat(0).enter()
-        alone = learned.least_chance
+        alone, trial_alone = learned.least_chance, learned.trial(ProposerName.NGRAM, JUDGE, WAYS)
         for _ in range(7):
             seats.seat(1).enter()
         assert learned.least_chance == pytest.approx(8 * alone)
-        assert learned.trial(ProposerName.NGRAM, JUDGE, WAYS) is not learned.trial(ProposerName.NGRAM, JUDGE, (ALONE,))
+        assert learned.trial(ProposerName.NGRAM, JUDGE, WAYS) is not trial_alone
