@@ -20,9 +20,10 @@ from lr_backend.plugins import PROPOSERS, VERIFIERS, PlugIn, parts_of
 from lr_backend.steps.rules import StepRules
 from lr_backend.steps.segment import Delimiter
 from lr_backend.testing import run_virtual
+from lr_backend.verify import Reason, Verdict
 from tests.support.examples import answers
 from tests.support.plug_in_docs import PACKAGE, write_package
-from tests.support.world import CONFIG, MODELS, TOKENIZER, World, imitator, storyteller
+from tests.support.world import CONFIG, LETTERS, MODELS, TOKENIZER, World, imitator, storyteller
 
 
 @pytest.fixture
@@ -107,29 +108,40 @@ def with_own(world: World, **parts: dict[str, Any]) -> World:
     return world
 
 
-@answers()
-@given(st.integers(0, 200), st.integers(0, 200))
-def test_the_loop_takes_the_word_of_a_plug_in(salt: int, order: int) -> None:
-    @dataclass(frozen=True)
-    class Vowels:
-        """Accepts a step that begins with one."""
+@dataclass(frozen=True)
+class LowLetters:
+    """Accepts a step that begins with one of the first five."""
 
-        def for_request(self, request: Any, parts: Any) -> Vowels:
-            return self
+    def for_request(self, request: Any, parts: Any) -> LowLetters:
+        return self
 
-        async def verify(self, pair: Any) -> Any:
-            from lr_backend.verify import Reason, Verdict
+    async def verify(self, pair: Any) -> Verdict:
+        return Verdict(self.accepts(pair.drafted_text), Reason.PLUG_IN)
 
-            return Verdict(pair.drafted_text.strip()[:1] in tuple("aeiou"), Reason.PLUG_IN)
+    @staticmethod
+    def accepts(text: str) -> bool:
+        return text.strip()[:1] in tuple(LETTERS[:5])
 
-    world = with_own(make_world(salt, 0.7).shuffled(order), verifiers={"vowels": Vowels()})
-    outcome = run_virtual(world.answer(mode="lr", verifier="vowels", trace=True))
 
-    for record in outcome.ledger.records:
-        if record.reason == "plug_in":
-            assert record.verifier == "vowels" and record.drafted_text is not None
-            assert (record.origin == "draft") == (record.drafted_text.strip()[:1] in tuple("aeiou"))
-    world.assert_idle()
+def test_the_loop_takes_the_word_of_a_plug_in() -> None:
+    told: set[bool] = set()
+
+    @answers()
+    @given(st.integers(0, 200), st.integers(0, 200))
+    def takes_it(salt: int, order: int) -> None:
+        world = with_own(make_world(salt, 0.7).shuffled(order), verifiers={"low": LowLetters()})
+        outcome = run_virtual(world.answer(mode="lr", verifier="low", trace=True))
+
+        for record in outcome.ledger.records:
+            if record.reason == "plug_in":
+                assert record.verifier == "low" and record.drafted_text is not None
+                accepts = LowLetters.accepts(record.drafted_text.removeprefix("<think>"))
+                assert (record.origin == "draft") == accepts
+                told.add(accepts)
+        world.assert_idle()
+
+    takes_it()
+    assert told == {True, False}
 
 
 @dataclass
