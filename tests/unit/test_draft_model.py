@@ -462,24 +462,6 @@ def test_what_is_written_after_the_draft_has_failed_counts_for_no_way_and_no_pri
     assert learned.prices.target[False].token_s.count > 1
 
 
-@answers()
-@given(salts, shapes, st.sampled_from(["sd", "lr_sd"]), st.floats(0, 1))
-def test_cancelling_stops_draft_tokens_too(salt: int, shape: dict[str, object], mode: str, moment: float) -> None:
-    target = storyteller(salt)
-    world = World.of(target, imitator(target, salt + 1, 0.9))
-    duration_s = run_virtual(world.fresh().answer(**{**SD, "mode": mode}, **shape)).usage.latency_s
-
-    async def attempt() -> None:
-        task = asyncio.create_task(world.answer(**{**SD, "mode": mode}, **shape))
-        await asyncio.sleep(moment * duration_s)
-        task.cancel()
-        await asyncio.wait({task})
-        world.assert_idle()
-        assert len(asyncio.all_tasks()) == 1
-
-    run_virtual(attempt())
-
-
 def test_a_deadline_cuts_a_draft_short() -> None:
     world = World.of(storyteller(3), storyteller(3))
     world.draft.delay = taking(100.0)

@@ -7,12 +7,12 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lr_backend.engine import Sampling
 from lr_backend.loop.answer import Outcome
-from lr_backend.request import ProposerName
+from lr_backend.request import Mode, ProposerName
 from lr_backend.testing import run_virtual
 from tests.support.examples import answers
 from tests.support.scheduled import ScheduledEngine, Sizes, drawing, scheduled
@@ -37,6 +37,12 @@ ways = st.fixed_dictionaries(
     }
 )
 """How an answer may be written: what comes first, how much each call brings, what is speculated."""
+WITH_DRAFT_TOKENS = {
+    "order": 1,
+    "fickle": False,
+    "own_branches": True,
+    "fields": {"stream": True, "proposer": ProposerName.DRAFT_MODEL, "num_draft_tokens": 4, "max_depth": 2, "width": 1},
+}
 samplings = st.sampled_from([Sampling(), Sampling(0.6), Sampling(1.3, 5, 0.9), Sampling(0.8, 1), Sampling(1.0, 0, 0.3)])
 lengths = st.sampled_from([1, 9, 60, 200])
 FOREVER_S = 1e9
@@ -140,11 +146,12 @@ def test_without_coupled_noise_it_is_the_same_as_well(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("mode", ["lossless", "lr_sd", "auto"])
+@pytest.mark.parametrize("mode", Mode)
+@example(3, WITH_DRAFT_TOKENS)
 @given(salts, ways)
 @answers(2)
 def test_nothing_outlives_a_request_that_is_cancelled_wherever_it_waits(
-    mode: str, temperature: float, salt: int, way: dict[str, Any]
+    mode: Mode, temperature: float, salt: int, way: dict[str, Any]
 ) -> None:
     """At every moment at which anything completes, and just after."""
     world = made(salt, 0.9, sampled=True, coupled=True)
