@@ -7,14 +7,16 @@ import gc
 import json
 import random
 import tracemalloc
-from collections.abc import Callable, Mapping
+import types
+from collections.abc import Callable, Coroutine, Generator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from lr_backend.config import AuditSettings, Limits
 from lr_backend.errors import EngineRejected, EngineUnavailable, InvalidRequest, LookaheadError
@@ -25,6 +27,7 @@ from lr_backend.request import Mode, Usage, VerifierName
 from lr_backend.testing import run_virtual
 from lr_backend.trace.schema import Purpose, Trace
 from lr_backend.triton.prompts import max_text_bytes
+from lr_backend.triton.request_metrics import REQUESTS
 from lr_backend.triton.service import CANCEL_POLL_S, LookaheadService
 from lr_backend.triton.tensors import request_fields
 from tests.support.bad_input import INPUTS, LOOP_ROWS, LoopRow
@@ -408,22 +411,52 @@ def test_a_bug_of_ours_does_not_leave_the_client_waiting(capsys: pytest.CaptureF
     assert error.status == "INTERNAL"
 
 
-@answers()
-@given(st.floats(0, 3))
-def test_a_client_that_goes_away_stops_the_work(moment_s: float) -> None:
-    world = make_world()
-    replies = RecordedReplies()
+@types.coroutine
+def cancelled_at(coroutine: Coroutine[Any, Any, None], num_waits: int) -> Generator[Any, Any, None]:
+    """Run it in a task that is cancelled once it has waited ``num_waits`` times and begins to wait again."""
+    task = asyncio.current_task()
+    assert task is not None
+    go_on: Callable[[], Any] = partial(coroutine.send, None)
+    for number in count():
+        try:
+            awaited = go_on()
+        except StopIteration:
+            return
+        if number == num_waits:
+            task.cancel()
+        try:
+            yield awaited
+            go_on = partial(coroutine.send, None)
+        except BaseException as error:
+            go_on = partial(coroutine.throw, error)
 
-    async def leave() -> None:
-        task = asyncio.create_task(service_of(world).serve("id", arrays(), replies))
-        await asyncio.sleep(moment_s)
-        replies.gone = True
-        await task
 
-    run_virtual(leave())
+@pytest.mark.parametrize("mode", Mode)
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_request_that_is_cancelled_wherever_it_waits_has_its_one_end(mode: Mode, stream: bool) -> None:
+    """By the server, as when it shuts down."""
 
-    assert replies.num_ends == 1
-    world.assert_idle()
+    async def attempt(num_waits: int) -> bool:
+        world, replies = make_world(), RecordedReplies()
+        service = service_of(world)
+
+        async def serve() -> None:
+            await cancelled_at(service.serve("id", arrays(mode=mode, stream=stream), replies), num_waits)
+
+        task = asyncio.create_task(serve())
+        await asyncio.wait({task})
+        ended = dict(service.metrics.values())
+        assert replies.num_ends == 1
+        assert (service.seat.num_in_flight, service.metrics.num_in_flight) == (0, 0)
+        assert sum(number for (name, _), number in ended.items() if name == REQUESTS) == 1
+        assert [error.status for error in replies.errors] == ["CANCELLED"] * task.cancelled()
+        world.assert_idle()
+        return task.cancelled()
+
+    num_waits = 0
+    while run_virtual(attempt(num_waits)):
+        num_waits += 1
+    assert num_waits > 3
 
 
 NUM_CANCELLED, NUM_ASKED = 100, 200
