@@ -141,6 +141,30 @@ def test_calls_past_the_gate_wait_and_are_cancelled_without_a_word_to_triton() -
     run_virtual(main())
 
 
+def test_a_call_that_is_cancelled_as_it_is_let_in_leaves_its_place_to_the_next() -> None:
+    """Whether the place has been handed over to it by then or not."""
+
+    async def was_sent(num_turns: int) -> bool:
+        triton = ScriptedTriton()
+        engine = engine_of(triton, limit=2)
+        first = [asyncio.create_task(engine.generate(call(f"first {number}"))) for number in range(2)]
+        waiting = asyncio.create_task(engine.generate(call("waiting")))
+        await asyncio.sleep(triton.seconds)
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait({waiting, *first})
+        await engine.close()
+        num_sent = triton.num_calls
+        again = [asyncio.create_task(engine.generate(call(f"again {number}"))) for number in range(3)]
+        await asyncio.sleep(triton.seconds / 2)
+        assert len(triton.running) == 2, "as many as ever, and no more"
+        await asyncio.gather(*again)
+        return num_sent == 3
+
+    assert {run_virtual(was_sent(num_turns)) for num_turns in range(20)} == {False, True}
+
+
 def test_a_cancelled_call_keeps_its_place_until_it_has_come_back() -> None:
     async def main() -> None:
         triton = ScriptedTriton(seconds=1e6, deaf=3)
