@@ -92,3 +92,14 @@ def remote(address: str) -> Endpoint:
     """``address``: host:port/model."""
     url, _, model_name = address.partition("/")
     return Endpoint(lambda: RemoteEngine(f"grpc://{url}", model_name))
+
+
+def num_cancelled(engine: Engine) -> int | None:
+    """Calls that were ended early, by the engine's own count; None: it is in another process."""
+    if isinstance(engine, ScriptedEngine):
+        return len(engine.cancelled)
+    if not isinstance(engine, InProcessEngine):
+        return None
+    inside: Any = engine.engine
+    count: int = inside.stats().num_cancelled
+    return count
