@@ -81,4 +81,7 @@ def serving(folder: Path, *options: str, **environment: str) -> Iterator[Served]
         yield Served(found[0], process, folder / "demo.log")
     finally:
         process.terminate()
-        assert process.wait(BOUND_S) == 0
+        try:
+            assert process.wait(BOUND_S) == 0
+        finally:
+            process.kill()
