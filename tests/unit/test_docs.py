@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shutil
 import subprocess
@@ -10,7 +11,19 @@ from pathlib import Path
 
 import pytest
 
+from lr_backend.errors import (
+    Cancelled,
+    EngineRejected,
+    InvalidRequest,
+    LookaheadError,
+    NotFinite,
+    Overloaded,
+    TargetUnavailable,
+)
+from lr_backend.frontend.errors import CODES
+from lr_backend.frontend.settings import Settings
 from lr_backend.serve.warmup import QUESTION
+from lr_backend.triton.request_metrics import ENDS, end_of
 from tools.docs_site import pages
 
 PROJECT = Path(__file__).parents[2]
@@ -85,3 +98,53 @@ def test_the_site_has_the_pages_that_are_there(tmp_path: Path) -> None:
     (clone / "gone.md").unlink()
     for folder in (clone, unpacked):
         assert sorted(page.relative_to(folder).as_posix() for page in pages(folder)) == ["README.md", "docs/api.md"]
+
+
+# Tables that stand beside code ------------------------------------------------------------------------------------------
+
+API, OPERATIONS = PROJECT / "docs" / "api.md", PROJECT / "docs" / "operations.md"
+CODE = re.compile(r"`(\w+)`")
+
+
+def table(page: Path, *first_row: str) -> list[list[str]]:
+    """The cells of the one table whose first row begins with these."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.read_text(encoding="utf-8").splitlines()]
+    (start,) = (number for number, row in enumerate(rows) if row[: len(first_row)] == list(first_row))
+    end = next((number for number in range(start, len(rows)) if len(rows[number]) < 2), len(rows))
+    return rows[start + 2 : end]
+
+
+def test_the_codes_of_the_front_end_are_those_of_the_page() -> None:
+    found = {code: re.findall(r"\d{3}", row[0]) for row in table(API, "status", "codes") for code in CODE.findall(row[1])}
+    assert set(found) == set(CODES) - {"client_gone"}, "nobody is there to read that one"
+    assert not {code: said for code, said in found.items() if str(CODES[code][0]) not in said}
+
+
+def test_the_codes_of_the_step_loop_are_those_of_the_page() -> None:
+    kinds = (InvalidRequest, EngineRejected, Overloaded, TargetUnavailable, NotFinite, Cancelled, LookaheadError)
+    rows = table(API, "code", "Triton code")
+    assert [(CODE.findall(row[0])[0], row[1]) for row in rows] == [(kind.code, kind.status) for kind in kinds]
+    by_errors = {end_of(kind.__new__(kind)) for kind in kinds}
+    assert by_errors == set(ENDS) - {"stop", "length", "deadline"}, "every other end is an error of the table"
+
+
+def test_the_settings_of_the_front_end_are_those_of_the_page() -> None:
+    """All that no option says, with their defaults."""
+    shown = {"`false`": False, "`true`": True, "1 MiB": 1 << 20, "none": None, "the deployment's": None}
+    found = {CODE.findall(row[0])[0]: shown[row[1]] if row[1] in shown else float(row[1]) for row in table(API, "setting")}
+    by_option = {"host", "port", "keys_file"}
+    assert found == {name: field.default for name, field in Settings.model_fields.items() if name not in by_option}
+
+
+def events() -> Iterator[str]:
+    """What the code writes to the structured log."""
+    writes = re.compile(r"(log|structlog\.get_logger\(\))\.(debug|info|warning|error|exception|critical)\(")
+    for path in (PROJECT / "lr_backend").rglob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(call, ast.Call) and writes.match(ast.unparse(call)):
+                assert isinstance(call.args[0], ast.Constant)
+                yield call.args[0].value
+
+
+def test_the_events_of_the_log_are_those_of_the_page() -> None:
+    assert {name for row in table(OPERATIONS, "event", "of") for name in CODE.findall(row[0])} == set(events())
