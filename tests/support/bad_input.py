@@ -400,10 +400,28 @@ NAMES = st.sampled_from(
     sorted({*NOT_IN_CHAT, *SAME, *LOOKAHEAD, *_ChatBody.model_fields, *_CompletionBody.model_fields, "role", "content"})
 )
 TURNS = st.lists(st.fixed_dictionaries({"role": st.sampled_from(["user", "x"]), "content": st.text() | JSON_VALUES}), max_size=3)
+_GOOD_TURNS = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "content": st.text(min_size=1, max_size=20)}),
+    min_size=1,
+    max_size=3,
+)
+_GOOD_OPTIONS: dict[str, st.SearchStrategy[Any]] = {
+    "temperature": st.floats(0, 1),
+    "top_p": st.floats(0.1, 1),
+    "max_tokens": st.integers(1, 8),
+    "seed": st.integers(0, 2**31),
+    "n": st.integers(1, 2),
+    "stop": st.sampled_from(["zz", ["zz", "</a>"]]),
+    "stream": st.booleans(),
+    "lookahead": st.fixed_dictionaries({}, optional={"mode": st.sampled_from(["ar", "lr", "auto"]), "width": st.integers(1, 2)}),
+}
+_GOOD_BODIES = st.fixed_dictionaries(
+    {"model": st.just("demo"), "messages": _GOOD_TURNS}, optional=_GOOD_OPTIONS
+) | st.fixed_dictionaries({"model": st.just("demo"), "prompt": st.text(min_size=1, max_size=20)}, optional=_GOOD_OPTIONS)
 DOCUMENTS: st.SearchStrategy[Document] = st.builds(
-    lambda base, more: {**base, **more},
-    st.fixed_dictionaries({}, optional={"model": st.just("demo"), "messages": TURNS, "prompt": st.text() | JSON_VALUES}),
-    st.dictionaries(NAMES | st.text(max_size=8), JSON_VALUES, max_size=5),
+    lambda good, more: {**good, **more},
+    _GOOD_BODIES,
+    st.just({}) | st.dictionaries(NAMES | st.text(max_size=8), JSON_VALUES, min_size=1, max_size=1),
 )
 """Bodies for the door: some of them good, many nearly so."""
 
