@@ -33,6 +33,7 @@ from lr_backend.serve.server import ServerOptions, TritonServer
 from lr_backend.serve.warmup import WarmupError, warm_engines
 from lr_backend.triton.metrics import REFRESH_S
 from lr_backend.triton.remote_engine import RemoteEngine, grpc_inputs
+from tests.support.observed import settled
 from tests.support.tiny_models import make_tiny_models, write_spec
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
@@ -167,7 +168,7 @@ def test_a_cancelled_call_ends_at_the_engine_that_is_elsewhere(fleet: Fleet) -> 
 
     async def until_cancelled() -> None:
         engine = RemoteEngine(f"grpc://{fleet.judge.grpc_url}", "judge", key=KEY)
-        before, until = num_cancelled(), time.monotonic() + READY_S
+        before, until = settled(num_cancelled), time.monotonic() + READY_S
         while num_cancelled() == before:  # where the machine is busy, a call may be cancelled before it is sent
             assert time.monotonic() < until
             await cancel_one(engine)
@@ -186,7 +187,7 @@ def test_a_call_ends_with_its_client(fleet: Fleet) -> None:
     def num_cancelled() -> float:
         return fleet.judge.counter("lr_engine_cancelled_total")["judge"]
 
-    before, until = num_cancelled(), time.monotonic() + READY_S
+    before, until = settled(num_cancelled), time.monotonic() + READY_S
     tensors = grpc_inputs(EngineCall("", np.arange(1, 9, dtype=np.int32), 2000).tensors())
     headers = {f"{GRPC_PREFIX}{ENGINE_HEADER}": KEY}
     with grpcclient.InferenceServerClient(fleet.judge.grpc_url) as client:

@@ -167,7 +167,7 @@ class Gate:
 
 
 class Pause:
-    """Holds the engine's thread once it has decoded so many tokens in all, until ended.
+    """Holds the engine's thread once it has decoded so many tokens in all, until ended or until the engine is to close.
 
     Attributes:
         begun: set when it holds.
@@ -182,7 +182,9 @@ class Pause:
         self._advance(chunks, gained)
         if self._engine.stats().num_tokens_decoded >= self._after:
             self.begun.set()
-            self._ended.wait(30)
+            for _ in range(3000):
+                if self._ended.wait(0.01) or self._engine._inbox.closing:
+                    return
 
     def end(self) -> None:
         self._ended.set()

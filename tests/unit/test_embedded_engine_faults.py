@@ -257,12 +257,13 @@ def test_a_failing_callback_is_not_the_engines_failure(engine: EmbeddedEngine) -
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_closing_fails_what_is_in_flight_and_what_comes_later(make_engine: MakeEngine) -> None:
     engine = make_engine(max_batch_size=1)
+    pause = Pause(engine, after=3)
     pending = [start(engine, request(prompt(5), 200)) for _ in range(3)]
+    assert pause.begun.wait(10)
     engine.close()
     engine.close()
-    outcomes = [one.results[0] for one in pending]
     assert all(one.done for one in pending)
-    assert any(isinstance(outcome, EngineUnavailable) for outcome in outcomes)
+    assert all(isinstance(outcome, EngineUnavailable) for one in pending for outcome in one.results)
     with pytest.raises(EngineUnavailable):
         start(engine, request(prompt(5), 3))
     with pytest.raises(EngineUnavailable):

@@ -184,11 +184,13 @@ def test_metrics_follow_the_engine(model: Any) -> None:
 def test_finalize_answers_what_is_in_flight(module: Any, repository: Path) -> None:
     model = module.TritonPythonModel()
     model.initialize(arguments(repository))
+    pause = Pause(model._engine, after=3)
     requests = [StubRequest(tensors(max_new_tokens=240), str(number)) for number in range(3)]
     model.execute(requests)
+    assert pause.begun.wait(10)
     model.finalize()
     assert all(len(request.answers) == 1 for request in requests)
-    assert any(request.answers[0].error is not None for request in requests)
+    assert all(request.answers[0].error is not None for request in requests)
     late = StubRequest(tensors(), "late")
     model._enqueue(late)
     assert late.error().code == StubError.UNAVAILABLE
