@@ -81,8 +81,8 @@ def client(served: Served) -> Iterator[OpenAI]:
         yield one
 
 
-def openai_client(served: Served, key: str = "none") -> OpenAI:
-    return OpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key=key, max_retries=0, timeout=WAIT_S)
+def openai_client(served: Served, key: str = "none", max_retries: int = 0) -> OpenAI:
+    return OpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key=key, max_retries=max_retries, timeout=WAIT_S)
 
 
 def user(question: str) -> Any:
@@ -195,6 +195,36 @@ def test_what_the_server_says_has_a_status_before_the_first_event(
     assert (answer.status, answer.error["code"], answer.error["param"]) == (CODES[code][0], code, param)
     assert ("retry-after" in answer.headers) is (answer.status == 503)
     assert "secret" not in answer.raw.decode()
+
+
+class FullAtFirst(FakeServer):  # type: ignore[misc, valid-type]
+    """Refuses the first request, and answers those that follow."""
+
+    def _script(self, seen: Any) -> list[Any]:
+        return [Fail("LR_OVERLOADED: 64 requests are in flight"), Pause()] if len(self.requests) == 1 else ANSWER
+
+
+def test_openais_client_asks_a_full_server_again_and_has_its_answer() -> None:
+    with FullAtFirst({}) as server, frontend(server.url) as served, openai_client(served, max_retries=2) as client:
+        answer = client.chat.completions.create(model="demo", messages=user("q"))
+        assert answer.choices[0].message.content == "\n\nyes"
+        assert len(server.requests) == 2
+
+
+def test_openais_client_does_not_ask_again_for_what_would_fail_again(server: Any, served: Served) -> None:
+    with openai_client(served, max_retries=2) as client, pytest.raises(InternalServerError) as raised:
+        client.chat.completions.create(model="demo", messages=user("LR_NOT_FINITE: target: secret insides"))
+    assert raised.value.code == "not_finite"
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_answer_that_does_not_come_in_its_time_is_given_up(server: Any, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    monkeypatch.setattr("lr_backend.frontend.app.GRACE_S", 0.05)
+    with frontend(server.url, deployed=DEPLOYED.model_copy(update={"request_s": 0.1})) as served:
+        answer = served.chat("late", stream=stream)
+        assert (answer.status, answer.error["code"], answer.headers["x-should-retry"]) == (504, "timeout", "false")
+        assert server.request().was_cancelled()
 
 
 @pytest.mark.parametrize(("question", "code"), [("fails midway", "unavailable"), ("crashes midway", "internal")])
