@@ -389,22 +389,6 @@ def test_many_at_once_each_get_their_own_answer(client: Client, questions: list[
     assert sum(len(set(same)) - 1 for same in texts.values()) <= 1
 
 
-def test_a_cancelled_stream_stops_all_engine_work(
-    server: TritonServer, layout: Layout, client: Client, questions: list[Problem]
-) -> None:
-    with client.stream(questions[1].question, Options(mode="lr_sd", max_tokens=1000, temperature=1.5)) as stream:
-        next(stream)
-
-    tick = threading.Event()
-    for _ in range(60):
-        running = [counters(server, layout, role).get("lr_engine_running", 0) for role in ("target", "draft", "judge")]
-        if not any(running):
-            break
-        tick.wait(0.5)
-    assert not any(running)
-    assert client.ask(questions[0].question, Options(max_tokens=8)).text
-
-
 def test_the_log_holds_no_question_and_no_answer(server: TritonServer, client: Client) -> None:
     canary = "Zanzibar quokka"
 
