@@ -109,8 +109,9 @@ def test_the_printed_question_is_answered_right(client: Client, mode: Mode) -> N
     def is_right(seed: int) -> bool:
         return f"\\boxed{{{ANSWER}}}" in client.ask(QUESTION, Options(mode=mode, seed=seed)).text
 
+    num_asked = 20 if mode is Mode.AUTO else 5
     with ThreadPoolExecutor(4) as pool:
-        assert sum(pool.map(is_right, range(20))) >= 19
+        assert sum(pool.map(is_right, range(num_asked))) >= num_asked - 1
 
 
 def test_one_response_holds_all_steps(client: Client, questions: list[Problem]) -> None:
