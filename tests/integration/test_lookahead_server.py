@@ -135,7 +135,6 @@ def test_the_trace_accounts_for_every_call_and_token(client: Client, questions: 
 
 
 def test_with_equal_tokens_alone_every_mode_says_what_the_target_says(client: Client, questions: list[Problem]) -> None:
-    """Equal up to rounding at ties: how many of the answers differ is bounded, and shown."""
     different = []
     for problem in questions:
         answers = {
@@ -146,20 +145,20 @@ def test_with_equal_tokens_alone_every_mode_says_what_the_target_says(client: Cl
         }
         different += [(problem.question, mode) for mode in Mode if answers[mode] != answers[Mode.AR]]
 
-    assert len(different) <= 1, different
+    assert different == []
 
 
 @pytest.mark.parametrize("mode", [Mode.SD, Mode.LOSSLESS])
 def test_the_draft_model_drafts_tokens_for_the_target(client: Client, questions: list[Problem], mode: Mode) -> None:
-    """Equal to the target alone up to rounding at ties, as above. Of all answers together: what earlier requests brought decides
-    how many draft tokens one answer is worth."""
-    different = num_calls = 0
+    """The text is the target's own. Of all answers together: what earlier requests brought decides how many draft tokens one
+    answer is worth."""
+    num_calls = 0
     usages, alone = [], []
     for problem in questions:
         plain = client.ask(problem.question, Options(mode="ar", temperature=0.0, stream=False, max_tokens=400))
         options = Options(mode=mode, proposer="draft_model", temperature=0.0)
         drafted = client.ask(problem.question, replace(options, stream=False, max_tokens=400, trace=True))
-        different += drafted.text != plain.text
+        assert drafted.text == plain.text
 
         assert drafted.trace is not None
         calls = [call for call in Trace.from_json(drafted.trace).calls if call.purpose is Purpose.DRAFT_TOKENS]
@@ -172,21 +171,22 @@ def test_the_draft_model_drafts_tokens_for_the_target(client: Client, questions:
     assert num_calls > 0
     assert 0 < sum(usage.num_accepted_tokens for usage in usages) <= sum(usage.num_draft_tokens for usage in usages)
     assert mode is Mode.LOSSLESS or sum(one.num_target_passes for one in usages) < sum(one.num_target_passes for one in alone)
-    assert different <= 1
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_target_that_drafts_itself_says_what_it_says_anyway(client: Client, questions: list[Problem], stream: bool) -> None:
-    """Token for token at any temperature, in fewer passes."""
+def test_a_target_that_drafts_itself_says_what_it_says_anyway(client: Client, questions: list[Problem]) -> None:
+    """Token for token at any temperature, streamed or whole, in fewer passes."""
     for index, problem in enumerate(questions):
-        options = Options(max_tokens=400, temperature=0.6, seed=index, stream=stream)
-        plain, drafted = (client.ask(problem.question, replace(options, mode=mode, proposer="engine")) for mode in ("ar", "sd"))
-        assert drafted.text == plain.text
-        usage = drafted.usage
-        assert usage.completion_tokens == plain.usage.completion_tokens == plain.usage.num_target_passes
-        assert usage.num_target_passes == usage.completion_tokens - usage.num_accepted_tokens < 0.5 * usage.completion_tokens
-        assert 0.5 < usage.token_acceptance_rate <= 1.0
-        assert (usage.num_draft_calls, plain.usage.num_draft_tokens) == (0, 0)
+        options = Options(max_tokens=400, temperature=0.6, seed=index, proposer="engine")
+        texts = set()
+        for stream in (True, False):
+            plain, drafted = (client.ask(problem.question, replace(options, mode=mode, stream=stream)) for mode in ("ar", "sd"))
+            texts |= {plain.text, drafted.text}
+            usage = drafted.usage
+            assert usage.completion_tokens == plain.usage.completion_tokens == plain.usage.num_target_passes
+            assert usage.num_target_passes == usage.completion_tokens - usage.num_accepted_tokens < 0.5 * usage.completion_tokens
+            assert 0.5 < usage.token_acceptance_rate <= 1.0
+            assert (usage.num_draft_calls, plain.usage.num_draft_tokens) == (0, 0)
+        assert len(texts) == 1
 
 
 @pytest.mark.parametrize(
@@ -384,10 +384,7 @@ def test_many_at_once_each_get_their_own_answer(client: Client, questions: list[
     with ThreadPoolExecutor(12) as pool:
         answers = list(pool.map(ask, range(12)))
 
-    texts: dict[int, list[str]] = {}
-    for index, text in answers:
-        texts.setdefault(index, []).append(text)
-    assert sum(len(set(same)) - 1 for same in texts.values()) <= 1
+    assert len(set(answers)) == len(questions)
 
 
 def test_the_log_holds_no_question_and_no_answer(server: TritonServer, client: Client) -> None:
