@@ -20,6 +20,7 @@ from lr_backend.emulated.vocabulary import VOCABULARY
 from lr_backend.emulated.workload import Workload
 from lr_backend.engine import EngineCall, Role
 from lr_backend.serve.server import TritonServer
+from tests.support.frontend import frontend
 from tests.support.observed import settled
 from tests.support.texts import whole_text
 
@@ -198,3 +199,25 @@ def test_a_client_that_goes_away_frees_what_it_held(server: TritonServer, triton
     assert "CANCELLED" in f"{failure}"
     assert becomes(lambda: server.counter("lr_engine_cancelled_total")["target"], lambda now: now > cancelled) == cancelled + 1
     assert becomes(lambda: server.counter("lr_engine_blocks_used")["target"], lambda used: used == 0.0) == 0.0
+
+
+def test_a_deadline_cuts_the_answer_and_ends_its_work(server: TritonServer, client: Client) -> None:
+    """The whole answer would take over a second at this pace. OpenAI's API has no word of its own for it."""
+    deadline_s, whole = 0.3, text_of_target(6)
+
+    def running() -> float:
+        return sum(server.counter("lr_engine_running").values())
+
+    result = ask(client, 6, mode="ar", stream=True, deadline_s=deadline_s)
+    assert result.finish_reason == "deadline"
+    assert whole.startswith(result.text) and len(result.text) < len(whole)
+    assert becomes(running, lambda now: now == 0.0) == 0.0
+
+    with frontend(server.grpc_url) as door:
+        asked = {"mode": "ar", "deadline_s": deadline_s}
+        answer = door.chat(Texts(WORKLOAD, 0).question(6), max_tokens=100, seed=6, lookahead=asked)
+    (choice,) = answer.document["choices"]
+    assert (choice["finish_reason"], choice["lookahead"]["finish_reason"]) == ("length", "deadline")
+    reasoning = choice["message"].get("reasoning_content") or ""
+    assert whole.removeprefix("<think>").startswith(reasoning + choice["message"]["content"]) and len(reasoning) < len(whole)
+    assert becomes(running, lambda now: now == 0.0) == 0.0
