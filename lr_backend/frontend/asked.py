@@ -41,6 +41,8 @@ PROMPT = ("text_input", "messages", "raw")
 """What a route says of the prompt."""
 LOOKAHEAD = tuple(field.name for field in REQUEST_FIELDS if field.name not in (*SAME, *PROMPT))
 """Fields of the object ``lookahead``."""
+BESIDE = ("top_k",)
+"""Fields of that object that other servers of OpenAI's API take outside, where they are taken too."""
 
 Unsupported = Mapping[str, tuple[Any, ...]]
 """Fields that OpenAI's API has and this server has not, with the values that ask for nothing; null is always one."""
@@ -225,7 +227,10 @@ def _read(
     for name, harmless in unsupported.items():
         if name in given and not _is_one_of(given.pop(name), harmless):
             raise ApiError("unsupported_field", f"{name}: not supported by this server; leave it out", name)
-    shared = {name: given.pop(name) for name in SAME if name in given}
+    shared = {name: given.pop(name) for name in (*SAME, *BESIDE) if name in given}
+    for name in LOOKAHEAD:
+        if name in given:
+            raise ApiError("unknown_field", f"{name}: no such field here; it belongs in the object lookahead", name)
     try:
         body = kind.model_validate(given)
     except ValidationError as error:
@@ -246,12 +251,15 @@ def _options(body: _Body, shared: Mapping[str, Any], deployed: Deployed, tokens_
         if name not in LOOKAHEAD:
             known = f"has {', '.join(LOOKAHEAD)}" if name not in (*SAME, *PROMPT) else "has what the fields beside it do not say"
             raise ApiError("unknown_field", f"lookahead.{name[:80]}: no such field; lookahead {known}", f"lookahead.{name}")
+    for name in BESIDE:
+        if name in inside and shared.get(name, inside[name]) != inside[name]:
+            raise ApiError("invalid_value", f"{name} and lookahead.{name} are one field and differ", name)
     sent = {"stream": False, **shared, **inside}
     if isinstance(sent.get("stop"), str):
         sent["stop"] = [sent["stop"]]
     if isinstance(stops := sent.get("stop"), list) and len(stops) > MAX_STOPS:
         raise ApiError("invalid_value", f"stop: at most {MAX_STOPS} strings", "stop")
-    names = {name: _outside(name) for name in LOOKAHEAD} | {"max_tokens": tokens_field}
+    names = {name: _outside(name) for name in LOOKAHEAD if name not in shared} | {"max_tokens": tokens_field}
     try:
         asked = LookaheadRequest.model_validate_json(json.dumps({"text_input": "?", **sent}))
     except ValidationError as error:

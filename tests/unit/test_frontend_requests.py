@@ -146,6 +146,8 @@ def test_every_field_arrives_under_its_own_name() -> None:
         (chat(max_completion_tokens=9), {"max_tokens": 9}),
         (chat(max_tokens=9, max_completion_tokens=9), {"max_tokens": 9}),
         (chat(max_tokens=100), {"max_tokens": 100}),
+        (chat(top_k=20), {"top_k": 20}),
+        (chat(top_k=20, lookahead={"top_k": 20}), {"top_k": 20}),
         (chat(temperature=None, stop=None, n=None, user=None, stream_options=None, lookahead=None), {}),
         (chat(user="someone", lookahead={"mode": None}), {}),
     ],
@@ -153,6 +155,20 @@ def test_every_field_arrives_under_its_own_name() -> None:
 def test_forms_that_a_field_may_have(document: Document, expected: Document) -> None:
     found = options(document)
     assert found == Options(stream=False, seed=found.seed, **{"max_tokens": DEPLOYED.chat_tokens, **expected})
+
+
+@pytest.mark.parametrize(
+    ("document", "code", "message"),
+    [
+        (chat(top_k=20, lookahead={"top_k": 5}), "invalid_value", "one field and differ"),
+        (chat(mode="sd"), "unknown_field", "belongs in the object lookahead"),
+        (chat(ignore_eos=True), "unknown_field", "ignore_eos: no such field"),
+    ],
+)
+def test_fields_of_other_servers_are_taken_or_refused_with_where_they_belong(document: Document, code: str, message: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        asked(document)
+    assert refused.value.code == code and message in refused.value.message
 
 
 @pytest.mark.parametrize(
