@@ -21,7 +21,8 @@ def show(console: Console) -> None:
     """All tables, with what each measures and feeds."""
     view = View("table", "what it measures", "minutes", "page", "figures", title="python -m bench TABLE [options]")
     for table in TABLES:
-        view.add_row(table.name, table.measures, f"{table.minutes}", f"docs/{table.page}", f"docs/benchmarks/{table.json}")
+        figures = f"docs/benchmarks/{table.json}" if table.json else f"out/{table.name}.json"
+        view.add_row(table.name, table.measures, f"{table.minutes}", f"docs/{table.page}", figures)
     console.print(view)
     console.print("--help after a table's name says its options.", highlight=False)
     console.print(f"python -m bench {CHECK_ALL}: every long check, and every table in its short form.", highlight=False)

@@ -84,7 +84,7 @@ def short_tables(folder: Path) -> list[Check]:
     for table in TABLES:
         if table.needs_card and not shutil.which("nvidia-smi"):
             continue
-        kept = folder / table.name if table.name in folders else None
+        kept = folder / "kept" / table.name if table.name in folders else None
         options = (*table.short, *((folders[table.name], str(kept)) if kept else ()))
         command = (*PYTHON, "bench", table.name, *options, "--output", str(folder / f"{table.name}.json"))
         checks.append(Check(table.name, command, table.figure, kept))

@@ -262,11 +262,15 @@ def learning_table(learned: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def least_share(rows: Sequence[Used]) -> float | None:
-    """Of all uses of the cards, the least share of its best fixed row that ``auto`` reaches; None: there is no ``auto``."""
+    """Of all uses of the cards, the least share of its best fixed row that ``auto`` reaches; None: there is no ``auto``.
+
+    Modes that need neither draft nor judge have the same cards for the target as the use that has those beside it.
+    """
     by_use: dict[tuple[str, str], dict[str, float]] = {}
     for row in rows:
         if TAKING_TURNS not in row.name:
-            by_use.setdefault((row.name, row.runtime), {})[row.mode] = row.ms_a_token
+            of_target = row.name.removesuffix(f", {Where.TARGETS_CARDS}")
+            by_use.setdefault((of_target, row.runtime), {})[row.mode] = row.ms_a_token
     chosen = [modes for modes in by_use.values() if CHOOSES in modes]
     return min((min(ms for mode, ms in modes.items() if mode != CHOOSES) / modes[CHOOSES] for modes in chosen), default=None)
 

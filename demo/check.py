@@ -104,7 +104,7 @@ class Figure:
     @property
     def wanted(self) -> str:
         if self.most < 1.0:
-            return f"{self.least:.0%} to {self.most:.0%}"
+            return f"{self.least:.0%} to {self.most:.0%}" if self.least > 0.0 else f"at most {self.most:.0%}"
         return f"at least {self.least:.0%}" if self.least > 0.0 else ""
 
     @property

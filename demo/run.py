@@ -136,8 +136,8 @@ def small_table(rows: Mapping[str, ModeReport], title: str) -> Table:
 
 
 def _speedup(row: ModeReport) -> str:
-    interval = f"{row.speedup_low:.2f} to {row.speedup_high:.2f}" if row.total >= LEAST_FOR_INTERVAL else "-"
-    return f"{row.speedup:.2f} ({interval})"
+    interval = f" ({row.speedup_low:.2f} to {row.speedup_high:.2f})" if row.total >= LEAST_FOR_INTERVAL else ""
+    return f"{row.speedup:.2f}{interval}"
 
 
 def figures(rows: Mapping[str, ModeReport]) -> dict[str, dict[str, object]]:
@@ -246,7 +246,9 @@ def main(
         found, trace = at_production_pace(demo_spec(), questions, paced_problems, temperature, console, folder / "paced")
         asked, learned = questions[: num_problems + 1], questions[-LEARNS_FROM:]
         own = on_this_cpu(demo_spec(layout), asked, learned, temperature, console, folder)
-    write_json(output, {"temperature": temperature, **own, "pace": found.as_dict() | {"modes": figures(found.rows)}})
+    paced = found.as_dict()
+    modes = {mode: paced["modes"][mode] | figure for mode, figure in figures(found.rows).items()}
+    write_json(output, {"temperature": temperature, **own, "pace": {**paced, "modes": modes}})
     console.print(f"written to {output}")
     if trace is not None:
         timeline = output.with_name(TIMELINE)

@@ -8,20 +8,22 @@ from pathlib import Path
 import lr_backend
 from lr_backend.build.digests import sha256_text
 from lr_backend.build.emulated_spec import EmulatedDeployment
+from lr_backend.build.render import TEMPLATES
 from lr_backend.build.spec import DeploymentSpec
 from lr_backend.engine import Role
 
 SOURCES = Path(lr_backend.__file__).parent
-SUFFIXES = (".py", ".c", ".h", ".json", ".toml")
-"""Of code and of the tables that it reads."""
+SUFFIXES = (".py", ".c", ".h", ".json", ".toml", ".pbtxt", ".jinja")
+"""Of code, of the tables that it reads, and of what models are rendered from."""
 
 
-def code_hash(folder: Path = SOURCES) -> str:
+def code_hash(*folders: Path) -> str:
     """Another one once a file of the server's code has changed, been added, moved or removed."""
     digest = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES):
-        content = path.read_bytes()
-        digest.update(f"{path.relative_to(folder)} {len(content)}\n".encode() + content)
+    for folder in folders or (SOURCES, TEMPLATES):
+        for path in sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES):
+            content = path.read_bytes()
+            digest.update(f"{path.relative_to(folder)} {len(content)}\n".encode() + content)
     return digest.hexdigest()
 
 
@@ -33,6 +35,7 @@ def served_hash(deployment: DeploymentSpec) -> str:
     parts = [deployment.model_dump_json(exclude={"workload"})]
     if isinstance(deployment, EmulatedDeployment):
         parts.append(deployment.texts.as_toml())
+        parts += [pace.as_json() for role in Role if (pace := deployment.engine_pace(role)) is not None]
     for folder in sorted({deployment.checkpoint_dir(role) for role in Role}):
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             status = path.stat()

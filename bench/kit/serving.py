@@ -85,6 +85,10 @@ def engines_alone(spec: EmbeddedDeployment, repository: Path) -> Iterator[Triton
         yield server
 
 
+MAX_TRIES = 3
+"""Of asking a server how late it was: one slow answer on a busy machine is no reason to lose a run."""
+
+
 def lateness_of(server: TritonServer) -> Lateness:
     """Of all paced engines of a server until now. Raises ServerError: it does not answer."""
     time.sleep(2 * REFRESH_S)  # what it says may be that old
@@ -96,13 +100,17 @@ class LatenessSince:
 
     def __init__(self, server: TritonServer) -> None:
         self._server = server
-        self._before = lateness_of(server)
+        self._before: Lateness | None = lateness_of(server)
 
     def __call__(self) -> Lateness:
-        before = self._before
-        with suppress(ServerError):
-            self._before = lateness_of(self._server)
-        return self._before - before
+        before, self._before = self._before, self._until_now()
+        return self._before - before if before is not None and self._before is not None else Lateness()
+
+    def _until_now(self) -> Lateness | None:
+        for _ in range(MAX_TRIES):
+            with suppress(ServerError):
+                return lateness_of(self._server)
+        return None
 
 
 def together(found: Sequence[Lateness]) -> Lateness:
@@ -112,7 +120,9 @@ def together(found: Sequence[Lateness]) -> Lateness:
 
 def late_by_row(found: Mapping[str, Lateness]) -> str:
     """A note below a table: how late the engines were in each row's turns."""
-    return "late by row: " + ", ".join(f"{name} {one.share:.1%}{' (void)' if one.void else ''}" for name, one in found.items())
+    shares = {name: f"{one.share:.1%}" if one.paced_s > 0.0 else "not known" for name, one in found.items()}
+    told = (f"{name} {shares[name]}{' (void)' if one.void else ''}" for name, one in found.items())
+    return f"how late the engines were in each row (above 1 % is void): {', '.join(told)}"
 
 
 def short_texts(workload: str, num_steps: int, folder: Path) -> str:

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import bench.load.command as command
 from bench.kit import serving
 from bench.kit.served import served_hash
-from bench.kit.serving import LatenessSince, short_texts
+from bench.kit.serving import MAX_TRIES, LatenessSince, short_texts
 from bench.load import inputs, perf_analyzer, summary
 from bench.load.errors import LoadError
 from bench.load.export import Limits, PointFigures, RequestTimes, figures
@@ -178,6 +178,9 @@ def test_a_server_that_does_not_say_how_late_it_was_is_taken_to_be_too_late(monk
         {"target": Lateness(9.0, 0.01)},
         ServerError("its metrics do not answer"),
         {"target": Lateness(20.0, 0.02)},
+        *[ServerError("its metrics do not answer")] * MAX_TRIES,
+        {"target": Lateness(40.0, 9.0)},
+        {"target": Lateness(50.0, 9.01)},
     ]
 
     class Served:
@@ -190,8 +193,10 @@ def test_a_server_that_does_not_say_how_late_it_was_is_taken_to_be_too_late(monk
     late = LatenessSince(cast(TritonServer, Served()))
 
     assert late() == Lateness(4.0, 0.01)
+    assert late() == Lateness(11.0, 0.01), "one answer that is missing is asked for again"
     assert late().void
-    assert late() == Lateness(11.0, 0.01)
+    assert late() == Lateness(), "what was late before is not this turn's"
+    assert late() == Lateness(10.0, pytest.approx(0.01))
 
 
 def test_what_was_measured_is_not_measured_again(tmp_path: Path) -> None:
