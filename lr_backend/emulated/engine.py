@@ -321,11 +321,11 @@ class PacedEngine:
         Returns when it was due, and whether all texts were computed by then.
         """
         due_s, done_s, computed = started_s, 0.0, True
-        if self._board:
-            self._board.write(self._timeline.demand)
         while not self._closing:
             left_s = self._slow_motion * self._timeline.seconds - done_s
             if left_s > ROUNDING_S:
+                if self._board:
+                    self._board.write(self._timeline.demand)
                 slowdown = self._board.slowdown() if self._board else 1.0
                 span_s = min(left_s * slowdown, LOOK_S if self._board else inf)
                 due_s, done_s = due_s + span_s, done_s + span_s / slowdown

@@ -30,7 +30,8 @@ class EmbeddedSettings(BaseModel):
             smaller of the two limits counts. None: no such limit.
         max_batch_size: sequences in one iteration.
         max_num_tokens: tokens in one iteration; longer prompts are prefilled in chunks.
-        max_queue_size: requests that may wait; the next one is refused at once.
+        max_queue_size: requests that may wait; the next one is refused at once, but for calls of a loop in the same process,
+            which wait there.
         max_seq_len: prompt and output of one request together.
         max_draft_len: most draft tokens of one verification; 0 refuses drafts, as upstream without the mode.
         speculative_min_chance: an engine with a draft model of its own stops drafting for a pass where the draft model gives all

@@ -228,6 +228,8 @@ def _read(
         if name in given and not _is_one_of(given.pop(name), harmless):
             raise ApiError("unsupported_field", f"{name}: not supported by this server; leave it out", name)
     shared = {name: given.pop(name) for name in (*SAME, *BESIDE) if name in given}
+    if shared.get("top_k") == -1:  # off, as others say it
+        shared["top_k"] = 0
     for name in LOOKAHEAD:
         if name in given:
             raise ApiError("unknown_field", f"{name}: no such field here; it belongs in the object lookahead", name)

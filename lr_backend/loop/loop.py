@@ -174,12 +174,12 @@ class LookaheadLoop:
             self.ledger.root_moved(decision)
             verdict = compared.verdict if compared is not None else None
             self.audit.decided(verdict, len(decision.position.prefix), partial(self._pair_decided, decision))
+            by = self.audit.decides
             if (first := decision.first) is not None:
-                self.shared.decided(self.audit.decides, *first)
+                self.shared.decided(by, *first)
             origin = Origin.DRAFT if accepted else Origin.CORRECTION if compared is not None else Origin.TARGET
             answer.commit(decision.step, origin, decision.reason, decision)
-            was_accepted = first[0] if first is not None else None
-            self.policy.committed(len(decision.step.ids), accepted=was_accepted, fresh=not accepted, verifier=self.audit.decides)
+            self.policy.committed(len(decision.step.ids), accepted=first and first[0], compared=compared is not None, verifier=by)
             self._look_ahead(tree)
 
     def _cancel(self, nodes: Iterable[Node]) -> None:

@@ -19,7 +19,7 @@ from lr_backend.errors import TraceError
 from lr_backend.request import Origin, StepRecord
 from lr_backend.steps.tokens import num_equal
 from lr_backend.trace.schema import Purpose, Trace
-from lr_backend.verify.verdict import UNCOMPARED, Reason
+from lr_backend.verify.verdict import FAILED, UNCOMPARED, Reason
 
 MAX_SPREAD, MAX_HIT_RATE = 0.95, 0.8
 _WORDS = re.compile(r"\n\n|\S+")
@@ -195,7 +195,7 @@ def _verdict_lengths(traces: Iterable[Trace], step_tokens: float) -> dict[str, i
 def _trials(record: StepRecord, trace: Trace) -> int:
     if record.origin is Origin.DRAFT:
         return 1 + (record.sibling or 0)
-    compared = record.origin is Origin.CORRECTION and record.reason not in UNCOMPARED
+    compared = record.origin is Origin.CORRECTION and record.reason not in UNCOMPARED | FAILED
     width = 1 if trace.request.sampling.greedy else trace.request.width
     return width if compared else 0
 

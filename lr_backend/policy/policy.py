@@ -224,14 +224,14 @@ class RequestPolicy:
         num_steps: int = 1,
         *,
         accepted: bool | None = None,
-        fresh: bool = True,
+        compared: bool = False,
         verifier: str | None = None,
     ) -> None:
         """Steps were committed.
 
         Args:
             accepted: whether the first drafted step was, where somebody could say.
-            fresh: nothing is under way behind these steps.
+            compared: whether one was there to be compared.
             verifier: who decides on drafted steps by now; None: who did.
         """
 
@@ -307,15 +307,15 @@ class Measured(RequestPolicy):
         num_steps: int = 1,
         *,
         accepted: bool | None = None,
-        fresh: bool = True,
+        compared: bool = False,
         verifier: str | None = None,
     ) -> None:
         self.verifier = verifier or self.verifier  # once a risk budget is spent, only equal tokens are accepted
         now_s = self.shared.prices.clock()
         # What was drafted before looking ahead has stopped was paid for then.
-        if not self._is_alone and not self._reads and (self._way.ahead or accepted is None):
+        if not self._is_alone and not self._reads and (self._way.ahead or not compared):
             seconds = now_s - self._since_s - (0.0 if accepted is None else self._luck_s(accepted))
-            self.shared.committed(self._of, self._way, seconds, num_tokens, num_steps, self._predicted, fresh=fresh)
+            self.shared.committed(self._of, self._way, seconds, num_tokens, num_steps, self._predicted, fresh=not accepted)
         self._since_s, self._way, self._reads = now_s, self._way_now, False
 
     @property

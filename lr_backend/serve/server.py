@@ -140,10 +140,17 @@ def plain_path(folder: Path, into: Path) -> Path:
     """A path of ``folder`` that a shell reads as it stands: its own, or that of a link in ``into``.
 
     Triton's Python backend starts its processes by ``bash -c`` and quotes nothing.
+
+    Raises:
+        ServerError: ``into`` has none either.
     """
     if shlex.quote(str(folder)) == str(folder):
         return folder
     link = into / "repository"
+    if shlex.quote(str(link)) != str(link):
+        raise ServerError(
+            f"{folder} and {into} (by TMPDIR) have characters that Triton's shell reads otherwise; set another TMPDIR"
+        )
     link.symlink_to(folder)
     return link
 

@@ -36,7 +36,15 @@ from lr_backend.triton.request_metrics import RequestMetrics, end_of, request_me
 from lr_backend.triton.service import LookaheadService
 from lr_backend.triton.speculation_metrics import DraftCounts, speculation_metrics
 from lr_backend.triton.threads import end_lightly, share_interpreter, use_uvloop
-from lr_backend.triton.triton_engine import Arrays, CallGate, TritonEngine, engine_error, unavailable
+from lr_backend.triton.triton_engine import (
+    DRAFTS_SHARE,
+    JUDGES_SHARE,
+    Arrays,
+    CallGate,
+    TritonEngine,
+    engine_error,
+    unavailable,
+)
 
 if TYPE_CHECKING:
     from lr_backend.triton.own_engines import OwnEngines
@@ -201,20 +209,19 @@ class TritonPythonModel:
     def _by_calls(self) -> Engines:
         """The server's own models of these names by BLS, those that live elsewhere by gRPC."""
         gate = CallGate(self._max_calls, self._seat.lose)
-        helpers = gate.for_helpers()
+        gates = {Role.TARGET: gate, Role.DRAFT: gate.part(DRAFTS_SHARE), Role.JUDGE: gate.part(JUDGES_SHARE)}
         tokens_per_block = self._config.tokens_per_block
         engines: dict[Role, Engine] = {}
         for role in Role:
-            of_role = gate if role is Role.TARGET else helpers
             if urls := self._config.remotes.get(role):
                 from lr_backend.triton.remote_engine import remote_engine  # gRPC, which other servers have no use for
 
-                engines[role] = remote_engine(urls, role.value, of_role, tokens_per_block, os.environ)
+                engines[role] = remote_engine(urls, role.value, gates[role], tokens_per_block, os.environ)
             else:
                 self._called[role] = TritonEngine(
                     role.value,
-                    partial(infer, of_role),
-                    of_role,
+                    partial(infer, gates[role]),
+                    gates[role],
                     tokens_per_block=tokens_per_block,
                     watch=self._seat if role is Role.TARGET else None,
                 )

@@ -23,20 +23,17 @@ class Mortal(Protocol):
     def is_back(self) -> None: ...
 
 
-def _read_or(path: Path, seen: frozenset[str]) -> frozenset[str]:
-    """What the notices say; what they said before, where they cannot be read just now."""
-    try:
-        return read(path)
-    except OSError as error:
-        log.warning("notices_unread", error=str(error))
-        return seen
-
-
 async def heed(path: Path, engines: Mapping[str, Mortal], look_s: float = LOOK_S) -> None:
     """Act on notices, for as long as the event loop runs."""
     seen: frozenset[str] = frozenset()
+    is_read = True
     while True:
-        dead = _read_or(path, seen)
+        try:
+            dead, is_read = read(path), True
+        except OSError as error:  # what was said before still holds
+            if is_read:
+                log.warning("notices_unread", error=str(error))
+            dead, is_read = seen, False
         for model in dead - seen:
             log.warning("engine_died", model=model)
             if model in engines:

@@ -76,7 +76,7 @@ class OwnEngines:
         metrics = engine_metrics(family, f"lookahead/{role.value}", engine.stats)
         opened.callback(metrics.close)
         # The other half of the queue is for calls that were cancelled, which leave it between two iterations.
-        return Watched(InProcessEngine(engine), metrics, watch, max(1, config.max_queue_size // 2))
+        return Watched(InProcessEngine(engine), metrics, watch, max(config.max_batch_size, config.max_queue_size // 2))
 
     def close(self) -> None:
         """Fail what is in flight, and wait for the threads."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -21,9 +22,9 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 from lr_backend.contract import IntArray
 from lr_backend.engine import Engine, EngineCall, Generation
 from lr_backend.engine.address import ENGINE_HEADER, ENGINE_KEY_VARIABLE, GRPC_PREFIX, Address, key_from
-from lr_backend.errors import EngineUnavailable
+from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, NotFinite
 from lr_backend.telemetry import current
-from lr_backend.triton.triton_engine import Arrays, CallGate, TritonEngine, engine_error
+from lr_backend.triton.triton_engine import RETRY_S, Arrays, CallGate, TritonEngine, engine_error
 
 Answer = TypeVar("Answer")
 
@@ -200,15 +201,22 @@ class ReplicaEngine(Protocol):
 
 @dataclass(eq=False)
 class _Replica:
+    """``failed_s``: when its last call failed by its own fault."""
+
     engine: ReplicaEngine
     num_in_flight: int = 0
+    failed_s: float = -math.inf
+
+    def works(self, now_s: float) -> bool:
+        """One that fails at once would always be the least busy."""
+        return not self.engine.out_of_order and now_s - self.failed_s > RETRY_S
 
 
 class Replicas:
     """Several engines of the same model as one :class:`~lr_backend.engine.Engine`.
 
     A call goes where the longest part of its prefix was last computed, unless that replica is much busier than another; else to
-    the least busy. Where a replica turns out to be away, the call is made anew at another: it carries its whole prefix and its
+    the least busy. Where a replica is away, full, or fails, the call is made anew at another: it carries its whole prefix and its
     seed, so nothing of it is lost.
     """
 
@@ -223,7 +231,10 @@ class Replicas:
             chosen.num_in_flight += 1
             try:
                 return await chosen.engine.generate(call)
-            except EngineUnavailable:
+            except (EngineRejected, NotFinite):
+                raise
+            except EngineError:
+                chosen.failed_s = asyncio.get_running_loop().time()
                 left.remove(chosen)
                 if not left:
                     raise
@@ -235,7 +246,8 @@ class Replicas:
 
     def _choose(self, prefix: IntArray, among: Sequence[_Replica]) -> _Replica:
         """One of ``among``: of those that work, if any does."""
-        working = [each for each in among if not each.engine.out_of_order] or among
+        now_s = asyncio.get_running_loop().time()
+        working = [each for each in among if each.works(now_s)] or among
         least = min(working, key=lambda each: each.num_in_flight)
         keys = prefix_keys(prefix)
         # One that holds less than a quarter of the prefix is not worth a wait.

@@ -36,8 +36,8 @@ SILENCE_S = 10.0
 meanwhile, is out of order. No iteration takes so long."""
 SLOW_TOKEN_S = 0.03
 """What a token may take. An engine that is full of long calls answers none before the first of them is over."""
-HELPERS_SHARE = 0.75
-"""Of the places in the gate, for draft and judge together."""
+DRAFTS_SHARE, JUDGES_SHARE = 0.5, 0.25
+"""Of the places in the gate, which draft and judge may have at most."""
 FAILING_S, FEWEST_FAILURES, LONGEST_GAP_S = 30.0, 5, 600.0
 """An engine that has failed every call for so long, and so many of them, is told to who watches it. After such a gap without
 one it begins anew."""
@@ -90,10 +90,9 @@ class CallGate:
         """Places that lost calls take from the next ones that leave."""
         self.num_in_flight = self.num_lost = 0
 
-    def for_helpers(self) -> CallGate:
-        """The part of its places that draft and judge may take. An engine that hangs keeps those of its calls: then the target
-        still has the rest."""
-        return CallGate(max(1, int(HELPERS_SHARE * self._max_calls)), within=self)
+    def part(self, share: float) -> CallGate:
+        """A share of its places. An engine that hangs keeps those of its calls: then others still have the rest."""
+        return CallGate(max(1, int(share * self._max_calls)), within=self)
 
     async def enter(self) -> None:
         await self._semaphore.acquire()

@@ -6,6 +6,8 @@ import asyncio
 import logging
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from lr_backend.errors import own_task_is_cancelled
 from lr_backend.verify.verdict import SETTLED, Reason, StepPair, Verdict, Verifier
 
@@ -31,8 +33,14 @@ class GuardedVerifier:
                 return Verdict(False, Reason.TIMEOUT, verifier=self.name)
             _logger.warning("the verifier %s failed", self.name, exc_info=error)
             return Verdict(False, Reason.VERIFIER_ERROR, verifier=self.name)
-        if not (isinstance(verdict, Verdict) and isinstance(verdict.accepted, bool) and isinstance(verdict.reason, Reason)):
+        if not isinstance(verdict, Verdict) or not _is_sound(verdict):
+            _logger.warning("the verifier %s gave no verdict but a %s", self.name, type(verdict).__name__)
             return Verdict(False, Reason.GARBAGE, verifier=self.name)
         # What is settled without a verifier is not its to say: equal tokens are never audited.
         reason = Reason.PLUG_IN if verdict.reason in SETTLED else verdict.reason
-        return replace(verdict, reason=reason, verifier=verdict.verifier or self.name)
+        return replace(verdict, accepted=bool(verdict.accepted), reason=reason, verifier=verdict.verifier or self.name)
+
+
+def _is_sound(verdict: Verdict) -> bool:
+    """A plug-in may have put anything into it, and compares numbers of numpy."""
+    return isinstance(verdict.accepted, (bool, np.bool_)) and isinstance(verdict.reason, Reason)

@@ -147,6 +147,7 @@ def test_every_field_arrives_under_its_own_name() -> None:
         (chat(max_tokens=9, max_completion_tokens=9), {"max_tokens": 9}),
         (chat(max_tokens=100), {"max_tokens": 100}),
         (chat(top_k=20), {"top_k": 20}),
+        (chat(top_k=-1), {"top_k": 0}),
         (chat(top_k=20, lookahead={"top_k": 20}), {"top_k": 20}),
         (chat(temperature=None, stop=None, n=None, user=None, stream_options=None, lookahead=None), {}),
         (chat(user="someone", lookahead={"mode": None}), {}),

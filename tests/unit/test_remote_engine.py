@@ -31,6 +31,7 @@ from lr_backend.triton.remote_engine import (
     LOOK_S,
     MAX_IMBALANCE,
     MAX_MISSES,
+    RETRY_S,
     Pulse,
     RemoteEngine,
     Replicas,
@@ -160,6 +161,24 @@ def test_a_server_that_was_away_for_long_is_asked_again_soon(monkeypatch: pytest
     asyncio.run(main())
     assert said["grpc.max_reconnect_backoff_ms"] <= 5000
     assert said["grpc.max_receive_message_length"] == said["grpc.max_send_message_length"] == -1
+
+
+def test_a_replica_that_fails_every_call_loses_none_and_does_not_draw_them() -> None:
+    """It answers at once, so it is always the least busy."""
+
+    async def main() -> None:
+        failing, replicas = Replica(0, error=EngineError("the iteration failed")), [Replica(1), Replica(2)]
+        engine = Replicas([failing, *replicas])
+        assert set(await at_once(engine, *(call(str(index)) for index in range(6)))) == {1, 2}
+        before = len(failing.calls)
+        for index in range(20):
+            assert await at_once(engine, call(f"later {index}")) != [0]
+        assert len(failing.calls) - before <= 20 / RETRY_S, "each call takes a second"
+        failing.error = None
+        await asyncio.sleep(2 * RETRY_S)
+        assert 0 in await at_once(engine, *(call(f"last {index}") for index in range(3))), "it is tried again"
+
+    run_virtual(main())
 
 
 def test_where_all_are_away_the_failure_is_told() -> None:

@@ -290,7 +290,7 @@ def test_a_cancel_that_goes_unheard_once_is_no_sign_of_a_dead_engine() -> None:
 def test_a_draft_that_hangs_leaves_the_target_its_places(num_asked: int) -> None:
     async def main() -> None:
         gate, hung, healthy = CallGate(8), ScriptedTriton(seconds=1e9, deaf=10**9), ScriptedTriton(seconds=1.0)
-        helpers = gate.for_helpers()
+        helpers = gate.part(0.75)
         draft = TritonEngine("draft", hung.infer, helpers, tokens_per_block=32)
         target = TritonEngine("target", healthy.infer, gate, tokens_per_block=32)
         asked = [asyncio.create_task(draft.generate(call(str(number)))) for number in range(num_asked)]
@@ -314,7 +314,7 @@ def test_a_draft_that_hangs_leaves_the_target_its_places(num_asked: int) -> None
 def test_a_helpers_call_that_is_lost_keeps_its_place_in_both_gates() -> None:
     async def main() -> None:
         gate = CallGate(4)
-        helpers = gate.for_helpers()
+        helpers = gate.part(0.75)
         answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         await helpers.enter()
         losing = asyncio.create_task(helpers.answer(answered))

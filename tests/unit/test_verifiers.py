@@ -152,6 +152,16 @@ def test_what_is_no_verdict_rejects(answer: object) -> None:
     )
 
 
+@pytest.mark.parametrize("accepted", [True, False])
+def test_a_verdict_by_a_comparison_of_numpy_is_one(accepted: bool) -> None:
+    class Says:
+        async def verify(self, pair: StepPair) -> Verdict:
+            return Verdict(np.float32(0.5) < float(accepted), Reason.PLUG_IN)  # type: ignore[arg-type]
+
+    found = run_virtual(GuardedVerifier("says", Says(), None).verify(make_pair()))
+    assert found == Verdict(accepted, Reason.PLUG_IN, verifier="says") and isinstance(found.accepted, bool)
+
+
 @pytest.mark.parametrize("reason", [Reason.EXACT, Reason.LATE, Reason.RISK_BUDGET, Reason.PLUG_IN])
 def test_a_plug_in_cannot_say_what_is_settled_without_it(reason: Reason) -> None:
     class Says:
