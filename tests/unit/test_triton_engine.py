@@ -438,11 +438,12 @@ def test_an_iteration_that_failed_leaves_the_engine_to_others_and_one_that_alway
         assert not engine.out_of_order
         triton.error = None
         assert (await engine.generate(call())).token_ids == (1, 2, 3)
-        triton.error = error
-        for _ in range(int(FAILING_S) + 2):
-            await asyncio.gather(engine.generate(call()), return_exceptions=True)
-            await asyncio.sleep(1)
-        assert seats.num_hung == 1
+        full = engine_error("target", "Maximum queue size of 8 has been reached, please try again later", refused=False)
+        for triton.error, num_hung in ((full, 0), (error, 1)):
+            for _ in range(int(FAILING_S) + 2):
+                await asyncio.gather(engine.generate(call()), return_exceptions=True)
+                await asyncio.sleep(1)
+            assert seats.num_hung == num_hung, triton.error
 
     run_virtual(main())
 
