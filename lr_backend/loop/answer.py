@@ -127,7 +127,7 @@ class Answer:
         """The reasoning has begun, and no tool call has: from its first marker on every word counts.
 
         Args:
-            prefix: up to the step's end, shape [N].
+            prefix: with the drafted step; ``step`` is the target's. Shape [N].
         """
         tools = self._rules.tool_ids
         if not self.has_opened(prefix) or not tools.isdisjoint(step.ids):

@@ -1,11 +1,11 @@
 """Lookahead Reasoning (arXiv 2506.19830): draft steps ahead, write the target's own beside them, keep what means the same.
 
-:meth:`LookaheadLoop._reason` is the paper's algorithm, driven by completions instead of rounds:
+:meth:`LookaheadLoop._reason` is the paper's asynchronous algorithm (``bench/kit/synchronous.py``: the synchronous one):
 
     expand    start a target step after every prefix in the window, and the next drafted step below it
     await     something completes: a drafted step, a target step, or a verdict
-    verify    whoever has a target step t and a drafted step d after the same prefix is judged, at any depth
-    advance   the root moves onto the accepted drafted step, or past the target's own; what cannot win any more is cancelled
+    verify    each pair of a target step t and a drafted step d after one prefix is judged, at any depth
+    advance   what cannot win any more is cancelled; the root moves onto the accepted drafted step, or past the target's own
 
 The rest of the module is the frame around it: the deadline, the answer behind the reasoning, the one end that every request has.
 Engines, verifiers and proposers are known by protocol only. :mod:`~lr_backend.loop.assemble` puts them together.
@@ -39,7 +39,7 @@ from lr_backend.trace.schema import Purpose
 from lr_backend.verify import UNASKED, ExactVerifier, Reason, StepPair, Verifier
 
 STRETCH_STEPS = 4
-"""The longest steps that one call of the target alone may hold. A further call costs one admission."""
+"""Longest steps' worth of tokens in one call of the target alone. A further call costs one admission."""
 
 
 @dataclass(eq=False)
@@ -138,7 +138,7 @@ class LookaheadLoop:
             # Greedy siblings would be the same step over again.
             width=1 if request.sampling.greedy else min(request.width, self.config.limits.max_width),
             own_branches=self.config.own_branches,
-            wait_for_drafts=request.deterministic,
+            wait_for_drafted=request.deterministic,
         )
         self._look_ahead(tree)
         try:
@@ -153,7 +153,7 @@ class LookaheadLoop:
     def _expand(self, tree: Tree) -> None:
         """Start every drafted step and every target step that the window allows."""
         targets = tree.start_targets()
-        for node in () if self.ledger.draft_failed else tree.start_drafts():
+        for node in () if self.ledger.draft_failed else tree.start_drafted():
             self._drafting[node] = GrowingText()
             self._work.start(node, Purpose.DRAFTED_STEP, partial(self._draft, tree, node))
         for node in targets:
@@ -163,11 +163,11 @@ class LookaheadLoop:
         """Have every new pair of a target step and a drafted step judged, wherever in the window."""
         for target, node in tree.start_verdicts():
             self._work.start(node, Purpose.VERDICT, partial(self._judge, tree, target, node))
-        self._cancel(tree.prune())
 
     def _advance(self, tree: Tree) -> None:
         """Move the root as far as verdicts allow: commit what it passes, cancel what has lost."""
         answer = self.answer
+        self._cancel(tree.prune())
         while answer.finish is None and answer.is_reasoning and (decision := tree.decide(only_equal=self.audit.takes_only_equal)):
             accepted, compared = decision.winner is not None, decision.compared
             self._cancel(decision.discarded)
@@ -197,9 +197,9 @@ class LookaheadLoop:
 
     async def _draft(self, tree: Tree, node: Node) -> Change:
         node.times_s["drafted_started_s"] = self.ledger.now_s()
-        is_first, drafts = node.sibling == 0, self.target.draft_tokens
+        is_first, tokens = node.sibling == 0, self.target.draft_tokens
         # In pieces, where the target verifies them while they are written.
-        in_pieces = is_first and drafts is not None and drafts.source.follows_drafted and self.policy.verifies_drafts
+        in_pieces = is_first and tokens is not None and tokens.source.follows_drafted and self.policy.uses_draft_tokens
         try:
             with self.shared.prices.drafting(self.ledger.num_read(self.draft.role)) as work:
                 step = await self.draft.draft(
@@ -209,7 +209,7 @@ class LookaheadLoop:
                     self._drafting[node],
                     sibling=node.sibling,
                     sampling=self.draft_sampling if is_first else self.request.sampling,
-                    tokens_a_call=drafts.most if drafts is not None and in_pieces else None,
+                    tokens_a_call=tokens.most if tokens is not None and in_pieces else None,
                     scored=self.request.mode.chooses,
                 )
                 work.num_tokens = len(step.ids)
@@ -242,7 +242,7 @@ class LookaheadLoop:
         by_meaning = self.answer.may_accept_by_meaning(node.prefix, target)
         verifier = self.audit.allowed(self.verifier) if by_meaning else ExactVerifier()
         began_s, verdict = self.ledger.now_s(), await verifier.verify(pair)
-        # What takes the verifier's place, or says that it has failed, says nothing of the verifier's time.
+        # Only the verifier's own verdicts are timed: no stand-in's, no failure's.
         if verifier is self.verifier and verdict.reason not in UNASKED:
             self.shared.prices.judged(self.request.effective_verifier, self.ledger.now_s() - began_s)
         if verdict.reason is Reason.JUDGE_ERROR:
@@ -266,14 +266,14 @@ class LookaheadLoop:
     async def _target_step(self, prefix: IntArray, most: int, ending: Ending, node: Node | None = None) -> Step:
         """The target's step after ``prefix``, timed; with draft tokens where they pay."""
         tokens, sibling = self.target.draft_tokens, node.sibling if node is not None else 0
-        drafts = self.policy.verifies_drafts and (tokens is None or tokens.source.is_available)
+        with_tokens = self.policy.uses_draft_tokens and (tokens is None or tokens.source.is_available)
         first = node.children[0] if node is not None and node.children else None
-        with self.shared.prices.step(drafts=drafts, num_read=self.ledger.num_read(self.target.role)) as work:
-            if drafts and tokens is not None:
+        with self.shared.prices.step(drafts=with_tokens, num_read=self.ledger.num_read(self.target.role)) as work:
+            if with_tokens and tokens is not None:
                 drafted = self._drafting.get(first) if first is not None else None
-                step = await self.target.verify(prefix, most, ending, sibling=sibling, drafted=drafted)
+                step = await self.target.speculate(prefix, most, ending, sibling=sibling, drafted=drafted)
             else:
-                step = await self.target.write(prefix, most, ending, sibling=sibling, drafts=drafts)
+                step = await self.target.write(prefix, most, ending, sibling=sibling, drafts=with_tokens)
             work.num_tokens = len(step.ids)
         return step
 
@@ -291,7 +291,7 @@ class LookaheadLoop:
         return self.answer.num_left if steps is None else min(self.answer.num_left, ceil(steps * self.shared.step_tokens))
 
     def _has_come_to_rest(self, tree: Tree) -> bool:
-        """Nothing is in flight and nothing would be but the target's next step, which then need not end where a step does."""
+        """Only the target's next step is left to start; alone it may be longer than a step."""
         return tree.horizon.max_depth == 0 and not self._work and not self.request.is_watched
 
     def _budget(self, prefix: IntArray) -> int:

@@ -74,7 +74,7 @@ class Node:
 
     @property
     def closed(self) -> bool:
-        """No speculation below: the drafted step ends the answer or the reasoning, or opens a tool call."""
+        """No speculation below: the drafted step ends the answer or the reasoning, or holds a tool marker."""
         return self.drafted is not None and self.drafted.closes
 
     @property
@@ -115,7 +115,7 @@ class Decision:
         position: the root before the move.
         step: what is committed.
         winner: the accepted child, or None where the target's step stands.
-        compared: the drafted child whose fate is recorded (the winner, or the first sibling), if any was started.
+        compared: the drafted child whose fate is recorded (the winner, else the first one drafted), if any was started.
         reason: why.
         depth: how many steps ahead of the root the target was at work.
     """
@@ -143,7 +143,7 @@ class Horizon:
     """How far to look ahead. It may change while a request runs.
 
     Attributes:
-        max_depth: target steps that run at most along one chain from the root; drafting runs one step past them. 0: no drafts.
+        max_depth: target steps at a time along one chain from the root, each beside a drafted step. 1 gains nothing; 0: alone.
         min_chance: work starts only where it is of use with this probability at least; of an own branch and below.
         min_draft_chance: the same of work below drafted steps alone.
         acceptance: chance that a drafted step is accepted, where nothing else is known of it.
@@ -163,7 +163,7 @@ class Tree:
         end: absolute token count at which the answer is full; nothing starts at or past it.
         width: drafted children of a node at most.
         own_branches: go on from a target step while the verdicts on the drafted ones are pending.
-        wait_for_drafts: the root waits for a draft that was started (deterministic) instead of calling it late.
+        wait_for_drafted: the root waits for a draft that was started (deterministic) instead of calling it late.
 
     Attributes:
         horizon: how far to look ahead; the loop sets it.
@@ -176,14 +176,14 @@ class Tree:
         end: int,
         width: int = 1,
         own_branches: bool = False,
-        wait_for_drafts: bool = False,
+        wait_for_drafted: bool = False,
     ) -> None:
         self.root = Node(prefix)
         self.end = end
         self.horizon = Horizon()
         self.width = width
         self.own_branches = own_branches
-        self.wait_for_drafts = wait_for_drafts
+        self.wait_for_drafted = wait_for_drafted
 
     # What may start ------------------------------------------------------------------------------------------------
 
@@ -205,7 +205,7 @@ class Tree:
             node.target_started = True
         return nodes
 
-    def start_drafts(self) -> list[Node]:
+    def start_drafted(self) -> list[Node]:
         """New children whose drafted step may start now; each is handed out once.
 
         Only beside target steps that have been started: wide windows would otherwise fill with what nobody comes to judge.
@@ -332,7 +332,7 @@ class Tree:
         if root.target is None:
             return None
         for child in root.children:
-            if child.drafting is Drafting.RUNNING and not self.wait_for_drafts:
+            if child.drafting is Drafting.RUNNING and not self.wait_for_drafted:
                 child.drafting = Drafting.DROPPED
                 child.verdict = Verdict(False, Reason.LATE)
         for child in root.children:

@@ -102,7 +102,7 @@ class StepWriter:
         tokens_a_call: int | None = None,
         scored: bool = False,
     ) -> Step:
-        """The same into a text that others read meanwhile.
+        """The step, into a text that others read meanwhile.
 
         Args:
             tokens_a_call: so many at a time; None: all in one call.
@@ -124,10 +124,10 @@ class StepWriter:
         count = len(step.ids)
         return replace(step, log_prob=math.fsum(log_probs[:count]) if scored and len(log_probs) >= count else None)
 
-    async def verify(
+    async def speculate(
         self, prefix: IntArray, max_tokens: int, ending: Ending, *, sibling: int = 0, drafted: GrowingText | None = None
     ) -> Step:
-        """The same with draft tokens, a call for each verification.
+        """The step, with draft tokens: a call for each verification.
 
         Args:
             drafted: the drafted step that continues the same prefix, as far as it is written; None: there is none.

@@ -179,7 +179,7 @@ class Learned:
 
 @dataclass
 class RequestPolicy:
-    """What one request speculates just now: what it says itself.
+    """What one request speculates: what it asks for.
 
     Attributes:
         can_draft: there are draft tokens to be had.
@@ -196,7 +196,7 @@ class RequestPolicy:
         return self.max_depth
 
     @property
-    def verifies_drafts(self) -> bool:
+    def uses_draft_tokens(self) -> bool:
         """Whether the target's steps are written with draft tokens."""
         return self.can_draft
 
@@ -216,7 +216,7 @@ class RequestPolicy:
         return None
 
     def keep_alone(self) -> None:
-        """Nothing is looked ahead from now on: the reasoning is over, or draft or judge have failed."""
+        """Looking ahead is over: the reasoning has ended, or draft or judge have failed. Only the measured policy heeds it."""
 
     def committed(
         self,
@@ -269,7 +269,7 @@ class Measured(RequestPolicy):
         return self.max_depth if self._chosen.ahead else 0
 
     @property
-    def verifies_drafts(self) -> bool:
+    def uses_draft_tokens(self) -> bool:
         first = self._chosen.drafts
         if self.can_draft and not self.must_draft:
             # Both kinds of steps must have a price before they are compared.
@@ -337,7 +337,7 @@ class Measured(RequestPolicy):
     @property
     def _way_now(self) -> Way:
         """What is done: the chosen way, but for steps that are taken for their price."""
-        return Way(self._chosen.ahead, self.verifies_drafts)
+        return Way(self._chosen.ahead, self.uses_draft_tokens)
 
     def _luck_s(self, accepted: bool) -> float:
         """What a verdict cost beyond what one costs on average: after a rejection a step is the target's, not the draft's.

@@ -66,7 +66,7 @@ def writer(
 def test_greedy_tokens_are_the_targets_own(engines: tuple[InProcessEngine, InProcessEngine], own: bool) -> None:
     drafting = writer(engines, GREEDY, 0, own=own)
 
-    ids = [asyncio.run(work).ids for work in (drafting.verify(PREFIX, 60, ENDING), drafting.write(PREFIX, 60, ENDING))]
+    ids = [asyncio.run(work).ids for work in (drafting.speculate(PREFIX, 60, ENDING), drafting.write(PREFIX, 60, ENDING))]
 
     assert ids[0] == ids[1]
     usage = drafting.ledger
@@ -81,7 +81,7 @@ def test_with_coupled_noise_sampled_tokens_are_the_very_same(
 ) -> None:
     for seed in range(5):
         drafting = writer(engines, sampling, seed, own=own, drawn=sampling, coupled=True)
-        ids = [asyncio.run(work).ids for work in (drafting.verify(PREFIX, 40, ENDING), drafting.write(PREFIX, 40, ENDING))]
+        ids = [asyncio.run(work).ids for work in (drafting.speculate(PREFIX, 40, ENDING), drafting.write(PREFIX, 40, ENDING))]
         assert ids[0] == ids[1]
         assert drafting.ledger.num_proposed > 0
         assert not own or drafting.ledger.num_accepted == drafting.ledger.num_proposed
@@ -96,7 +96,7 @@ def test_sampled_tokens_are_distributed_as_the_targets_own(
     async def sample(own_seeds: range, drafting: bool) -> Counter[tuple[int, ...]]:
         async def one(seed: int) -> tuple[int, ...]:
             made = writer(engines, sampling, seed, drawn=drawn)
-            work = made.verify(PREFIX, NUM_TOKENS, ENDING) if drafting else made.write(PREFIX, NUM_TOKENS, ENDING)
+            work = made.speculate(PREFIX, NUM_TOKENS, ENDING) if drafting else made.write(PREFIX, NUM_TOKENS, ENDING)
             return tuple((await work).ids)
 
         found: Counter[tuple[int, ...]] = Counter()

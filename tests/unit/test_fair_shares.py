@@ -82,7 +82,7 @@ def begun(share: float, *, width: int = 1, own_branches: bool = False) -> list[N
     tree.start_targets()
     tree.targeted(tree.root, Step((2,), StepEnd.DELIMITER))
     words = count(3)
-    while drafts := tree.start_drafts():
+    while drafts := tree.start_drafted():
         for node in drafts:
             tree.drafted(node, Step((next(words),), StepEnd.DELIMITER))
         tree.start_verdicts()

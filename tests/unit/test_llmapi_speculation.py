@@ -204,7 +204,7 @@ def test_draft_tokens_from_elsewhere_are_refused_by_name(proposer: ProposerName)
 def test_auto_chooses_the_depth_and_never_goes_without_drafts() -> None:
     asked = LookaheadRequest.parse({"text_input": "?", "mode": "auto", "proposer": "engine"})
     policy = Measured(asked, Learned(lambda: 0.0), 3, "judge", can_draft=True, must_draft=True)
-    assert policy.verifies_drafts
+    assert policy.uses_draft_tokens
     assert {way.drafts for way in policy._ways} == {True} and {way.ahead for way in policy._ways} == {True, False}
 
 

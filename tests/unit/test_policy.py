@@ -288,7 +288,7 @@ def test_a_deterministic_request_asks_nobody_what_pays() -> None:
         shared.prices.target[False].crowding.add(companions, 1.0 + companions)
     shared.prices.num_requests = 8
     steady, other = (RequestPolicy(request(deterministic=one), shared, 4, can_draft=True) for one in (True, False))
-    assert (steady.min_chance, steady.min_draft_chance, steady.depth, steady.verifies_drafts) == (0.0, 0.0, 4, True)
+    assert (steady.min_chance, steady.min_draft_chance, steady.depth, steady.uses_draft_tokens) == (0.0, 0.0, 4, True)
     assert other.min_chance > 1.0
     assert other.min_draft_chance == 0.0  # what is asked for is done
 
@@ -298,7 +298,7 @@ def test_both_kinds_of_steps_are_tried_before_they_are_compared() -> None:
     policy = Measured(request(), shared, 4, JUDGE, can_draft=True)
     tried = []
     for _ in range(20):
-        tried.append(drafts := policy.verifies_drafts)
+        tried.append(drafts := policy.uses_draft_tokens)
         shared.prices.target[drafts].token_s.add(1.0)
     assert tried[:6] == [True] * 3 + [False] * 3
 
@@ -322,7 +322,7 @@ def test_steps_that_are_taken_for_their_price_count_for_no_way() -> None:
     priced(drafts=True)
     commit(1)  # it was begun before
     commit(3 * SPAN_STEPS)
-    assert (trial.way.drafts, policy.verifies_drafts, trial.num_spans) == (True, False, 0)
+    assert (trial.way.drafts, policy.uses_draft_tokens, trial.num_spans) == (True, False, 0)
     priced(drafts=False)
     commit(1 + SPAN_STEPS)
     assert trial.num_spans == 1
@@ -358,7 +358,7 @@ def test_of_requests_at_the_same_time_as_many_take_a_kind_of_step_for_its_price_
     kinds = []
     with ExitStack() as written:
         for policy in policies:
-            kinds.append(policy.verifies_drafts)
+            kinds.append(policy.uses_draft_tokens)
             written.enter_context(shared.prices.step(drafts=kinds[-1]))
     assert kinds == [True] * LEAST_STEPS + [False] * LEAST_STEPS + [True] * (8 - 2 * LEAST_STEPS)
 
@@ -373,7 +373,7 @@ def test_the_target_alone_now_and_then_writes_a_step_the_other_way() -> None:
     for number in range(4 * STALE_STEPS):
         if number == 2 * STALE_STEPS:
             truth = {True: 0.3, False: 1.0}
-        written.append(drafts := policy.verifies_drafts)
+        written.append(drafts := policy.uses_draft_tokens)
         shared.prices.learn("step", drafts, 0.0, truth[drafts], 10)
     assert LEAST_STEPS <= sum(written[LEAST_STEPS : 2 * STALE_STEPS]) <= 3 * LEAST_STEPS
     assert all(written[-10:])
@@ -390,7 +390,7 @@ def test_what_is_written_behind_the_reasoning_counts_for_no_way() -> None:
             shared.prices.target[drafts].token_s.add(token_s)
     assert trial.way == (True, True)
     policy.keep_alone()
-    assert (policy.depth, policy.verifies_drafts) == (0, False)  # the faster one of the target's own
+    assert (policy.depth, policy.uses_draft_tokens) == (0, False)  # the faster one of the target's own
     clock.now_s += 9.0
     policy.committed(240, 3 * SPAN_STEPS)
     assert (trial.num_spans, trial.way) == (0, (True, True))
@@ -413,7 +413,7 @@ def test_what_there_is_not_is_never_chosen(max_depth: int, can_draft: bool) -> N
     policy = Measured(request(), Learned(clock), max_depth, JUDGE, can_draft=can_draft)
     for _ in range(100):
         assert policy.depth in {0, max_depth}
-        assert can_draft or not policy.verifies_drafts
+        assert can_draft or not policy.uses_draft_tokens
         clock.now_s += 1.0
         policy.committed(10)
 

@@ -37,7 +37,7 @@ def window(**options: object) -> Tree:
 def begin(tree: Tree) -> list[Node]:
     """Start what may start; the drafted ones of it."""
     tree.start_targets()
-    return tree.start_drafts()
+    return tree.start_drafted()
 
 
 def draft(tree: Tree, one: Step, chance: float | None = None) -> Node:
@@ -112,7 +112,7 @@ def test_when_the_drafted_step_is_accepted_the_own_branch_is_cut() -> None:
 
 
 def test_a_late_drafted_step_that_is_the_targets_own_takes_over_the_own_branch() -> None:
-    tree = window(wait_for_drafts=True)
+    tree = window(wait_for_drafted=True)
     (child,) = begin(tree)
     child.times_s["drafted_started_s"] = 0.5
     write(tree, step(9))
@@ -134,7 +134,7 @@ def test_a_late_drafted_step_that_is_the_targets_own_takes_over_the_own_branch()
 
 
 def test_an_own_branch_that_nobody_works_on_gives_way_to_an_equal_drafted_step() -> None:
-    tree = window(wait_for_drafts=True)
+    tree = window(wait_for_drafted=True)
     (child,) = begin(tree)
     write(tree, step(9))
     own = tree.root.own
@@ -235,7 +235,7 @@ def test_own_branches_and_drafted_steps_have_a_price_each(min_chance: float, min
     assert own.target_started == (min_chance == 0.0)
 
     if own.target_started:  # below an own branch it is its price that counts
-        tree.start_drafts()
+        tree.start_drafted()
         below, _ = own.children
         tree.drafted(below, step(5))
         tree.horizon.min_chance, tree.horizon.min_draft_chance, below.chance = 0.3, 0.5, 0.9
@@ -431,7 +431,7 @@ class Run:
         for node in tree.start_targets():
             assert node.depth < max(1, tree.horizon.max_depth) and not node.closed
             self.start(node, "target")
-        for node in tree.start_drafts():
+        for node in tree.start_drafted():
             assert node.depth <= tree.horizon.max_depth and node.parent is not None and node.parent.target_started
             self.start(node, "draft")
         rows = [one for one in self.queue if one[3] == "target" and one[1] in self.running.get(one[2], ())]
@@ -494,7 +494,7 @@ class Run:
 def test_any_order_of_completions_commits_the_same_within_the_rows_there_are(
     salt: int, order: int, max_depth: int, width: int, own_branches: bool, verdict_s: float
 ) -> None:
-    tree = window(max_depth=max_depth, width=width, own_branches=own_branches, wait_for_drafts=True, acceptance=0.6)
+    tree = window(max_depth=max_depth, width=width, own_branches=own_branches, wait_for_drafted=True, acceptance=0.6)
     run = Run(salt, order, tree, verdict_s)
 
     run.play(30)

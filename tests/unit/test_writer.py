@@ -86,7 +86,7 @@ def test_draft_tokens_are_verified_a_call_each_and_counted() -> None:
     engine, source = ScriptedEngine(counting), Proposing(3)
     made = writer(engine, source)
 
-    step = run_virtual(made.verify(PREFIX, 30, RULES.of_step))
+    step = run_virtual(made.speculate(PREFIX, 30, RULES.of_step))
 
     assert step.ids == tuple(range(10, 40))
     assert (step.end, step.closes) == (StepEnd.CAP, False)
@@ -102,7 +102,7 @@ def test_draft_tokens_are_verified_a_call_each_and_counted() -> None:
 
 def test_nothing_is_proposed_past_the_end_of_a_step() -> None:
     engine = ScriptedEngine(counting)
-    step = run_virtual(writer(engine, Proposing(300), most=16).verify(PREFIX, 400, RULES.of_step))
+    step = run_virtual(writer(engine, Proposing(300), most=16).speculate(PREFIX, 400, RULES.of_step))
     assert step.ids == tuple(range(10, BREAK + 1))
     for recorded in engine.calls:
         drafts = [] if recorded.call.draft_ids is None else recorded.call.draft_ids.tolist()
@@ -112,21 +112,21 @@ def test_nothing_is_proposed_past_the_end_of_a_step() -> None:
 @pytest.mark.parametrize(("proposal", "budgets"), [(Proposal(plain_tokens=7), [7] * 4 + [2]), (NOTHING, [30])])
 def test_where_there_is_nothing_to_verify_the_target_writes_as_far_as_it_is_told(proposal: Proposal, budgets: list[int]) -> None:
     engine = ScriptedEngine(counting)
-    run_virtual(writer(engine, Proposing(proposal=proposal)).verify(PREFIX, 30, RULES.of_step))
+    run_virtual(writer(engine, Proposing(proposal=proposal)).speculate(PREFIX, 30, RULES.of_step))
     assert [recorded.call.max_new_tokens for recorded in engine.calls] == budgets
     assert all(recorded.call.draft_ids is None for recorded in engine.calls)
 
 
 def test_plain_calls_grow_while_a_lookup_finds_nothing() -> None:
     engine = ScriptedEngine(counting)
-    run_virtual(writer(engine, Lookup(NGram())).verify(PREFIX, 200, RULES.of_step))
+    run_virtual(writer(engine, Lookup(NGram())).speculate(PREFIX, 200, RULES.of_step))
     assert [recorded.call.max_new_tokens for recorded in engine.calls] == [4, 8, 16, 32, MOST_PLAIN, MOST_PLAIN, 12]
 
 
 def test_a_single_token_is_not_speculated_on() -> None:
     source = Proposing()
     engine = ScriptedEngine(counting)
-    run_virtual(writer(engine, source).verify(PREFIX, 1, RULES.of_step))
+    run_virtual(writer(engine, source).speculate(PREFIX, 1, RULES.of_step))
     assert (source.rooms, [recorded.call.max_new_tokens for recorded in engine.calls]) == ([], [1])
 
 
@@ -134,7 +134,7 @@ def test_a_single_token_is_not_speculated_on() -> None:
 def test_one_hot_logits_go_with_sampled_drafts_alone(temperature: float, width: int) -> None:
     engine = ScriptedEngine(counting)
     made = writer(engine, Proposing(), sampling=Sampling(temperature), one_hot_vocab=1000)
-    run_virtual(made.verify(PREFIX, 30, RULES.of_step))
+    run_virtual(made.speculate(PREFIX, 30, RULES.of_step))
     sent = [call.call.draft_logits for call in engine.calls if call.call.draft_ids is not None]
     assert {0 if logits is None else logits.shape[1] for logits in sent} == {width}
 
@@ -161,8 +161,8 @@ def test_a_step_does_not_depend_on_the_calls_that_bring_it(
         return [
             await writer(ScriptedEngine(counting)).write(prefix, max_tokens, rules),
             await writer(FickleEngine(counting, salt=salt)).write(prefix, max_tokens, rules),
-            await writer(ScriptedEngine(counting), Proposing(num_right)).verify(prefix, max_tokens, rules),
-            await writer(FickleEngine(counting, salt=salt), Proposing(num_right)).verify(prefix, max_tokens, rules),
+            await writer(ScriptedEngine(counting), Proposing(num_right)).speculate(prefix, max_tokens, rules),
+            await writer(FickleEngine(counting, salt=salt), Proposing(num_right)).speculate(prefix, max_tokens, rules),
             await writer(FickleEngine(counting, salt=salt)).draft(
                 prefix, max_tokens, rules, text, sibling=0, sampling=GREEDY, tokens_a_call=1 + num_right
             ),
@@ -245,7 +245,7 @@ def test_an_engine_that_keeps_silent_is_taken_for_dead_by_every_way_of_writing()
     made = writer(engine, Proposing())
     for work in (
         lambda: made.write(PREFIX, 9, RULES.of_step),
-        lambda: made.verify(PREFIX, 9, RULES.of_step),
+        lambda: made.speculate(PREFIX, 9, RULES.of_step),
         lambda: made.draft(PREFIX, 9, RULES.of_step, GrowingText(), sibling=0, sampling=GREEDY),
     ):
         with pytest.raises(EngineUnavailable, match="no tokens"):
