@@ -31,6 +31,9 @@ WHOLE = 0.99
 """Of what is free, beside a KV budget in tokens. Upstream takes the smaller of the two, and 0.9 where no share is given: this
 would cut the budget of the engine that loads last on a shared card (kvCacheManager.cpp)."""
 
+GPUS_A_NODE = 8
+"""As compiled engines are built: upstream's ``mapping.gpus_per_node``. Loading checks ids against it."""
+
 
 class HardwareSpec(Section):
     """What the engines are built for; an engine runs on the architecture that it was built on and on no other.
@@ -186,6 +189,9 @@ class TrtllmEngineSpec(GpuEngineSpec):
             raise ValueError("quantization needs a calib_dataset: upstream's default is on a hub, and the build has no network")
         if self.max_num_tokens > self.max_batch_size * self.max_seq_len:
             raise ValueError("max_num_tokens beyond max_batch_size x max_seq_len is never used, and trtllm-build lowers it")
+        if max(self.gpu_device_ids) >= GPUS_A_NODE:
+            rule = f"TensorRT-LLM knows {GPUS_A_NODE} cards a machine: serve this role by a server with CUDA_VISIBLE_DEVICES"
+            raise ValueError(f"gpu_device_ids={list(self.gpu_device_ids)}: {rule}")
         if self.max_draft_len and not self.enable_kv_cache_reuse:
             raise ValueError("every verification sends the whole prefix again, so max_draft_len needs enable_kv_cache_reuse")
         return self
@@ -203,7 +209,8 @@ class TrtllmEngineSpec(GpuEngineSpec):
             "cancellation_check_period_ms": str(self.cancellation_check_period_ms),
             "recv_poll_period_ms": str(self.recv_poll_period_ms),
             "stats_check_period_ms": "100",
-            "normalize_log_probs": "true",
+            # Over the tokens that top-k and top-p leave, a greedy token's would be 0, whatever the draft thinks of it.
+            "normalize_log_probs": "false",
             "speculative_decoding_fast_logits": "false",
             "executor_worker_path": EXECUTOR_WORKER,
             # The backend reads these three without asking whether they are there. Empty switches guided decoding off.

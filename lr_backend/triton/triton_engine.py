@@ -28,9 +28,13 @@ log = structlog.get_logger()
 
 Answer = TypeVar("Answer")
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 2.0
 """Between two cancels of a call; each pause is twice the one before. A cancel that has overtaken its call is heard the second
-time. After that the engine knows, and ends the call between two iterations, or once it has had its turn."""
+time. After that the engine knows, and ends the call between two iterations, or once it has had its turn. TensorRT-LLM remembers
+for ever a cancel that comes in a call's last iteration, and each later iteration pays for it: so few are sent."""
+VERIFICATION_S = 0.1
+"""How long a verification may go on that nobody wants any more. It is one iteration, its last, so it is cancelled only where it
+still waits for its turn."""
 SILENCE_S = 10.0
 """An engine that does not let go of a call for so long, beyond what the longest call in flight may take, and answers no other
 meanwhile, is out of order. No iteration takes so long."""
@@ -292,7 +296,7 @@ class TritonEngine:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
             if not running.done():
-                self._reap(call.request_id, running)
+                self._reap(call.request_id, running, VERIFICATION_S if call.draft_ids is not None else 0.0)
             raise
 
     def _is_over(self, running: asyncio.Task[Generation]) -> None:
@@ -346,13 +350,14 @@ class TritonEngine:
             log.warning("engine_out_of_order", engine=self._called, why=why)
         self._breaker.trip()
 
-    def _reap(self, request_id: str, running: asyncio.Task[Generation]) -> None:
-        task = asyncio.create_task(self._stop(request_id, running))
+    def _reap(self, request_id: str, running: asyncio.Task[Generation], after_s: float) -> None:
+        task = asyncio.create_task(self._stop(request_id, running, after_s))
         self._reaping.add(task)
         task.add_done_callback(self._reaping.discard)
 
-    async def _stop(self, request_id: str, running: asyncio.Task[Generation]) -> None:
+    async def _stop(self, request_id: str, running: asyncio.Task[Generation], after_s: float) -> None:
         """Have the engine let go of a call, asking it less and less often."""
+        await asyncio.wait({running}, timeout=after_s)
         clock, pause_s = asyncio.get_running_loop().time, FIRST_PAUSE_S
         silent_since, num_answered, num_unheard = clock(), self._num_answered, 0
         while not running.done():

@@ -142,6 +142,7 @@ def test_a_default_of_sampled_lossless_answers_needs_noise_that_is_shared(spec_p
         ('compute_capability = "9.0"', 'compute_capability = "7.5"', "needs compute capability 8.0, not 7.5"),
         ("gpu_device_ids = [0, 1]", "gpu_device_ids = [0]", "must name tp_size = 2 different GPUs"),
         ("gpu_device_ids = [0, 1]", "gpu_device_ids = [1, 1]", "must name tp_size = 2 different GPUs"),
+        ("gpu_device_ids = [0, 1]", "gpu_device_ids = [7, 8]", "TensorRT-LLM knows 8 cards a machine"),
         ("gpu_device_ids = [0, 1]", "gpu_device_ids = [1, 2]", "target.gpu_device_ids=[1, 2]: there are 2 GPUs"),
         (
             "tp_size = 2\n",

@@ -125,6 +125,24 @@ def test_a_cancel_is_repeated_until_the_call_has_come_back(deaf: int) -> None:
     run_virtual(main())
 
 
+def test_a_verification_that_is_under_way_is_let_end_and_one_that_waits_is_cancelled() -> None:
+    """TensorRT-LLM keeps a cancel that comes in a call's last iteration for ever, and a verification has but one."""
+
+    async def main() -> None:
+        for seconds, num_cancels in ((0.05, 0), (60.0, 1)):
+            triton = ScriptedTriton(seconds=seconds)
+            engine = engine_of(triton)
+            drafts = np.array([1, 2, 3], dtype=np.int32)
+            lost = asyncio.create_task(engine.generate(EngineCall("a", np.array([1, 2], dtype=np.int32), 4, draft_ids=drafts)))
+            await asyncio.sleep(0.01)
+            lost.cancel()
+            await asyncio.gather(lost, return_exceptions=True)
+            await engine.close()
+            assert triton.num_cancels == num_cancels and not triton.running
+
+    run_virtual(main())
+
+
 def test_calls_past_the_gate_wait_and_are_cancelled_without_a_word_to_triton() -> None:
     async def main() -> None:
         triton = ScriptedTriton()
