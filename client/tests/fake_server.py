@@ -24,7 +24,7 @@ class Reply:
     """One response; None leaves an output out."""
 
     text: str | None = None
-    step: Mapping[str, Any] | None = None
+    step: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
     finish: str | None = None
     usage: Mapping[str, Any] | None = None
     trace: str | None = None

@@ -49,6 +49,16 @@ def test_ask_gives_text_parts_numbers_and_steps(server: FakeServer) -> None:
     run(server, scenario)
 
 
+def test_only_a_stream_is_written_step_by_step(server: FakeServer) -> None:
+    async def scenario(client: AsyncClient) -> None:
+        await client.ask("plain")
+        await client.ask("plain", Options(stream=True))
+        assert len([event async for event in client.stream("plain")]) == 3
+        assert [seen.inputs.get("stream") for seen in server.requests] == [[False], [True], None]
+
+    run(server, scenario)
+
+
 def test_events_come_in_order(server: FakeServer) -> None:
     async def scenario(client: AsyncClient) -> None:
         kinds = [type(event) async for event in client.stream("steps")]

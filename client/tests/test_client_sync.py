@@ -2,6 +2,7 @@ import gc
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from fake_server import WAIT_S, FakeServer, Gate, Reply
@@ -73,6 +74,24 @@ def test_the_server_sees_question_options_model_id_and_metadata(server: FakeServ
     assert set(seen.inputs) == {"messages", "max_depth", "stop", "seed"}
     assert (seen.model, seen.request_id) == ("lookahead", stream.request_id)
     assert seen.metadata["authorization"] == "Bearer x"
+
+
+def test_only_a_stream_is_written_step_by_step(client: Client, server: FakeServer) -> None:
+    """Where nobody reads along, a call for each step would be for nothing."""
+    client.ask("plain")
+    client.ask("plain", Options(stream=True, seed=7))
+    list(client.stream("plain"))
+    assert [seen.inputs.get("stream") for seen in server.requests] == [[False], [True], None]
+    assert server.request(1).inputs["seed"] == [7]
+
+
+def test_an_answer_in_one_piece_makes_the_same_result(client: Client, server: FakeServer) -> None:
+    streamed = client.ask("steps", Options(trace=True, stream=True))
+    *steps, last, finish = server.scripts["steps"]
+    records = [each.step for each in steps]
+    text = "".join(each.text or "" for each in (*steps, last))
+    server.scripts["steps"] = [replace(finish, text=text, step=records)]
+    assert client.ask("steps", Options(trace=True)) == streamed
 
 
 def test_headers_of_one_request_go_beside_the_clients_own(server: FakeServer) -> None:

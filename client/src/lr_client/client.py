@@ -11,7 +11,7 @@ import grpc
 
 from lr_client import _wire
 from lr_client.fields import Options
-from lr_client.protocol import Collector, encode
+from lr_client.protocol import Collector, encode, read_at_once
 from lr_client.types import Event, Question, Result
 
 DEFAULT_URL = "localhost:8001"
@@ -118,6 +118,8 @@ class Client:
     ) -> Result:
         """The whole answer to a question, or to the last turn of a list of messages.
 
+        Unless ``options`` say otherwise, the server sends it in one piece, which is faster than a stream.
+
         Args:
             timeout_s: seconds until the request is given up and cancelled; None is the client's own.
             request_id: what the server's log calls the request; None makes one.
@@ -128,7 +130,7 @@ class Client:
         """
         collector = Collector()
         with self.stream(
-            question, options, timeout_s=timeout_s, request_id=request_id, metadata=metadata
+            question, read_at_once(options), timeout_s=timeout_s, request_id=request_id, metadata=metadata
         ) as events:
             for event in events:
                 collector.add(event)

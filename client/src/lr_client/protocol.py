@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, get_type_hints
 
 import numpy as np
@@ -67,6 +67,15 @@ def encode(question: Question, options: Options) -> tuple[Tensor, ...]:
     """
     given = _prompt(question) | {name: getattr(options, name) for name in FIELDS}
     return tuple(_tensor(name, value) for name, value in given.items() if _is_given(value))
+
+
+def read_at_once(options: Options | None) -> Options:
+    """The options of an answer that nobody reads as it comes: whole, where they do not say.
+
+    For a stream the server writes step by step, which costs it a call for each.
+    """
+    options = options or Options()
+    return replace(options, stream=False) if options.stream is None else options
 
 
 def _is_given(value: object) -> bool:
