@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_server import WAIT_S, FakeServer, Gate
+from fake_server import WAIT_S, FakeServer, Gate, Reply
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
@@ -89,6 +89,26 @@ def test_a_trace_that_cannot_be_saved_is_one_line(
     result = call("ask", question, "--trace-file", str(file), "--url", server.url)
     assert result.exit_code == 1
     assert result.output.splitlines()[-1].startswith(words)
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]])
+@pytest.mark.parametrize(
+    ("text", "finish", "warned"),
+    [
+        ("<think>so", "length", "no answer: cut before it began (finish: length); raise --max-tokens\n"),
+        ("<think>so", "deadline", "no answer: cut before it began (finish: deadline); raise --deadline\n"),
+        ("<think>so</think>4", "length", ""),
+        ("4", "length", ""),
+        ("<think>so</think>", "stop", ""),
+    ],
+)
+def test_a_cut_in_the_reasoning_is_warned_of(
+    server: FakeServer, more: list[str], text: str, finish: str, warned: str
+) -> None:
+    server.scripts["cut"] = [Reply(text=text), Reply(finish=finish)]
+    result = call("ask", "cut", *more, "--url", server.url)
+    assert (result.exit_code, result.stderr) == (0, warned)
+    assert warned not in result.stdout or not warned
 
 
 def test_json_prints_one_event_a_line(server: FakeServer) -> None:

@@ -24,12 +24,15 @@ from lr_client._help import Command, Group
 from lr_client.client import DEFAULT_TIMEOUT_S, DEFAULT_URL, READY_TIMEOUT_S, Client
 from lr_client.errors import ClientError, InvalidRequest, ServerError, ServerUnreachable
 from lr_client.fields import FIELDS, Options
+from lr_client.protocol import Collector
 from lr_client.render import ConsoleRenderer, JsonRenderer, Renderer
-from lr_client.types import FinishEvent, Message, Question
+from lr_client.types import FinishEvent, Message, Question, Result
 
 EXIT_FAILED = 1
 EXIT_WRONG_USE = 2
 EXIT_INTERRUPTED = 130
+_LIMITS = {"length": "--max-tokens", "deadline": "--deadline"}
+"""What cuts an answer, by its finish reason."""
 
 app = typer.Typer(
     cls=Group,
@@ -99,10 +102,13 @@ def ask(
         renderer: Renderer
         renderer = JsonRenderer(console) if json_lines else ConsoleRenderer(console, legend=coloured)
         with closing(renderer), client.stream(_question(question, system), options) as events:
+            collector = Collector()
             for event in events:
                 renderer.show(event)
+                collector.add(event)
                 if trace_file is not None and isinstance(event, FinishEvent):
                     _save_trace(trace_file, event.trace)
+        _warn_of_no_answer(collector.result())
 
 
 @app.command(cls=Command)
@@ -120,6 +126,15 @@ def check(
         result = client.ask("What is 1 + 1?", Options(max_tokens=16, temperature=0.0))
         took_s = time.monotonic() - begun_s
         _console().print(f"OK: {model} at {url} answered in {took_s:.2f} s (finish: {result.finish_reason})")
+
+
+def _warn_of_no_answer(result: Result) -> None:
+    """Reasoning that was cut looks like an answer to who does not know the model."""
+    limit = _LIMITS.get(result.finish_reason)
+    if limit is not None and not result.answer:
+        _complain(
+            f"no answer: cut before it began (finish: {result.finish_reason}); raise {limit}", style="yellow"
+        )
 
 
 def _save_trace(path: Path, trace: str | None) -> None:
@@ -154,5 +169,5 @@ def _one_line_errors() -> Iterator[None]:
         raise typer.Exit(EXIT_WRONG_USE if isinstance(error, InvalidRequest) else EXIT_FAILED) from None
 
 
-def _complain(message: str) -> None:
-    _console(stderr=True).print(Text(" ".join(message.split()), style="red"))
+def _complain(message: str, style: str = "red") -> None:
+    _console(stderr=True).print(Text(" ".join(message.split()), style=style))
