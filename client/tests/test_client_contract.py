@@ -1,10 +1,13 @@
 """The client against the server's own tables; skipped where the client is installed alone."""
 
+import re
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
 from lr_client import Options, StepRecord, Usage
+from lr_client.client import DEFAULT_TIMEOUT_S
 from lr_client.protocol import INPUTS, OUTPUTS, Decoder, encode, error_from_text, read_record
 from lr_client.render import STYLES
 
@@ -22,6 +25,14 @@ def test_inputs_and_outputs_are_the_server_s() -> None:
 def test_every_field_of_the_server_s_request_can_be_sent() -> None:
     prompt = {"text_input", "messages"}
     assert prompt | {item.name for item in fields(Options)} == set(request.LookaheadRequest.model_fields)
+
+
+def test_the_server_s_own_limit_ends_an_answer_first() -> None:
+    """Its text is kept then; who gives up gets none."""
+    specs = list((Path(__file__).parents[2] / "engines").glob("*.toml"))
+    found = [re.search(r"^request_s = ([\d.]+)", spec.read_text(encoding="utf-8"), re.M) for spec in specs]
+    limits_s = [float(limit[1]) for limit in found if limit is not None]
+    assert limits_s and max(limits_s) < DEFAULT_TIMEOUT_S
 
 
 def test_what_the_client_sends_parses() -> None:

@@ -15,7 +15,8 @@ from lr_client.protocol import Collector, encode, read_at_once
 from lr_client.types import Event, Question, Result
 
 DEFAULT_URL = "localhost:8001"
-DEFAULT_TIMEOUT_S = 600.0
+DEFAULT_TIMEOUT_S = 910.0
+"""Longer than the servers' own limit of 900 s on GPUs, so that theirs ends an answer and its text is kept."""
 READY_TIMEOUT_S = 5.0
 
 
