@@ -27,7 +27,14 @@ from lr_client import (
     TextEvent,
     Usage,
 )
-from lr_client._wire import checked_timeout, checked_url, infer_request, metadata_pairs, outputs_of
+from lr_client._wire import (
+    checked_id,
+    checked_timeout,
+    checked_url,
+    infer_request,
+    metadata_pairs,
+    outputs_of,
+)
 from lr_client.protocol import (
     INPUTS,
     Collector,
@@ -35,6 +42,7 @@ from lr_client.protocol import (
     encode,
     error_from_status,
     error_from_text,
+    read_at_once,
     read_record,
     read_steps,
 )
@@ -135,10 +143,31 @@ def test_a_malformed_question_is_refused(question: Any) -> None:
     assert caught.value.field == "messages"
 
 
-@pytest.mark.parametrize("timeout_s", [0, -1, math.nan, math.inf, 1e9])
-def test_a_wait_without_a_bound_is_refused(timeout_s: float) -> None:
-    with pytest.raises(InvalidRequest):
+@pytest.mark.parametrize("options", [{"seed": 7}, {}, 7])
+def test_what_is_no_options_is_refused(options: Any) -> None:
+    for take in (read_at_once, lambda options: encode("q", options)):
+        with pytest.raises(InvalidRequest, match=r"give Options\(\.\.\.\)") as caught:
+            take(options)
+        assert caught.value.field == "options"
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, math.nan, math.inf, 1e9, 10**400, "60", 1j])
+def test_a_wait_without_a_bound_is_refused(timeout_s: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
         checked_timeout(timeout_s)
+    assert caught.value.field == "timeout_s"
+
+
+@pytest.mark.parametrize("request_id", ["", "a b", "é", "a" * 129, 7, b"a"])
+def test_an_id_that_no_log_can_hold_is_refused(request_id: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        checked_id(request_id)
+    assert caught.value.field == "request_id"
+
+
+def test_an_id_is_kept_or_made() -> None:
+    assert checked_id("a" * 128) == "a" * 128
+    assert checked_id(None) != checked_id(None)
 
 
 @pytest.mark.parametrize("url", ["", "http://localhost:8000"])

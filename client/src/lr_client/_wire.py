@@ -8,7 +8,6 @@ its message is sent, the sending side closed, and the server ends the call after
 
 from __future__ import annotations
 
-import math
 import re
 import struct
 import threading
@@ -18,11 +17,12 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+import numpy as np
 from tritonclient.grpc import InferResult, service_pb2, service_pb2_grpc
 from tritonclient.utils import serialize_byte_tensor
 
 from lr_client.errors import Cancelled, ClientError, InvalidRequest, ServerError
-from lr_client.protocol import OUTPUTS, Decoder, Tensor, error_from_status, error_from_text
+from lr_client.protocol import OUTPUTS, Decoder, Tensor, error_from_status, error_from_text, shown
 from lr_client.types import Event
 
 MAX_TIMEOUT_S = 86400.0
@@ -61,16 +61,17 @@ def checked_url(url: str) -> str:
     return url
 
 
-def checked_timeout(timeout_s: float) -> float:
+def checked_timeout(timeout_s: object) -> float:
     """Seconds that one request may take.
 
     Raises:
         InvalidRequest: not a number above 0 and up to a day.
     """
-    if not (math.isfinite(timeout_s) and 0 < timeout_s <= MAX_TIMEOUT_S):
+    # The bounds are false for NaN too.
+    if not (isinstance(timeout_s, int | float | np.integer | np.floating) and 0 < timeout_s <= MAX_TIMEOUT_S):
         rule = f"seconds above 0 and up to {MAX_TIMEOUT_S:g}"
-        raise InvalidRequest(f"timeout_s={timeout_s!r}: {rule}", field="timeout_s")
-    return timeout_s
+        raise InvalidRequest(f"timeout_s={shown(timeout_s)}: {rule}", field="timeout_s")
+    return float(timeout_s)
 
 
 def checked_id(request_id: str | None) -> str:
@@ -79,10 +80,12 @@ def checked_id(request_id: str | None) -> str:
     Raises:
         InvalidRequest: it is not 1 to 128 visible ASCII characters.
     """
-    if request_id is not None and not _REQUEST_ID.fullmatch(request_id):
+    if request_id is None:
+        return uuid.uuid4().hex
+    if not (isinstance(request_id, str) and _REQUEST_ID.fullmatch(request_id)):
         rule = "1 to 128 visible ASCII characters"
-        raise InvalidRequest(f"request_id={request_id[:80]!r}: {rule}", field="request_id")
-    return request_id or uuid.uuid4().hex
+        raise InvalidRequest(f"request_id={shown(request_id)}: {rule}", field="request_id")
+    return request_id
 
 
 def channel_options(url: str, server_name: str | None) -> tuple[tuple[str, int | str], ...]:

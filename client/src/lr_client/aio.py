@@ -155,7 +155,7 @@ class AsyncClient:
         limit_s = self.timeout_s if timeout_s is None else _wire.checked_timeout(timeout_s)
         request_id = _wire.checked_id(request_id)
         headers = (*self._metadata, *_wire.metadata_pairs(metadata))
-        request = _wire.infer_request(self.model, request_id, encode(question, options or Options()))
+        request = _wire.infer_request(self.model, request_id, encode(question, options))
         call = self._connected().ModelStreamInfer((request,), timeout=limit_s, metadata=headers)
         exchange = _wire.Exchange(call, request_id=request_id, url=self.url, timeout_s=limit_s)
         stream = AsyncStream(call, exchange)

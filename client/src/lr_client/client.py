@@ -155,7 +155,7 @@ class Client:
         limit_s = self.timeout_s if timeout_s is None else _wire.checked_timeout(timeout_s)
         request_id = _wire.checked_id(request_id)
         headers = (*self._metadata, *_wire.metadata_pairs(metadata))
-        request = _wire.infer_request(self.model, request_id, encode(question, options or Options()))
+        request = _wire.infer_request(self.model, request_id, encode(question, options))
         try:
             call = self._stub.ModelStreamInfer(iter((request,)), timeout=limit_s, metadata=headers)
         except ValueError:  # what gRPC says of a channel that another thread has just closed

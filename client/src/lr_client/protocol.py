@@ -59,22 +59,39 @@ class Tensor:
     values: npt.NDArray[Any]
 
 
-def encode(question: Question, options: Options) -> tuple[Tensor, ...]:
+def encode(question: Question, options: Options | None) -> tuple[Tensor, ...]:
     """The inputs of one request; fields that are None stay at home.
 
     Raises:
         InvalidRequest: a value does not fit its tensor. Every other rule is the server's.
     """
+    options = checked_options(options)
     given = _prompt(question) | {name: getattr(options, name) for name in FIELDS}
     return tuple(_tensor(name, value) for name, value in given.items() if _is_given(value))
+
+
+def checked_options(options: Options | None) -> Options:
+    """The options; None has none.
+
+    Raises:
+        InvalidRequest: they are something else, such as a dict.
+    """
+    if options is None:
+        return Options()
+    if not isinstance(options, Options):
+        raise InvalidRequest("options: give Options(...)", field="options")
+    return options
 
 
 def read_at_once(options: Options | None) -> Options:
     """The options of an answer that nobody reads as it comes: whole, where they do not say.
 
     For a stream the server writes step by step, which costs it a call for each.
+
+    Raises:
+        InvalidRequest: they are no ``Options``.
     """
-    options = options or Options()
+    options = checked_options(options)
     return replace(options, stream=False) if options.stream is None else options
 
 
@@ -90,7 +107,7 @@ def _prompt(question: Question) -> dict[str, str]:
         return {"messages": json.dumps(messages, ensure_ascii=False)}
     except (TypeError, KeyError, ValueError) as error:
         rule = "give a string, or a list of {'role': ..., 'content': ...}"
-        raise InvalidRequest(f"messages={_shown(question)}: {rule}", field="messages") from error
+        raise InvalidRequest(f"messages={shown(question)}: {rule}", field="messages") from error
 
 
 def _tensor(name: str, value: object) -> Tensor:
@@ -100,11 +117,12 @@ def _tensor(name: str, value: object) -> Tensor:
     try:
         values = np.array([convert(item) for item in items], dtype=numpy_dtype)
     except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidRequest(f"{name}={_shown(value)}: {rule}", field=name) from error
+        raise InvalidRequest(f"{name}={shown(value)}: {rule}", field=name) from error
     return Tensor(name, datatype, values)
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """A value in a message: no longer than a line."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
