@@ -34,7 +34,8 @@ CHANNEL_OPTIONS = (
     # Else a new client fails with older ones of the process that still wait before they connect again.
     ("grpc.use_local_subchannel_pool", 1),
 )
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+# The server keeps no more of an id.
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,80}")
 
 
 class Call(Protocol):
@@ -78,12 +79,12 @@ def checked_id(request_id: str | None) -> str:
     """The id of a request; a new one where None is given.
 
     Raises:
-        InvalidRequest: it is not 1 to 128 visible ASCII characters.
+        InvalidRequest: it is not 1 to 80 visible ASCII characters.
     """
     if request_id is None:
         return uuid.uuid4().hex
     if not (isinstance(request_id, str) and _REQUEST_ID.fullmatch(request_id)):
-        rule = "1 to 128 visible ASCII characters"
+        rule = "1 to 80 visible ASCII characters"
         raise InvalidRequest(f"request_id={shown(request_id)}: {rule}", field="request_id")
     return request_id
 
@@ -142,7 +143,7 @@ class Exchange:
     """The state of one request that both transports share; does no input or output but ``call.cancel()``.
 
     Attributes:
-        request_id: sent with the request; the server's log and traces carry it.
+        request_id: sent with the request; the server's log and traces carry it, with a suffix.
         over: nothing more will come.
     """
 

@@ -33,7 +33,7 @@ class Stream(Iterator[Event]):
 
     @property
     def request_id(self) -> str:
-        """The id of this request in the server's log."""
+        """The id that was sent; the server's log and trace have it with a suffix, ``-`` and 12 characters."""
         return self._exchange.request_id
 
     def cancel(self) -> None:
@@ -123,7 +123,8 @@ class Client:
 
         Args:
             timeout_s: seconds until the request is given up and cancelled; None is the client's own.
-            request_id: what the server's log calls the request; None makes one.
+            request_id: what the server's log calls the request, with a suffix there; at most 80 characters.
+                None makes one.
             metadata: headers of this request beside the client's own, such as ``traceparent``.
 
         Raises:
