@@ -143,6 +143,13 @@ def test_a_malformed_question_is_refused(question: Any) -> None:
     assert caught.value.field == "messages"
 
 
+def test_a_key_that_no_message_has_is_refused_by_name() -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [], "name": "a"}
+    with pytest.raises(InvalidRequest, match="messages: unknown name, tool_calls") as caught:
+        encode([{"role": "user", "content": "q"}, call], Options())  # type: ignore[list-item]
+    assert caught.value.field == "messages"
+
+
 @pytest.mark.parametrize("options", [{"seed": 7}, {}, 7])
 def test_what_is_no_options_is_refused(options: Any) -> None:
     for take in (read_at_once, lambda options: encode("q", options)):

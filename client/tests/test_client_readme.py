@@ -26,7 +26,7 @@ def blocks(language: str) -> list[str]:
 def answering(server: FakeServer) -> FakeServer:
     step = {"index": 0, "origin": "draft", "text": "so"}
     (question,) = set(re.findall(r'"(Tom has [^"]+)"', README))
-    server.scripts["How many?"] = server.scripts[question] = [
+    server.scripts["How many?"] = server.scripts["Are you sure?"] = server.scripts[question] = [
         Reply(text="so", step=step),
         Reply(text="</think>13"),
         replace(FINISH, trace="{}"),
@@ -36,7 +36,7 @@ def answering(server: FakeServer) -> FakeServer:
 
 @pytest.mark.parametrize(
     ("index", "printed"),
-    [(0, "13 stop None\n[draft] so</think>13"), (1, "['13', '13']"), (2, "seed is wrong:")],
+    [(0, "13 stop None\n[draft] so</think>13"), (1, "['13', '13']\n13"), (2, "seed is wrong:")],
 )
 def test_python_blocks_run(answering: FakeServer, index: int, printed: str) -> None:
     code = blocks("python")[index].replace("localhost:8001", answering.url)

@@ -102,12 +102,15 @@ def _is_given(value: object) -> bool:
 def _prompt(question: Question) -> dict[str, str]:
     if isinstance(question, str):
         return {"text_input": question}
+    rule = "give a string, or a list of {'role': ..., 'content': ...}"
     try:
         messages = [{"role": message["role"], "content": message["content"]} for message in question]
-        return {"messages": json.dumps(messages, ensure_ascii=False)}
+        text = json.dumps(messages, ensure_ascii=False)
     except (TypeError, KeyError, ValueError) as error:
-        rule = "give a string, or a list of {'role': ..., 'content': ...}"
         raise InvalidRequest(f"messages={shown(question)}: {rule}", field="messages") from error
+    if others := {str(key) for message in question for key in message} - {"role", "content"}:
+        raise InvalidRequest(f"messages: unknown {', '.join(sorted(others))}: {rule}", field="messages")
+    return {"messages": text}
 
 
 def _tensor(name: str, value: object) -> Tensor:
