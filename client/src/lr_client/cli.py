@@ -119,7 +119,7 @@ def check(
 ) -> None:
     """Is the server ready, and does it answer a tiny question?"""
     with _one_line_errors(), Client(url, model=model, timeout_s=timeout) as client:
-        if not client.is_ready(timeout_s=min(timeout, READY_TIMEOUT_S)):
+        if not client.is_ready(timeout_s=min(timeout, READY_TIMEOUT_S), models=[model]):
             advice = "start the server, or give its address with --url"
             raise ServerUnreachable(f"no ready model {model!r} at {url}", advice=advice)
         begun_s = time.monotonic()
