@@ -30,7 +30,7 @@ class StepRecord:
         reason: why it was accepted or not: ``exact``, ``judge``, ``late`` ...; ``none``: none was drafted.
         verifier: who decided on the drafted step, of a cascade the stage; None where nobody had to.
         score: the verifier's measure, where it has one.
-        sibling: which candidate of the position was accepted.
+        sibling: which candidate of the position was compared; None where there was none.
     """
 
     index: int
@@ -56,7 +56,7 @@ class Usage:
 
     Attributes:
         num_steps_accepted_by: accepted steps, by reason.
-        num_steps_rejected: drafted steps that were judged and not taken, by reason.
+        num_steps_rejected: drafted steps that were not taken, by reason, late ones apart.
         step_acceptance_rate: accepted / (accepted + rejected + late) drafted steps.
         mean_accepted_length: mean number of consecutive accepted steps before each correction.
         token_acceptance_rate: accepted / verified draft tokens.
@@ -71,7 +71,7 @@ class Usage:
         first_step_s: seconds until the first committed step.
         latency_s: seconds until the end.
         seed: the request's, or the one that the server drew for it.
-        degraded: roles that were down, so that the answer came without them.
+        degraded: what failed, so that the answer went on without it: ``draft``, ``judge`` or ``verifier``.
     """
 
     prompt_tokens: int = 0
