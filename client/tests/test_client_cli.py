@@ -12,6 +12,7 @@ from fake_server import WAIT_S, FakeServer, Gate, Reply
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
+from lr_client import __version__
 from lr_client.cli import app
 from lr_client.fields import FIELDS
 from lr_client.render import ConsoleRenderer, closing_line
@@ -119,6 +120,26 @@ def test_json_prints_one_event_a_line(server: FakeServer) -> None:
     assert events[1]["text"] == "one. "
     assert events[-1]["finish_reason"] == "stop"
     assert set(events[-1]["usage"]) == set(Usage.__dataclass_fields__)
+
+
+@pytest.mark.parametrize(
+    ("flags", "traced"), [(["--trace"], '{"schema": "é"}'), ([], None), (["--no-trace"], None)]
+)
+def test_json_has_the_trace_that_was_asked_for(
+    server: FakeServer, flags: list[str], traced: str | None
+) -> None:
+    result = call("ask", "traced", "--json", *flags, "--url", server.url)
+    *_, finish = (json.loads(line) for line in result.output.splitlines())
+    assert (finish["event"], finish.get("trace")) == ("finish", traced)
+
+
+def test_the_version_is_the_packages() -> None:
+    result = call("--version")
+    assert (result.exit_code, result.output) == (0, f"lookahead-client {__version__}\n")
+
+
+def test_the_help_says_what_the_command_is_for() -> None:
+    assert "Ask a lookahead reasoning server." in call("--help").output
 
 
 def test_the_closing_line_says_what_audits_found() -> None:

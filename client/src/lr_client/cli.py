@@ -20,6 +20,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from lr_client import __version__
 from lr_client._help import Command, Group
 from lr_client.client import DEFAULT_TIMEOUT_S, DEFAULT_URL, READY_TIMEOUT_S, Client
 from lr_client.errors import ClientError, InvalidRequest, ServerError, ServerUnreachable
@@ -41,6 +42,23 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"lookahead-client {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    """What comes before a command."""
+
 
 Url = Annotated[str, typer.Option(envvar="LOOKAHEAD_URL", help="gRPC address of the server, host:port.")]
 Model = Annotated[str, typer.Option(envvar="LOOKAHEAD_MODEL", help="Name of the model on the server.")]
@@ -95,12 +113,15 @@ def ask(
 
     Unless --no-trace is given, the trace is asked for, to colour the steps.
     """
-    coloured = options.trace is not False
+    with_trace, coloured = options.trace is True, options.trace is not False
     options = replace(options, trace=coloured or trace_file is not None)
     console = _console()
     with _one_line_errors(), Client(url, model=model, timeout_s=timeout) as client:
         renderer: Renderer
-        renderer = JsonRenderer(console) if json_lines else ConsoleRenderer(console, legend=coloured)
+        if json_lines:
+            renderer = JsonRenderer(console, with_trace=with_trace)
+        else:
+            renderer = ConsoleRenderer(console, legend=coloured)
         with closing(renderer), client.stream(_question(question, system), options) as events:
             collector = Collector()
             for event in events:

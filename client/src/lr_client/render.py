@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Protocol
 
 from rich.console import Console
@@ -30,13 +30,20 @@ class Renderer(Protocol):
 
 
 class JsonRenderer:
-    """One JSON object a line; ``event`` is ``text``, ``step`` or ``finish``, the other keys are its own."""
+    """One JSON object a line; ``event`` is ``text``, ``step`` or ``finish``, the other keys are its own.
 
-    def __init__(self, console: Console) -> None:
+    Args:
+        with_trace: the finish has the trace too, which is long.
+    """
+
+    def __init__(self, console: Console, *, with_trace: bool) -> None:
         self._file = console.file
+        self._with_trace = with_trace
 
     def show(self, event: Event) -> None:
         """Write one line, and flush it."""
+        if isinstance(event, FinishEvent) and not self._with_trace:
+            event = replace(event, trace=None)
         # ASCII: a pipe may have any encoding.
         print(json.dumps(_document(event)), file=self._file, flush=True)
 
@@ -50,8 +57,9 @@ def _document(event: Event) -> dict[str, object]:
             return {"event": "text", "text": text}
         case StepEvent(record):
             return {"event": "step", **asdict(record)}
-        case FinishEvent(reason, usage):
-            return {"event": "finish", "finish_reason": reason, "usage": asdict(usage)}
+        case FinishEvent(reason, usage, trace):
+            traced = {} if trace is None else {"trace": trace}
+            return {"event": "finish", "finish_reason": reason, "usage": asdict(usage), **traced}
 
 
 class ConsoleRenderer:
