@@ -136,7 +136,7 @@ class LookaheadRequest(BaseModel):
     `sd` by draft tokens; `lr` by steps; `lr_sd` by both; `lossless` by both, and a drafted step is accepted only if its tokens
     are the target's own: the text is what `ar` writes with the same seed, on GPUs up to rounding"""
     max_depth: int = Field(default=8, ge=0, le=16)
-    """steps drafted ahead of the last committed one, with `auto` at most; cut at the server's limit"""
+    """steps that are worked on at a time, with `auto` at most (1 gains nothing, 0: no steps); cut at the server's limit"""
     width: int = Field(default=1, ge=1, le=8)
     """candidate steps at each position; cut at the server's limit"""
     num_draft_tokens: int = Field(default=8, ge=0, le=64)

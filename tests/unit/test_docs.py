@@ -24,6 +24,7 @@ from lr_backend.frontend.errors import CODES
 from lr_backend.frontend.settings import Settings
 from lr_backend.serve.warmup import QUESTION
 from lr_backend.triton.request_metrics import ENDS, end_of
+from lr_backend.verify import Reason
 from tools.docs_site import pages
 
 PROJECT = Path(__file__).parents[2]
@@ -112,6 +113,10 @@ def table(page: Path, *first_row: str) -> list[list[str]]:
     (start,) = (number for number, row in enumerate(rows) if row[: len(first_row)] == list(first_row))
     end = next((number for number in range(start, len(rows)) if len(rows[number]) < 2), len(rows))
     return rows[start + 2 : end]
+
+
+def test_the_reasons_of_a_step_are_those_of_the_page() -> None:
+    assert {name for row in table(API, "`reason`") for name in CODE.findall(row[0])} == set(Reason)
 
 
 def test_the_codes_of_the_front_end_are_those_of_the_page() -> None:

@@ -79,8 +79,8 @@ class Options:
         int | None,
         Field(
             "INT32",
-            "steps drafted ahead of the last committed one, with `auto` at most; cut at the server's limit "
-            "(0 to 16)",
+            "steps that are worked on at a time, with `auto` at most (1 gains nothing, 0: no steps); cut at "
+            "the server's limit (0 to 16)",
         ),
     ] = None
     width: Annotated[
