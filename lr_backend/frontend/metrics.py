@@ -18,7 +18,11 @@ from lr_backend.frontend.limits import Gate
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 TIMEOUT_S = 2.0
 """For Triton's page; a scrape has ten seconds by default."""
-BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 600.0)
+BOUNDS_S = (
+    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 600.0),
+    *(900.0, 1800.0, 3600.0),
+)
+"""Up to what a new spec of a CPU gives a request."""
 COMPLETED, NO_ROUTE = "ok", "none"
 ANSWERING = ("/v1/chat/completions", "/v1/completions")
 SHOWN_FROM_THE_START = {COMPLETED: 200} | {code: CODES[code][0] for code in ("overloaded", "unavailable", "timeout", "internal")}

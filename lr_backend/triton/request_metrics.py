@@ -73,11 +73,11 @@ GAUGES = {
     LIMIT: "Its share of the requests that the server answers at a time; what comes beyond the sum is refused as overloaded",
     BUILD: "Always 1; the label is the version of the server",
 }
-_SHORT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 7.0, 10.0, 15.0, 30.0, 60.0, 120.0)
+_SHORT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 7.0, 10.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 HISTOGRAMS = {
     REQUEST_S: Histogram(
         "Seconds from a request's arrival at the step loop to the end of its answer",
-        (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 600.0),
+        (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 600.0, 900.0, 1800.0, 3600.0),
     ),
     FIRST_S: Histogram(
         "Seconds from a request's arrival at the step loop to its first step, where somebody waits for steps", _SHORT_S

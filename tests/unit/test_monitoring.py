@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from lr_backend.frontend.limits import Gate
-from lr_backend.frontend.metrics import DoorMetrics
+from lr_backend.frontend.metrics import BOUNDS_S, DoorMetrics
 from lr_backend.triton import audit_metrics, engine_metrics, request_metrics, speculation_metrics
 from tests.support.observed import (
     ALERTS,
@@ -39,6 +39,12 @@ def known() -> set[str]:
     registry = DoorMetrics(Gate(1), None)._registry
     suffix = {"counter": "_total"}
     return names | {family.name + suffix.get(family.type, "") for family in registry.collect()}
+
+
+@pytest.mark.parametrize("bounds", [request_metrics.HISTOGRAMS[request_metrics.REQUEST_S].bounds, BOUNDS_S])
+def test_the_longest_answer_has_a_bucket(bounds: tuple[float, ...]) -> None:
+    """Beyond the last bound no quantile is told. Specs of GPUs give a request 900 s, those of CPUs 3600."""
+    assert {900.0, 3600.0} < set(bounds) and list(bounds) == sorted(bounds)
 
 
 @pytest.mark.parametrize("name", EXPRESSIONS)
