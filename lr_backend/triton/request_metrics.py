@@ -80,7 +80,9 @@ HISTOGRAMS = {
         (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 600.0, 900.0, 1800.0, 3600.0),
     ),
     FIRST_S: Histogram(
-        "Seconds from a request's arrival at the step loop to its first step, where somebody waits for steps", _SHORT_S
+        "Seconds from a request's arrival at the step loop to its first step, where somebody waits for steps; of one given up "
+        "before that, to its end",
+        _SHORT_S,
     ),
     INTERVAL_S: Histogram("Seconds between two committed steps, where somebody waits for steps", _SHORT_S),
     CALL_S: Histogram("Seconds that one engine call took, its wait before the engine included", _SHORT_S),
@@ -99,6 +101,8 @@ ENDS = (
 RESULTS = ("completed", "cancelled", "failed")
 ACCEPTING = (Reason.EXACT, Reason.SAME_TEXT, Reason.NONE)
 """Reasons that no correction has."""
+GIVEN_UP = (FinishReason.DEADLINE, "cancelled", "target_unavailable")
+"""Ends of a request that has waited: for its first step at least so long, if it has none."""
 PARTS = ("draft", "judge", "verifier")
 """What an answer may go on without."""
 MAX_WAITING = 1 << 16
@@ -234,7 +238,10 @@ class RequestMeter:
         """The request is over, however; once."""
         assert end in ENDS, end
         self._metrics.num_in_flight -= 1
-        self._metrics.add({_key(REQUESTS, mode=self.mode, end=end): 1.0})
+        timed: tuple[tuple[Key, float], ...] = ()
+        if self._is_watched and self._last_step_s is None and end in GIVEN_UP:
+            timed = ((_key(FIRST_S, mode=self.mode), self._clock() - self._began_s),)
+        self._metrics.add({_key(REQUESTS, mode=self.mode, end=end): 1.0}, timed)
 
 
 def _key(name: str, **labels: str) -> Key:

@@ -138,6 +138,30 @@ def test_steps_are_timed_where_somebody_waits_for_them() -> None:
     assert not any(seconds for (name, _), seconds in page.observed.items() if name in (named.FIRST_S, named.INTERVAL_S))
 
 
+@pytest.mark.parametrize(
+    ("end", "stream", "is_told"),
+    [*((end, True, True) for end in named.GIVEN_UP), ("engine_rejected", True, False), ("cancelled", False, False)],
+)
+def test_who_gives_up_before_the_first_step_has_waited_so_long(end: str, stream: bool, is_told: bool) -> None:
+    """Else nobody would be slow where everybody gives up."""
+    now_s = [1.0]
+    metrics = RequestMetrics(1)
+    meter = metrics.begin(lambda: now_s[0])
+    meter.read(LookaheadRequest.parse({"text_input": "?", "stream": stream, "mode": "ar"}))
+    now_s[0] = 31.0
+    meter.end(end)
+    assert list(metrics.measured()) == ([((named.FIRST_S, (("mode", "ar"),)), 30.0)] if is_told else [])
+
+
+def test_who_gives_up_after_the_first_step_is_timed_once() -> None:
+    metrics = RequestMetrics(1)
+    meter = metrics.begin(lambda: 1.0)
+    meter.read(LookaheadRequest.parse({"text_input": "?", "stream": True}))
+    meter.step(StepMark(Origin.TARGET, Reason.NONE, 4, 0))
+    meter.end("cancelled")
+    assert len(list(metrics.measured())) == 1
+
+
 def test_depth_is_that_at_which_the_target_was_at_work() -> None:
     alone, _, _ = served([{"mode": "ar", "max_tokens": 200}])
     assert total(alone, named.DEPTHS, depth="0") == total(alone, named.DEPTHS) > 0
