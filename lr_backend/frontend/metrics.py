@@ -25,8 +25,9 @@ BOUNDS_S = (
 """Up to what a new spec of a CPU gives a request."""
 COMPLETED, NO_ROUTE = "ok", "none"
 ANSWERING = ("/v1/chat/completions", "/v1/completions")
-SHOWN_FROM_THE_START = {COMPLETED: 200} | {code: CODES[code][0] for code in ("overloaded", "unavailable", "timeout", "internal")}
-"""What alerts look at: the rate of a counter that appears with its first event misses that event."""
+FAILED = ("overloaded", "unavailable", "timeout", "internal", "not_finite")
+SHOWN_FROM_THE_START = ((200, COMPLETED), *((status, code) for code in FAILED for status in (CODES[code][0], 200)))
+"""What alerts look at, of streams that fail midway too: the rate of a counter that appears with its first event misses it."""
 log = structlog.get_logger()
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # one series more for each, and nobody asks when a counter was made
@@ -45,7 +46,7 @@ class DoorMetrics:
             ("route", "status", "code"),
             registry=self._registry,
         )
-        for route, (code, status) in product(ANSWERING, SHOWN_FROM_THE_START.items()):
+        for route, (status, code) in product(ANSWERING, SHOWN_FROM_THE_START):
             self._requests.labels(route, str(status), code)
         self._seconds = Histogram(
             "lr_http_request_duration_seconds",

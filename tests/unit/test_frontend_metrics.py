@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.server
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,9 +15,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from lr_backend.frontend.call import Call
-from lr_backend.frontend.metrics import CONTENT_TYPE
+from lr_backend.frontend.errors import CODES
+from lr_backend.frontend.limits import Gate as Limit
+from lr_backend.frontend.metrics import ANSWERING, CONTENT_TYPE, DoorMetrics
 from tests.support.fake_lookahead import Fail, FakeServer, Gate, Reply
 from tests.support.frontend import Served, frontend
+from tests.support.observed import alert_expressions
 
 THEIRS = "# HELP nv_x Something.\n# TYPE nv_x counter\nnv_x 3\n"
 USAGE = {"prompt_tokens": 2, "completion_tokens": 3, "reasoning_tokens": 1, "num_steps": 2, "seed": 7}
@@ -91,6 +96,17 @@ def test_answers_and_failures_are_counted_by_route_status_and_code() -> None:
     assert found["lr_http_request_duration_seconds_count", (("route", chat),)] == 2.0
     assert found["lr_http_answers_in_flight", ()] == 0.0 < found["lr_http_answers_in_flight_limit", ()]
     assert not any(name.endswith("_created") for name, _ in found)
+
+
+def test_every_failure_that_an_alert_looks_at_is_there_before_it_happens() -> None:
+    """With the status of a refusal, and with that of a stream that fails midway."""
+    metrics = DoorMetrics(Limit(1), None)
+    families = text_string_to_metric_families(asyncio.run(metrics.page()).decode())
+    samples = [one.labels for family in families for one in family.samples if one.name == "lr_http_requests_total"]
+    found = {(labels["route"], labels["status"], labels["code"]) for labels in samples}
+    codes = set(re.findall(r"\w+", alert_expressions()["LookaheadErrors"].split('code=~"')[1].split('"')[0])) | {"overloaded"}
+    wanted = {(route, str(status), code) for route in ANSWERING for code in codes for status in (200, CODES[code][0])}
+    assert "not_finite" in codes and wanted <= found and all(one[0] in ANSWERING for one in found)
 
 
 def test_tritons_page_follows() -> None:
