@@ -175,7 +175,7 @@ class Frontend:
             if len(asked.jobs) > (most := self._gate.most(call.caller)):
                 param = "n" if asked.chat else "prompt"
                 raise ApiError("over_limit", f"{len(asked.jobs)} choices: at most {most} at a time here", param)
-            held.enter_context(self._gate.places(len(asked.jobs) - 1, call.caller))
+            held.enter_context(self._gate.places(len(asked.jobs) - 1, call.caller, own=1))
             timeout_s = min(self._deployed.request_s + GRACE_S, MAX_REQUEST_S)
             try:
                 answers = await held.enter_async_context(

@@ -131,8 +131,9 @@ class _Refused:
 class Gate:
     """At most so many answers at a time; the next is refused and not kept waiting.
 
-    Whoever asks alone may have all places. While several keys ask, each may hold its share and no more. A place that comes free
-    is left for a while to who was refused before and holds fewer. Some places may be kept for keys of priority.
+    Whoever asks alone may have all places. While several keys ask, each may hold its share and no more, but for one request of
+    more choices where the key holds nothing else. A place that comes free is left for a while to who was refused before and
+    holds fewer. Some places may be kept for keys of priority.
 
     Args:
         num_kept: places that only keys of priority get.
@@ -162,8 +163,12 @@ class Gate:
         return self.limit if caller.has_priority else self._num_common
 
     @contextmanager
-    def places(self, wanted: int, caller: Caller = Caller(), *, are_all: bool = True) -> Iterator[None]:
-        """Hold so many places. ``are_all``: the request wants no more.
+    def places(self, wanted: int, caller: Caller = Caller(), *, are_all: bool = True, own: int = 0) -> Iterator[None]:
+        """Hold so many places.
+
+        Args:
+            are_all: the request wants no more.
+            own: places that the same request holds already.
 
         Raises:
             ApiError: they are taken, or more than the caller's share.
@@ -172,7 +177,7 @@ class Gate:
         if self._asked_s.get(caller, now_s) < now_s - WAITS_S:
             self._refused.pop(caller, None)
         self._asked_s[caller] = now_s
-        if why := self._why_not(wanted, caller):
+        if why := self._why_not(wanted, caller, own):
             self._refused.setdefault(caller, _Refused(now_s)).times += 1
             raise ApiError("overloaded", f"{why}; try again later", retry_after_s=SOON_S)
         if are_all:
@@ -185,7 +190,7 @@ class Gate:
             self._held[caller] -= wanted
             self._tell()
 
-    def _why_not(self, wanted: int, caller: Caller) -> str:
+    def _why_not(self, wanted: int, caller: Caller, own: int) -> str:
         """What keeps a caller from so many more places; empty: nothing does."""
         num_common = sum(count for each, count in self._held.items() if not each.has_priority)
         if self.num_in_flight + wanted > self.limit or (not caller.has_priority and num_common + wanted > self._num_common):
@@ -204,7 +209,8 @@ class Gate:
             share = min(share, ceil(self._num_common / sum(not each.has_priority for each in asking)))
         else:  # nobody else gets the places that are kept
             share = max(share, ceil((self.limit - self._num_common) / sum(each.has_priority for each in asking)))
-        if wanted and self._held[caller] + wanted > share:
+        # One request cannot come in parts: above a share it could never be answered.
+        if wanted and self._held[caller] > own and self._held[caller] + wanted > share:
             return f"this key has its share of {share} answers in flight, and others ask"
         return ""
 

@@ -732,6 +732,35 @@ def test_a_request_of_several_choices_waits_its_turn_too() -> None:
     assert second <= 3
 
 
+def lets_in(gate: Gate, caller: Caller, num_choices: int) -> bool:
+    """Whether a request of so many choices is answered; its places are free again then."""
+    with suppress(ApiError), gate.places(1, caller, are_all=False), gate.places(num_choices - 1, caller, own=1):
+        return True
+    return False
+
+
+def test_a_request_of_more_choices_than_a_share_is_let_in_where_they_are_free() -> None:
+    """Another key asks now and then, so the share is four of eight."""
+    crowd, several, other = Crowd(8), Caller(0), Caller(1)
+    assert crowd.ask(other) == 1 and not lets_in(crowd.gate, several, 8), "only seven are free"
+    crowd.end(other)
+    with crowd.gate.places(1, several, are_all=False), crowd.gate.places(7, several, own=1):
+        assert crowd.ask(other, 2) == 0
+    crowd.now_s = 1.0
+    assert not lets_in(crowd.gate, several, 8), "the other one was refused before"
+    assert crowd.ask(other) == 1
+    crowd.end(other)
+    assert lets_in(crowd.gate, several, 8)
+    assert crowd.ask(several) == 1 and not lets_in(crowd.gate, several, 5), "it holds another place"
+
+
+def test_a_request_of_many_choices_has_none_of_the_places_that_are_kept() -> None:
+    crowd, several, other = Crowd(8, num_kept=2), Caller(0), Caller(1)
+    assert crowd.ask(other) == 1
+    crowd.end(other)
+    assert [lets_in(crowd.gate, several, number) for number in (7, 6)] == [False, True]
+
+
 def test_no_place_stands_empty_for_long_because_many_were_refused() -> None:
     """None of them comes back."""
     crowd = Crowd(8)
