@@ -165,7 +165,16 @@ class Frontend:
         call.trace(self._telemetry)
         self._admit(call)
         self._refuse_while_draining()
-        self._rate.count(call.caller.number)
+        counted_s = self._rate.count(call.caller.number)
+        try:
+            return await self._counted(call, read)
+        except ApiError as error:
+            if error.code == "overloaded":
+                self._rate.give_back(call.caller.number, counted_s)
+            raise
+
+    async def _counted(self, call: Call, read: Callable[[Document, Deployed], Asked]) -> Response:
+        """The answer to a request that is within the rate."""
         async with AsyncExitStack() as held:
             # Before the body: bodies on their way in take memory too.
             held.enter_context(self._gate.places(1, call.caller, are_all=False))

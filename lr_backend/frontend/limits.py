@@ -8,7 +8,7 @@ import hmac
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -103,21 +103,28 @@ class Rate:
         self._max, self._now_s = max_a_minute, now_s
         self._seen: dict[int, deque[float]] = {}
 
-    def count(self, key: int) -> None:
-        """Count a request.
+    def count(self, key: int) -> float:
+        """Count a request, and say when that was.
 
         Raises:
             ApiError: it is one too many, and not counted; says when the next may come.
         """
+        now_s = self._now_s()
         if self._max is None:
-            return
-        seen, now_s = self._seen.setdefault(key, deque()), self._now_s()
+            return now_s
+        seen = self._seen.setdefault(key, deque())
         while seen and seen[0] <= now_s - 60.0:
             seen.popleft()
         if len(seen) >= self._max:
             wait_s = max(1, ceil(seen[0] + 60.0 - now_s))
             raise ApiError("rate_limited", f"at most {self._max} requests a minute", retry_after_s=wait_s)
         seen.append(now_s)
+        return now_s
+
+    def give_back(self, key: int, counted_s: float) -> None:
+        """Count the request of that time no more: it was told to come again."""
+        with suppress(KeyError, ValueError):  # nothing is counted, or it was longer ago than a minute
+            self._seen[key].remove(counted_s)
 
 
 @dataclass

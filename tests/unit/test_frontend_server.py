@@ -607,6 +607,32 @@ def test_so_many_requests_a_minute_of_each_key(server: Any) -> None:
         assert served.chat("q", other).status == 200
 
 
+def test_a_refusal_for_want_of_places_takes_nothing_of_the_minute(server: Any, pause: Pause) -> None:
+    settings = Settings(max_requests_a_minute=2, max_in_flight=1)
+    with frontend(server.url, settings) as served, ThreadPoolExecutor(1) as pool:
+        held = pool.submit(served.chat, "late")
+        assert server.request(0)
+        assert [served.chat("q").error["code"] for _ in range(3)] == ["overloaded"] * 3
+        pause.opened.set()
+        assert held.result(WAIT_S).status == 200
+        assert [served.chat("q").status for _ in range(2)] == [200, 429]
+
+
+def test_what_is_given_back_is_the_request_that_was_counted_then() -> None:
+    now = [0.0]
+    rate = Rate(2, lambda: now[0])
+    first_s = rate.count(0)
+    now[0] = 30.0
+    rate.count(0)
+    rate.give_back(0, first_s)
+    rate.count(0)
+    rate.give_back(0, first_s)
+    with pytest.raises(ApiError) as refused:
+        rate.count(0)
+    assert refused.value.headers == {"retry-after": "60"}
+    Rate(None, lambda: 0.0).give_back(0, 0.0)
+
+
 def test_a_minute_slides() -> None:
     now = [0.0]
     rate = Rate(2, lambda: now[0])
