@@ -231,6 +231,9 @@ def _guarded(handler: Handler, metrics: DoorMetrics) -> Callable[[Request], Awai
             return call.failed(error)
         except ClientGone:
             return call.failed(ApiError("client_gone", "the client went away"))
+        except asyncio.CancelledError:  # the server ends, and waits no longer
+            call.log(503, code="unavailable")
+            raise
         except Exception as error:
             call.crashed(error)
             return call.failed(internal())

@@ -61,6 +61,9 @@ class EventStream(Response):
                 self._call.log(499, code="client_gone", streamed=True)
             except TimeoutError:  # not the answer's, which says so: nobody reads. The connection breaks off.
                 self._call.log(499, code="client_gone", streamed=True)
+            except asyncio.CancelledError:  # the server ends, and waits no longer
+                self._call.log(200, code="unavailable", streamed=True)
+                raise
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

@@ -19,6 +19,7 @@ import pytest
 from openai import APIError, AuthenticationError, BadRequestError, InternalServerError, OpenAI
 
 from lr_backend.errors import ConfigError
+from lr_backend.frontend import wire
 from lr_backend.frontend.app import Frontend
 from lr_backend.frontend.body import LINGER_BYTES_A_S, Lingering, parse_json
 from lr_backend.frontend.errors import CODES, ApiError
@@ -541,6 +542,23 @@ def test_a_process_that_is_to_end_says_so_to_the_end_and_finishes_what_it_has(se
         assert process.wait(WAIT_S) == 0
         assert held.result(WAIT_S).events[-1] == ("", "[DONE]")
         idle.close()
+
+
+@pytest.mark.parametrize(("stream", "status"), [(True, 200), (False, 503)])
+def test_an_answer_that_the_end_of_the_server_cuts_off_has_its_line_in_the_log(
+    server: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stream: bool, status: int
+) -> None:
+    monkeypatch.setattr(wire, "CLOSING_S", 0)
+    with frontend(server.url) as served:
+        connection = served.connect()
+        asked = {"model": "demo", "messages": user("held"), "stream": stream}
+        connection.request("POST", CHAT, json.dumps(asked), JSON)
+        if stream:
+            connection.getresponse()
+        assert server.request(0)
+    connection.close()
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "http_request" in line)
+    assert f"status={status}" in line and "code=unavailable" in line
 
 
 def probed(connection: http.client.HTTPConnection) -> int:
