@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 """One of them asks for spans, and says where they go (OTLP over HTTP)."""
-DISABLED, SERVICE = "OTEL_SDK_DISABLED", "OTEL_SERVICE_NAME"
+DISABLED, SERVICE, MOST_EVENTS = "OTEL_SDK_DISABLED", "OTEL_SERVICE_NAME", "OTEL_SPAN_EVENT_COUNT_LIMIT"
+MAX_EVENTS = 1 << 14
+"""Of a span, unless the environment says how many: a long answer has an event for each of its steps, and OpenTelemetry's own
+limit of 128 would keep the last ones alone."""
 HEADERS = ("traceparent", "tracestate")
 FORWARDED = "^traceparent$|^tracestate$"
 """gRPC headers that Triton hands on to its models as parameters."""
@@ -101,12 +104,13 @@ def open_telemetry(service: str, environment: Mapping[str, str]) -> Telemetry | 
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace import SpanLimits, TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         log.warning("no_telemetry", reason=f"{error.name} is missing; pip install '.[otel]'")
         return None
     resource = Resource.create({"service.name": environment.get(SERVICE) or service})
-    provider = TracerProvider(resource=resource)
+    limits = SpanLimits(max_events=None if environment.get(MOST_EVENTS) else MAX_EVENTS)
+    provider = TracerProvider(resource=resource, span_limits=limits)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     return Telemetry(provider)

@@ -15,7 +15,7 @@ from lr_backend.telemetry import Carrier, Telemetry, enter
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
-FAILED_ENDS = ("target_unavailable", "internal", "overloaded")
+FAILED_ENDS = ("target_unavailable", "not_finite", "internal", "overloaded")
 """Ends that are this server's fault."""
 
 

@@ -14,9 +14,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from lr_backend.errors import EngineError
+from lr_backend.errors import EngineError, NotFinite
 from lr_backend.request import Usage
-from lr_backend.telemetry import VARIABLES, Telemetry, carried, current, open_telemetry
+from lr_backend.telemetry import MOST_EVENTS, VARIABLES, Telemetry, carried, current, open_telemetry
 from lr_backend.testing import run_virtual
 from tests.support.fake_lookahead import Fail, FakeServer, Gate, Reply
 from tests.support.frontend import frontend
@@ -105,11 +105,12 @@ def test_what_fails_is_an_error_and_what_is_cancelled_is_not(seen: Seen) -> None
     assert request.status.status_code is StatusCode.UNSET  # the answer came
     assert request.attributes is not None and request.attributes["lookahead.degraded"] == "draft"
 
-    seen.exporter.clear()
-    world = make_world()
-    world.target.fail = lambda call: EngineError("gone")
-    served(seen, world, mode="lr")
-    assert seen.one("lookahead").status.status_code is StatusCode.ERROR
+    for failure in (EngineError("gone"), NotFinite("target: NaN")):
+        seen.exporter.clear()
+        world = make_world()
+        world.target.fail = lambda call, failure=failure: failure  # type: ignore[misc]
+        served(seen, world, mode="lr")
+        assert seen.one("lookahead").status.status_code is StatusCode.ERROR
 
 
 def test_no_span_holds_a_word_of_the_conversation(seen: Seen) -> None:
@@ -204,5 +205,25 @@ def test_an_exporter_that_is_named_is_opened_under_the_services_name() -> None:
     try:
         span = telemetry.begin("a", SpanKind.SERVER, {}, {})
         assert isinstance(span, ReadableSpan) and span.resource.attributes["service.name"] == "mine"
+    finally:
+        telemetry.close()
+
+
+@pytest.mark.parametrize(("said", "num_kept"), [(None, 1000), ("16", 16)])
+def test_every_step_of_a_long_answer_is_kept_unless_the_environment_says_how_many(
+    monkeypatch: pytest.MonkeyPatch, said: str | None, num_kept: int
+) -> None:
+    environment = {VARIABLES[1]: "http://127.0.0.1:9/v1/traces"}
+    monkeypatch.delenv(MOST_EVENTS, raising=False)
+    if said is not None:
+        environment[MOST_EVENTS] = said
+        monkeypatch.setenv(MOST_EVENTS, said)
+    telemetry = open_telemetry("x", environment)
+    assert telemetry is not None
+    try:
+        span = telemetry.begin("a", SpanKind.SERVER, {}, {})
+        for _ in range(1000):
+            span.add_event("step")
+        assert isinstance(span, ReadableSpan) and len(span.events) == num_kept
     finally:
         telemetry.close()
