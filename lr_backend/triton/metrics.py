@@ -16,6 +16,8 @@ import structlog
 log = structlog.get_logger()
 
 REFRESH_S = 0.5
+IDLE_S = 15.0
+"""So often while nothing happens: processor time is taken all the same, and shown late it would be a jump."""
 
 LOOP = "loop"
 """Label of what the step loop tells: which of its processes this is, from 0. So no two of them write one series."""
@@ -32,7 +34,7 @@ class Histogram:
 
 
 class MetricSheet:
-    """Sends what changed soon after something did: at most every ``REFRESH_S``, and not at all while nothing happens.
+    """Sends what changed soon after something did: at most every ``REFRESH_S``, and every ``IDLE_S`` while nothing happens.
 
     Args:
         family: ``pb_utils.MetricFamily``.
@@ -119,7 +121,7 @@ class MetricSheet:
 
     def _run(self) -> None:
         while not self._stopped.is_set():
-            self._changed.wait()
+            self._changed.wait(IDLE_S)
             self._changed.clear()
             self._stopped.wait(REFRESH_S)
             try:

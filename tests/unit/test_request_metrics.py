@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from lr_backend.loop.answer import StepMark
 from lr_backend.notice import Seat, Seats
 from lr_backend.request import LookaheadRequest, Mode, Origin, Usage
 from lr_backend.testing import VirtualClockLoop, run_virtual
+from lr_backend.triton import metrics as metrics_module
 from lr_backend.triton import request_metrics as named
 from lr_backend.triton.loop_lag import watch_lag
 from lr_backend.triton.metrics import Key, MetricSheet
@@ -234,6 +237,22 @@ def test_processor_time_is_counted() -> None:
     page = Page()
     request_metrics(page, RequestMetrics(1, cpu_clock=lambda: 2.5)).close()
     assert total(page, named.CPU_S) == 2.5
+
+
+def test_what_grows_while_nothing_happens_is_sent_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody touches the sheet."""
+    monkeypatch.setattr(metrics_module, "IDLE_S", 0.001)
+    monkeypatch.setattr(metrics_module, "REFRESH_S", 0.001)
+    page, reads, again = Page(), count(1), threading.Event()
+
+    def values() -> Iterator[tuple[Key, float]]:
+        if (read := next(reads)) > 2:
+            again.set()
+        yield ("lr_some", ()), float(read)
+
+    sheet = MetricSheet(page, {"lr_some": "counts some things"}, {}, values)
+    assert again.wait(20.0)
+    sheet.close()
 
 
 @pytest.mark.parametrize(
