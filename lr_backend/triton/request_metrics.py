@@ -62,7 +62,7 @@ COUNTERS = {
     DEPTHS: "Committed steps, by how many steps ahead the target was at work when they were decided; 0: it wrote alone",
     PROMPT: "Prompt tokens of answered requests",
     COMPLETION: "Tokens of answers, reasoning included",
-    WASTED: "Tokens that target or draft wrote and that are in no answer",
+    WASTED: "Tokens that target or draft wrote for answered requests and that are in no answer",
     CALLS: "Engine calls of requests that have come to their end, by role and result; those of audits are not among them",
     DEGRADED: "Requests that went on without draft, judge or verifier, because it failed",
     DEGRADED_S: "Seconds that requests have gone on without it, all requests added up",
