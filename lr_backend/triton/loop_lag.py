@@ -14,6 +14,8 @@ LOOK_S = 0.05
 async def watch_lag(tell: Callable[[float], None], busy: Callable[[], bool] = lambda: True, look_s: float = LOOK_S) -> None:
     """Tell again and again by how many seconds a timer was late, for as long as the event loop runs.
 
+    Of a long stall every look that fell into it is told, by how late it would have been: so a stall weighs as long as it lasts.
+
     The first look is always told, later ones where the loop was busy at their beginning or is at their end: of an idle loop
     there is nothing to say. uvloop's timers go in steps of a millisecond, so less than that means nothing.
     """
@@ -23,5 +25,8 @@ async def watch_lag(tell: Callable[[float], None], busy: Callable[[], bool] = la
         await asyncio.sleep(look_s)
         is_busy = busy()
         if wanted or is_busy:
-            tell(max(0.0, now() - due_s))
+            late_s = now() - due_s
+            tell(max(0.0, late_s))
+            while (late_s := late_s - look_s) > 0.0:
+                tell(late_s)
         wanted = is_busy

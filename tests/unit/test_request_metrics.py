@@ -233,6 +233,24 @@ def test_the_lag_is_what_holds_the_event_loop_up() -> None:
     assert page.observed[named.LAG_S, (("loop", "0"),)] == pytest.approx([0.25, 0.0, 0.0, 0.0])
 
 
+def test_a_stall_weighs_as_long_as_it_lasts() -> None:
+    """One late timer in a minute of others would be none of a hundred."""
+    told: list[float] = []
+
+    async def run() -> None:
+        clock = asyncio.get_running_loop()
+        assert isinstance(clock, VirtualClockLoop)
+        watching = asyncio.create_task(watch_lag(told.append, look_s=1.0))
+        clock.call_at(0.9, hold_up, clock, 3.6)
+        await asyncio.sleep(5.0)
+        watching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await watching
+
+    run_virtual(run())
+    assert told[:4] == pytest.approx([3.5, 2.5, 1.5, 0.5])
+
+
 def test_processor_time_is_counted() -> None:
     page = Page()
     request_metrics(page, RequestMetrics(1, cpu_clock=lambda: 2.5)).close()
