@@ -12,7 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from lr_backend.build.pace import machine_of, pace_of, stood_for
+from lr_backend.build.gpu_spec import GpuDeployment
+from lr_backend.build.pace import drafts_with_its_draft, machine_of, pace_of, stood_for
 from lr_backend.cli.errors import fail, refuse
 from lr_backend.emulated.workload import Workload
 from lr_backend.engine import Role
@@ -32,6 +33,8 @@ from lr_backend.request import Mode, ProposerName
 from lr_backend.trace.schema import Trace
 
 ASSUMED_SPREAD = 0.3
+DRAFT_TOKENS = 8
+"""In one verification, where nobody says."""
 ROUGH = "a rough fit: these answers made few engine calls; a longer answer, or more --trace, tells more"
 _SHARED = {LAWS[CardSharing.MPS]: "with CUDA MPS", LAWS[CardSharing.TIME_SLICES]: "in turns"}
 
@@ -81,8 +84,14 @@ def plan(
         typer.Option(help="With --system: what runs where roles share cards."),
     ] = CardSharing.MPS,
     mode: Annotated[Mode, typer.Option(help="What is predicted.")] = Mode.LR,
-    proposer: Annotated[ProposerName, typer.Option(help="Of draft tokens, in modes that have them.")] = ProposerName.DRAFT_MODEL,
-    draft_tokens: Annotated[int, typer.Option(help="In one verification at most.", min=1, max=64)] = 8,
+    proposer: Annotated[
+        ProposerName | None,
+        typer.Option(help="Of draft tokens, in modes that have them; by default draft_model, or engine where it always drafts."),
+    ] = None,
+    draft_tokens: Annotated[
+        int | None,
+        typer.Option(help="In one verification at most; by default 8, or as many as an engine always drafts.", min=1, max=64),
+    ] = None,
     token_agreement: Annotated[
         float | None, typer.Option(help="Chance that the draft's best next token is the target's; by default 0.")
     ] = None,
@@ -125,16 +134,18 @@ def plan(
         refuse("--proposer engine: what an engine's own draft tokens take is known of hardware alone; give --system")
     if not mode.speculates_steps and (k or width):
         refuse(f"--k and --width are of drafted steps, and mode {mode} has none")
-    fields: dict[str, Any] = {}
-    if mode.speculates_tokens:
-        fields = {"proposer": proposer.value, "num_draft_tokens": draft_tokens}
-    policy = Policy(mode, num_requests=requests, fields=fields)
     depths, widths = (k or range(1, 9), width or (1,)) if mode.speculates_steps else ((1,), (1,))
     try:
         recorded = [Trace.load(path) for path in traces or ()]
         texts = Workload(1.0, step_spread=ASSUMED_SPREAD) if workload is None else Workload.load(workload)
-        machine = None if system is None else _machine(spec, system, policy, card_sharing)
-        scenarios = _scenarios(recorded, texts, given) if machine is None else _of_system(recorded, texts, given, machine)
+        other = None if system is None else stood_for(spec)
+        policy = Policy(mode, num_requests=requests, fields=_token_fields(other, mode, proposer, draft_tokens))
+        if other is None or system is None:
+            scenarios = _scenarios(recorded, texts, given)
+        else:
+            scenarios = _of_system(
+                recorded, texts, given, _machine(other, system, policy, card_sharing), other.engine_always_drafts
+            )
         found = {name: _planned(*one, depths, widths, policy, costs) for name, one in scenarios.items()}
         about = _system_line(next(iter(scenarios.values()))[0], policy) if system else ""
         label = system_label(spec, system) if system else ""
@@ -149,15 +160,36 @@ def plan(
         _print_tables(Console(), found, f"{mode}, {requests} at a time", [about, label], len(recorded))
 
 
-def _machine(spec: str, system: str, policy: Policy, card_sharing: CardSharing) -> Machine:
-    """The system, placed as the deployment says; refuses more draft tokens than its target takes."""
-    other = stood_for(spec)
+def _token_fields(
+    spec: GpuDeployment | None, mode: Mode, proposer: ProposerName | None, draft_tokens: int | None
+) -> dict[str, Any]:
+    """What a request says of draft tokens; refuses what the deployment's target does not serve.
+
+    Raises:
+        ConfigError: there is no pace of what the target drafts with by itself.
+    """
+    if spec is None or not drafts_with_its_draft(spec):
+        if not mode.speculates_tokens:
+            return {}
+        by_itself = proposer == ProposerName.ENGINE
+        wanted = DRAFT_TOKENS if draft_tokens is None else draft_tokens
+        if spec is not None and not by_itself and wanted > (most := spec.target.num_drafts):
+            refuse(f"--draft-tokens {wanted}: the target of {spec.name} takes at most {most}")
+        return {"proposer": (proposer or ProposerName.DRAFT_MODEL).value, "num_draft_tokens": wanted}
+    num_drafts = spec.target.num_drafts
+    if not mode.speculates_tokens:
+        refuse(f"--mode {mode}: the target of {spec.name} drafts by itself in every call, and does not serve this mode")
+    if proposer not in (None, ProposerName.ENGINE):
+        refuse(f"--proposer {proposer}: the target of {spec.name} drafts by itself, and takes no draft tokens from elsewhere")
+    if draft_tokens not in (None, num_drafts):
+        refuse(f"--draft-tokens {draft_tokens}: the target of {spec.name} drafts {num_drafts} in every pass")
+    return {"proposer": ProposerName.ENGINE.value, "num_draft_tokens": num_drafts}
+
+
+def _machine(spec: GpuDeployment, system: str, policy: Policy, card_sharing: CardSharing) -> Machine:
+    """The system, placed as the deployment says."""
     by_itself = policy.fields.get("proposer") == ProposerName.ENGINE
-    machine = machine_of(other, system, drafts_itself=by_itself, card_sharing=card_sharing)
-    wanted, most = policy.fields.get("num_draft_tokens", 0), other.target.num_drafts
-    if not by_itself and wanted > most:
-        refuse(f"--draft-tokens {wanted}: the target of {spec} takes at most {most}")
-    return machine
+    return machine_of(spec, system, drafts_itself=by_itself, card_sharing=card_sharing)
 
 
 def _planned(
@@ -178,7 +210,7 @@ def _scenarios(traces: Sequence[Trace], texts: Workload, given: Overrides) -> di
 
 
 def _of_system(
-    traces: Sequence[Trace], texts: Workload, given: Overrides, machine: Machine
+    traces: Sequence[Trace], texts: Workload, given: Overrides, machine: Machine, always_drafts: bool
 ) -> dict[str, tuple[Scenario, Fitted | None]]:
     """The same with all times from a machine's tables."""
     workloads: Mapping[str, Workload] = {"": texts}
@@ -186,7 +218,8 @@ def _of_system(
         # Other traces tell of the same texts, and nothing of what a verifier accepts.
         whole = fit_workload(traces)
         workloads = {str(name): replace(whole, **acceptance(group)) for name, group in by_verifier(traces).items()}
-    return {name: (Scenario(given.of_texts(one), machine), None) for name, one in workloads.items()}
+    found = {name: Scenario(given.of_texts(one), machine) for name, one in workloads.items()}
+    return {name: (replace(one, engine_always_drafts=always_drafts), None) for name, one in found.items()}
 
 
 def _given(fitted: Fitted, given: Overrides) -> Fitted:

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from math import ceil
 from statistics import fmean
 from typing import Any
 
 from lr_backend.build.gpu_spec import GpuDeployment
-from lr_backend.build.pace import machine_of
+from lr_backend.build.pace import drafts_with_its_draft, machine_of
 from lr_backend.build.placements import Where, placed
 from lr_backend.emulated.workload import Workload
 from lr_backend.errors import ConfigError
 from lr_backend.hardware.machine import Machine
-from lr_backend.plan.equal_gpus import DRAFT_TOKENS, MAX_DEPTH
+from lr_backend.plan.equal_gpus import BY_ITSELF, DRAFT_TOKENS, MAX_DEPTH
 from lr_backend.plan.losses import LIMITS
 from lr_backend.plan.simulation import Policy, Scenario, simulate_steady, with_loop
 from lr_backend.request import Mode, Usage
@@ -28,6 +29,7 @@ SWEPT = (Mode.AR, Mode.SD, Mode.LR, Mode.LR_SD, Mode.AUTO)
 LEARNS_FROM = 16
 """Answers before those that count, where a mode learns from them."""
 TARGET_LIMITS = "target's iterations"
+ALWAYS_DRAFTS = "the target drafts by itself in every call, and does not serve this mode"
 LEAST_GAIN = 0.05
 """What brings less, taken away, is not what limits."""
 _LIMITS: Mapping[str, Callable[[Machine], Machine]] = {
@@ -60,7 +62,7 @@ class SweepRow:
 
 @dataclass(frozen=True)
 class Sweep:
-    """All rows, and which placements do not fit, and why."""
+    """All rows, and which placements do not fit and which modes are not served, and why."""
 
     rows: Sequence[SweepRow]
     left_out: Mapping[str, str]
@@ -85,24 +87,26 @@ def sweep(
         limits: also find what limits each row; takes several times as long.
 
     Raises:
-        ConfigError: no placement fits.
+        ConfigError: no placement fits, or there is no pace of what the target drafts with by itself.
     """
-    cards = spec.hardware.num_gpus
+    cards, inside = spec.hardware.num_gpus, drafts_with_its_draft(spec)
     rows: list[SweepRow] = []
-    left_out: dict[str, str] = {}
+    left_out = {mode.value: ALWAYS_DRAFTS for mode in modes if inside and not mode.speculates_tokens}
+    kept = [mode for mode in modes if mode.value not in left_out]
     for name, tp_size, where in _placements(cards):
+        there = [mode for mode in kept if (mode is Mode.AR) is (where is Where.NOWHERE)]
+        if not there:
+            continue
         try:
-            machine = machine_of(placed(spec, system, tp_size, where, cards), system)
+            machine = machine_of(placed(spec, system, tp_size, where, cards), system, drafts_itself=inside)
         except ConfigError as error:
             left_out[name] = error.message
             continue
-        for mode in modes:
-            if (mode is Mode.AR) is not (where is Where.NOWHERE):
-                continue
-            for load in loads:
-                behind = with_loop(machine, spec.server.num_loops, load, mode)
-                scenario = Scenario.of(spec.loop_config(), workload, behind)
-                rows.append(_row(scenario, name, mode, load, cards, num_answers, price, limits))
+        for mode, load in product(there, loads):
+            behind = with_loop(machine, spec.server.num_loops, load, mode)
+            scenario = replace(Scenario.of(spec.loop_config(), workload, behind), engine_always_drafts=inside)
+            policy = _policy(spec, mode, load)
+            rows.append(_row(scenario, name, policy, cards, num_answers, price, limits))
     if not rows:
         raise ConfigError("; ".join(dict.fromkeys(left_out.values())) or "no mode to sweep")
     return Sweep(rows, left_out)
@@ -142,18 +146,25 @@ def _placements(num_cards: int) -> Iterator[tuple[str, int, Where]]:
         yield f"TP {num_cards // 2}, apart", num_cards // 2, Where.OWN_CARDS
 
 
-def _row(
-    scenario: Scenario, name: str, mode: Mode, load: int, cards: int, num_answers: int, price: float | None, limits: bool
-) -> SweepRow:
+def _policy(spec: GpuDeployment, mode: Mode, load: int) -> Policy:
+    tokens = DRAFT_TOKENS
+    if spec.engine_always_drafts:
+        tokens = {**BY_ITSELF, "num_draft_tokens": spec.target.num_drafts}  # as many in every pass
     depth = MAX_DEPTH if mode.speculates_steps else 0
-    policy = Policy(mode, depth, num_requests=load, fields=DRAFT_TOKENS if mode.speculates_tokens else {})
+    return Policy(mode, depth, num_requests=load, fields=tokens if mode.speculates_tokens else {})
+
+
+def _row(
+    scenario: Scenario, name: str, policy: Policy, cards: int, num_answers: int, price: float | None, limits: bool
+) -> SweepRow:
+    load = policy.num_requests
     usages = _usages(scenario, policy, num_answers)
     taken = [usage.latency_s for usage in usages]
     mean_s = fmean(taken)
     gpu_s = cards * mean_s / load
     return SweepRow(
         placement=name,
-        mode=mode,
+        mode=policy.mode,
         load=load,
         num_answers=len(usages),
         p50_s=rank(taken, 0.5),

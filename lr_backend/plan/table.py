@@ -61,7 +61,11 @@ def plan_row(scenario: Scenario, policy: Policy, alone: Sequence[float] | None =
 
 
 def _alone(scenario: Scenario, num_requests: int) -> list[float]:
-    """Latencies of the target alone, of as many texts as short answers need to say as much as long ones."""
+    """Latencies of the target alone, of as many texts as short answers need to say as much as long ones.
+
+    A target that always drafts is compared with one that is loaded without its draft.
+    """
+    scenario = replace(scenario, engine_always_drafts=False)
     num_seeds = max(LEAST_SEEDS, -(-LEAST_STEPS // scenario.workload.num_steps))
     return [simulate(scenario, Policy(Mode.AR, num_requests=num_requests), seed).latency_s for seed in range(num_seeds)]
 

@@ -228,3 +228,28 @@ def test_a_first_verdict_that_rejects_does_not_turn_lookahead_off() -> None:
         )
         gains.append(alone / auto)
     assert min(gains) > 1.1 and fmean(gains) > 1.8
+
+
+ALWAYS_DRAFTS = ["plan", "--alpha", "0.6", "--steps", "6", "--k", "2", "--system", "h200_sxm", "--spec", "qwen3-32b-llmapi"]
+
+
+@pytest.mark.usefixtures("few_texts")
+def test_a_target_that_always_drafts_is_planned_with_its_own_drafts() -> None:
+    asked = [*ALWAYS_DRAFTS, "--mode", "lr_sd", "--token-agreement", "0.8", "--json"]
+    found, said = (CliRunner().invoke(app, [*asked, *more]) for more in ([], ["--proposer", "engine", "--draft-tokens", "4"]))
+    assert found.exit_code == 0, found.output
+    assert found.output == said.output
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["--mode", "lr"], "--mode lr: the target of qwen3-32b-llmapi drafts by itself in every call"),
+        (["--mode", "sd", "--proposer", "draft_model"], "takes no draft tokens from elsewhere"),
+        (["--mode", "sd", "--draft-tokens", "8"], "--draft-tokens 8: the target of qwen3-32b-llmapi drafts 4 in every pass"),
+    ],
+)
+def test_what_a_target_that_always_drafts_does_not_serve_is_not_planned(wrong: list[str], said: str) -> None:
+    asked = [*ALWAYS_DRAFTS[:5], *ALWAYS_DRAFTS[7:], *wrong]
+    result = CliRunner().invoke(app, asked)
+    assert (result.exit_code, said in result.output) == (2, True), result.output

@@ -13,6 +13,7 @@ from lr_backend.build.gpu_spec import GpuDeployment
 from lr_backend.build.pace import stood_for
 from lr_backend.cli.app import app
 from lr_backend.emulated.workload import Workload
+from lr_backend.errors import ConfigError
 from lr_backend.hardware.machine import Hops
 from lr_backend.plan.losses import LIMITS
 from lr_backend.plan.simulation import CALL_CPU_S, Policy, Scenario, simulate, simulate_steady, with_loop
@@ -41,6 +42,25 @@ def test_speculation_is_swept_in_both_placements() -> None:
         ("TP 2, apart", Mode.LR),
     ]
     assert len({row.p50_s for row in found.rows}) == 3
+
+
+def test_a_target_that_always_drafts_is_swept_in_the_modes_that_it_serves() -> None:
+    found = sweep(stood_for("qwen3-32b-llmapi"), "h200_sxm", SHORT, (1,))
+    modes = [Mode.SD, Mode.LR_SD, Mode.AUTO]
+    assert [(row.placement, row.mode) for row in found.rows] == [
+        (placement, mode) for placement in ("TP 4, beside the target", "TP 2, apart") for mode in modes
+    ]
+    assert set(found.left_out) == {"ar", "lr"}
+    compiled = sweep(stood_for("qwen3-32b"), "h200_sxm", SHORT, (1,), (Mode.SD,))
+    assert found.rows[0].p50_s < 0.9 * compiled.rows[0].p50_s, "its draft tokens need no call of the draft model"
+
+
+def test_what_a_target_drafts_with_at_no_known_pace_is_not_swept() -> None:
+    spec = stood_for("qwen3-32b-llmapi")
+    speculative = spec.target.speculative.model_copy(update={"kind": "eagle3"})  # type: ignore[union-attr]
+    other = spec.model_copy(update={"target": spec.target.model_copy(update={"speculative": speculative})})
+    with pytest.raises(ConfigError, match="a pace is known, not of eagle3"):
+        sweep(other, "h200_sxm", SHORT, (1,))
 
 
 def test_so_many_are_in_flight_at_all_times() -> None:
