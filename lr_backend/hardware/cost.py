@@ -90,12 +90,22 @@ class ProfileCosts:
         found = profile.dense_ms.at(iteration.num_tokens)
         if iteration.joins:
             launch = profile.context_launch_ms
-            attention = (profile.context_attention_ms.at(join.num_new, join.num_cached) for join in iteration.joins)
-            found += launch + sum(max(0.0, ms - launch) for ms in attention)
+            found += launch + sum(self._attention_ms(join) for join in iteration.joins)
         if iteration.num_decodes:
             # A sequence with draft tokens of the engine's own attends in one kernel, which reads its keys and values once.
             found += profile.decode_attention_ms.at(iteration.num_decodes, iteration.kv_tokens / iteration.num_decodes)
         return found
+
+    def _attention_ms(self, join: Join) -> float:
+        """What a join attends to, without the launch.
+
+        Attention grows faster than any straight line, so new tokens beyond the table's last entry come in pieces of so many, each
+        behind those before it.
+        """
+        table = self.profile.context_attention_ms
+        most = int(table.xs[-1])
+        pieces = ((min(most, join.num_new - start), join.num_cached + start) for start in range(0, max(1, join.num_new), most))
+        return sum(max(0.0, table.at(*piece) - self.profile.context_launch_ms) for piece in pieces)
 
     def demand(self, iteration: Iteration) -> Demand:
         kernels_s = self.kernels_ms(iteration) / 1e3

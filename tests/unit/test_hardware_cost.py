@@ -57,6 +57,24 @@ def test_joins_of_one_iteration_share_the_launches_of_their_attention() -> None:
     assert four - one < TARGET.context_launch_ms
 
 
+def attention_ms(join: Join) -> float:
+    """Without what else the iteration takes."""
+    return COMPILED.kernels_ms(Iteration((join,))) - TARGET.dense_ms.at(join.num_new) - TARGET.context_launch_ms
+
+
+def test_a_join_beyond_the_table_attends_as_its_pieces_do_one_after_another() -> None:
+    pieces = [attention_ms(Join(8192, start)) for start in range(0, 32_768, 8192)]
+    assert attention_ms(Join(32_768, 0)) == pytest.approx(sum(pieces))
+    assert sum(pieces) > 10 * pieces[0], "it grows with the square"
+    assert attention_ms(Join(8193, 500)) == pytest.approx(attention_ms(Join(8192, 500)) + attention_ms(Join(1, 8692)))
+
+
+@given(st.integers(1, 8192), st.integers(0, 32_000))
+def test_a_join_within_the_table_attends_as_the_table_says(num_new: int, num_cached: int) -> None:
+    told = TARGET.context_attention_ms.at(num_new, num_cached) - TARGET.context_launch_ms
+    assert attention_ms(Join(num_new, num_cached)) == pytest.approx(max(0.0, told), abs=1e-9)
+
+
 def test_a_branch_reads_its_whole_prefix_again() -> None:
     alone, both = (COMPILED.kernels_ms(Iteration((), number, number * 16_000)) for number in (8, 16))
     assert both > 1.2 * alone
