@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from lr_backend.build.gpu_spec import GpuDeployment, LlmapiEngineSpec, TrtllmEngineSpec
-from lr_backend.build.memory import EngineMemory, estimate
+from lr_backend.build.memory import DTYPE_BYTES, EngineMemory, estimate
 from lr_backend.build.shapes import find_sources
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError
 from lr_backend.hardware.machine import Machine
 from lr_backend.hardware.pace import EnginePace, Runtime
-from lr_backend.hardware.profile import ProfileKey, find
+from lr_backend.hardware.profile import Profile, ProfileKey, find
 from lr_backend.hardware.rules import OWN_RULES, UpstreamRules
 from lr_backend.hardware.sharing import CardSharing
 
@@ -65,7 +65,7 @@ def pace_of(spec: GpuDeployment, role: Role, system: str, *, drafts_itself: bool
         drafts_itself: as an engine of the LLM API does, with the deployment's draft model over the same cards.
 
     Raises:
-        ConfigError: there is no profile, or the role spans machines.
+        ConfigError: there is no profile, or none with such keys and values, or the role spans machines.
     """
     _require_one_machine(spec)
     engine = spec.engine(role)
@@ -73,7 +73,7 @@ def pace_of(spec: GpuDeployment, role: Role, system: str, *, drafts_itself: bool
     draft = profile_key(spec, Role.DRAFT, system, engine.tp_size) if drafts_itself else None
     for wanted in (key, draft):
         if wanted is not None:
-            find(wanted)
+            _require_kv_dtype(spec, role, find(wanted))
     compiled = engine.runtime == "tensorrtllm" and not drafts_itself
     return EnginePace(
         profile=key,
@@ -158,6 +158,16 @@ def _require_one_machine(spec: GpuDeployment) -> None:
     for role in Role:
         if (nodes := spec.engine(role).num_nodes) > 1:
             raise ConfigError(f"{spec.name}: {role}.num_nodes={nodes}: the kernel tables are of one machine, so no pace is known")
+
+
+def _require_kv_dtype(spec: GpuDeployment, role: Role, profile: Profile) -> None:
+    """Attention reads as many bytes as its keys and values have: times and memory must agree on them."""
+    ours = spec.engine(role).kv_dtype
+    if DTYPE_BYTES[ours] != DTYPE_BYTES[profile.kv_dtype]:
+        raise ConfigError(
+            f"{spec.name}: {role}.kv_cache_dtype: the hardware profile of {profile.key} has attention over {profile.kv_dtype}, "
+            f"and no pace is known over {ours}"
+        )
 
 
 def _rules(engine: TrtllmEngineSpec | LlmapiEngineSpec) -> UpstreamRules:

@@ -57,6 +57,7 @@ class Profile:
     """One model on one system. All tables are in milliseconds.
 
     Attributes:
+        kv_dtype: what keys and values are held in: ``bfloat16`` or ``fp8``.
         num_layers, vocab_size: of the model; the latter is the width of its logits.
         dense_ms: everything but attention, by tokens of the iteration.
         context_attention_ms: attention of new prompt tokens (first axis) behind computed ones (second axis), one request.
@@ -66,6 +67,7 @@ class Profile:
     """
 
     key: ProfileKey
+    kv_dtype: str
     num_layers: int
     vocab_size: int
     dense_ms: Line
@@ -117,6 +119,7 @@ class Profile:
         dense, context, decode = (document[name] for name in ("dense", "context_attention", "decode_attention"))
         profile = cls(
             key=ProfileKey.of(str(document["system"]), str(document["model"]), int(document["tp_size"]), dtype),
+            kv_dtype=str(document["kv_cache_dtype"]),
             num_layers=int(document["num_layers"]),
             vocab_size=int(document["vocab_size"]),
             dense_ms=Line(_numbers(dense["tokens"]), _numbers(dense["ms"])),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lr_backend.build.emulated_spec import emulated
-from lr_backend.build.pace import CARD_MEMORY_GIB, kv_tokens, machine_of, stood_for
+from lr_backend.build.pace import CARD_MEMORY_GIB, kv_tokens, machine_of, pace_of, stood_for
 from lr_backend.build.repository import build_repository
 from lr_backend.build.spec import DeploymentSpec, EmulatedDeployment, GpuDeployment
 from lr_backend.config import LoopConfig
@@ -232,6 +232,14 @@ def test_a_workload_file_that_is_not_there_is_missed_when_the_repository_is_buil
     with pytest.raises(ConfigError, match=r"^workload none.toml cannot be read: "):
         build_repository(load(write('workload = "none.toml"')), tmp_path / "repository")
     assert not (tmp_path / "repository").exists()
+
+
+def test_times_over_other_keys_and_values_than_the_memory_holds_are_no_pace() -> None:
+    spec = stood_for("qwen3-32b-llmapi")
+    small = spec.model_copy(update={"target": spec.target.model_copy(update={"kv_cache_dtype": "fp8"})})
+    with pytest.raises(ConfigError, match=r"target.kv_cache_dtype: .* attention over bfloat16, and no pace is known over fp8"):
+        pace_of(small, Role.TARGET, "h200_sxm", drafts_itself=True)
+    assert pace_of(small, Role.DRAFT, "h200_sxm") == pace_of(spec, Role.DRAFT, "h200_sxm")
 
 
 def test_what_has_no_room_for_a_sequence_is_refused() -> None:
