@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,6 +24,7 @@ from lr_backend.hardware.profile import find, label_of
 from lr_backend.hardware.sharing import LAWS, CardSharing
 from lr_backend.plan.fit_texts import acceptance, by_verifier, fit_workload
 from lr_backend.plan.fitting import Fitted, fit_by_verifier
+from lr_backend.plan.limits import draft_tokens_refused, load_refused, texts_refused
 from lr_backend.plan.losses import Without, losses
 from lr_backend.plan.overrides import Overrides
 from lr_backend.plan.simulation import Policy, Scenario
@@ -146,6 +147,7 @@ def plan(
             scenarios = _of_system(
                 recorded, texts, given, _machine(other, system, policy, card_sharing), other.engine_always_drafts
             )
+            _refuse_beyond_limits(other, policy, [one.workload for one, _ in scenarios.values()])
         found = {name: _planned(*one, depths, widths, policy, costs) for name, one in scenarios.items()}
         about = _system_line(next(iter(scenarios.values()))[0], policy) if system else ""
         label = system_label(spec, system) if system else ""
@@ -173,8 +175,8 @@ def _token_fields(
             return {}
         by_itself = proposer == ProposerName.ENGINE
         wanted = DRAFT_TOKENS if draft_tokens is None else draft_tokens
-        if spec is not None and not by_itself and wanted > (most := spec.target.num_drafts):
-            refuse(f"--draft-tokens {wanted}: the target of {spec.name} takes at most {most}")
+        if spec is not None and not by_itself and (why := draft_tokens_refused(spec, wanted)):
+            refuse(f"--draft-tokens {wanted}: {why}")
         return {"proposer": (proposer or ProposerName.DRAFT_MODEL).value, "num_draft_tokens": wanted}
     num_drafts = spec.target.num_drafts
     if not mode.speculates_tokens:
@@ -184,6 +186,14 @@ def _token_fields(
     if draft_tokens not in (None, num_drafts):
         refuse(f"--draft-tokens {draft_tokens}: the target of {spec.name} drafts {num_drafts} in every pass")
     return {"proposer": ProposerName.ENGINE.value, "num_draft_tokens": num_drafts}
+
+
+def _refuse_beyond_limits(spec: GpuDeployment, policy: Policy, workloads: Iterable[Workload]) -> None:
+    if why := load_refused(spec, policy.num_requests):
+        refuse(f"--requests {policy.num_requests}: {why}")
+    for workload in workloads:
+        if why := texts_refused(spec, workload):
+            refuse(why)
 
 
 def _machine(spec: GpuDeployment, system: str, policy: Policy, card_sharing: CardSharing) -> Machine:

@@ -21,6 +21,7 @@ from lr_backend.emulated.workload import Workload
 from lr_backend.errors import ConfigError
 from lr_backend.hardware.machine import Machine
 from lr_backend.plan.equal_gpus import BY_ITSELF, DRAFT_TOKENS, MAX_DEPTH
+from lr_backend.plan.limits import draft_tokens_refused, load_refused, texts_refused
 from lr_backend.plan.losses import LIMITS
 from lr_backend.plan.simulation import Policy, Scenario, simulate_steady, with_loop
 from lr_backend.request import Mode, Usage
@@ -62,7 +63,7 @@ class SweepRow:
 
 @dataclass(frozen=True)
 class Sweep:
-    """All rows, and which placements do not fit and which modes are not served, and why."""
+    """All rows, and which placements, modes and loads are left out, and why."""
 
     rows: Sequence[SweepRow]
     left_out: Mapping[str, str]
@@ -87,12 +88,17 @@ def sweep(
         limits: also find what limits each row; takes several times as long.
 
     Raises:
-        ConfigError: no placement fits, or there is no pace of what the target drafts with by itself.
+        ConfigError: nothing is left, the deployment refuses texts of this length, or there is no pace of what the target drafts
+            with by itself.
     """
+    if why := texts_refused(spec, workload):
+        raise ConfigError(why)
     cards, inside = spec.hardware.num_gpus, drafts_with_its_draft(spec)
     rows: list[SweepRow] = []
-    left_out = {mode.value: ALWAYS_DRAFTS for mode in modes if inside and not mode.speculates_tokens}
+    left_out = {mode.value: why for mode in modes if (why := _mode_refused(spec, mode))}
+    left_out |= {f"load {load}": why for load in loads if (why := load_refused(spec, load))}
     kept = [mode for mode in modes if mode.value not in left_out]
+    borne = [load for load in loads if f"load {load}" not in left_out]
     for name, tp_size, where in _placements(cards):
         there = [mode for mode in kept if (mode is Mode.AR) is (where is Where.NOWHERE)]
         if not there:
@@ -102,7 +108,7 @@ def sweep(
         except ConfigError as error:
             left_out[name] = error.message
             continue
-        for mode, load in product(there, loads):
+        for mode, load in product(there, borne):
             behind = with_loop(machine, spec.server.num_loops, load, mode)
             scenario = replace(Scenario.of(spec.loop_config(), workload, behind), engine_always_drafts=inside)
             policy = _policy(spec, mode, load)
@@ -146,12 +152,21 @@ def _placements(num_cards: int) -> Iterator[tuple[str, int, Where]]:
         yield f"TP {num_cards // 2}, apart", num_cards // 2, Where.OWN_CARDS
 
 
+def _mode_refused(spec: GpuDeployment, mode: Mode) -> str:
+    """Why the deployment does not serve a mode as it is swept; empty: it does."""
+    if not mode.speculates_tokens:
+        return ALWAYS_DRAFTS if spec.engine_always_drafts else ""
+    return draft_tokens_refused(spec, _tokens(spec)["num_draft_tokens"])
+
+
+def _tokens(spec: GpuDeployment) -> Mapping[str, Any]:
+    """Of draft tokens; a target that drafts by itself has as many in every pass."""
+    return {**BY_ITSELF, "num_draft_tokens": spec.target.num_drafts} if spec.engine_always_drafts else DRAFT_TOKENS
+
+
 def _policy(spec: GpuDeployment, mode: Mode, load: int) -> Policy:
-    tokens = DRAFT_TOKENS
-    if spec.engine_always_drafts:
-        tokens = {**BY_ITSELF, "num_draft_tokens": spec.target.num_drafts}  # as many in every pass
     depth = MAX_DEPTH if mode.speculates_steps else 0
-    return Policy(mode, depth, num_requests=load, fields=tokens if mode.speculates_tokens else {})
+    return Policy(mode, depth, num_requests=load, fields=_tokens(spec) if mode.speculates_tokens else {})
 
 
 def _row(

@@ -253,3 +253,17 @@ def test_what_a_target_that_always_drafts_does_not_serve_is_not_planned(wrong: l
     asked = [*ALWAYS_DRAFTS[:5], *ALWAYS_DRAFTS[7:], *wrong]
     result = CliRunner().invoke(app, asked)
     assert (result.exit_code, said in result.output) == (2, True), result.output
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["--requests", "65"], "--requests 65: qwen3-32b-apart has at most 64 requests in flight"),
+        (["--prompt-tokens", "8193"], "takes prompts of at most 8192 tokens, and these have 8193"),
+        (["--steps", "800"], "writes answers of at most 16368 tokens, and these have 19200 on average"),
+        (["--mode", "sd", "--draft-tokens", "11"], "--draft-tokens 11: the target of qwen3-32b-apart takes at most 10"),
+    ],
+)
+def test_what_the_deployment_refuses_is_not_planned(wrong: list[str], said: str) -> None:
+    result = CliRunner().invoke(app, ["plan", "--alpha", "0.6", "--system", "h200_sxm", *wrong])
+    assert (result.exit_code, said in result.output) == (2, True), result.output

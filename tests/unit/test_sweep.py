@@ -63,6 +63,33 @@ def test_what_a_target_drafts_with_at_no_known_pace_is_not_swept() -> None:
         sweep(other, "h200_sxm", SHORT, (1,))
 
 
+def with_limits(spec: GpuDeployment, **limits: int) -> GpuDeployment:
+    return spec.model_copy(update={"lookahead": {**spec.lookahead, "limits": {**spec.lookahead["limits"], **limits}}})
+
+
+def test_loads_and_draft_tokens_beyond_the_deployments_limits_are_left_out() -> None:
+    spec = with_limits(stood_for("qwen3-32b"), max_in_flight_requests=2)
+    found = sweep(spec, "h200_sxm", SHORT, (1, 4), (Mode.AR,))
+    assert [row.load for row in found.rows] == [1]
+    assert found.left_out == {"load 4": "qwen3-32b has at most 2 requests in flight"}
+    target = spec.target.model_copy(update={"max_draft_len": 2})
+    short = sweep(spec.model_copy(update={"target": target}), "h200_sxm", SHORT, (1,), (Mode.LR, Mode.SD))
+    assert {row.mode for row in short.rows} == {Mode.LR}
+    assert short.left_out == {"sd": "the target of qwen3-32b takes at most 2 draft tokens, not 4"}
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        ({"max_prompt_tokens": 199}, "takes prompts of at most 199 tokens, and these have 200"),
+        ({"max_tokens": 95}, "writes answers of at most 95 tokens, and these have 96 on average"),
+    ],
+)
+def test_texts_beyond_the_deployments_limits_are_refused(limits: dict[str, int], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        sweep(with_limits(stood_for("qwen3-32b"), **limits), "h200_sxm", SHORT, (1,), (Mode.AR,))
+
+
 def test_so_many_are_in_flight_at_all_times() -> None:
     scenario, policy = Scenario(replace(SHORT, num_steps=3, step_spread=0.9)), Policy(Mode.AR, 0, num_requests=4)
     steady = simulate_steady(scenario, policy, num_answers=8).target_batch
