@@ -16,6 +16,7 @@ from lr_backend.plan.sweep import SWEPT, as_json, as_markdown, sweep
 from lr_backend.request import Mode
 
 LOADS = (1, 4)
+SHARING = "roles that share cards do so by CUDA MPS"
 
 
 def emulate(
@@ -46,12 +47,14 @@ def emulate(
         )
     except LookaheadError as error:
         fail(error)
-    page = as_markdown(found)
-    typer.echo(page, nl=False)
+    page, note = as_markdown(found), f"{found.label}; {SHARING}"
+    typer.echo(f"{page}\n{note}")
     if output is None:
         return
+    whole = f"# {spec} on {system}, {workload}\n\n{page}\nPredicted on a virtual clock; {note}.\n"
+    document = {"spec": spec, "system": system, "workload": workload, "price": price, **as_json(found)}
     try:
-        output.write_text(f"# {spec} on {system}, {workload}\n\n{page}\nPredicted on a virtual clock.\n", encoding="utf-8")
-        output.with_suffix(".json").write_text(json.dumps(as_json(found), indent=1) + "\n", encoding="utf-8")
+        output.write_text(whole, encoding="utf-8")
+        output.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         fail(LookaheadError(f"cannot write {output}: {error.strerror}"))

@@ -15,11 +15,13 @@ from statistics import fmean
 from typing import Any
 
 from lr_backend.build.gpu_spec import GpuDeployment
-from lr_backend.build.pace import drafts_with_its_draft, machine_of
+from lr_backend.build.pace import drafts_with_its_draft, machine_of, profile_key
 from lr_backend.build.placements import Where, placed
 from lr_backend.emulated.workload import Workload
+from lr_backend.engine import Role
 from lr_backend.errors import ConfigError
 from lr_backend.hardware.machine import Machine
+from lr_backend.hardware.profile import ProfileKey, find, label_of
 from lr_backend.plan.equal_gpus import BY_ITSELF, DRAFT_TOKENS, MAX_DEPTH
 from lr_backend.plan.limits import draft_tokens_refused, load_refused, texts_refused
 from lr_backend.plan.losses import LIMITS
@@ -63,10 +65,11 @@ class SweepRow:
 
 @dataclass(frozen=True)
 class Sweep:
-    """All rows, and which placements, modes and loads are left out, and why."""
+    """All rows, which placements, modes and loads are left out, and why, and what must stand beside the times."""
 
     rows: Sequence[SweepRow]
     left_out: Mapping[str, str]
+    label: str
 
 
 def sweep(
@@ -95,6 +98,7 @@ def sweep(
         raise ConfigError(why)
     cards, inside = spec.hardware.num_gpus, drafts_with_its_draft(spec)
     rows: list[SweepRow] = []
+    keys: dict[ProfileKey, None] = {}
     left_out = {mode.value: why for mode in modes if (why := _mode_refused(spec, mode))}
     left_out |= {f"load {load}": why for load in loads if (why := load_refused(spec, load))}
     kept = [mode for mode in modes if mode.value not in left_out]
@@ -104,10 +108,12 @@ def sweep(
         if not there:
             continue
         try:
-            machine = machine_of(placed(spec, system, tp_size, where, cards), system, drafts_itself=inside)
+            moved = placed(spec, system, tp_size, where, cards)
+            machine = machine_of(moved, system, drafts_itself=inside)
         except ConfigError as error:
             left_out[name] = error.message
             continue
+        keys |= {profile_key(moved, role, system): None for role in Role}
         for mode, load in product(there, borne):
             behind = with_loop(machine, spec.server.num_loops, load, mode)
             scenario = replace(Scenario.of(spec.loop_config(), workload, behind), engine_always_drafts=inside)
@@ -115,7 +121,7 @@ def sweep(
             rows.append(_row(scenario, name, policy, cards, num_answers, price, limits))
     if not rows:
         raise ConfigError("; ".join(dict.fromkeys(left_out.values())) or "no mode to sweep")
-    return Sweep(rows, left_out)
+    return Sweep(rows, left_out, label_of([find(key) for key in keys]))
 
 
 def rank(values: Sequence[float], share: float) -> float:
@@ -124,7 +130,7 @@ def rank(values: Sequence[float], share: float) -> float:
 
 
 def as_json(found: Sweep) -> dict[str, Any]:
-    return {"rows": [asdict(row) for row in found.rows], "left_out": dict(found.left_out)}
+    return {"label": found.label, "rows": [asdict(row) for row in found.rows], "left_out": dict(found.left_out)}
 
 
 def as_markdown(found: Sweep) -> str:

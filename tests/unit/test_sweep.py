@@ -152,7 +152,13 @@ def test_the_command_writes_a_page_and_json_beside_it(tmp_path: Path) -> None:
     asked = ["emulate", "--workload", str(texts), "--load", "1", "--mode", "ar", "--price", "2", "-o", str(page)]
     result = CliRunner().invoke(app, asked)
     assert result.exit_code == 0, result.output
-    (row,) = json.loads(page.with_suffix(".json").read_text())["rows"]
+    document = json.loads(page.with_suffix(".json").read_text())
+    assert (document["spec"], document["system"], document["price"]) == ("qwen3-32b", "h200_sxm", 2.0)
+    assert document["workload"] == str(texts)
+    note = f"{document['label']}; roles that share cards do so by CUDA MPS"
+    assert note.endswith("not a run on h200_sxm; roles that share cards do so by CUDA MPS")
+    assert note in page.read_text() and note in result.output
+    (row,) = document["rows"]
     assert f"| {row['cost']:.4f} |" in page.read_text() and "limited by" not in page.read_text()
 
 
