@@ -54,6 +54,11 @@ class Planned:
     fitted: Fitted | None = None
 
     @property
+    def pace(self) -> str:
+        """Of the traces that it is fitted to; empty: none, or this machine's own."""
+        return self.fitted.pace if self.fitted is not None else ""
+
+    @property
     def best(self) -> PlanRow:
         return max(self.rows, key=lambda row: row.speedup)
 
@@ -238,7 +243,8 @@ def _given(fitted: Fitted, given: Overrides) -> Fitted:
 
 
 def _print_json(found: Planned, name: str, label: str) -> None:
-    verifier = ({"verifier": name} if name else {}) | ({"label": label} if label else {})
+    told = {"verifier": name, "label": label, "pace": found.pace}
+    verifier: dict[str, Any] = {key: value for key, value in told.items() if value}
     for row in found.rows:
         typer.echo(json.dumps({**verifier, **{key: round(value, 4) for key, value in asdict(row).items()}}))
     for one in found.lost:
@@ -265,7 +271,7 @@ def _print_tables(console: Console, found: Mapping[str, Planned], what: str, not
             for each in one.lost:
                 table.add_row(each.without, f"{each.speedup:.2f}")
             console.print(table)
-    for note in filter(None, notes):
+    for note in dict.fromkeys(filter(None, [*notes, *(one.pace for one in found.values())])):
         console.print(f"[dim]{note}[/]", highlight=False, soft_wrap=True)
 
 

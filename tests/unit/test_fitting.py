@@ -323,6 +323,23 @@ def test_the_command_predicts_from_trace_files(files: list[str]) -> None:
     assert json.loads(lower.output)["speedup"] < 0.8 * rows[1]["speedup"]
 
 
+def test_traces_of_one_pace_keep_it_and_of_two_are_refused(tmp_path: Path) -> None:
+    arguments = []
+    for number, trace in enumerate(recorded(BASE)):
+        path = tmp_path / f"{number}.json"
+        path.write_text(trace.model_copy(update={"pace": "not a run on h200_sxm"}).as_json())
+        arguments += ["--trace", str(path)]
+    row = CliRunner().invoke(app, ["plan", *arguments, "--k", "2", "--json"])
+    assert json.loads(row.output)["pace"] == "not a run on h200_sxm"
+    shown = CliRunner().invoke(app, ["plan", *arguments, "--k", "2"])
+    assert shown.output.endswith("not a run on h200_sxm\n")
+
+    path.write_text(recorded(BASE)[-1].as_json())
+    unlike = CliRunner().invoke(app, ["plan", *arguments, "--k", "2"])
+    assert unlike.exit_code == 1
+    assert "no times fit traces of unlike pace: not a run on h200_sxm / this machine's own" in unlike.output
+
+
 def test_traces_with_draft_tokens_tell_of_them_on_a_system_too(files: list[str], tmp_path: Path) -> None:
     """Their mode compares no steps, so they tell nothing of a verifier."""
     policy = Policy(Mode.SD, fields={"proposer": "draft_model", "num_draft_tokens": 4})
