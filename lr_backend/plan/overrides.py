@@ -37,11 +37,13 @@ class Overrides:
     token_agreement: float | None = None
 
     def of_texts(self, workload: Workload) -> Workload:
-        """The workload with what is given.
+        """The workload with what is given. The exact rate is part of the acceptance rate, and falls with it.
 
         Raises:
             ValueError: a value is out of range.
         """
+        if self.acceptance_rate is not None and 0.0 <= self.acceptance_rate < workload.exact_rate:
+            workload = replace(workload, acceptance_rate=self.acceptance_rate, exact_rate=self.acceptance_rate)
         return _with(workload, {field.name: getattr(self, field.name, None) for field in fields(Workload)})
 
     def of_times(self, times: LinearTimes, step_tokens: int) -> LinearTimes:

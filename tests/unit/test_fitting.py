@@ -302,6 +302,12 @@ def test_what_is_given_stands_over_what_was_fitted() -> None:
         Overrides(acceptance_rate=2.0).of_texts(BASE.workload)
 
 
+@pytest.mark.parametrize(("given", "exact_rate"), [(0.2, 0.2), (0.6, 0.4)])
+def test_an_acceptance_below_the_fitted_exact_rate_lowers_that(given: float, exact_rate: float) -> None:
+    found = Overrides(acceptance_rate=given).of_texts(replace(BASE.workload, exact_rate=0.4))
+    assert (found.acceptance_rate, found.exact_rate) == (given, exact_rate)
+
+
 @pytest.fixture
 def files(tmp_path: Path) -> list[str]:
     arguments = []
