@@ -246,7 +246,8 @@ def _print_json(found: Planned, name: str, label: str) -> None:
     told = {"verifier": name, "label": label, "pace": found.pace}
     verifier: dict[str, Any] = {key: value for key, value in told.items() if value}
     for row in found.rows:
-        typer.echo(json.dumps({**verifier, **{key: round(value, 4) for key, value in asdict(row).items()}}))
+        numbers = {key: None if value is None else round(value, 4) for key, value in asdict(row).items()}
+        typer.echo(json.dumps({**verifier, **numbers}))
     for one in found.lost:
         shape = {"max_depth": found.best.max_depth, "width": found.best.width}
         typer.echo(json.dumps({**verifier, **shape, "without": one.without, "speedup": round(one.speedup, 4)}))
@@ -264,7 +265,8 @@ def _print_tables(console: Console, found: Mapping[str, Planned], what: str, not
         table = Table("width", "depth", "speedup (range)", "formula", "target batch", title=f"{name}: {title}" if name else title)
         for row in one.rows:
             gain = f"{row.speedup:.2f} ({row.low:.2f} to {row.high:.2f})"
-            table.add_row(f"{row.width}", f"{row.max_depth}", gain, f"{row.ceiling:.2f}", f"{row.target_batch:.2f}")
+            formula = "-" if row.ceiling is None else f"{row.ceiling:.2f}"
+            table.add_row(f"{row.width}", f"{row.max_depth}", gain, formula, f"{row.target_batch:.2f}")
         console.print(table)
         if one.lost:
             table = Table("without", "speedup", title=f"depth {one.best.max_depth}, width {one.best.width}")

@@ -17,14 +17,15 @@ LEAST_SEEDS = 3
 @dataclass(frozen=True)
 class PlanRow:
     """One policy. ``speedup`` is over the target alone with as many requests and the same texts, of which there are a few;
-    ``low`` and ``high`` are the range over these; ``ceiling`` is the formula's at width 1, with everything but drafts free."""
+    ``low`` and ``high`` are the range over these; ``ceiling`` is the formula's at width 1, with everything but drafts free.
+    It is of mode ``lr``: None in others."""
 
     max_depth: int
     width: int
     speedup: float
     low: float
     high: float
-    ceiling: float
+    ceiling: float | None
     target_batch: float
 
 
@@ -57,7 +58,8 @@ def plan_row(scenario: Scenario, policy: Policy, alone: Sequence[float] | None =
     gains = [one / other.latency_s for one, other in zip(alone, found, strict=True)]
     gain = sum(alone) / sum(one.latency_s for one in found)
     batch = fmean(one.target_batch for one in found)
-    return PlanRow(policy.max_depth, policy.width, gain, min(gains), max(gains), _ceiling(scenario, policy.max_depth), batch)
+    most = _ceiling(scenario, policy.max_depth) if policy.mode is Mode.LR else None
+    return PlanRow(policy.max_depth, policy.width, gain, min(gains), max(gains), most, batch)
 
 
 def _alone(scenario: Scenario, num_requests: int) -> list[float]:

@@ -140,6 +140,14 @@ def test_the_command_prints_a_row_a_depth() -> None:
 
 
 @pytest.mark.usefixtures("few_texts")
+def test_the_formula_is_of_whole_steps_alone() -> None:
+    arguments = ["plan", "--alpha", "0.6", "--c", "0.2", "--k", "1", "--mode", "lr_sd", "--step-tokens", "8"]
+    row = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).output)
+    assert row["ceiling"] is None and row["speedup"] > 0.0
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+
+
+@pytest.mark.usefixtures("few_texts")
 def test_each_cost_taken_away_gains_and_all_of_them_most() -> None:
     small = changed(SHORT, step_tokens=8)
     scenario = changed(small, verdict_s=1.5, loop_s=0.2, crowding=0.2, num_cores=1.5)
