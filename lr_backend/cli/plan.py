@@ -34,6 +34,7 @@ from lr_backend.request import Mode, ProposerName
 from lr_backend.trace.schema import Trace
 
 ASSUMED_SPREAD = 0.3
+DEFAULT_SPEC = "qwen3-32b-apart"
 DRAFT_TOKENS = 8
 """In one verification, where nobody says."""
 ROUGH = "a rough fit: these answers made few engine calls; a longer answer, or more --trace, tells more"
@@ -57,6 +58,16 @@ class Planned:
     def pace(self) -> str:
         """Of the traces that it is fitted to; empty: none, or this machine's own."""
         return self.fitted.pace if self.fitted is not None else ""
+
+    @property
+    def rough(self) -> bool:
+        """It is fitted to few calls."""
+        return self.fitted is not None and self.fitted.rough
+
+    @property
+    def cost_ratio(self) -> float:
+        """c, as :meth:`Machine.cost_ratio` has it."""
+        return self.scenario.machine.cost_ratio(self.scenario.workload.prompt_tokens)
 
     @property
     def best(self) -> PlanRow:
@@ -83,12 +94,16 @@ def plan(
         ),
     ] = None,
     spec: Annotated[
-        str, typer.Option(metavar="SPEC", help="With --system: the deployment whose models, parallelism and placement it is.")
-    ] = "qwen3-32b-apart",
+        str | None,
+        typer.Option(
+            metavar="SPEC",
+            help=f"With --system: the deployment whose models, parallelism and placement it is; by default {DEFAULT_SPEC}.",
+        ),
+    ] = None,
     card_sharing: Annotated[
-        CardSharing,
-        typer.Option(help="With --system: what runs where roles share cards."),
-    ] = CardSharing.MPS,
+        CardSharing | None,
+        typer.Option(help="With --system: what runs where roles share cards; by default mps."),
+    ] = None,
     mode: Annotated[Mode, typer.Option(help="What is predicted.")] = Mode.LR,
     proposer: Annotated[
         ProposerName | None,
@@ -132,6 +147,12 @@ def plan(
     for option, value in times.items():
         if system is not None and value is not None:
             refuse(f"{option} is what --system says; give one of the two")
+    for option, chosen in {"--spec": spec, "--card-sharing": card_sharing}.items():
+        if system is None and chosen is not None:
+            refuse(f"{option} tells what --system needs, and changes nothing without it; give --system")
+    for option, asked in {"--proposer": proposer, "--draft-tokens": draft_tokens}.items():
+        if not mode.speculates_tokens and asked is not None:
+            refuse(f"{option} is of draft tokens, and mode {mode} has none")
     if traces and workload is not None:
         refuse("--workload is what --trace is fitted to; give one of the two")
     if not traces and ((alpha is None and workload is None) or (c is None and system is None)):
@@ -144,25 +165,24 @@ def plan(
     try:
         recorded = [Trace.load(path) for path in traces or ()]
         texts = Workload(1.0, step_spread=ASSUMED_SPREAD) if workload is None else Workload.load(workload)
-        other = None if system is None else stood_for(spec)
+        other = None if system is None else stood_for(spec or DEFAULT_SPEC)
         policy = Policy(mode, num_requests=requests, fields=_token_fields(other, mode, proposer, draft_tokens))
         if other is None or system is None:
             scenarios = _scenarios(recorded, texts, given)
         else:
-            scenarios = _of_system(
-                recorded, texts, given, _machine(other, system, policy, card_sharing), other.engine_always_drafts
-            )
+            machine = _machine(other, system, policy, card_sharing or CardSharing.MPS)
+            scenarios = _of_system(recorded, texts, given, machine, other.engine_always_drafts)
             _refuse_beyond_limits(other, policy, [one.workload for one, _ in scenarios.values()])
         found = {name: _planned(*one, depths, widths, policy, costs) for name, one in scenarios.items()}
         about = _system_line(next(iter(scenarios.values()))[0], policy) if system else ""
-        label = system_label(spec, system) if system else ""
+        label = system_label(other, system) if other is not None and system is not None else ""
     except ValueError as error:
         refuse(str(error))
     except LookaheadError as error:
         fail(error)
     if json_lines:
         for name, each in found.items():
-            _print_json(each, name if traces else "", label)
+            _print_json(each, name if traces else "", label, policy)
     else:
         _print_tables(Console(), found, f"{mode}, {requests} at a time", [about, label], len(recorded))
 
@@ -242,26 +262,26 @@ def _given(fitted: Fitted, given: Overrides) -> Fitted:
     return replace(fitted, workload=workload, times=given.of_times(fitted.times, workload.step_tokens))
 
 
-def _print_json(found: Planned, name: str, label: str) -> None:
-    told = {"verifier": name, "label": label, "pace": found.pace}
-    verifier: dict[str, Any] = {key: value for key, value in told.items() if value}
+def _print_json(found: Planned, name: str, label: str, policy: Policy) -> None:
+    told = {"verifier": name, "label": label, "pace": found.pace, "mode": policy.mode.value, "requests": policy.num_requests}
+    shared: dict[str, Any] = {key: value for key, value in told.items() if value}
+    shared |= {"alpha": round(found.scenario.workload.acceptance_rate, 4), "c": round(found.cost_ratio, 4), "rough": found.rough}
     for row in found.rows:
         numbers = {key: None if value is None else round(value, 4) for key, value in asdict(row).items()}
-        typer.echo(json.dumps({**verifier, **numbers}))
+        typer.echo(json.dumps({**shared, **numbers}))
     for one in found.lost:
         shape = {"max_depth": found.best.max_depth, "width": found.best.width}
-        typer.echo(json.dumps({**verifier, **shape, "without": one.without, "speedup": round(one.speedup, 4)}))
+        typer.echo(json.dumps({**shared, **shape, "without": one.without, "speedup": round(one.speedup, 4)}))
 
 
 def _print_tables(console: Console, found: Mapping[str, Planned], what: str, notes: Sequence[str], num_traces: int) -> None:
     for name, one in found.items():
         if one.fitted is not None:
             console.print(_fitted_line(name, one.fitted, num_traces), highlight=False, soft_wrap=True)
-            if one.fitted.rough:
+            if one.rough:
                 console.print(f"[yellow]{ROUGH}[/]", highlight=False, soft_wrap=True)
         workload = one.scenario.workload
-        ratio = one.scenario.machine.cost_ratio(workload.prompt_tokens)
-        title = f"alpha {workload.acceptance_rate:.3g}, c {ratio:.3g}, {what}"
+        title = f"alpha {workload.acceptance_rate:.3g}, c {one.cost_ratio:.3g}, {what}"
         table = Table("width", "depth", "speedup (range)", "formula", "target batch", title=f"{name}: {title}" if name else title)
         for row in one.rows:
             gain = f"{row.speedup:.2f} ({row.low:.2f} to {row.high:.2f})"
@@ -277,9 +297,9 @@ def _print_tables(console: Console, found: Mapping[str, Planned], what: str, not
         console.print(f"[dim]{note}[/]", highlight=False, soft_wrap=True)
 
 
-def system_label(spec: str, system: str) -> str:
+def system_label(spec: GpuDeployment, system: str) -> str:
     """What must stand beside a plan for a system."""
-    return label_of([find(pace_of(stood_for(spec), role, system).profile) for role in Role])
+    return label_of([find(pace_of(spec, role, system).profile) for role in Role])
 
 
 def _system_line(scenario: Scenario, policy: Policy) -> str:

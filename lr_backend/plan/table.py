@@ -16,9 +16,14 @@ LEAST_SEEDS = 3
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One policy. ``speedup`` is over the target alone with as many requests and the same texts, of which there are a few;
-    ``low`` and ``high`` are the range over these; ``ceiling`` is the formula's at width 1, with everything but drafts free.
-    It is of mode ``lr``: None in others."""
+    """One policy.
+
+    Attributes:
+        speedup: over the target alone with as many requests and the same texts.
+        low, high: the range over these.
+        ceiling: the formula's at width 1, with everything but drafts free; None: the mode is not ``lr``, of which it is.
+        num_texts: so many there are.
+    """
 
     max_depth: int
     width: int
@@ -27,6 +32,7 @@ class PlanRow:
     high: float
     ceiling: float | None
     target_batch: float
+    num_texts: int
 
 
 def plan(scenario: Scenario, depths: Sequence[int], widths: Iterable[int] = (1,), policy: Policy | None = None) -> list[PlanRow]:
@@ -59,7 +65,7 @@ def plan_row(scenario: Scenario, policy: Policy, alone: Sequence[float] | None =
     gain = sum(alone) / sum(one.latency_s for one in found)
     batch = fmean(one.target_batch for one in found)
     most = _ceiling(scenario, policy.max_depth) if policy.mode is Mode.LR else None
-    return PlanRow(policy.max_depth, policy.width, gain, min(gains), max(gains), most, batch)
+    return PlanRow(policy.max_depth, policy.width, gain, min(gains), max(gains), most, batch, len(found))
 
 
 def _alone(scenario: Scenario, num_requests: int) -> list[float]:

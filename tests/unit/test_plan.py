@@ -136,6 +136,8 @@ def test_the_command_prints_a_row_a_depth() -> None:
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in result.output.splitlines()]
     assert [row["max_depth"] for row in rows] == [1, 3]
+    told = {"mode": "lr", "requests": 1, "alpha": 0.6, "c": 0.2, "rough": False, "num_texts": 1}
+    assert all(told.items() <= row.items() for row in rows)
     assert rows[0]["speedup"] < rows[1]["speedup"] < rows[1]["ceiling"] * 1.1
 
 
@@ -179,6 +181,20 @@ def test_the_command_names_what_is_out_of_range() -> None:
     result = CliRunner().invoke(app, ["plan", "--alpha", "1.5", "--c", "0.1"])
     assert result.exit_code == 2
     assert "acceptance_rate=1.5" in result.output
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["--spec", "qwen3-32b"], "--spec tells what --system needs, and changes nothing without it"),
+        (["--card-sharing", "mps"], "--card-sharing tells what --system needs"),
+        (["--draft-tokens", "4"], "--draft-tokens is of draft tokens, and mode lr has none"),
+        (["--proposer", "ngram"], "--proposer is of draft tokens, and mode lr has none"),
+    ],
+)
+def test_options_without_effect_are_refused(wrong: list[str], said: str) -> None:
+    result = CliRunner().invoke(app, ["plan", "--alpha", "0.7", "--c", "0.1", *wrong])
+    assert (result.exit_code, said in result.output) == (2, True), result.output
 
 
 def test_the_price_of_an_engines_own_draft_tokens_is_not_guessed() -> None:
