@@ -9,6 +9,7 @@ from statistics import fmean
 import pytest
 from typer.testing import CliRunner
 
+from lr_backend.cli import plan as cli_plan
 from lr_backend.cli.app import app
 from lr_backend.embedded.stats import EngineStats
 from lr_backend.emulated.texts import Texts
@@ -234,8 +235,13 @@ def test_a_steady_load_fails_as_its_first_answer_does(monkeypatch: pytest.Monkey
         simulation.simulate_steady(SHORT.scenario, Policy(Mode.AR, num_requests=3), num_answers=3)
 
 
-def test_a_text_that_does_not_fit_the_memory_is_refused() -> None:
+def test_a_text_that_does_not_fit_the_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the deployment's own limit says, which is looked at first."""
     arguments = ["plan", "--alpha", "0.6", "--system", "h200_sxm", "--k", "2", "--steps", "2", "--prompt-tokens", "1500000"]
+    refused = CliRunner().invoke(app, arguments)
+    assert refused.exit_code == 2
+    assert "takes prompts of at most 8192 tokens" in " ".join(refused.output.split())
+    monkeypatch.setattr(cli_plan, "texts_refused", lambda spec, workload: "")
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 1
     assert "the target has memory for" in " ".join(result.output.split())
