@@ -78,7 +78,7 @@ docs: venv ## the docs site, in out/site
 eval-demo: venv ## speed and quality of the modes over N problems (200), as a page under out/
 	$(BIN)/python -m bench evaluation --problems $(N)
 
-bench-pace: venv ## every mode at the pace of H200s, and how near the planner comes (12 minutes; 24 with --slow-motion 3)
+bench-pace: venv ## every mode at the pace of H200s, and how near the planner comes (12 minutes; 28 with --slow-motion 3)
 	$(BIN)/python -m bench pace
 
 bench-paper: venv ## the paper's own table, emulated on its hardware (about 8 minutes; two processes)

@@ -41,7 +41,7 @@ TABLES = (
         "pace",
         "bench.pace",
         "every mode at the pace of H200s, and how near the planner comes",
-        24,
+        28,
         "benchmarks/pace.md",
         "pace.json",
         _options("--problems 2 --slow-motion 4 --compiled-only"),
