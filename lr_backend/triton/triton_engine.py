@@ -357,7 +357,8 @@ class TritonEngine:
 
     async def _stop(self, request_id: str, running: asyncio.Task[Generation], after_s: float) -> None:
         """Have the engine let go of a call, asking it less and less often."""
-        await asyncio.wait({running}, timeout=after_s)
+        if after_s:
+            await asyncio.wait({running}, timeout=after_s)
         clock, pause_s = asyncio.get_running_loop().time, FIRST_PAUSE_S
         silent_since, num_answered, num_unheard = clock(), self._num_answered, 0
         while not running.done():

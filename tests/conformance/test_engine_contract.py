@@ -155,6 +155,7 @@ def test_calls_in_flight_together_get_what_they_get_alone(endpoint: Endpoint) ->
 
 def test_a_cancelled_call_leaves_the_engine_and_its_id_free(endpoint: Endpoint) -> None:
     async def cancel_one(engine: Engine) -> None:
+        expected = await plain(engine, 8)
         running = asyncio.create_task(engine.generate(call("a", 200)))
         await asyncio.sleep(0)  # the call is on its way; its answer, however fast, can only be heard of in a later turn
         running.cancel()
@@ -167,7 +168,7 @@ def test_a_cancelled_call_leaves_the_engine_and_its_id_free(endpoint: Endpoint) 
                     break
                 except EngineRejected:  # the id is in flight until the engine has heard of the cancel
                     await asyncio.sleep(0.01)
-        assert again.token_ids == await plain(engine, 8)
+        assert again.token_ids == expected
 
     async def body(engine: Engine) -> None:
         await cancel_one(engine)
