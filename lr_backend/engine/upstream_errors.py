@@ -45,4 +45,9 @@ def kind_of(text: str) -> type[EngineError] | None:
     """What an INTERNAL error's text says: the request is at fault, the queue is full; None: it may be the engine."""
     if any(words in text for words in REFUSALS):
         return EngineRejected
-    return EngineError if any(words in text for words in BUSY) else None
+    return EngineError if is_full(text) else None
+
+
+def is_full(text: str) -> bool:
+    """The engine's queue, by an error's text."""
+    return any(words in text for words in BUSY)

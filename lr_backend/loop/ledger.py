@@ -144,7 +144,7 @@ class Ledger:
         return "draft" in self.degraded
 
     def num_read(self, role: Role) -> int:
-        """Tokens of the prompt, where a step that begins now waits until its model has read it."""
+        """Tokens of the prompt that a step waits for if it begins now: all until its role's first call is back, then none."""
         return 0 if role in self.read_s else self.prompt_tokens
 
     def drafts_verified(self, num_proposed: int, num_accepted: int, *, begins_step: bool) -> None:

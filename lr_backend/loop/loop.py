@@ -39,7 +39,7 @@ from lr_backend.trace.schema import Purpose
 from lr_backend.verify import UNASKED, ExactVerifier, Reason, StepPair, Verifier
 
 STRETCH_STEPS = 4
-"""Longest steps' worth of tokens in one call of the target alone. A further call costs one admission."""
+"""Tokens in one call of the target alone, counted in longest steps. A further call costs one admission."""
 
 
 @dataclass(eq=False)

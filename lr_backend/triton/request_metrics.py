@@ -102,7 +102,7 @@ RESULTS = ("completed", "cancelled", "failed")
 ACCEPTING = (Reason.EXACT, Reason.SAME_TEXT, Reason.NONE)
 """Reasons that no correction has."""
 GIVEN_UP = (FinishReason.DEADLINE, "cancelled", "target_unavailable")
-"""Ends of a request that has waited: for its first step at least so long, if it has none."""
+"""Ends of a request that may have waited in vain. One without a step has waited for its first at least until then."""
 PARTS = ("draft", "judge", "verifier")
 """What an answer may go on without."""
 MAX_WAITING = 1 << 16

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import structlog
 
 from lr_backend.engine import EngineCall, Generation, cancel_tensors
-from lr_backend.engine.upstream_errors import BUSY, kind_of
+from lr_backend.engine.upstream_errors import is_full, kind_of
 from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, NotFinite, Overloaded
 from lr_backend.notice import Seats
 
@@ -318,7 +318,8 @@ class TritonEngine:
         except EngineError as error:
             if isinstance(error, EngineUnavailable):
                 self._trip(error.message)
-            if not self._why_dead and not _is_full(error.message):
+            is_busy = Overloaded.code in error.message or is_full(error.message)  # a full queue passes
+            if not self._why_dead and not is_busy:
                 self._failing.failed()
             raise
         self._breaker.close()
@@ -401,11 +402,6 @@ class TritonEngine:
 def unavailable(model_name: str, error: Exception) -> EngineUnavailable:
     """The error of a call that never reached its engine."""
     return EngineUnavailable(f"{model_name} cannot be called: {error}")
-
-
-def _is_full(text: str) -> bool:
-    """Its queue, which passes."""
-    return Overloaded.code in text or any(words in text for words in BUSY)
 
 
 def engine_error(called: str, text: str, *, refused: bool, out_of_order: bool = True) -> EngineError:

@@ -58,7 +58,7 @@ class _Batch(ctypes.Structure):
 def why_not(spec: ModelSpec) -> str | None:
     """What keeps the decoder in C from computing ``spec``; None when nothing does."""
     if isinstance(missing := open_library(), str):
-        return f"the decoder in C was {missing}" if not missing.startswith(DOES_NOT_OPEN) else f"the decoder in C {missing}"
+        return f"the decoder in C {'' if missing.startswith(DOES_NOT_OPEN) else 'was '}{missing}"
     if spec.hidden_size % LANES or spec.head_dim % LANES:
         return f"hidden size {spec.hidden_size} and head size {spec.head_dim} must be multiples of {LANES}"
     return None
