@@ -117,8 +117,8 @@ class LookaheadRequest(BaseModel):
     raw: bool = False
     """`text_input` is the prompt itself, rendered by no template; control tokens in it are text, unless the deployment has
     `raw_prompts`"""
-    max_tokens: int = Field(default=512, ge=1, le=MOST_TOKENS)
-    """tokens of the answer, reasoning included, at most; cut at the server's limit"""
+    max_tokens: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
+    """tokens of the answer, reasoning included, at most; unset or beyond it, the server's limit"""
     temperature: float = Field(default=0.0, ge=0.0, le=5.0, allow_inf_nan=False)
     """0 is greedy"""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0, allow_inf_nan=False)

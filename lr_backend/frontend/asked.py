@@ -197,8 +197,6 @@ class Asked:
             if shared.setdefault("max_tokens", body.max_completion_tokens) != body.max_completion_tokens:
                 raise ApiError("invalid_value", "max_tokens and max_completion_tokens are one field and differ", "max_tokens")
             field = "max_completion_tokens"
-        # Who names no limit wants the answer: a fixed number would mostly end it inside the reasoning.
-        shared.setdefault("max_tokens", deployed.chat_tokens)
         options = _options(body, shared, deployed, field)
         question = [turn.message(deployed) for turn in body.messages]
         jobs = tuple(Job(question, one) for one in _seeded(options, body.n))

@@ -77,7 +77,7 @@ class Deployed(BaseModel):
     """The deployment that answers. Limits are tokens, steps and requests, as in ``[lookahead.limits]``.
 
     Attributes:
-        chat_tokens: of an answer to a chat that names no limit: the deployment's own default, or all that it allows.
+        default_tokens: of an answer whose request names no limit: the deployment's own default, or all that it allows.
         request_s: seconds that a request may take at most.
         think_open, think_close: texts around the reasoning; without a second one nothing is taken for reasoning.
         opens_reasoning: the chat template writes the first of them, so that answers begin inside.
@@ -90,7 +90,7 @@ class Deployed(BaseModel):
 
     name: str
     max_tokens: int
-    chat_tokens: int
+    default_tokens: int
     max_depth: int
     max_width: int
     max_draft_len: int
@@ -109,7 +109,7 @@ class Deployed(BaseModel):
         return cls(
             name=name,
             max_tokens=limits.max_tokens,
-            chat_tokens=config.defaults.get("max_tokens", min(limits.max_tokens, MOST_TOKENS)),
+            default_tokens=config.defaults.get("max_tokens", min(limits.max_tokens, MOST_TOKENS)),
             max_depth=limits.max_depth,
             max_width=limits.max_width,
             max_draft_len=limits.max_draft_len,

@@ -43,7 +43,7 @@ class Page:
             "modes": [mode.value for mode in Mode],
             "question": QUESTION,
             "max_tokens": deployed.max_tokens,
-            "chat_tokens": deployed.chat_tokens,
+            "default_tokens": deployed.default_tokens,
             "pace": deployed.pace,
             "keyed": keyed,
         }

@@ -103,7 +103,7 @@ def assemble(request: LookaheadRequest, prompt_ids: IntArray, request_id: str, s
     can_draft = draft_tokens is not None or num_engine_drafts > 0
     policy = _policy(request, server, len(prompt_ids), can_draft=can_draft)
     text = TextStream(models.tokenizer, request.stop, models.rules.hidden_ids)
-    max_tokens = min(request.max_tokens, limits.max_tokens)
+    max_tokens = min(request.max_tokens or limits.max_tokens, limits.max_tokens)
     unmetered = verifier_parts(server.engines, request, server)
     return LookaheadLoop(
         request=request,

@@ -208,7 +208,7 @@ def fake(pause: Pause) -> Iterator[Any]:
 
 @pytest.fixture
 def fronted(fake: Any) -> Iterator[Fronted]:
-    with frontend(fake.url, deployed=DEPLOYED.model_copy(update={"chat_tokens": 80})) as running:
+    with frontend(fake.url, deployed=DEPLOYED.model_copy(update={"default_tokens": 80})) as running:
         yield running
 
 

@@ -31,7 +31,7 @@ KINDS = {"css": "text/css", "html": "text/html", "js": "text/javascript", "svg":
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     """With keys, so that whatever comes without one needs none."""
-    paced = DEPLOYED.model_copy(update={"pace": "as on a machine", "chat_tokens": 80})
+    paced = DEPLOYED.model_copy(update={"pace": "as on a machine", "default_tokens": 80})
     with FakeServer({}) as upstream, frontend(upstream.url, deployed=paced, keys=[KEY]) as running:
         yield running
 
@@ -86,7 +86,7 @@ def test_it_is_told_what_it_shows_and_no_secret(served: Served) -> None:
         "modes": [mode.value for mode in Mode],
         "question": QUESTION,
         "max_tokens": 100,
-        "chat_tokens": 80,
+        "default_tokens": 80,
         "pace": "as on a machine",
         "keyed": True,
     }

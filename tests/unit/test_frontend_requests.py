@@ -102,11 +102,9 @@ def options(document: Document, path: str = CHAT) -> Options:
 
 
 @pytest.mark.parametrize("said", [{}, {"max_tokens": None}, {"max_completion_tokens": None}])
-def test_a_chat_without_a_limit_is_answered_whole(said: Document) -> None:
-    """As OpenAI's; a fixed number would mostly end it inside the reasoning."""
-    deployed = DEPLOYED.model_copy(update={"chat_tokens": 77})
-    assert Asked.chat_of(chat(**said), deployed).jobs[0].options.max_tokens == 77
-    assert Asked.chat_of(chat(max_completion_tokens=5), deployed).jobs[0].options.max_tokens == 5
+def test_the_limit_of_a_chat_without_one_is_the_deployments(said: Document) -> None:
+    assert options(chat(**said)).max_tokens is None
+    assert options(chat(max_completion_tokens=5)).max_tokens == 5
 
 
 def test_a_plain_chat_leaves_everything_else_to_the_deployment() -> None:
@@ -114,7 +112,7 @@ def test_a_plain_chat_leaves_everything_else_to_the_deployment() -> None:
     assert (one.chat, one.stream, one.include_usage) == (True, False, False)
     (job,) = one.jobs
     assert job.question == [{"role": "user", "content": "q"}]
-    assert job.options == Options(stream=False, seed=job.options.seed, max_tokens=DEPLOYED.chat_tokens)
+    assert job.options == Options(stream=False, seed=job.options.seed)
 
 
 def test_every_field_arrives_under_its_own_name() -> None:
@@ -155,7 +153,7 @@ def test_every_field_arrives_under_its_own_name() -> None:
 )
 def test_forms_that_a_field_may_have(document: Document, expected: Document) -> None:
     found = options(document)
-    assert found == Options(stream=False, seed=found.seed, **{"max_tokens": DEPLOYED.chat_tokens, **expected})
+    assert found == Options(stream=False, seed=found.seed, **expected)
 
 
 @pytest.mark.parametrize(

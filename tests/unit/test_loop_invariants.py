@@ -427,6 +427,17 @@ def test_reasoning_tokens_are_those_that_a_client_can_tell_from_the_answer(rules
         assert outcome.usage.reasoning_tokens == (ids.index(CLOSE) + 1 if counted else 0)
 
 
+@pytest.mark.parametrize("said", [{}, {"max_tokens": 100_000}])
+def test_a_request_without_a_limit_may_write_all_that_the_server_allows(said: dict[str, int]) -> None:
+    world = make_world(3, 0.9)
+    whole = plain(world, **said)
+    assert whole.finish_reason is FinishReason.STOP
+    most = len(whole.completion_ids) - 1
+    short = make_world(3, 0.9, limits=world.config.limits.model_copy(update={"max_tokens": most}))
+    cut = plain(short, **said)
+    assert (cut.finish_reason, cut.completion_ids) == (FinishReason.LENGTH, whole.completion_ids[:most])
+
+
 def test_a_stretch_of_several_steps_has_the_time_of_all_of_them() -> None:
     """The limit is of a step: an engine is not dead because an answer is long."""
     world = make_world(3, 0.9, timeouts=Timeouts(target_s=10.0, request_s=10000.0))

@@ -61,7 +61,7 @@ def test_every_field_says_what_it_means(field: RequestField) -> None:
 
 def test_bounds_and_defaults_are_written_as_one_reads_them() -> None:
     shown = {name: (field.rule, field.default) for name, field in BY_NAME.items()}
-    assert shown["max_tokens"] == ("1 to 2^20", "512")
+    assert shown["max_tokens"] == ("1 to 2^20", "")
     assert shown["temperature"] == ("0 to 5", "0")
     assert shown["top_p"] == ("above 0, to 1", "1")
     assert shown["seed"] == ("0 to 2^64 - 1", "")

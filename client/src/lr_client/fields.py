@@ -31,7 +31,8 @@ class Options:
         int | None,
         Field(
             "INT32",
-            "tokens of the answer, reasoning included, at most; cut at the server's limit (1 to 2^20)",
+            "tokens of the answer, reasoning included, at most; unset or beyond it, the server's limit (1 "
+            "to 2^20)",
         ),
     ] = None
     temperature: Annotated[float | None, Field("FP32", "0 is greedy (0 to 5)")] = None
