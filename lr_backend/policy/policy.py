@@ -270,7 +270,7 @@ class Measured(RequestPolicy):
 
     @property
     def uses_draft_tokens(self) -> bool:
-        first = self._chosen.drafts
+        first = self._chosen.draft_tokens
         if self.can_draft and not self.must_draft:
             # Both kinds of steps must have a price before they are compared.
             for drafts in (first, not first):
@@ -346,7 +346,7 @@ class Measured(RequestPolicy):
         way happened to have is taken off the time that they took.
         """
         prices = self.shared.prices
-        token_s, drafted = prices.target[self._way.drafts].token_s.value, prices.drafted_token_s.value
+        token_s, drafted = prices.target[self._way.draft_tokens].token_s.value, prices.drafted_token_s.value
         if token_s is None or drafted is None:
             return 0.0
         alpha = self.shared.acceptance[self.verifier].rate_lately
@@ -355,11 +355,11 @@ class Measured(RequestPolicy):
     def _predicted(self, way: Way) -> float:
         """Seconds a committed token."""
         prices = self.shared.prices
-        found, other = prices.target[way.drafts], prices.target[not way.drafts]
+        found, other = prices.target[way.draft_tokens], prices.target[not way.draft_tokens]
         token_s, crowding, off = found.token_s.value, found.crowding, 1.0
         if token_s is None:
             token_s, crowding = other.token_s.value, other.crowding
-            off = 1.0 / USUAL_GAIN_OF_DRAFTS if way.drafts else USUAL_GAIN_OF_DRAFTS
+            off = 1.0 / USUAL_GAIN_OF_DRAFTS if way.draft_tokens else USUAL_GAIN_OF_DRAFTS
         if token_s is None:
             return 1.0
         # At the present load: what tokens have lately taken may be of another.

@@ -48,7 +48,7 @@ class Way(NamedTuple):
     """How answers are written: looking ahead by steps, and with draft tokens."""
 
     ahead: bool
-    drafts: bool
+    draft_tokens: bool
 
 
 Predict = Callable[[Way], float]
@@ -121,7 +121,7 @@ class Trial:
 
     def _caution(self, way: Way) -> float:
         """What calls that are made more than now cost the others is in no price before all of them have taken that way."""
-        more = (way.ahead - self.way.ahead, self._drafts_by_calls * (way.drafts - self.way.drafts))
+        more = (way.ahead - self.way.ahead, self._drafts_by_calls * (way.draft_tokens - self.way.draft_tokens))
         num_others = max(0, self._num_requests - self.seen_at(way))
         return 1.0 + CAUTION * num_others * max(0, sum(more)) if min(more) >= 0 else 1.0
 
@@ -191,7 +191,7 @@ class Trial:
     def _at_first(self, way: Way, best: Way, expected: float) -> float:
         """What a way that was never taken may take. A few requests may try whole steps before they trust them: a span of many has
         more steps than it needs to tell."""
-        is_cheap = way.drafts <= best.drafts and SPAN_STEPS * self._num_requests <= ENOUGH_STEPS
+        is_cheap = way.draft_tokens <= best.draft_tokens and SPAN_STEPS * self._num_requests <= ENOUGH_STEPS
         return expected / self._caution(way) if is_cheap else expected
 
     def _is_new(self, way: Way, best: Way) -> bool:
@@ -200,7 +200,7 @@ class Trial:
 
     def _hides(self, way: Way, best: Way) -> bool:
         """This way does less than the best one, on shared cards: beside the draft nobody sees what it would take."""
-        return self._shares_cards and way.ahead <= best.ahead and way.drafts <= best.drafts
+        return self._shares_cards and way.ahead <= best.ahead and way.draft_tokens <= best.draft_tokens
 
     def _may_be_best(self, way: Way, expected: float, best: float) -> bool:
         """Too few spans were timed to say that it is slower."""

@@ -128,12 +128,12 @@ def in_a_crowd(
 @pytest.mark.parametrize("tried_alone", [False, True])
 def test_a_crowd_does_not_try_what_may_cost_everybody(tried_alone: bool) -> None:
     """Draft tokens look a fifth faster by a few steps, or by one request alone, and take twice as long once all take them."""
-    predicted = {way: 0.8 if way.ahead or way.drafts else 1.0 for way in WAYS}
+    predicted = {way: 0.8 if way.ahead or way.draft_tokens else 1.0 for way in WAYS}
     known = Trial(WAYS)
     spans(known, predicted, 40 if tried_alone else 0, predicted.__getitem__)
     trial = Trial(WAYS[::-1], known if tried_alone else None)
     trial.way = ALONE
-    truth = {way: 2.0 if way.ahead or way.drafts else 1.0 for way in WAYS}
+    truth = {way: 2.0 if way.ahead or way.draft_tokens else 1.0 for way in WAYS}
 
     assert in_a_crowd(trial, truth, 20, predicted.__getitem__) == [ALONE] * 20
 
@@ -154,7 +154,7 @@ def test_a_few_requests_try_whole_steps_that_look_as_fast(num_requests: int, is_
 
 def test_draft_tokens_inside_the_engine_need_no_caution() -> None:
     """They make no call, so what the first ones took is what they take."""
-    truth = {way: 0.8 if way.drafts else 1.0 for way in WAYS}
+    truth = {way: 0.8 if way.draft_tokens else 1.0 for way in WAYS}
     trial = Trial(WAYS[::-1], drafts_by_calls=False)
     trial.way = ALONE
 
@@ -322,7 +322,7 @@ def test_steps_that_are_taken_for_their_price_count_for_no_way() -> None:
     priced(drafts=True)
     commit(1)  # it was begun before
     commit(3 * SPAN_STEPS)
-    assert (trial.way.drafts, policy.uses_draft_tokens, trial.num_spans) == (True, False, 0)
+    assert (trial.way.draft_tokens, policy.uses_draft_tokens, trial.num_spans) == (True, False, 0)
     priced(drafts=False)
     commit(1 + SPAN_STEPS)
     assert trial.num_spans == 1
