@@ -1,7 +1,7 @@
 # Two images of one server. docs/production.md builds and runs them; `make image-check` does so without a daemon.
 #
-#   docker build --target trtllm -t lookahead:trtllm .    # TensorRT-LLM engines, on NVIDIA's Triton image
-#   docker build --target cpu -t lookahead:cpu .          # the demo models, on a CPU
+#   docker build --target trtllm -t lookahead:trtllm-0.2.0 .    # TensorRT-LLM engines, on NVIDIA's Triton image
+#   docker build --target cpu -t lookahead:cpu-0.2.0 .          # the demo models, on a CPU
 #
 # In both the package lies in /opt/lookahead, with the specs, templates and demo models that a wheel carries. It is the working folder
 # too: engines/built/ and checkpoints/ are there, and specs of one's own go into engines/. One .pth file makes it importable, for
