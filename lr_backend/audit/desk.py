@@ -17,6 +17,7 @@ from lr_backend.audit.auditor import Auditor
 from lr_backend.audit.interval import Estimate, FalseAccepts
 from lr_backend.config import AuditSettings
 from lr_backend.verify import Reason, StepPair, Verifier
+from lr_backend.verify.verdict import FAILED
 
 
 @dataclass
@@ -25,7 +26,7 @@ class AuditCounts:
 
     Attributes:
         num_right, num_false_accepts: by the auditor's answer.
-        num_failed: the auditor failed, was late, or its answer was none.
+        num_failed: the auditor, or the verifier asked before it, failed, was late, or its answer was none.
         num_dropped: the line was full, or the server was going down.
         num_cleared: pairs that the verifier, asked while a budget was spent, would not have accepted: nothing to audit.
         num_requests_spent: requests that accepted equal tokens only, for all or some of their steps.
@@ -166,6 +167,6 @@ class AuditDesk:
     async def _answer(self, case: AuditCase) -> bool | Reason | None:
         """The auditor's answer; None where there is nothing to audit."""
         assert self._auditor is not None
-        if case.first is not None and not (await case.first.verify(case.pair)).accepted:
-            return None
+        if case.first is not None and not (verdict := await case.first.verify(case.pair)).accepted:
+            return verdict.reason if verdict.reason in FAILED else None
         return await self._auditor.audit(case.pair)

@@ -686,6 +686,42 @@ class Slow:
         return Verdict(True, Reason.JUDGE)
 
 
+@dataclass(frozen=True)
+class Rejects:
+    """A verifier that rejects for one reason."""
+
+    reason: Reason
+
+    async def verify(self, pair: StepPair) -> Verdict:
+        return Verdict(False, self.reason)
+
+
+@pytest.mark.parametrize(
+    ("reason", "expected"),
+    [
+        (Reason.JUDGE, (0, 0, 0, 0, 1)),
+        (Reason.NUMBERS, (0, 0, 0, 0, 1)),
+        (Reason.JUDGE_ERROR, (0, 0, 1, 0, 0)),
+        (Reason.VERIFIER_ERROR, (0, 0, 1, 0, 0)),
+        (Reason.TIMEOUT, (0, 0, 1, 0, 0)),
+        (Reason.GARBAGE, (0, 0, 1, 0, 0)),
+    ],
+)
+def test_a_verifier_that_fails_while_a_budget_is_spent_has_cleared_nothing(
+    reason: Reason, expected: tuple[int, int, int, int, int]
+) -> None:
+    auditor = ScriptedAuditor()
+    desk = desk_of(auditor)
+
+    async def one() -> None:
+        desk.offer(AuditCase(make_pair(), JUDGE, first=Rejects(reason)))
+        await desk.drain()
+
+    run_virtual(one())
+    assert counts(desk.counts_of(JUDGE)) == expected
+    assert not auditor.asked
+
+
 def test_a_verifier_that_never_answers_off_the_critical_path_is_a_failed_audit() -> None:
     desk = desk_of(ScriptedAuditor())
     slow: Verifier = Slow()
