@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass, replace
+from math import isfinite
+from numbers import Real
 
 import numpy as np
 
@@ -25,7 +27,8 @@ class GuardedVerifier:
     async def verify(self, pair: StepPair) -> Verdict:
         try:
             async with asyncio.timeout(self.timeout_s) as limit:
-                verdict: object = await self.verifier.verify(pair)
+                answer: object = await self.verifier.verify(pair)
+            verdict = _sound(answer)
         except (Exception, asyncio.CancelledError) as error:  # a deployment's own code may raise anything
             if own_task_is_cancelled(error):
                 raise
@@ -33,14 +36,20 @@ class GuardedVerifier:
                 return Verdict(False, Reason.TIMEOUT, verifier=self.name)
             _logger.warning("the verifier %s failed", self.name, exc_info=error)
             return Verdict(False, Reason.VERIFIER_ERROR, verifier=self.name)
-        if not isinstance(verdict, Verdict) or not _is_sound(verdict):
-            _logger.warning("the verifier %s gave no verdict but a %s", self.name, type(verdict).__name__)
+        if verdict is None:
+            _logger.warning("the verifier %s gave no verdict but a %s", self.name, type(answer).__name__)
             return Verdict(False, Reason.GARBAGE, verifier=self.name)
         # What is settled without a verifier is not its to say: equal tokens are never audited.
         reason = Reason.PLUG_IN if verdict.reason in SETTLED else verdict.reason
         return replace(verdict, accepted=bool(verdict.accepted), reason=reason, verifier=verdict.verifier or self.name)
 
 
-def _is_sound(verdict: Verdict) -> bool:
-    """A plug-in may have put anything into it, and compares numbers of numpy."""
-    return isinstance(verdict.accepted, (bool, np.bool_)) and isinstance(verdict.reason, Reason)
+def _sound(answer: object) -> Verdict | None:
+    """The answer, if it is a verdict in all its parts. A plug-in may have put anything into them, and numbers may be numpy's."""
+    if not isinstance(answer, Verdict):
+        return None
+    score: object = answer.score
+    verifier: object = answer.verifier
+    decides = isinstance(answer.accepted, (bool, np.bool_)) and isinstance(answer.reason, Reason)
+    tells = (score is None or (isinstance(score, Real) and isfinite(score))) and isinstance(verifier, str | None)
+    return answer if decides and tells else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,27 @@ def test_the_loop_takes_the_word_of_a_plug_in() -> None:
 
     takes_it()
     assert told == {True, False}
+
+
+@dataclass(frozen=True)
+class Scores(LowLetters):
+    """Accepts with a score of its own kind."""
+
+    score: Any
+
+    async def verify(self, pair: Any) -> Verdict:
+        return Verdict(True, Reason.PLUG_IN, self.score)
+
+
+@pytest.mark.parametrize("score", ["high", object(), inf])
+def test_a_score_that_is_no_number_loses_no_traced_answer(score: Any) -> None:
+    world = with_own(make_world(3), verifiers={"scores": Scores(score)})
+
+    outcome = run_virtual(world.answer(mode="lr", verifier="scores", trace=True))
+
+    assert outcome.completion_ids == run_virtual(make_world(3).answer(mode="ar", stream=False)).completion_ids
+    assert outcome.usage.num_steps_rejected["garbage"] > 0
+    assert {record.score for record in outcome.ledger.records} == {None}
 
 
 @dataclass

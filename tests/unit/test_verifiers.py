@@ -141,7 +141,21 @@ def test_a_plug_in_that_fails_or_is_slow_rejects(model: Similarity, expected: Ve
     assert model.calls == [("a", "b")]
 
 
-@pytest.mark.parametrize("answer", [True, None, Verdict(True, "fine"), Verdict("yes", Reason.PLUG_IN)], ids=repr)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    "answer",
+    [
+        True,
+        None,
+        Verdict(True, "fine"),  # type: ignore[arg-type]
+        Verdict("yes", Reason.PLUG_IN),  # type: ignore[arg-type]
+        Verdict(True, Reason.PLUG_IN, "0.9"),  # type: ignore[arg-type]
+        Verdict(True, Reason.PLUG_IN, [0.9]),  # type: ignore[arg-type]
+        Verdict(True, Reason.PLUG_IN, math.nan),
+        Verdict(True, Reason.PLUG_IN, np.float32("inf")),  # type: ignore[arg-type]
+        Verdict(True, Reason.PLUG_IN, 0.9, 7),  # type: ignore[arg-type]
+    ],
+    ids=repr,
+)
 def test_what_is_no_verdict_rejects(answer: object) -> None:
     class Talks:
         async def verify(self, pair: StepPair) -> Any:
@@ -152,14 +166,24 @@ def test_what_is_no_verdict_rejects(answer: object) -> None:
     )
 
 
+def test_a_score_beyond_every_float_rejects() -> None:
+    class Says:
+        async def verify(self, pair: StepPair) -> Verdict:
+            return Verdict(True, Reason.PLUG_IN, 10**400)
+
+    found = run_virtual(GuardedVerifier("says", Says(), None).verify(make_pair()))
+    assert found == Verdict(False, Reason.VERIFIER_ERROR, verifier="says")
+
+
 @pytest.mark.parametrize("accepted", [True, False])
 def test_a_verdict_by_a_comparison_of_numpy_is_one(accepted: bool) -> None:
     class Says:
         async def verify(self, pair: StepPair) -> Verdict:
-            return Verdict(np.float32(0.5) < float(accepted), Reason.PLUG_IN)  # type: ignore[arg-type]
+            score = np.float32(0.5)
+            return Verdict(score < float(accepted), Reason.PLUG_IN, score)  # type: ignore[arg-type]
 
     found = run_virtual(GuardedVerifier("says", Says(), None).verify(make_pair()))
-    assert found == Verdict(accepted, Reason.PLUG_IN, verifier="says") and isinstance(found.accepted, bool)
+    assert found == Verdict(accepted, Reason.PLUG_IN, 0.5, "says") and isinstance(found.accepted, bool)
 
 
 @pytest.mark.parametrize("reason", [Reason.EXACT, Reason.LATE, Reason.RISK_BUDGET, Reason.PLUG_IN])
