@@ -223,7 +223,6 @@ class LookaheadLoop:
         if step is None:  # no draft, no lookahead: the target goes on alone
             self.ledger.degrade("draft")
             self.policy.keep_alone()
-            tree.horizon.max_depth = 0
         elif step.log_prob is not None:
             node.chance = self.shared.acceptance[self.audit.decides].chance(step.log_prob)
         tree.drafted(node, step)
