@@ -167,7 +167,7 @@ class Answer:
         drafted_times = compared.times_s if compared is not None else {}
         target_times = decision.position.times_s if decision is not None else {}
         target = decision.position.target if decision is not None else step
-        verdict = compared.verdict if compared is not None else None
+        verdict = decision.verdict if decision is not None else None
         record = StepRecord(
             index=self._ledger.num_steps - 1,
             origin=origin,

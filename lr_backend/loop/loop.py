@@ -152,6 +152,7 @@ class LookaheadLoop:
 
     def _expand(self, tree: Tree) -> None:
         """Start every drafted step and every target step that the window allows."""
+        # Target steps are chosen first, as steps are drafted only beside them, and start last: the next depth waits for a draft.
         targets = tree.start_targets()
         for node in () if self.ledger.draft_failed else tree.start_drafted():
             self._drafting[node] = GrowingText()
@@ -165,22 +166,24 @@ class LookaheadLoop:
             self._work.start(node, Purpose.VERDICT, partial(self._judge, tree, target, node))
 
     def _advance(self, tree: Tree) -> None:
-        """Move the root as far as verdicts allow: commit what it passes, cancel what has lost."""
+        """While the verdict on the next step is known: cancel what has lost by it, and commit the step."""
         answer = self.answer
         self._cancel(tree.prune())
-        while answer.finish is None and answer.is_reasoning and (decision := tree.decide(only_equal=self.audit.takes_only_equal)):
-            accepted, compared = decision.winner is not None, decision.compared
-            self._cancel(decision.discarded)
-            self.ledger.root_moved(decision)
-            verdict = compared.verdict if compared is not None else None
-            self.audit.decided(verdict, len(decision.position.prefix), partial(self._pair_decided, decision))
-            by = self.audit.decides
-            if (first := decision.first) is not None:
-                self.shared.decided(by, *first)
-            origin = Origin.DRAFT if accepted else Origin.CORRECTION if compared is not None else Origin.TARGET
-            answer.commit(decision.step, origin, decision.reason, decision)
-            self.policy.committed(len(decision.step.ids), accepted=first and first[0], compared=compared is not None, verifier=by)
+        while answer.finish is None and answer.is_reasoning and (move := tree.move_root(only_equal=self.audit.takes_only_equal)):
+            self._cancel(move.discarded)
+            self._commit(move)
             self._look_ahead(tree)
+
+    def _commit(self, decision: Decision) -> None:
+        """Make the step final, and tell all who count it or learn from it."""
+        compared, first, by = decision.compared, decision.first, self.audit.decides
+        pair = partial(self._pair, decision.position, compared, f"{self.request_id}/audit/{len(decision.position.prefix)}")
+        self.ledger.root_moved(decision)
+        self.audit.decided(decision.verdict, len(decision.position.prefix), pair)
+        if first is not None:
+            self.shared.decided(by, *first)
+        self.answer.commit(decision.step, decision.origin, decision.reason, decision)
+        self.policy.committed(len(decision.step.ids), accepted=first and first[0], compared=compared is not None, verifier=by)
 
     def _cancel(self, nodes: Iterable[Node]) -> None:
         lost = tuple(nodes)
@@ -234,9 +237,7 @@ class LookaheadLoop:
         return lambda: tree.targeted(node, step)
 
     async def _judge(self, tree: Tree, target: Step, node: Node) -> Change:
-        position = node.parent
-        assert position is not None
-        pair = self._pair(position, target, node, f"{self.request_id}/judge/{next(self._verdicts)}")
+        pair = self._pair(node.parent, node, f"{self.request_id}/judge/{next(self._verdicts)}")
         # Before the reasoning is known to have begun, and in a tool call, only the same tokens will do.
         by_meaning = self.answer.may_accept_by_meaning(node.prefix, target)
         verifier = self.audit.allowed(self.verifier) if by_meaning else ExactVerifier()
@@ -251,16 +252,11 @@ class LookaheadLoop:
             self.ledger.degrade("verifier")
         return lambda: tree.judged(node, verdict)
 
-    def _pair(self, position: Node, target: Step, node: Node, call_id: str) -> StepPair:
-        assert node.drafted is not None
-        texts = self.answer.stated(target), self.answer.stated(node.drafted)
-        return StepPair(target, node.drafted, *texts, call_id, position.prefix)
-
-    def _pair_decided(self, decision: Decision) -> StepPair:
-        """The pair by which the root has moved, for its audit."""
-        position, node = decision.position, decision.compared
-        assert position.target is not None and node is not None
-        return self._pair(position, position.target, node, f"{self.request_id}/audit/{len(position.prefix)}")
+    def _pair(self, position: Node | None, node: Node | None, call_id: str) -> StepPair:
+        """What the target and the draft have written after the same prefix."""
+        assert position is not None and position.target is not None and node is not None and node.drafted is not None
+        target, drafted = position.target, node.drafted
+        return StepPair(target, drafted, self.answer.stated(target), self.answer.stated(drafted), call_id, position.prefix)
 
     async def _target_step(self, prefix: IntArray, most: int, ending: Ending, node: Node | None = None) -> Step:
         """The target's step after ``prefix``, timed; with draft tokens where they pay."""

@@ -24,6 +24,7 @@ from enum import StrEnum
 import numpy as np
 
 from lr_backend.contract import IntArray
+from lr_backend.request import Origin
 from lr_backend.steps.step import Step
 from lr_backend.verify.verdict import FAILED, Reason, Verdict, settle
 
@@ -127,6 +128,18 @@ class Decision:
     reason: Reason
     discarded: tuple[Node, ...]
     depth: int = 0
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """On the drafted child whose fate is recorded."""
+        return self.compared.verdict if self.compared is not None else None
+
+    @property
+    def origin(self) -> Origin:
+        """Who wrote the step, and whether against a drafted one."""
+        if self.winner is not None:
+            return Origin.DRAFT
+        return Origin.CORRECTION if self.compared is not None else Origin.TARGET
 
     @property
     def first(self) -> tuple[bool, float | None] | None:
@@ -319,8 +332,8 @@ class Tree:
 
     # How the root moves --------------------------------------------------------------------------------------------
 
-    def decide(self, *, only_equal: bool = False) -> Decision | None:
-        """The next move of the root, or None while something that it depends on is still open. Moves the root.
+    def move_root(self, *, only_equal: bool = False) -> Decision | None:
+        """Move the root past the next step and say how, or None while something that this depends on is still open.
 
         The lowest accepted sibling wins, once all lower ones are decided, so the result does not depend on which verdict
         came first. A draft still running when the root's target step is there is late.

@@ -88,7 +88,7 @@ def test_on_a_correction_the_own_branch_is_the_root_and_keeps_its_work() -> None
     tree.judged(child, REJECTED)
 
     lost = tree.prune()
-    decision = tree.decide()
+    decision = tree.move_root()
 
     assert decision is not None
     assert (decision.step, decision.winner, decision.compared, decision.reason) == (step(9), None, child, Reason.JUDGE)
@@ -107,7 +107,7 @@ def test_when_the_drafted_step_is_accepted_the_own_branch_is_cut() -> None:
     assert {own, *drafts} <= set(tree.prune())
     assert tree.root.own is None
     assert not tree.prune()
-    decision = tree.decide()
+    decision = tree.move_root()
     assert decision is not None and decision.winner is child is tree.root
 
 
@@ -119,12 +119,12 @@ def test_a_late_drafted_step_that_is_the_targets_own_takes_over_the_own_branch()
     own = tree.root.own
     assert own is not None and own in tree.start_targets()
     (below,) = begin(tree)
-    assert tree.decide() is None
+    assert tree.move_root() is None
 
     tree.drafted(child, step(9))
     assert not tree.start_verdicts()
     assert tree.prune() == [child]
-    decision = tree.decide()
+    decision = tree.move_root()
 
     assert decision is not None
     assert (decision.winner, decision.step, decision.reason) == (own, step(9), Reason.EXACT)
@@ -142,7 +142,7 @@ def test_an_own_branch_that_nobody_works_on_gives_way_to_an_equal_drafted_step()
     tree.start_verdicts()
 
     assert tree.prune() == [own]
-    decision = tree.decide()
+    decision = tree.move_root()
     assert decision is not None and decision.winner is child
 
 
@@ -250,13 +250,13 @@ def test_a_sibling_that_is_late_is_so_for_good_though_a_lower_one_is_still_judge
     tree.drafted(first, step(8))
     write(tree, step(9))
     assert [node for _, node in tree.start_verdicts()] == [first]
-    assert tree.decide() is None
+    assert tree.move_root() is None
     assert second in tree.prune()
 
     tree.drafted(second, step(7))
     assert not tree.start_verdicts()
     tree.judged(first, REJECTED)
-    decision = tree.decide()
+    decision = tree.move_root()
 
     assert decision is not None
     assert (decision.step, decision.winner, second.verdict) == (step(9), None, Verdict(False, Reason.LATE))
@@ -273,7 +273,7 @@ def test_where_only_equal_steps_are_taken_by_now_an_earlier_verdict_does_not_cou
     tree.start_verdicts()
     tree.prune()
 
-    decision = tree.decide(only_equal=True)
+    decision = tree.move_root(only_equal=True)
 
     assert decision is not None and (decision.winner is child) == winner
     assert decision.reason is (Reason.EXACT if same else Reason.RISK_BUDGET)
@@ -293,7 +293,7 @@ def test_where_only_equal_steps_are_taken_by_now_siblings_that_had_lost_are_not_
     tree.judged(first, ACCEPTED)
     tree.prune()
 
-    decision = tree.decide(only_equal=True)
+    decision = tree.move_root(only_equal=True)
 
     assert decision is not None and decision.winner is None
     assert (decision.step, decision.reason) == (step(9), Reason.RISK_BUDGET)
@@ -310,7 +310,7 @@ def test_what_became_of_the_first_drafted_step_is_told_whoever_won() -> None:
     tree.judged(first, REJECTED)
     tree.judged(second, ACCEPTED)
 
-    decision = tree.decide()
+    decision = tree.move_root()
 
     assert decision is not None and decision.winner is second
     assert decision.first == (False, -0.5)
@@ -322,7 +322,7 @@ def test_a_draft_that_failed_says_nothing_of_what_is_accepted() -> None:
     tree.drafted(child, None)
     write(tree, step(9))
 
-    decision = tree.decide()
+    decision = tree.move_root()
 
     assert decision is not None and decision.compared is child
     assert decision.first is None
@@ -337,7 +337,7 @@ def test_a_verifier_that_failed_says_nothing_of_what_is_accepted(reason: Reason)
     tree.start_verdicts()
     tree.judged(child, Verdict(False, reason))
 
-    decision = tree.decide()
+    decision = tree.move_root()
 
     assert decision is not None and decision.compared is child
     assert decision.first is None
@@ -462,7 +462,7 @@ class Run:
             for target, node in self.tree.start_verdicts():
                 self.start(node, "verdict", target)
             self.cancel(self.tree.prune())
-            while len(self.committed) < num_tokens and (decision := self.tree.decide()) is not None:
+            while len(self.committed) < num_tokens and (decision := self.tree.move_root()) is not None:
                 self.cancel(decision.discarded)
                 self.committed += decision.step.ids
                 self.decisions.append(decision)
