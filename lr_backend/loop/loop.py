@@ -78,7 +78,7 @@ class LookaheadLoop:
         """Answer the request.
 
         Raises:
-            TargetUnavailable: the target failed. Draft and judge failures only degrade the answer.
+            TargetUnavailable: the target failed at the next step. Draft and judge failures only degrade the answer.
             EngineRejected: the target refused the request, for instance as too long.
             NotFinite: the target computed no numbers for it.
         """
@@ -232,7 +232,10 @@ class LookaheadLoop:
 
     async def _write_target(self, tree: Tree, node: Node) -> Change:
         node.times_s["target_started_s"] = self.ledger.now_s()
-        step = await self._target_step(node.prefix, self._budget(node.prefix), self.rules.of_step, node)
+        try:
+            step = await self._target_step(node.prefix, self._budget(node.prefix), self.rules.of_step, node)
+        except EngineError as error:
+            return partial(tree.target_failed, node, error)
         node.times_s["target_finished_s"] = self.ledger.now_s()
         return lambda: tree.targeted(node, step)
 

@@ -47,6 +47,7 @@ class Node:
         drafted: the drafted step that led here; None for a prefix that ends with the target's own words.
         chance: that the drafted step will be accepted, as far as is known.
         target: the target's step after this prefix, once written.
+        target_failed: it has failed while this was not the root, and starts again only as the root's.
         verdict: of the drafted step against the parent's target step.
         own: the branch that goes on from the target's step.
         lost: it cannot become the path any more.
@@ -60,6 +61,7 @@ class Node:
     chance: float = 1.0
     target_started: bool = False
     target: Step | None = None
+    target_failed: bool = False
     verdict: Verdict | None = None
     verdict_started: bool = False
     children: list[Node] = field(default_factory=list)
@@ -75,8 +77,9 @@ class Node:
 
     @property
     def closed(self) -> bool:
-        """No speculation below: the drafted step ends the answer or the reasoning, or holds a tool marker."""
-        return self.drafted is not None and self.drafted.closes
+        """No speculation from here on: the drafted step ends the answer or the reasoning, or holds a tool marker; or the target
+        has failed here."""
+        return self.target_failed or (self.drafted is not None and self.drafted.closes)
 
     @property
     def chance_now(self) -> float:
@@ -179,7 +182,7 @@ class Tree:
         wait_for_drafted: the root waits for a draft that was started (deterministic) instead of calling it late.
 
     Attributes:
-        horizon: how far to look ahead; the loop sets it.
+        horizon: how far to look ahead; the loop sets it whenever the root has moved.
     """
 
     def __init__(
@@ -213,7 +216,8 @@ class Tree:
             if depth < max(1, self.horizon.max_depth) and not node.target_started and len(node.prefix) < self.end
         ]
         waiting.sort(key=lambda pair: -pair[0])
-        nodes = [node for _, node in waiting[: max(0, num_free)]]
+        # The root comes first and waits for no row, even where what began ahead of it now holds them all.
+        nodes = [node for _, node in waiting[: max(not self.root.target_started, num_free)]]
         for node in nodes:
             node.target_started = True
         return nodes
@@ -324,6 +328,18 @@ class Tree:
         node.target = step
         if self.own_branches and not step.closes:
             node.own = Node(append(node.prefix, step), parent=node)
+
+    def target_failed(self, node: Node, error: Exception) -> None:
+        """A target step has failed. One ahead of the root is given back, and the window grows no more until the root moves.
+
+        Raises:
+            error: nobody can go on without the root's own.
+        """
+        assert node.target_started and node.target is None
+        if node is self.root:
+            raise error
+        node.target_started, node.target_failed = False, True
+        self.horizon.max_depth = 0
 
     def judged(self, node: Node, verdict: Verdict) -> None:
         """A verdict is there."""

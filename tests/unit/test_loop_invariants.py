@@ -220,6 +220,29 @@ def test_a_dead_target_is_a_typed_error(salt: int, mode: Mode, order: int, after
 
 
 @answers()
+@given(salts, agreements, salts, shapes, st.sampled_from([0.3, 1.0]))
+def test_target_steps_that_fail_ahead_of_the_root_change_no_word(
+    salt: int, agreement: float, order: int, shape: dict[str, object], share: float
+) -> None:
+    shape = {**shape, "num_draft_tokens": 0}  # so that a step is one call
+    world = make_world(salt, agreement, like_rate=0.0)
+    failing = world.shuffled(order)
+
+    def fail(call: EngineCall) -> EngineError | None:
+        committed = sum(one.step.num_tokens for one in failing.received if one.step is not None)
+        is_ahead = len(call.input_ids) > len(PROMPT) + committed
+        return EngineUnavailable("full") if is_ahead and chance("fails", order, call.request_id) < share else None
+
+    failing.target.fail = fail
+
+    outcome = run_virtual(failing.answer(mode="lr", **shape))
+
+    assert outcome.completion_ids == plain(world, max_tokens=shape["max_tokens"]).completion_ids
+    assert not outcome.usage.degraded
+    failing.assert_idle()
+
+
+@answers()
 @given(salts, agreements, step_modes, shapes, st.booleans(), salts, salts)
 def test_a_deterministic_request_does_not_depend_on_completion_order(
     salt: int, agreement: float, mode: Mode, shape: dict[str, object], coupled: bool, order: int, other_order: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lr_backend.engine import EngineCall
+from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, NotFinite, TargetUnavailable
 from lr_backend.request import Origin
 from lr_backend.testing import Script, run_virtual
 from tests.support.world import BREAK, CLOSE, END, FIRST_LETTER, PROMPT, THINK, World
@@ -99,6 +100,79 @@ def test_a_fully_accepted_chain_takes_the_time_of_two_target_steps() -> None:
     assert (first.drafted_finished_s, first.target_started_s, first.target_finished_s) == pytest.approx((0.1, 0.0, 1.0))
     assert (second.drafted_finished_s, second.target_started_s, second.target_finished_s) == pytest.approx((0.2, 0.1, 1.1))
     assert world.target.max_in_flight == 3
+
+
+NUM_AHEAD = 2
+"""Drafted steps before the target step that fails below."""
+
+
+def failing_ahead(num_failures: int, error: EngineError) -> World:
+    """Draft and target write the same; the target fails two drafted steps ahead of the first root, so often."""
+    world = World.of(_writer(TARGET_WORD), _writer(TARGET_WORD))
+    world.target.delay, world.draft.delay = (lambda call, _: 1.0), (lambda call, _: 0.1)
+    world.target.fail = lambda call: error if 0 < len(calls_at(world, NUM_AHEAD)) <= num_failures and is_at(call) else None
+    return world
+
+
+def is_at(call: EngineCall, position: int = NUM_AHEAD) -> bool:
+    return _position(tuple(call.input_ids.tolist())) == position
+
+
+def calls_at(world: World, position: int) -> list[float]:
+    """When the target's calls after so many steps started."""
+    return [recorded.started_s for recorded in world.target.calls if is_at(recorded.call, position)]
+
+
+FAILURES = [EngineUnavailable("the queue is full"), EngineRejected("too long"), NotFinite()]
+
+
+@pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
+def test_a_target_step_that_fails_ahead_starts_again_as_the_root(error: EngineError) -> None:
+    world = failing_ahead(1, error)
+
+    outcome = run_virtual(world.answer(mode="lr", max_depth=4, trace=True))
+
+    whole = World.of(_writer(TARGET_WORD), _writer(TARGET_WORD))
+    assert outcome.completion_ids == run_virtual(whole.answer(mode="ar", stream=False)).completion_ids
+    root_there_s = outcome.ledger.records[NUM_AHEAD - 1].committed_s
+    assert calls_at(world, NUM_AHEAD) == pytest.approx([0.2, root_there_s]) and root_there_s == pytest.approx(1.1)
+    # Until the root has moved nothing is started further ahead, and nothing behind the step until it is written.
+    assert min(calls_at(world, NUM_AHEAD + 1)) >= root_there_s
+    assert sum(span.failed for span in outcome.ledger.spans) == 1
+    assert outcome.usage.num_steps_accepted == DEPTH + 1 and not outcome.usage.degraded
+    world.assert_idle()
+
+
+@pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
+def test_a_target_step_that_fails_at_the_root_ends_the_request(error: EngineError) -> None:
+    world = failing_ahead(2, error)
+
+    with pytest.raises(TargetUnavailable if isinstance(error, EngineUnavailable) else type(error)):
+        run_virtual(world.answer(mode="lr", max_depth=4))
+
+    assert len(calls_at(world, NUM_AHEAD)) == 2
+    assert len(world.received) == NUM_AHEAD
+    world.assert_idle()
+
+
+@pytest.mark.parametrize("own_branches", [False, True])
+def test_a_target_step_that_hangs_ahead_of_a_pending_verdict_loses_nothing(own_branches: bool) -> None:
+    world = World.of(_writer(TARGET_WORD), _writer(DRAFT_WORD), lambda first, second: True, own_branches=own_branches)
+    world.config = world.config.model_copy(update={"timeouts": world.config.timeouts.model_copy(update={"target_s": 1.5})})
+    whole = run_virtual(world.fresh().answer(mode="lr", max_depth=4))
+    drafted = [*PROMPT, *(token for step in _reference(2**DEPTH - 1)[:NUM_AHEAD] for token in step)]
+    hangs = iter([1e6])
+
+    def target_s(call: EngineCall, num_tokens: int) -> float:
+        return next(hangs, 1.0) if call.input_ids.tolist() == drafted else 1.0
+
+    world.target.delay, world.draft.delay, world.judge.delay = target_s, (lambda call, _: 0.1), (lambda call, _: 5.0)
+
+    outcome = run_virtual(world.answer(mode="lr", max_depth=4))
+
+    assert outcome.completion_ids == whole.completion_ids
+    assert next(hangs, None) is None and sum(span.failed for span in outcome.ledger.spans) == 1
+    world.assert_idle()
 
 
 def test_the_target_step_is_used_after_a_rejection_and_never_written_again() -> None:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lr_backend.contract import IntArray
+from lr_backend.errors import EngineError
 from lr_backend.loop.tree import Decision, Drafting, Horizon, Node, Tree
 from lr_backend.steps.step import Step, StepEnd
 from lr_backend.verify import Reason, Verdict
@@ -384,6 +385,27 @@ def test_a_row_that_was_given_up_is_free() -> None:
 
 
 # Any order of completions ----------------------------------------------------------------------------------------------
+
+
+def test_a_target_step_that_failed_waits_to_be_the_root_and_then_for_nobody() -> None:
+    tree = window(own_branches=False)
+    first = draft(tree, step(8))
+    second = draft(tree, step(7))
+    assert tree.start_targets() == [second]
+    tree.target_failed(first, EngineError("full"))
+    assert not begin(tree)
+
+    tree.horizon.max_depth = 4
+    assert not begin(tree)
+    write(tree, step(8))
+    assert not tree.start_verdicts()
+    move = tree.move_root()
+    assert move is not None and move.winner is first is tree.root
+
+    tree.horizon.max_depth = 0  # it pays no more, and a row is under way
+    assert tree.start_targets() == [first]
+    with pytest.raises(EngineError, match="full"):
+        tree.target_failed(first, EngineError("full"))
 
 
 @dataclass
