@@ -80,10 +80,24 @@ class FinishReason(StrEnum):
     DEADLINE = "deadline"
 
 
-class Message(BaseModel):
-    """One turn of a chat."""
+class Checked(BaseModel):
+    """A part of a document that a client sent. Of its unknown names only the first is looked at: it is enough to refuse."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown(cls, given: object) -> object:
+        """The event loop waits while faults are collected, and a long document may have many."""
+        if not isinstance(given, dict):
+            return given
+        known = cls.model_fields
+        unknown = next((name for name in given if name not in known), None)
+        return given if unknown is None else {name: given[name] for name in (*known, unknown) if name in given}
+
+
+class Message(Checked):
+    """One turn of a chat."""
 
     role: Literal["system", "user", "assistant"]
     content: str
@@ -112,7 +126,7 @@ class LookaheadRequest(BaseModel):
 
     text_input: str | None = Field(default=None, min_length=1)
     """one user turn, rendered with the target's chat template"""
-    messages: tuple[Message, ...] | None = Field(default=None, min_length=1)
+    messages: tuple[Message, ...] | None = Field(default=None, min_length=1, fail_fast=True)
     """a chat in place of `text_input`: a JSON list of `{role, content}`"""
     raw: bool = False
     """`text_input` is the prompt itself, rendered by no template; control tokens in it are text, unless the deployment has

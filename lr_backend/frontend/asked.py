@@ -12,9 +12,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from lr_client import Message, Options, Question
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
     Tag,
@@ -28,7 +26,7 @@ from lr_backend.errors import InvalidRequest
 from lr_backend.fields import REQUEST_FIELDS
 from lr_backend.frontend.errors import ApiError, place
 from lr_backend.frontend.settings import Deployed
-from lr_backend.request import MAX_SEED, LookaheadRequest, draw_seed
+from lr_backend.request import MAX_SEED, Checked, LookaheadRequest, draw_seed
 
 MAX_CHOICES = 8
 """Answers to one request: ``n`` for each of its prompts."""
@@ -84,27 +82,23 @@ _LIMITS = {
 """Fields that Triton's port cuts at a limit of the deployment; here what does not fit is refused."""
 
 
-class _Checked(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
 _Text = Annotated[str, Field(min_length=1)]
 _Null = Annotated[None, BeforeValidator(lambda value: None if value == [] else value)]
 """A field of an answer that is always empty there, so that an answer may be sent back as it came."""
 
 
-class _Part(_Checked):
+class _Part(Checked):
     type: Literal["text"]
     text: _Text
 
 
 _Content = Annotated[
-    Annotated[_Text, Tag("_text")] | Annotated[Annotated[list[_Part], Field(min_length=1)], Tag("_parts")],
+    Annotated[_Text, Tag("_text")] | Annotated[Annotated[list[_Part], Field(min_length=1, fail_fast=True)], Tag("_parts")],
     Discriminator(lambda value: "_parts" if isinstance(value, list) else "_text"),
 ]
 
 
-class _Turn(_Checked):
+class _Turn(Checked):
     role: Literal["system", "developer", "user", "assistant"]
     reasoning_content: str | None = None
     content: _Content
@@ -129,12 +123,12 @@ class _Turn(_Checked):
         return Message(role="system" if self.role == "developer" else self.role, content=text)
 
 
-class _StreamOptions(_Checked):
+class _StreamOptions(Checked):
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
 
 
-class _Body(_Checked):
+class _Body(Checked):
     model: Annotated[str, Field(min_length=1, max_length=256)]
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
     user: str = Field(default="", max_length=256)
@@ -143,13 +137,14 @@ class _Body(_Checked):
 
 
 class _ChatBody(_Body):
-    messages: list[_Turn] = Field(min_length=1)
+    messages: list[_Turn] = Field(min_length=1, fail_fast=True)
     max_completion_tokens: Any = None
 
 
 class _CompletionBody(_Body):
     prompt: Annotated[
-        Annotated[_Text, Tag("_one")] | Annotated[Annotated[list[_Text], Field(min_length=1)], Tag("_many")],
+        Annotated[_Text, Tag("_one")]
+        | Annotated[Annotated[list[_Text], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)], Tag("_many")],
         Discriminator(lambda value: "_many" if isinstance(value, list) else "_one"),
     ]
 

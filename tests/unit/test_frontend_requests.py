@@ -16,6 +16,7 @@ from lr_client.protocol import encode
 from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming, CompletionCreateParamsStreaming
 from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as PlainParams
 from openai.types.completion_create_params import CompletionCreateParamsStreaming as PlainStreamingParams
+from pydantic import ValidationError
 
 from lr_backend.fields import REQUEST_FIELDS
 from lr_backend.frontend.asked import (
@@ -28,10 +29,11 @@ from lr_backend.frontend.asked import (
     Asked,
     _ChatBody,
     _CompletionBody,
+    _refused,
 )
 from lr_backend.frontend.body import parse_json
 from lr_backend.frontend.errors import CODES, ApiError, place
-from lr_backend.request import MAX_SEED
+from lr_backend.request import MAX_SEED, LookaheadRequest
 from tests.support.bad_input import (
     DOCUMENTS,
     DOOR_ROWS,
@@ -235,6 +237,37 @@ def test_what_is_not_supported_may_say_that_it_is_not_wanted(path: str, table: d
     for name, harmless in table.items():
         for value in (None, *harmless):
             assert options(make(seed=1, **{name: value}), path) == expected
+
+
+MANY = 1000
+UNKNOWN_NAMES = {str(number): 1 for number in range(MANY)}
+
+
+@pytest.mark.parametrize(
+    ("document", "param"),
+    [
+        (chat(messages=[{}] * MANY), "messages[0].role"),
+        (turn(content=[{}] * MANY), "messages[0].content[0].type"),
+        (chat(**UNKNOWN_NAMES), "0"),
+        (turn(**UNKNOWN_NAMES), "messages[0].0"),
+        (chat(stream_options=UNKNOWN_NAMES), "stream_options.0"),
+        (plain(prompt=[1] * MANY), "prompt[0]"),
+        (plain(prompt=["q"] * MANY), "prompt"),
+    ],
+)
+def test_of_a_document_full_of_faults_few_are_collected(document: Document, param: str) -> None:
+    """The event loop waits while they are."""
+    with pytest.raises(ValidationError) as found:
+        (_CompletionBody if "prompt" in document else _ChatBody).model_validate(document)
+    assert found.value.error_count() <= 3
+    assert _refused(found.value).param == param
+
+
+@pytest.mark.parametrize("message", [{}, {"role": "user", "content": "q", **UNKNOWN_NAMES}])
+def test_of_messages_full_of_faults_few_are_collected(message: Document) -> None:
+    with pytest.raises(ValidationError) as found:
+        LookaheadRequest.model_validate({"messages": [message] * MANY}, strict=False)
+    assert found.value.error_count() <= 3
 
 
 # --------------------------------------------------------------------------------------------------------------------- any body
