@@ -18,6 +18,8 @@ MAX_BYTES_A_TOKEN = 64
 """Of a prompt as a whole. Long runs of blanks have tokens this long; text has four or five bytes a token."""
 QUICK_CHARS = 4096
 """So much is encoded at once; a thread would take longer to wake up."""
+TURN_CHARS = 32
+"""What a turn counts for beside its text: the template is rendered for each of them, the empty ones too."""
 SLICE_CHARS = 1 << 14
 EDGE_TOKENS = 8
 """A slice's ends may be cut inside a token: so many fewer it may have as part of the whole."""
@@ -53,7 +55,10 @@ class Prompts:
         Raises:
             InvalidRequest: it is empty or too long, or the target's template refuses the conversation.
         """
-        num_chars = sum(len(turn["content"]) for turn in request.conversation)
+        messages, limit = request.messages or (), self._config.limits.max_prompt_tokens
+        if len(messages) > limit:  # a turn costs at least a token
+            raise _out_of_range(request, f"at least {len(messages)}", limit)
+        num_chars = len(request.text_input or "") + sum(TURN_CHARS + len(message.content) for message in messages)
         if num_chars <= QUICK_CHARS:
             return self._make(request)
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._make, request)
@@ -70,7 +75,7 @@ class Prompts:
             ids = [*self._first, *ids]
         if not 1 <= len(ids) <= limit:
             found = f"at least {least}" if least > limit else str(len(ids))
-            raise InvalidRequest(_field(request), f"{found} tokens", f"1 to {limit} tokens")
+            raise _out_of_range(request, found, limit)
         return np.asarray(ids, dtype=np.int32)
 
     def _text(self, request: LookaheadRequest) -> tuple[str, str]:
@@ -101,5 +106,6 @@ class Prompts:
         return least
 
 
-def _field(request: LookaheadRequest) -> str:
-    return "text_input" if request.messages is None else "messages"
+def _out_of_range(request: LookaheadRequest, num_tokens: str, limit: int) -> InvalidRequest:
+    field = "text_input" if request.messages is None else "messages"
+    return InvalidRequest(field, f"{num_tokens} tokens", f"1 to {limit} tokens")

@@ -272,12 +272,26 @@ def test_what_fits_is_taken_whole(num_chars: int) -> None:
     assert len(prompt_of(long_prompts(Counting(), 100_000), text_input="a" * num_chars, raw=True)) == num_chars
 
 
-def test_a_long_text_leaves_the_event_loop_to_others() -> None:
-    """While a thread encodes, other requests are served."""
+EMPTY_TURN = {"role": "assistant", "content": ""}
+
+
+def test_more_turns_than_a_prompt_may_have_tokens_are_refused_unread() -> None:
+    class Unread(Counting):
+        def apply_chat_template(self, *_: Any, **__: Any) -> str:
+            raise AssertionError
+
+    maker = long_prompts(Unread(), 100)
+    with pytest.raises(InvalidRequest, match=r"messages='at least 101 tokens': 1 to 100 tokens"):
+        prompt_of(maker, messages=(EMPTY_TURN,) * 101)
+
+
+@pytest.mark.parametrize("fields", [{"text_input": "a b " * (1 << 15)}, {"messages": (EMPTY_TURN,) * 4000}])
+def test_a_long_prompt_leaves_the_event_loop_to_others(fields: dict[str, Any]) -> None:
+    """While a thread renders and encodes, other requests are served."""
 
     async def main() -> None:
         maker = prompts(limits=Limits(max_prompt_tokens=100_000))
-        long = asyncio.create_task(maker.ids(LookaheadRequest.parse({"text_input": "a b " * (1 << 15)})))
+        long = asyncio.create_task(maker.ids(LookaheadRequest.parse(fields)))
         await asyncio.sleep(0)
         await maker.ids(LookaheadRequest.parse({"text_input": "short"}))
         assert not long.done()
