@@ -16,6 +16,8 @@ UNREAD_S = 120.0
 
 KEEP_ALIVE_S = 75
 """For a connection without a request: longer than a gateway keeps one, so that it is the gateway that closes it."""
+MAX_AHEAD_BYTES = 64 << 10
+"""Sent behind a request that is being answered; with more the connection ends."""
 CLOSING_S = 2
 """For the last bytes of answers to reach their clients."""
 
@@ -64,6 +66,15 @@ def _protocol(max_head_s: float) -> type[H11Protocol]:
                 self._wait_for_head()
             else:
                 self._stop_waiting()
+                if not self.cycle.more_body:
+                    self._read_on()
+
+        def _read_on(self) -> None:
+            """Behind a whole request too: who does not read never learns that the client has gone."""
+            if len(self.conn.trailing_data[0]) <= MAX_AHEAD_BYTES:
+                self.flow.resume_reading()
+            else:
+                self.transport.close()
 
         def _wait_for_head(self) -> None:
             """From its first byte on: more of them move nothing."""

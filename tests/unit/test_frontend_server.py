@@ -305,6 +305,21 @@ def test_when_the_client_goes_every_call_is_cancelled(
     assert served.chat("q").status == 200
 
 
+@pytest.mark.parametrize(("ahead", "leaves"), [(b"G", True), (b"G" * (2 * wire.MAX_AHEAD_BYTES), False)])
+def test_who_has_sent_more_behind_a_request_is_heard_too(server: Any, served: Served, ahead: bytes, leaves: bool) -> None:
+    """It is noticed that the client goes; and one that goes on sending is let go."""
+    body = json.dumps({"model": "demo", "messages": user("late")}).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    with served.raw_connection() as connection:
+        connection.sendall(head.encode() + body)
+        seen = server.request()
+        with suppress(ConnectionError):  # it may have been let go before the last byte
+            connection.sendall(ahead)
+        if leaves:
+            connection.close()
+        assert seen.was_cancelled()
+
+
 def test_one_choice_that_fails_ends_the_others(server: Any, served: Served) -> None:
     """The second prompt fails while the first one waits."""
     waited: list[Any] = []
