@@ -49,10 +49,14 @@ class Choice:
     index: int
     splitter: Splitter | None
     finish: FinishEvent | None = None
-    _has_begun: bool = False
     _steps: list[Document] = field(default_factory=list)
     _reasoning: list[str] = field(default_factory=list)
     _content: list[str] = field(default_factory=list)
+
+    def opening(self) -> Document:
+        """The choice in a chunk that says whose words follow. A stream of a chat begins with that of each choice, in order:
+        OpenAI's client makes a list of them, and puts what follows where it belongs."""
+        return self._chunk({"role": "assistant", "content": ""})
 
     def chunks(self, event: Event) -> list[Document]:
         """The choice in each chunk that an event of a stream makes."""
@@ -103,11 +107,7 @@ class Choice:
         return [self._chunk({name: text}) for name, text in zip(names, parts, strict=True) if text]
 
     def _chunk(self, delta: Document, finish_reason: str | None = None, lookahead: Document | None = None) -> Document:
-        if self.splitter is None:
-            said: Document = {"text": delta.get("content", "")}
-        else:
-            said = {"delta": delta if self._has_begun else {"role": "assistant", "content": "", **delta}}
-            self._has_begun = True
+        said: Document = {"text": delta.get("content", "")} if self.splitter is None else {"delta": delta}
         more = {} if lookahead is None else {"lookahead": lookahead}
         return {"index": self.index, **said, "finish_reason": finish_reason, "logprobs": None, **more}
 

@@ -85,6 +85,8 @@ class EventStream(Response):
 
     async def _parts(self) -> AsyncIterator[bytes]:
         """The events of the stream but for its last ones; those that come of one event of the server's together."""
+        if self._asked.chat:
+            yield b"".join(self._event({"choices": [choice.opening()]}) for choice in self._choices)
         heard = self._first
         while heard is not None:
             number, event = heard

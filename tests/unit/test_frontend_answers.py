@@ -149,8 +149,7 @@ def test_a_streamed_chat() -> None:
     choice = Choice(1, splitter())
     chunks = [
         ChatCompletionChunk.model_validate_json(to_json(head().document(chunk=True) | {"choices": [one]}), strict=True)
-        for event in EVENTS
-        for one in choice.chunks(event)
+        for one in (choice.opening(), *(one for event in EVENTS for one in choice.chunks(event)))
     ]
     found = [chunk.choices[0] for chunk in chunks]
 
@@ -159,6 +158,7 @@ def test_a_streamed_chat() -> None:
     assert "".join((one.delta.model_extra or {}).get("reasoning_content", "") for one in found) == "one. two"
     assert [one.finish_reason for one in found] == [*[None] * (len(found) - 1), "length"]
     told = [one.model_extra["lookahead"] for one in found if one.model_extra]
+    assert found[0].delta.content == ""
     assert (told[0]["step"]["origin"], told[-1]["seed"]) == ("draft", 7)
     assert {one.index for one in found} == {1}
 

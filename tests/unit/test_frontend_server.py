@@ -120,7 +120,8 @@ def test_a_chat_is_answered_by_openais_client(server: Any, client: OpenAI) -> No
 
 def test_a_stream_brings_text_as_it_is_committed(server: Any, client: OpenAI, pause: Pause) -> None:
     with client.chat.completions.create(model="demo", messages=user("held"), stream=True) as chunks:
-        first = next(chunks)
+        opening, first = next(chunks), next(chunks)
+        assert (opening.choices[0].delta.role, opening.choices[0].delta.content) == ("assistant", "")
         assert first.choices[0].delta.model_extra == {"reasoning_content": "a"}
         pause.opened.set()
         rest = list(chunks)
@@ -156,6 +157,33 @@ def test_choices_run_side_by_side_with_seeds_of_their_own(server: Any, served: S
         assert "".join(one.get("content") or "" for one in mine) == "\n\nyes"
     if not stream:
         assert (answer.document["usage"]["prompt_tokens"], answer.document["usage"]["completion_tokens"]) == (2, 9)
+
+
+class SecondFirst(FakeServer):  # type: ignore[misc, valid-type]
+    """Says nothing of the first choice before the second has come to its end."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.wait = Pause()
+
+    def _script(self, seen: Any) -> list[Any]:
+        return [self.wait, *ANSWER] if seen.request_id.endswith("-0") else ANSWER
+
+
+def test_openais_client_puts_the_choices_of_a_stream_together_in_whatever_order_they_come() -> None:
+    asked: Any = {"model": "demo", "messages": user("q"), "n": 2}
+    with ExitStack() as opened:
+        server = opened.enter_context(SecondFirst())
+        client = opened.enter_context(openai_client(opened.enter_context(frontend(server.url))))
+        stream = opened.enter_context(client.chat.completions.stream(**asked))
+        for event in stream:
+            if event.type == "chunk" and any(one.finish_reason for one in event.chunk.choices):
+                server.wait.opened.set()
+        answer = stream.get_final_completion()
+    assert [(one.index, one.message.role, one.message.content) for one in answer.choices] == [
+        (0, "assistant", "\n\nyes"),
+        (1, "assistant", "\n\nyes"),
+    ]
 
 
 def test_completions_take_a_prompt_as_it_is(server: Any, client: OpenAI) -> None:
@@ -231,7 +259,7 @@ def test_an_answer_that_does_not_come_in_its_time_is_given_up(server: Any, monke
 @pytest.mark.parametrize(("question", "code"), [("fails midway", "unavailable"), ("crashes midway", "internal")])
 def test_a_later_failure_is_the_last_event(served: Served, client: OpenAI, question: str, code: str) -> None:
     answer = served.chat(question, stream=True)
-    assert (answer.status, answer.chunks[0]["choices"][0]["delta"]["reasoning_content"]) == (200, "a")
+    assert (answer.status, answer.chunks[1]["choices"][0]["delta"]["reasoning_content"]) == (200, "a")
     kind, data = answer.events[-1]
     error = json.loads(data)["error"]
     assert (kind, error["code"], error["request_id"]) == ("error", code, answer.headers["x-request-id"])
