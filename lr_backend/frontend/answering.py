@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapp
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from lr_client import AsyncClient, AsyncStream, ClientError, Event
+from lr_client import AsyncClient, AsyncStream, Event
 
 from lr_backend.frontend.asked import Job
 from lr_backend.frontend.errors import ClientGone
@@ -33,7 +33,7 @@ class Answers:
     ) -> None:
         self._client, self._jobs = client, jobs
         self._request_id, self._timeout_s, self._context = request_id, timeout_s, context
-        self._events: asyncio.Queue[tuple[int, Event | ClientError | None]] = asyncio.Queue(WAITING_EVENTS)
+        self._events: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue(WAITING_EVENTS)
         self._tasks: list[asyncio.Task[None]] = []
         self._num_open = len(jobs)
 
@@ -64,7 +64,7 @@ class Answers:
         """
         while self._num_open:
             number, event = await self._events.get()
-            if isinstance(event, ClientError):
+            if isinstance(event, Exception):
                 raise event
             if event is not None:
                 return number, event
@@ -77,7 +77,7 @@ class Answers:
                 async for event in stream:
                     await self._events.put((number, event))
             await self._events.put((number, None))
-        except ClientError as error:
+        except Exception as error:  # whatever it is, somebody waits for it
             await self._events.put((number, error))
 
 

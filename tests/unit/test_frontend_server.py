@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lr_client import AsyncStream, Event
 from openai import APIError, AuthenticationError, BadRequestError, InternalServerError, OpenAI
 
 from lr_backend.errors import ConfigError
@@ -284,6 +285,20 @@ def test_an_unreadable_answer_is_a_fault_of_ours(served: Served, capsys: pytest.
     assert "internal" in served.chat("broken", {"X-Request-Id": "broken-True"}, stream=True).raw.decode()
     said = capsys.readouterr().out
     assert said.count("request_crashed") == 2 and "broken-False" in said and "broken-True" in said
+
+
+def test_a_call_that_fails_in_whatever_way_ends_its_request(
+    served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def breaks(self: AsyncStream) -> Event:
+        raise ValueError("oops")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(AsyncStream, "__anext__", breaks)
+        answer = served.chat("q", n=DEPLOYED.max_in_flight)
+    assert (answer.status, answer.error["code"]) == (500, "internal")
+    assert "oops" in capsys.readouterr().out
+    assert served.chat("q", n=DEPLOYED.max_in_flight).status == 200, "its places are free again"
 
 
 def test_what_would_fail_again_is_not_asked_again(served: Served) -> None:
