@@ -22,6 +22,9 @@ LINGER_S = 10.0
 LINGER_BYTES_A_S = 32 << 20
 """So fast, of all such bodies together. To read as fast as clients send would take the cores from good requests."""
 
+MAX_DEPTH = 100
+"""Objects and lists inside each other. No field goes as deep, and whoever copies or compares deeper ones may run out of stack."""
+
 
 def is_long(request: Request) -> bool:
     """More of a body may be on its way than is thrown away at once."""
@@ -107,7 +110,7 @@ def parse_json(raw: bytes) -> dict[str, Any]:
     """The object that a body holds.
 
     Raises:
-        ApiError: it is no JSON object, says a name twice, or holds a number or a text that is none.
+        ApiError: it is no JSON object, is nested deeply, says a name twice, or holds a number or a text that is none.
     """
     try:
         document = json.loads(raw.decode("utf-8"), object_pairs_hook=_once, parse_constant=_number, parse_float=_number)
@@ -120,7 +123,17 @@ def parse_json(raw: bytes) -> dict[str, Any]:
         raise ApiError("invalid_json", f"the body is not JSON{why}") from error
     if not isinstance(document, dict):
         raise ApiError("invalid_json", "the body is not a JSON object")
+    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _is_deep(document):
+        raise ApiError("invalid_json", f"the body is nested more than {MAX_DEPTH} deep")
     return document
+
+
+def _is_deep(document: dict[str, Any]) -> bool:
+    level: list[Any] = [document]
+    for _ in range(MAX_DEPTH):
+        inside = (value for one in level for value in (one.values() if isinstance(one, dict) else one))
+        level = [value for value in inside if isinstance(value, dict | list)]
+    return bool(level)
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

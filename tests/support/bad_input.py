@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from lr_backend.fields import REQUEST_FIELDS, RequestField
 from lr_backend.frontend.asked import LOOKAHEAD, MAX_CHOICES, NOT_IN_CHAT, SAME, _ChatBody, _CompletionBody
+from lr_backend.frontend.body import MAX_DEPTH
 from lr_backend.request import MAX_SEED
 from tests.support.frontend import CHAT, COMPLETIONS, JSON
 
@@ -56,6 +57,10 @@ def plain(**fields: Any) -> Document:
 
 def inside(**fields: Any) -> Document:
     return chat(lookahead=fields)
+
+
+def nested(depth: int) -> list[Any]:
+    return [nested(depth - 1)] if depth > 1 else []
 
 
 def without(name: str, document: Document) -> Document:
@@ -126,6 +131,7 @@ _CHATS: list[tuple[Document, str, str | None]] = [
     (chat(text_input="q"), "unknown_field", "text_input"),
     (chat(temperature="1"), "invalid_value", "temperature"),
     (chat(temperature=True), "invalid_value", "temperature"),
+    (chat(temperature=nested(MAX_DEPTH - 1)), "invalid_value", "temperature"),
     (chat(temperature=-0.1), "invalid_value", "temperature"),
     (chat(temperature=5.1), "invalid_value", "temperature"),
     (chat(top_p=0), "invalid_value", "top_p"),
@@ -260,6 +266,8 @@ _COMPLETIONS: list[tuple[Document, str, str | None]] = [
     (plain(lookahead={"raw": True}), "unknown_field", "lookahead.raw"),
     (plain(lookahead={"mode": "\uff4c\uff52"}), "invalid_value", "lookahead.mode"),
 ]
+NESTED = b"[" * 800 + b"]" * 800
+"""It can be read, but whoever compares it may run out of stack."""
 DEEP = b"[" * 100_000 + b"]" * 100_000
 _BODIES: list[tuple[bytes, str, str | None]] = [
     (b"", "invalid_json", None),
@@ -278,6 +286,8 @@ _BODIES: list[tuple[bytes, str, str | None]] = [
     (b"\xef\xbb\xbf{}", "invalid_json", None),
     ('{"model": "demo"}'.encode("utf-16"), "invalid_json", None),
     (b'{"model": "demo", "messages": ' + DEEP + b"}", "invalid_json", None),
+    (GOOD_BODY[:-1] + b', "temperature": ' + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b"}", "invalid_json", None),
+    (b'{"max_tokens": %b, "max_completion_tokens": %b}' % (NESTED, NESTED), "invalid_json", None),
     (b'{"model": "demo"} x', "invalid_json", None),
     (b"\x00", "invalid_json", None),
     (GOOD_BODY + b"\x00", "invalid_json", None),
