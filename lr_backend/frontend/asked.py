@@ -102,7 +102,7 @@ class _Turn(Checked):
     role: Literal["system", "developer", "user", "assistant"]
     reasoning_content: str | None = None
     content: _Content
-    name: _Null = None
+    name: str | None = None
     refusal: _Null = None
     annotations: _Null = None
     audio: _Null = None

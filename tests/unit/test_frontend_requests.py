@@ -176,6 +176,7 @@ def test_fields_of_other_servers_are_taken_or_refused_with_where_they_belong(doc
     ("message", "sent"),
     [
         ({"role": "developer", "content": "q"}, ("system", "q")),
+        ({"role": "user", "content": "q", "name": "Tom"}, ("user", "q")),
         ({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, ("user", "a\nb")),
         ({"role": "assistant", "content": "a", "reasoning_content": "r"}, ("assistant", "<think>r</think>a")),
         ({"role": "assistant", "content": "", "reasoning_content": "cut"}, ("assistant", "<think>cut</think>")),
