@@ -18,8 +18,8 @@ from pydantic import (
     Tag,
     ValidationError,
     ValidationInfo,
-    ValidatorFunctionWrapHandler,
     field_validator,
+    model_validator,
 )
 
 from lr_backend.errors import InvalidRequest
@@ -89,11 +89,11 @@ _Null = Annotated[None, BeforeValidator(lambda value: None if value == [] else v
 
 class _Part(Checked):
     type: Literal["text"]
-    text: _Text
+    text: str
 
 
 _Content = Annotated[
-    Annotated[_Text, Tag("_text")] | Annotated[Annotated[list[_Part], Field(min_length=1, fail_fast=True)], Tag("_parts")],
+    Annotated[str, Tag("_text")] | Annotated[Annotated[list[_Part], Field(min_length=1, fail_fast=True)], Tag("_parts")],
     Discriminator(lambda value: "_parts" if isinstance(value, list) else "_text"),
 ]
 
@@ -109,18 +109,31 @@ class _Turn(Checked):
     function_call: _Null = None
     tool_calls: _Null = None
 
-    @field_validator("content", mode="wrap")
+    @model_validator(mode="before")
     @classmethod
-    def _may_be_cut(cls, content: object, check: ValidatorFunctionWrapHandler, info: ValidationInfo) -> object:
+    def _may_be_cut(cls, given: object) -> object:
         """An answer may have no content, as one that was cut while reasoning, and may be sent back as it came."""
-        return "" if info.data.get("role") == "assistant" and content in ("", None) else check(content)
+        if not isinstance(given, dict) or given.get("role") != "assistant" or given.get("content") is not None:
+            return given
+        return {**given, "content": ""}
+
+    @field_validator("content")
+    @classmethod
+    def _asks_something(cls, content: str | list[_Part], info: ValidationInfo) -> str | list[_Part]:
+        if info.data.get("role") == "user" and not _text_of(content):
+            raise ValueError("is empty")
+        return content
 
     def message(self, deployed: Deployed) -> Message:
         """As the target's chat template takes it. The reasoning of a former answer stands where the model wrote it."""
-        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        text = _text_of(self.content)
         if self.reasoning_content:
             text = f"{deployed.think_open or ''}{self.reasoning_content}{deployed.think_close or ''}{text}"
         return Message(role="system" if self.role == "developer" else self.role, content=text)
+
+
+def _text_of(content: str | list[_Part]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content if part.text)
 
 
 class _StreamOptions(Checked):
@@ -193,7 +206,10 @@ class Asked:
                 raise ApiError("invalid_value", "max_tokens and max_completion_tokens are one field and differ", "max_tokens")
             field = "max_completion_tokens"
         options = _options(body, shared, deployed, field)
-        question = [turn.message(deployed) for turn in body.messages]
+        messages = [turn.message(deployed) for turn in body.messages]
+        question = [message for message in messages if message["content"] or message["role"] != "system"]
+        if not question:
+            raise ApiError("invalid_value", "messages: nothing but empty system turns", "messages")
         jobs = tuple(Job(question, one) for one in _seeded(options, body.n))
         return cls(jobs, True, bool(options.stream), body.stream_options.include_usage, field)
 

@@ -178,6 +178,10 @@ def test_fields_of_other_servers_are_taken_or_refused_with_where_they_belong(doc
         ({"role": "developer", "content": "q"}, ("system", "q")),
         ({"role": "user", "content": "q", "name": "Tom"}, ("user", "q")),
         ({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, ("user", "a\nb")),
+        ({"role": "user", "content": [{"type": "text", "text": ""}, {"type": "text", "text": "b"}]}, ("user", "b")),
+        ({"role": "assistant"}, ("assistant", "")),
+        ({"role": "assistant", "content": [{"type": "text", "text": ""}]}, ("assistant", "")),
+        ({"role": "assistant", "reasoning_content": "cut"}, ("assistant", "<think>cut</think>")),
         ({"role": "assistant", "content": "a", "reasoning_content": "r"}, ("assistant", "<think>r</think>a")),
         ({"role": "assistant", "content": "", "reasoning_content": "cut"}, ("assistant", "<think>cut</think>")),
         ({"role": "assistant", "content": None, "reasoning_content": "cut"}, ("assistant", "<think>cut</think>")),
@@ -196,6 +200,12 @@ def test_fields_of_other_servers_are_taken_or_refused_with_where_they_belong(doc
 )
 def test_messages_as_the_template_takes_them(message: Document, sent: tuple[str, str]) -> None:
     assert asked(chat(messages=[message])).jobs[0].question == [dict(zip(("role", "content"), sent, strict=True))]
+
+
+def test_an_empty_system_turn_is_none() -> None:
+    for content in ("", [{"type": "text", "text": ""}]):
+        question = asked(chat(messages=[{"role": "system", "content": content}, *chat()["messages"]])).jobs[0].question
+        assert question == chat()["messages"]
 
 
 def test_completions_are_raw_prompts_and_choices_differ_by_seed() -> None:
