@@ -11,6 +11,7 @@ STEPS = [
 ]
 USAGE = {
     "completion_tokens": 30,
+    "reasoning_tokens": 20,
     "latency_s": 1.5,
     "step_acceptance_rate": 0.5,
     "token_acceptance_rate": 0.25,

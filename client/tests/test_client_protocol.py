@@ -443,6 +443,25 @@ def test_a_text_without_marks_is_the_answer_unless_all_of_it_is_reasoning(
     assert (result.reasoning, result.answer) == parts
 
 
+@pytest.mark.parametrize(
+    ("text", "num_reasoning", "parts"),
+    [
+        ("Close it with </think>.", 0, ("", "Close it with </think>.")),
+        ("why</think>42", 4, ("why", "42")),
+        ("<think>why</think>42", 0, ("why", "42")),
+    ],
+)
+def test_a_mark_in_the_answer_of_a_model_that_did_not_reason_is_text(
+    text: str, num_reasoning: int, parts: tuple[str, str]
+) -> None:
+    collector = Collector()
+    usage = Usage(completion_tokens=9, reasoning_tokens=num_reasoning)
+    for event in (TextEvent(text), FinishEvent("stop", usage)):
+        collector.add(event)
+    result = collector.result()
+    assert (result.reasoning, result.answer) == parts
+
+
 PIECES = st.lists(st.sampled_from([*"</think>ab<[/THINK]", "</think>", "[/THINK]"]) | TEXT)
 
 

@@ -29,7 +29,7 @@ def answering(server: FakeServer) -> FakeServer:
     server.scripts["How many?"] = server.scripts["Are you sure?"] = server.scripts[question] = [
         Reply(text="so", step=step),
         Reply(text="</think>13"),
-        replace(FINISH, trace="{}"),
+        replace(FINISH, usage={**FINISH.usage, "reasoning_tokens": 2}, trace="{}"),
     ]
     return server
 

@@ -322,7 +322,8 @@ class Collector:
         """The whole answer, once the stream has ended."""
         text, usage = "".join(self._texts), self._finish.usage
         is_cut = 0 < usage.reasoning_tokens == usage.completion_tokens
-        reasoning, answer = split_reasoning(text, is_cut=is_cut)
+        has_none = usage.reasoning_tokens == 0 < usage.completion_tokens
+        reasoning, answer = split_reasoning(text, is_cut=is_cut, has_none=has_none)
         return Result(
             text=text,
             reasoning=reasoning,

@@ -9,15 +9,18 @@ MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 _LONGEST = max(len(opening) for opening, _ in MARKS)
 
 
-def split_reasoning(text: str, *, is_cut: bool = False) -> tuple[str, str]:
+def split_reasoning(text: str, *, is_cut: bool = False, has_none: bool = False) -> tuple[str, str]:
     """The reasoning and the answer of a whole text, without marks and outer blanks.
 
     A text without an end of the reasoning was cut inside it if it opens with a mark, or if ``is_cut``: the
     server counted all of its tokens as reasoning (some chat templates put the opening mark into the
-    prompt). Else all of it is the answer.
+    prompt). Else all of it is the answer. So it is with ``has_none``, whatever it holds, where no mark opens
+    it: the server counted none of its tokens as reasoning.
     """
     opening, closings = _marks_of(text)
-    if end := _first_end(text, closings):
+    if has_none and not opening:
+        reasoning, answer = "", text
+    elif end := _first_end(text, closings):
         reasoning, answer = text[: end[0]], text[end[1] :]
     elif is_cut or opening:
         reasoning, answer = text, ""
