@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 
+import h11
 from fastapi import FastAPI
 from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -62,12 +63,19 @@ def _protocol(max_head_s: float) -> type[H11Protocol]:
             super().connection_lost(exc)
 
         def _look(self) -> None:
-            if self.cycle is None or self.cycle.response_complete:
-                self._wait_for_head()
-            else:
+            if self.cycle is not None and not self.cycle.response_complete:
                 self._stop_waiting()
                 if not self.cycle.more_body:
                     self._read_on()
+            elif self.cycle is not None and self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]:
+                self._rest()
+            else:
+                self._wait_for_head()
+
+        def _rest(self) -> None:
+            """The end of a body has come behind the answer, which did not wait for it, and nothing of a next request."""
+            self._stop_waiting()
+            self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
         def _read_on(self) -> None:
             """Behind a whole request too: who does not read never learns that the client has gone."""

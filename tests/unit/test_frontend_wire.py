@@ -174,6 +174,24 @@ def test_a_connection_may_rest_between_requests_and_is_answered_again(served: Se
             connection.settimeout(None)
 
 
+@pytest.mark.parametrize("num_bytes", [len(GOOD_BODY), 1])
+def test_a_connection_whose_body_comes_behind_the_answer_may_rest_once_it_is_whole(server: Any, num_bytes: int) -> None:
+    """Without a key the answer does not wait for the body."""
+    with frontend(server.url, BOUNDED, keys=["a-key-of-16-chars"]) as keyed, keyed.raw_connection() as connection:
+        connection.sendall(GOOD.removesuffix(GOOD_BODY))
+        refused = b""
+        while not refused.endswith(b"}}"):
+            refused += connection.recv(1 << 16)
+        assert statuses(refused) == [401]
+        connection.sendall(GOOD_BODY[:num_bytes])
+        if num_bytes < len(GOOD_BODY):
+            assert connection.recv(1) == b""
+            return
+        connection.settimeout(3 * BOUNDED.max_head_s)
+        with pytest.raises(TimeoutError):
+            connection.recv(1)
+
+
 def test_requests_in_a_row_without_waiting_are_answered_in_order(served: Served) -> None:
     said = heard(served, GOOD * 5 + HEAD.replace(b"POST", b"BREW") + b"\r\n" + GOOD + b"\x00\r\n\r\n")
     assert statuses(said) == [200] * 5 + [405, 200, 400]
