@@ -37,7 +37,7 @@ LEAST_CAPABILITY = (8, 0)
 SHM_BYTES = 2 << 30
 """Tensors of up to 120 calls at a time between server and Python models; Docker gives 64 MB unless told otherwise."""
 STACK_BYTES = 64 << 20
-COMPILERS = ("cc", "gcc", "clang")
+COMPILERS = ("cc", "gcc")
 CORES_A_LOOP = 2
 """A process of the step loop fills one, and what Triton does for it most of another."""
 CONTROL_GROUPS = Path("/sys/fs/cgroup")

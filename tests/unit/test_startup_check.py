@@ -252,6 +252,13 @@ def test_a_decoder_that_was_not_built_names_the_compiler_and_the_command() -> No
     assert "gcc" not in finding.remedy and "pip install" in finding.remedy
 
 
+def test_a_compiler_that_cannot_build_the_decoder_is_none(tmp_path: Path) -> None:
+    for name in ("clang", "gcc"):
+        assert startup_check.find_compiler({"PATH": str(tmp_path)}) is None
+        (tmp_path / name).touch(mode=0o755)
+    assert startup_check.find_compiler({"PATH": str(tmp_path)}) == str(tmp_path / "gcc")
+
+
 def test_a_decoder_that_does_not_open_names_the_library() -> None:
     finding = decoder_finding(Machine(no_decoder="does not open: libgomp.so.1: cannot open"), Use.ALWAYS)
     assert "libgomp1" in finding.remedy

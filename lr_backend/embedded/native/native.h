@@ -24,12 +24,12 @@ typedef uint32_t half_uvec __attribute__((vector_size(2 * LANES)));
  * The inner loops are written for whole vectors and for halves: a loop over vectors that no register holds is compiled to one over
  * memory, nine times slower. is_wide() says which of the two to call. GCC before 12 has no names for levels, and its clones take one
  * set of instructions each; that with fused products gives the inner loops the same results everywhere. */
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && __GNUC__ >= 12
 #define FOR_EACH_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #define FOR_WIDE __attribute__((target("arch=x86-64-v4")))
 #define FOR_NARROW __attribute__((target_clones("arch=x86-64-v3", "default")))
 INLINE int is_wide(void) { return __builtin_cpu_supports("x86-64-v4") != 0; }
-#elif defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
+#elif defined(__x86_64__) && defined(__linux__) && defined(__GNUC__)
 #define FOR_EACH_CPU __attribute__((target_clones("avx512f", "avx2", "default")))
 #define FOR_WIDE __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma")))
 #define FOR_NARROW __attribute__((target_clones("fma", "default")))

@@ -60,7 +60,7 @@ FOR_EACH_CPU void portable_pair_products(const uint16_t *panel, int64_t num_pair
     }
 }
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 11
+#if defined(__x86_64__) && defined(__GNUC__) && __GNUC__ >= 11
 #include <immintrin.h>
 
 #define BF16 __attribute__((target("avx512f,avx512bw,avx512bf16")))
