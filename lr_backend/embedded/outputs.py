@@ -14,23 +14,32 @@ from lr_backend.embedded.sequence import NewTokens
 
 
 def choose_tokens(logits: Tensor, outputs: Items[Output]) -> list[NewTokens]:
-    """New tokens of every output, and none of one whose rows are not all finite.
+    """New tokens of every output, and none of one that needs a row which is not finite.
 
-    ``logits`` float32 [R, V] may be changed in place.
+    Rows behind a draft token that does not stand are of no account. ``logits`` float32 [R, V] may be changed in place.
     """
     finite = torch.isfinite(logits.sum(dim=1)).tolist()
-    broken = [one for one in outputs if not all(finite[one.first : one.first + one.chunk.num_logits])]
-    whole = [one for one in outputs if one not in broken] if broken else outputs
-    _forbid_early_ends(logits, whole)
-    drawn = drawn_tokens(logits, [_draw(output) for output in whole])
-    chosen = [_new_tokens(logits, output, tokens) for output, tokens in zip(whole, drawn, strict=True)]
-    return chosen + [NewTokens(output.chunk.sequence, [], [], 0) for output in broken]
+    num_finite = [_num_leading(finite[one.first : one.first + one.chunk.num_logits]) for one in outputs]
+    begun = [(one, count) for one, count in zip(outputs, num_finite, strict=True) if count]
+    _forbid_early_ends(logits, [output for output, _ in begun])
+    drawn = drawn_tokens(logits, [_draw(output, count) for output, count in begun])
+    chosen = [_new_tokens(logits, *one, tokens) for one, tokens in zip(begun, drawn, strict=True)]
+    return chosen + [_nothing(output) for output, count in zip(outputs, num_finite, strict=True) if not count]
 
 
-def _draw(output: Output) -> Draw:
-    """What is drawn from an output's rows."""
+def _num_leading(flags: list[bool]) -> int:
+    """How many hold before the first that does not."""
+    return [*flags, False].index(False)
+
+
+def _draw(output: Output, num_rows: int) -> Draw:
+    """What is drawn from an output's first rows."""
     sequence, request = output.chunk.sequence, output.chunk.sequence.request
-    return Draw(output.first, len(sequence.tokens), request.sampling, request.seed, sequence.drafts)
+    return Draw(output.first, len(sequence.tokens), request.sampling, request.seed, sequence.drafts[: num_rows - 1])
+
+
+def _nothing(output: Output) -> NewTokens:
+    return NewTokens(output.chunk.sequence, [], [], 0)
 
 
 def _forbid_early_ends(logits: Tensor, outputs: Iterable[Output]) -> None:
@@ -43,8 +52,11 @@ def _forbid_early_ends(logits: Tensor, outputs: Iterable[Output]) -> None:
             logits[output.first : last, sequence.request.end_id] = float("-inf")
 
 
-def _new_tokens(logits: Tensor, output: Output, token_ids: list[int]) -> NewTokens:
+def _new_tokens(logits: Tensor, output: Output, num_rows: int, token_ids: list[int]) -> NewTokens:
+    """``token_ids`` are drawn from the first rows; if all of them stand as drafts, the next row is needed and not finite."""
     sequence = output.chunk.sequence
+    if len(token_ids) == num_rows and token_ids[-1:] == list(sequence.drafts[num_rows - 1 : num_rows]):
+        return _nothing(output)
     log_probs: list[float] = []
     if sequence.request.return_log_probs:
         rows = logits[output.first : output.first + len(token_ids)]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from lr_backend.embedded.engine import EmbeddedEngine
 from lr_backend.embedded.native.model import _Layer
@@ -20,6 +21,7 @@ from lr_backend.embedded.reference.runner import ReferenceRunner
 from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, NotFinite, Overloaded
 from tests.support.embedded_engines import (
     KERNELS,
+    NEEDS_LIBRARY,
     VOCAB,
     Gate,
     MakeEngine,
@@ -216,6 +218,46 @@ def test_logits_that_are_not_finite_fail_their_request_alone(make_poisoned: Make
     # Nothing that the failed ones left behind is found by whoever begins as they did.
     after = ask(engine, request(poisoned_prompt[:-1] or clean(5, 9), 8))[0]
     assert len(after.token_ids) == 8
+
+
+@NEEDS_LIBRARY
+@pytest.mark.parametrize("kernels", ["native"])
+@pytest.mark.parametrize("num_agreed", [0, 2])
+def test_a_draft_token_without_finite_logits_is_rejected_as_any_other(num_agreed: int, make_poisoned: MakeEngine) -> None:
+    """Its row lies in a block with earlier ones of its request, whose heads read keys and values together."""
+    engine = make_poisoned()
+    plain = greedy(engine, clean(21, 1), 12)
+    drafts = (*plain[:num_agreed], POISON, 1, 2)
+
+    verified = ask(engine, request(clean(21, 1), 12, draft_ids=drafts))[0]
+    assert (verified.token_ids, verified.num_accepted_tokens) == (plain[: num_agreed + 1], num_agreed)
+    assert greedy(engine, clean(21, 1), 12) == plain
+
+
+@NEEDS_LIBRARY
+@pytest.mark.parametrize("kernels", ["native"])
+def test_a_draft_model_that_proposes_what_has_no_finite_logits_changes_no_text(
+    make_poisoned: MakeEngine, checkpoint: Path, tmp_path: Path
+) -> None:
+    proposing_poison(shutil.copytree(checkpoint, tmp_path / "draft"))
+    engine = make_poisoned(speculative_model_dir=tmp_path / "draft")
+    plain = greedy(engine, clean(21, 1), 12)
+
+    drafted = ask(engine, request(clean(21, 1), 12, num_draft_tokens=3))[0]
+    assert (drafted.token_ids, drafted.num_accepted_tokens) == (plain, 0)
+    assert drafted.num_draft_tokens > 3
+
+
+def proposing_poison(folder: Path) -> None:
+    """Change a checkpoint so that it takes ``POISON`` for certain after any token."""
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight", "embed_tokens.weight", "lm_head.weight")):
+            tensor.zero_()
+    tensors["model.embed_tokens.weight"][:, 0] = 1.0
+    tensors["lm_head.weight"][POISON, 0] = 10.0
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def clean(length: int, seed: int) -> tuple[int, ...]:

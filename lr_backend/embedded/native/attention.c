@@ -128,17 +128,20 @@ INLINE void add_values(const Reader *readers, int num, const float *value, int64
     }
 #define SCORE(NUM) score_keys(readers + n, NUM, block + slot, num_slots, 1, dim, scale, scores, wide)
 #define SCORE_MORE(NUM) score_keys(readers + n, NUM, block + slot, num_slots, 2, dim, scale, scores, wide)
-#define ADD(NUM) add_values(readers + n, NUM, block + (num_slots + slot) * dim, seen, dim, scores, wide)
+#define ADD(NUM) add_values(readers + n, NUM, block + (num_slots + slot) * dim, shared, dim, scores, wide)
 
-/* Readers from n on, at most MAX_READERS, that read a piece from the same block, and how many of its keys the last of them sees. */
-INLINE int company(const Reader *readers, int n, int num_readers, const Piece *piece, int64_t size, int64_t *seen) {
+/* Readers from n on, at most MAX_READERS, that read a piece from the same block. seen: of its keys, how many any of them sees;
+ * shared: how many all see. */
+INLINE int company(const Reader *readers, int n, int num_readers, const Piece *piece, int64_t size, int64_t *seen,
+                   int64_t *shared) {
     int num = 0;
-    *seen = 0;
+    *seen = 0, *shared = piece->count;
     for (; num < MAX_READERS && n + num < num_readers; num++) {
         const Reader *one = readers + n + num;
         int64_t keys = seen_of(one, piece);
         if (keys <= 0 || one->blocks[piece->at / size] != readers[n].blocks[piece->at / size]) break;
         *seen = keys > *seen ? keys : *seen;
+        *shared = keys < *shared ? keys : *shared;
     }
     return num;
 }
@@ -161,10 +164,10 @@ INLINE void attend_tiles(const Model *model, const Pool *pool, int64_t index, in
             int64_t left_in_block = size - at % size;
             pieces[num_pieces] = (Piece){at, left_in_block < PANEL ? left_in_block : PANEL};
         }
-#define FOR_EACH_COMPANY                                                                                    \
-    for (int p = 0; p < num_pieces; p++)                                                                    \
-        for (int64_t n = 0, seen = 0, slot = pieces[p].at % size; n < num_readers; n += num ? num : 1)      \
-            if ((num = company(readers, (int)n, num_readers, pieces + p, size, &seen)))
+#define FOR_EACH_COMPANY                                                                                           \
+    for (int p = 0; p < num_pieces; p++)                                                                           \
+        for (int64_t n = 0, seen = 0, shared = 0, slot = pieces[p].at % size; n < num_readers; n += num ? num : 1) \
+            if ((num = company(readers, (int)n, num_readers, pieces + p, size, &seen, &shared)))
         FOR_EACH_COMPANY {
             const float *block = head_block(model, pool, index, readers[n].blocks[pieces[p].at / size], head);
             float(*scores)[TILE] = (float(*)[TILE])(tile[n] + p * PANEL);
@@ -180,6 +183,12 @@ INLINE void attend_tiles(const Model *model, const Pool *pool, int64_t index, in
             const float *block = head_block(model, pool, index, readers[n].blocks[pieces[p].at / size], head);
             float(*scores)[TILE] = (float(*)[TILE])(tile[n] + p * PANEL);
             BY_NUM(ADD)
+            /* What only some see: times 0, a value that is not finite would not be 0. */
+            for (int m = 0; m < num && shared < seen; m++) {
+                const float *value = block + (num_slots + slot + shared) * dim;
+                int64_t more = seen_of(readers + n + m, pieces + p) - shared;
+                if (more > 0) add_values(readers + n + m, 1, value, more, dim, (float (*)[TILE])(scores[m] + shared), wide);
+            }
         }
     }
     for (int n = 0; n < num_readers; n++) {
