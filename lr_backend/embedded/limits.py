@@ -32,6 +32,8 @@ def plan_run(request: EngineRequest, config: EngineConfig, vocab_size: int) -> R
     num_prompt, num_drafts = len(request.input_ids), len(request.draft_ids)
     if num_drafts > config.max_draft_len:
         raise EngineRejected(f"draft_input_ids: length {num_drafts} exceeds max_draft_len {config.max_draft_len}")
+    if not num_prompt:
+        raise EngineRejected("input_ids: empty; at least one token")
     if num_prompt >= config.max_seq_len:
         raise EngineRejected(f"input_ids: length {num_prompt} leaves no room for output in max_seq_len {config.max_seq_len}")
     _check_engine_drafts(request, config)
@@ -44,6 +46,8 @@ def plan_run(request: EngineRequest, config: EngineConfig, vocab_size: int) -> R
     room = config.max_seq_len - num_prompt
     drafts = request.draft_ids[: room - 1]
     longest = len(drafts) + 1 if num_drafts else min(request.max_new_tokens, room)
+    if longest < 1:
+        raise EngineRejected(f"request_output_len={request.max_new_tokens}: at least 1")
     capacity = config.num_blocks * config.tokens_per_block
     if num_prompt + longest > capacity:
         raise EngineRejected(f"input_ids: {num_prompt} tokens and {longest} of output exceed the KV cache of {capacity} tokens")

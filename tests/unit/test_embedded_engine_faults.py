@@ -122,6 +122,8 @@ def test_an_id_in_flight_is_refused(engine: EmbeddedEngine) -> None:
 REJECTED = {
     "length 9 exceeds max_draft_len 8": {"draft_ids": (1,) * 9},
     "input_ids: length 256": {"input_ids": (1,) * 256},
+    "input_ids: empty": {"input_ids": ()},
+    "request_output_len=0": {"max_new_tokens": 0},
     "input_ids: token ids": {"input_ids": (1, VOCAB)},
     "draft_input_ids: token ids": {"draft_ids": (-1,)},
     "end_id": {"end_id": VOCAB},
