@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -87,6 +87,8 @@ class EmbeddedEngine:
             on_done(EngineResponse(request, ()))
             return
         plan = plan_run(request, self.config, self.spec.vocab_size)
+        if request.draft_logits is not None:  # checked, and of no further use: a row is as long as the vocabulary
+            request = replace(request, draft_logits=None)
         sequence = Sequence(
             order=0,
             request=request,

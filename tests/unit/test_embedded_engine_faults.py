@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -137,6 +138,17 @@ def test_what_can_never_run_is_rejected_by_name(message: str, engine: EmbeddedEn
     with pytest.raises(EngineRejected, match=message):
         start(engine, request(**fields))
     assert len(greedy(engine, prompt(5), 3)) == 3
+
+
+def test_draft_logits_are_not_kept_while_their_request_waits(engine: EmbeddedEngine) -> None:
+    logits = torch.zeros(1, VOCAB).numpy()
+    kept = weakref.ref(logits)
+    gate = Gate(engine)
+    pending = start(engine, request(prompt(5), 3, draft_ids=(1,), draft_logits=logits))
+    del logits
+    assert kept() is None
+    gate.open()
+    assert pending.result().token_ids
 
 
 def test_what_exceeds_the_kv_cache_is_rejected(make_engine: MakeEngine) -> None:
