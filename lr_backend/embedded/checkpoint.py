@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,8 +41,9 @@ class ModelSpec:
 
     @property
     def max_positions(self) -> int:
-        """Longest sequence, stretched by the rope scaling where there is one."""
-        stretched = float(self.rope["original_max_position_embeddings"]) * float(self.rope.get("factor") or 1.0)
+        """Longest sequence. Linear and YaRN scaling stretch it; of Llama 3's, ``config.json`` says the stretched length."""
+        factor = float(self.rope["factor"]) if self.rope["rope_type"] in ("linear", "yarn") else 1.0
+        stretched = float(self.rope["original_max_position_embeddings"]) * factor
         return max(self.max_position_embeddings, int(stretched))
 
     @property
@@ -134,6 +136,13 @@ def _real(values: Mapping[str, Any], name: str) -> float:
     return float(value)
 
 
+def _above(least: float, values: Mapping[str, Any], name: str) -> float:
+    value = _real(values, name)
+    if not (least < value < math.inf):
+        raise CheckpointError(f"{name}={value!r} must be a finite number above {least:g}")
+    return value
+
+
 def _rope(config: Mapping[str, Any], max_positions: int) -> dict[str, Any]:
     """Rope settings of both spellings: ``rope_parameters`` (transformers 5) or ``rope_scaling`` with ``rope_theta``."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
@@ -142,9 +151,14 @@ def _rope(config: Mapping[str, Any], max_positions: int) -> dict[str, Any]:
         raise CheckpointError(f"rope_type {rope['rope_type']!r} is not one of {', '.join(ROPE_TYPES)}")
     rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     rope.setdefault("original_max_position_embeddings", max_positions)
-    own = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",)}
-    for name in ("rope_theta", "original_max_position_embeddings", *own.get(rope["rope_type"], ())):
-        _real(rope, name)
+    _above(1.0, rope, "rope_theta")
+    own = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor"), "yarn": ("factor",)}
+    optional = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+    given = [name for name in optional if rope["rope_type"] == "yarn" and rope.get(name)]
+    for name in ("original_max_position_embeddings", *own.get(rope["rope_type"], ()), *given):
+        _above(0.0, rope, name)
+    if rope["rope_type"] == "llama3":
+        _above(float(rope["low_freq_factor"]), rope, "high_freq_factor")
     return rope
 
 

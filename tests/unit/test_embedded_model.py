@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 import pytest
 import torch
 
+from lr_backend.embedded.checkpoint import read_spec
 from lr_backend.embedded.native.model import NativeModel
 from lr_backend.embedded.reference.model import DecoderModel
 from lr_backend.embedded.reference.runner import ReferenceRunner
@@ -158,6 +160,31 @@ def test_a_context_longer_than_the_models_is_refused(checkpoint: Path, opened: O
         opened(checkpoint, 513)
 
 
+LLAMA_3_2 = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+"""Its factor says how waves are stretched; more positions than those of ``config.json`` it was not trained for."""
+
+
+@pytest.mark.parametrize(
+    ("scaling", "longest"),
+    [
+        (LLAMA_3_2, 512),
+        ({"rope_type": "linear", "factor": 2.0}, 1024),
+        ({"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 64}, 2048),
+    ],
+    ids=lambda value: value["rope_type"] if isinstance(value, dict) else "",
+)
+def test_what_stretches_a_context(scaling: dict[str, Any], longest: int, checkpoint: Path) -> None:
+    path = checkpoint / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_scaling": scaling}))
+    assert read_spec(checkpoint).max_positions == longest
+
+
 REFUSED_CONFIGS = {
     "architecture GPT2LMHeadModel": {"architectures": ["GPT2LMHeadModel"]},
     "architecture none": {"architectures": []},
@@ -168,6 +195,11 @@ REFUSED_CONFIGS = {
     "layer_types": {"layer_types": ["full_attention", "sliding_attention"]},
     "rope_type 'longrope'": {"rope_scaling": {"rope_type": "longrope"}},
     "factor": {"rope_scaling": {"rope_type": "yarn"}},
+    "config.json: rope_theta=0": {"rope_theta": 0},
+    "config.json: factor=0.0": {"rope_scaling": {"rope_type": "linear", "factor": 0.0}},
+    "config.json: factor=inf": {"rope_scaling": {"rope_type": "yarn", "factor": math.inf}},
+    "config.json: beta_fast=-1": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": -1}},
+    "config.json: high_freq_factor=1": {"rope_scaling": LLAMA_3_2 | {"high_freq_factor": 1.0}},
     "num_hidden_layers": {"num_hidden_layers": None},
     "do not fit": {"num_key_value_heads": 3},
     "config.json says": {"intermediate_size": 50},
