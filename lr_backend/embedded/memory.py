@@ -44,17 +44,18 @@ def with_kv_budget(
         slots_a_token: memory of a block over that of its tokens.
 
     Raises:
-        ConfigError: not even one sequence of ``max_seq_len`` fits.
+        ConfigError: not even one sequence of ``max_seq_len`` fits, or fewer than two blocks.
     """
     fraction = config.kv_cache_free_mem_fraction
     if fraction is None:
         return config
     one_bytes = slots_a_token * sum(bytes_a_token(spec, getattr(torch, config.dtype)) for spec in specs)
     affordable = int(fraction * free_bytes / one_bytes)
-    if affordable < config.max_seq_len:
+    num_blocks = affordable // config.tokens_per_block
+    if num_blocks < 2 or num_blocks * config.tokens_per_block < config.max_seq_len:
         raise ConfigError(
-            f"kv_cache_free_mem_fraction={fraction}: of {free_bytes >> 20} MiB free, {affordable} tokens;"
-            f" one sequence of max_seq_len has {config.max_seq_len}"
+            f"kv_cache_free_mem_fraction={fraction}: of {free_bytes >> 20} MiB free, {num_blocks} blocks of"
+            f" {config.tokens_per_block} tokens; at least two, and one sequence of max_seq_len has {config.max_seq_len}"
         )
     return config.model_copy(update={"max_tokens_in_paged_kv_cache": min(affordable, config.max_tokens_in_paged_kv_cache)})
 

@@ -76,8 +76,15 @@ def test_the_smaller_budget_counts(checkpoint: Path, fraction: float | None, fre
 
 def test_memory_for_less_than_one_sequence_is_refused_by_name(checkpoint: Path) -> None:
     config = EngineConfig(checkpoint, kv_cache_free_mem_fraction=0.5, max_seq_len=256)
-    with pytest.raises(ConfigError, match=r"kv_cache_free_mem_fraction=0\.5: .* 250 tokens; .* max_seq_len has 256"):
+    with pytest.raises(ConfigError, match=r"kv_cache_free_mem_fraction=0\.5: .* 7 blocks of 32 tokens; .* max_seq_len has 256"):
         with_kv_budget(config, [read_spec(checkpoint)] * 2, 1000 * BYTES_A_TOKEN)
+
+
+@pytest.mark.parametrize(("max_seq_len", "free_tokens"), [(250, 250), (30, 60)], ids=["seven blocks and a part", "one block"])
+def test_a_part_of_a_block_holds_nothing(max_seq_len: int, free_tokens: int, checkpoint: Path) -> None:
+    config = EngineConfig(checkpoint, kv_cache_free_mem_fraction=1.0, max_seq_len=max_seq_len, max_draft_len=1)
+    with pytest.raises(ConfigError, match="of 32 tokens"):
+        with_kv_budget(config, [read_spec(checkpoint)], free_tokens * BYTES_A_TOKEN)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
