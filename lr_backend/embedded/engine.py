@@ -187,10 +187,11 @@ class EmbeddedEngine:
             chunks = self._scheduler.schedule(self._prefill.sequences if self._prefill else ())
             now = time.monotonic_ns()
             if self._prefill:
-                prompts, chunks = self._prefill.divide(chunks)
+                prompts, others = self._prefill.divide(chunks)
                 if prompts:
                     stamp(prompts, now)
                     self._prefill.start(prompts)
+                chunks = others
             if chunks:
                 stamp(chunks, now)
                 self._compute(chunks)

@@ -67,10 +67,10 @@ class PrefillThread:
     def start(self, chunks: list[Chunk]) -> None:
         """Compute these; nothing else is being computed."""
         assert self._future is None, "the prefill thread is busy"
-        self._chunks = chunks
+        future = self._executor.submit(self._run, chunks)  # if it raises, nothing is being computed
+        self._chunks, self._future = chunks, future
         self.sequences = frozenset(chunk.sequence for chunk in chunks)
-        self._future = self._executor.submit(self._run, chunks)
-        self._future.add_done_callback(lambda _: self._on_done())
+        future.add_done_callback(lambda _: self._on_done())
 
     @property
     def done(self) -> bool:

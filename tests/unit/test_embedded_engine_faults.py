@@ -184,6 +184,25 @@ def test_a_failing_iteration_fails_its_requests_and_the_engine_lives_on(
     assert engine.stats().num_failed == 3
 
 
+@NEEDS_LIBRARY
+@pytest.mark.parametrize("kernels", ["native"])
+def test_a_prefill_that_cannot_be_started_fails_its_requests(engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert engine._prefill is not None
+    gate = Gate(engine)
+
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("no thread")
+
+    monkeypatch.setattr(engine._prefill._executor, "submit", fail)
+    pending = [start(engine, request(prompt(length), 4)) for length in (5, 40)]
+    gate.open()
+    for one in pending:
+        with pytest.raises(EngineError, match="no thread"):
+            one.result()
+    monkeypatch.undo()
+    assert [len(one.token_ids) for one in ask(engine, request(prompt(5), 4), request(prompt(40), 4))] == [4, 4]
+
+
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("num_tokens", [50, 150], ids=["one iteration", "several, of which the first yield no logits"])
 def test_logits_that_are_not_finite_fail_the_request_and_poison_nothing(make_engine: MakeEngine, num_tokens: int) -> None:
