@@ -152,7 +152,7 @@ class EmbeddedEngine:
         finally:
             if self._prefill:
                 self._prefill.close()
-            self._inbox.close()
+            self._inbox.close(failure.message)
             callbacks = self._inbox.take().callbacks
             self._fail_all(failure)
             for callback in callbacks:

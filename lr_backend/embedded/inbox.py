@@ -41,6 +41,7 @@ class Inbox:
         self._by_id: dict[str, Sequence] = {}
         self._num_submitted = 0
         self.closing = False
+        self._why_closed = ""
 
     def __len__(self) -> int:
         return len(self._arrived)
@@ -51,12 +52,12 @@ class Inbox:
         Raises:
             EngineRejected: its request's id is in flight.
             Overloaded: the queue is full.
-            EngineUnavailable: the engine is closed.
+            EngineUnavailable: the engine is closed or died.
         """
         request_id = sequence.request.request_id
         with self._changed:
             if self.closing:
-                raise EngineUnavailable("the engine is closed")
+                raise EngineUnavailable(self._why_closed)
             if request_id in self._by_id:
                 raise EngineRejected(f"request id {request_id!r} is in flight already")
             num_waiting = len(self._arrived) + len(self._waiting)
@@ -80,7 +81,7 @@ class Inbox:
         """Have ``callback`` called on the engine's thread between two iterations.
 
         Raises:
-            EngineUnavailable: the engine is closed.
+            EngineUnavailable: the engine is closed or died.
         """
         future: Future[Any] = Future()
 
@@ -92,15 +93,16 @@ class Inbox:
 
         with self._changed:
             if self.closing:
-                raise EngineUnavailable("the engine is closed")
+                raise EngineUnavailable(self._why_closed)
             self._callbacks.append(run)
             self._awaken()
         return future
 
-    def close(self) -> None:
-        """Take nothing more, and let the engine's thread end."""
+    def close(self, why: str = "the engine is closed") -> None:
+        """Take nothing more, and let the engine's thread end. Whoever comes later is told the first ``why``."""
         with self._changed:
             self.closing = True
+            self._why_closed = self._why_closed or why
             self._awaken()
 
     def notify(self) -> None:

@@ -352,10 +352,11 @@ def test_a_dying_thread_leaves_nobody_waiting(make_engine: MakeEngine, monkeypat
     monkeypatch.setattr(engine, "_iterate", lambda: 1 / 0)
     pending = start(engine, request(prompt(5), 3))
     gate.open()
-    with pytest.raises(EngineUnavailable, match="died"):
+    with pytest.raises(EngineUnavailable, match="died: division by zero"):
         pending.result()
-    with pytest.raises(EngineUnavailable):
-        start(engine, request(prompt(5), 3))
+    for later in (lambda: start(engine, request(prompt(5), 3)), engine.check_integrity):
+        with pytest.raises(EngineUnavailable, match="died: division by zero"):
+            later()
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
