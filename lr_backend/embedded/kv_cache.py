@@ -71,10 +71,21 @@ class Content:
 
 @dataclass(slots=True)
 class BlockTable:
-    """Blocks of one sequence in order, and the chain keys of those of them that are full and computed."""
+    """Blocks of one sequence in order, and the chain keys of those of them that are full and computed.
+
+    Attributes:
+        source: the block that one of them was copied from in part, and what was copied.
+    """
 
     blocks: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
+    source: tuple[int, Content] | None = None
+
+    def clear(self) -> None:
+        """Hold nothing."""
+        self.blocks.clear()
+        self.keys.clear()
+        self.source = None
 
 
 class KvCache:
@@ -161,8 +172,8 @@ class KvCache:
 
     def _take_partial(self, table: BlockTable, tokens: Sequence[int]) -> int:
         """Copy the block whose first tokens match most of ``tokens`` behind the table's chain; returns how many match."""
-        beginning = tuple(tokens)
-        known = self._continuations.get(table.keys[-1] if table.keys else ROOT_KEY, [])
+        beginning, parent = tuple(tokens), table.keys[-1] if table.keys else ROOT_KEY
+        known = self._continuations.get(parent, [])
         place = bisect_left(known, (beginning,))
         matches = [(num_equal(one, beginning), block) for one, block in known[max(0, place - 1) : place + 1]]
         matched, best = max(matches, default=(0, -1))
@@ -173,6 +184,7 @@ class KvCache:
         if taken:
             table.blocks += self._allocate(1)
             self._copy_prefix(best, table.blocks[-1], matched)
+            table.source = best, Content(parent, beginning[:matched])
         self._drop(best)
         return matched if taken else 0
 
@@ -229,24 +241,35 @@ class KvCache:
         self.share_partial(table, tokens, num_computed)
         for block in reversed(table.blocks):
             self._drop(block)
-        table.blocks.clear()
-        table.keys.clear()
+        table.clear()
 
     def discard(self, table: BlockTable, *, whole: bool = False) -> list[int]:
         """Give a sequence's blocks back after a failed iteration; returns those that became free, whose rows may hold anything.
 
         Full blocks registered before stay: they were computed by iterations that went well. Not so with ``whole``: a prompt's
-        earlier chunks yield no logits that would tell. Whoever shares these blocks keeps them; nobody else gets them.
+        earlier chunks yield no logits that would tell. Whoever shares these blocks keeps them; nobody else gets them. The same
+        goes for the block that one of them was copied from.
         """
+        if whole and (source := self._source_of(table)) is not None:
+            self._hold(source)
+            table.blocks.append(source)
         for block in table.blocks[0 if whole else len(table.keys) :]:
             if block in self._contents:
                 self._forget(block)
         freed = [block for block in table.blocks if self._references[block] == 1 and block not in self._contents]
         for block in reversed(table.blocks):
             self._drop(block)
-        table.blocks.clear()
-        table.keys.clear()
+        table.clear()
         return freed
+
+    def _source_of(self, table: BlockTable) -> int | None:
+        """The block that one of the table's was copied from, if it still holds that."""
+        if table.source is None:
+            return None
+        block, copied = table.source
+        now = self._contents.get(block)
+        is_same = now is not None and now.parent == copied.parent and now.tokens[: len(copied.tokens)] == copied.tokens
+        return block if is_same and block not in table.blocks else None
 
     def _publish(self, block: int, content: Content) -> None:
         if block in self._contents:

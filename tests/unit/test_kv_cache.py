@@ -159,6 +159,32 @@ def test_discarded_blocks_are_reported_and_not_cached() -> None:
     assert (harness.cache.num_cached, harness.cache.num_free) == (1, 7)
 
 
+def test_what_a_wholly_discarded_block_was_copied_from_is_not_found_again() -> None:
+    harness = Harness()
+    harness.finish([1, 2, 3, 4, 5, 6])
+    started = harness.start([1, 2, 3, 4, 5, 7])
+    assert started is not None and harness.num_copies == 1
+
+    assert len(harness.cache.discard(started[0], whole=True)) == 3
+    harness.cache.check_integrity([])
+    assert harness.finish([1, 2, 3, 4, 5, 6]) == 0
+
+
+def test_what_has_taken_the_place_of_a_source_stays() -> None:
+    harness = Harness(num_blocks=4)
+    harness.finish([1, 2, 3])
+    started = harness.start([1, 2, 4])
+    assert started is not None and harness.num_copies == 1
+    other = harness.start([9] * 12)
+    assert other is not None
+    harness.compute(other[0], [9] * 12, 0, 12)
+
+    harness.cache.discard(started[0], whole=True)
+    harness.cache.release(other[0], [9] * 12, 12)
+    harness.cache.check_integrity([])
+    assert harness.finish([9] * 12) == 11
+
+
 def test_a_remembered_text_is_found_as_if_it_had_been_computed() -> None:
     cache = KvCache(8, SIZE, reuse=True)
     tokens = list(range(2 * SIZE + 2))
@@ -198,8 +224,9 @@ def test_broken_accounting_is_noticed() -> None:
         harness.cache.check_integrity([started[0]])
 
 
+OPERATION_NAMES = ["start", "compute", "extend", "release", "discard", "fail"]
 OPERATIONS = st.lists(
-    st.tuples(st.sampled_from(["start", "compute", "extend", "release", "discard"]), st.integers(0, 5), st.integers(0, 12)),
+    st.tuples(st.sampled_from(OPERATION_NAMES), st.integers(0, 5), st.integers(0, 12)),
     max_size=60,
 )
 
@@ -227,8 +254,8 @@ def test_the_accounting_adds_up_and_no_content_is_mixed_whatever_happens(operati
             elif operation == "release":
                 harness.cache.release(table, tokens, computed)
                 live.remove(sequence)
-            elif operation == "discard":
-                harness.cache.discard(table)
+            elif operation in ("discard", "fail"):
+                harness.cache.discard(table, whole=operation == "fail")
                 live.remove(sequence)
         harness.cache.check_integrity([one[0] for one in live])
         for table, tokens, computed in live:
