@@ -205,7 +205,7 @@ def test_auto_chooses_the_depth_and_never_goes_without_drafts() -> None:
     asked = LookaheadRequest.parse({"text_input": "?", "mode": "auto", "proposer": "engine"})
     policy = Measured(asked, Learned(lambda: 0.0), 3, "judge", can_draft=True, must_draft=True)
     assert policy.uses_draft_tokens
-    assert {way.drafts for way in policy._ways} == {True} and {way.ahead for way in policy._ways} == {True, False}
+    assert {way.draft_tokens for way in policy._ways} == {True} and {way.ahead for way in policy._ways} == {True, False}
 
 
 @pytest.mark.parametrize("mode", ["sd", "lr_sd", "auto"])
