@@ -22,8 +22,8 @@ typedef uint32_t half_uvec __attribute__((vector_size(2 * LANES)));
 /* One function for each level of instructions; the loader picks the machine's.
  *
  * The inner loops are written for whole vectors and for halves: a loop over vectors that no register holds is compiled to one over
- * memory, nine times slower. is_wide() says which of the two to call. GCC before 12 has no names for levels, and its clones take one
- * set of instructions each; that with fused products gives the inner loops the same results everywhere. */
+ * memory, nine times slower. is_wide() says which of the two to call. GCC before 12 has no names for levels: a clone there is for
+ * one set of instructions. The inner loops take that with fused products, so that their results are those of newer compilers. */
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && __GNUC__ >= 12
 #define FOR_EACH_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #define FOR_WIDE __attribute__((target("arch=x86-64-v4")))
