@@ -45,8 +45,6 @@ from lr_backend.engine import Role
 from lr_backend.errors import CheckpointError, ConfigError
 from lr_backend.nvidia import TENSORRT_LLM
 
-LEAST_MEMORY = 0.98
-"""Share of the memory that a spec is for, which a card has to have: drivers keep more or less of it."""
 SAID_BYTES = 1_000_000_000
 """More than this takes seconds to read, so it is said."""
 _PACKAGES = ("transformers", "numpy", "tensorrt-llm", "tensorrt")
@@ -301,13 +299,16 @@ def _drafts_itself(spec: GpuDeployment, target: Source, memory: tuple[GpuMemory,
 
 
 def _compile(plan: GpuPlan, resume: bool, console: Console, platform: Callable[[], Platform]) -> None:
+    here = platform()
     if not plan.steps:
+        if here.gpus:  # a repository that compiles nothing may be rendered where no card is
+            _require_cards(plan.spec, here)
         return
     for role, folder in plan.calibration.items():
         if not folder.is_dir():
             raise ConfigError(f"{role}: {without_texts(folder)}")
-    here = platform()
-    _require_platform(plan.spec, here)
+    _require_versions(here)
+    _require_cards(plan.spec, here)
     for role, steps in plan.steps.items():
         dirs, engine = plan.dirs(role), plan.spec.engine(role)
         assert isinstance(engine, TrtllmEngineSpec)
@@ -354,7 +355,7 @@ def _require_writable(folder: Path) -> None:
         raise ConfigError(f"{folder} cannot be written by user {os.getuid()}")
 
 
-def _require_platform(spec: GpuDeployment, here: Platform) -> None:
+def _require_versions(here: Platform) -> None:
     """Refuse before an hour of compiling what could not be served after it."""
     if here.tensorrt_llm is None:
         raise ConfigError(
@@ -362,11 +363,14 @@ def _require_platform(spec: GpuDeployment, here: Platform) -> None:
         )
     if here.tensorrt_llm != TENSORRT_LLM:
         raise ConfigError(f"TensorRT-LLM {here.tensorrt_llm} is installed here, the pinned version is {TENSORRT_LLM}")
+
+
+def _require_cards(spec: GpuDeployment, here: Platform) -> None:
+    """Refuse cards that the spec is not for: too few, of another architecture, or too small."""
     wanted, used = spec.hardware.compute_capability, {device for one in spec.placements for device in one.gpu_device_ids}
     num_gpus = 1 + max(used, default=-1)  # a part of a spec, built for its own machine, wants its own cards alone
     others = [gpu for gpu in here.gpus if gpu.index in used and gpu.compute_capability != wanted]
-    least_mib = LEAST_MEMORY * 1024 * spec.hardware.gpu_memory_gib
-    small = [gpu for gpu in here.gpus if gpu.index in used and gpu.memory_mib < least_mib]
+    small = [gpu for gpu in here.gpus if gpu.index in used and gpu.memory_mib < spec.hardware.least_memory_mib]
     if len(here.gpus) < num_gpus:
         raise ConfigError(f"{spec.name} wants {num_gpus} GPUs, here are {len(here.gpus)}")
     if others:

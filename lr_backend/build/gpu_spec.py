@@ -35,6 +35,10 @@ GPUS_A_NODE = 8
 """As compiled engines are built: upstream's ``mapping.gpus_per_node``. Loading checks ids against it."""
 
 
+LEAST_MEMORY = 0.98
+"""Share of the memory that a spec is for, which a card has to have: drivers keep more or less of it."""
+
+
 class HardwareSpec(Section):
     """What the engines are built for; an engine runs on the architecture that it was built on and on no other.
 
@@ -51,6 +55,11 @@ class HardwareSpec(Section):
     gpu_memory_gib: float = Field(gt=0)
     compute_capability: str = Field(pattern=r"^\d{1,2}\.\d$")
     reserve_gib: float = Field(default=1.0, ge=0)
+
+    @property
+    def least_memory_mib(self) -> float:
+        """What a card must have, as ``nvidia-smi`` counts."""
+        return LEAST_MEMORY * 1024 * self.gpu_memory_gib
 
 
 class GpuEngineSpec(EngineSpec):

@@ -13,14 +13,14 @@ import shutil
 import socket
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
 from lr_backend.build.placement import Placement
 from lr_backend.build.repository import build_repository
-from lr_backend.build.spec import DeploymentSpec, EmbeddedDeployment
+from lr_backend.build.spec import DeploymentSpec, EmbeddedDeployment, GpuDeployment, HardwareSpec
 from lr_backend.embedded.native.library import DOES_NOT_OPEN, open_library
 from lr_backend.errors import CheckpointError, ConfigError, LookaheadError
 from lr_backend.mpi import UNBOUND, without_job
@@ -61,6 +61,7 @@ class Needs:
         placements: which engines have GPUs to themselves.
         ports: where the server is to listen, by the option that says so; 0 takes a free one.
         num_loops: processes of the step loop; 0 where it runs elsewhere.
+        hardware: the cards that the spec is for; None: it names none.
     """
 
     placements: tuple[Placement, ...] = ()
@@ -68,12 +69,14 @@ class Needs:
     host: str = "127.0.0.1"
     ports: Mapping[str, int] = field(default_factory=dict)
     num_loops: int = 1
+    hardware: HardwareSpec | None = None
 
     @classmethod
     def of(cls, deployment: DeploymentSpec, host: str = "127.0.0.1", ports: Mapping[str, int] | None = None) -> Needs:
         """What one deployment asks for."""
         num_loops = deployment.server.num_loops if deployment.runs_loop else 0
-        return cls(deployment.placements, _decoder_use(deployment), host, ports or {}, num_loops)
+        hardware = deployment.hardware if isinstance(deployment, GpuDeployment) else None
+        return cls(deployment.placements, _decoder_use(deployment), host, ports or {}, num_loops, hardware)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +162,7 @@ def check(machine: Machine, needs: Needs) -> tuple[Finding, ...]:
         ]
     if len(compiled) < len(on_gpus):
         findings += _loadable(machine)
-    findings += [_gpu_count(machine, on_gpus), *_gpus(machine, on_gpus), *_shared_cards(machine, on_gpus)]
+    findings += [_gpu_count(machine, on_gpus), *_gpus(machine, on_gpus, needs.hardware), *_shared_cards(machine, on_gpus)]
     return (*findings, *_limits(machine))
 
 
@@ -410,7 +413,7 @@ def _gpu_count(machine: Machine, placements: Sequence[Placement]) -> Finding:
     return Finding("GPUs", f"{len(visible)} visible, {needed} needed", Level.MISSING, remedy)
 
 
-def _gpus(machine: Machine, placements: Sequence[Placement]) -> list[Finding]:
+def _gpus(machine: Machine, placements: Sequence[Placement], hardware: HardwareSpec | None) -> list[Finding]:
     """A line for each GPU that the deployment uses and that is there."""
     roles: dict[int, list[str]] = {}
     for each in placements:
@@ -420,13 +423,21 @@ def _gpus(machine: Machine, placements: Sequence[Placement]) -> list[Finding]:
     for device, gpu in enumerate(machine.visible_gpus):
         if device in roles:
             text = f"{gpu.name}, {gpu.memory_mib / 1024:.0f} GiB, compute capability {gpu.compute_capability}"
-            new_enough = _capability(gpu.compute_capability) >= LEAST_CAPABILITY
-            remedy = (
-                "" if new_enough else f"compute capability {'.'.join(map(str, LEAST_CAPABILITY))} (Ampere) or newer is needed"
-            )
-            level = Level.OK if new_enough else Level.MISSING
+            remedy = "; ".join(_unfit(gpu, hardware))
+            level = Level.MISSING if remedy else Level.OK
             findings.append(Finding(f"GPU {device} ({', '.join(roles[device])})", text, level, remedy))
     return findings
+
+
+def _unfit(gpu: Gpu, hardware: HardwareSpec | None) -> Iterator[str]:
+    """Why this card cannot serve what is made for ``hardware``, with what to do."""
+    others = "choose a spec for these cards, or write one (lookahead init)"
+    if _capability(gpu.compute_capability) < LEAST_CAPABILITY:
+        yield f"compute capability {'.'.join(map(str, LEAST_CAPABILITY))} (Ampere) or newer is needed"
+    elif hardware is not None and gpu.compute_capability != hardware.compute_capability:
+        yield f"the spec is for compute capability {hardware.compute_capability}: {others}"
+    if hardware is not None and gpu.memory_mib < hardware.least_memory_mib:
+        yield f"the spec is for cards of {hardware.gpu_memory_gib:g} GiB: {others}"
 
 
 def _loadable(machine: Machine) -> list[Finding]:

@@ -291,6 +291,18 @@ def test_a_machine_that_could_not_serve_the_engines_does_not_build_them(
     assert tools.calls() == []
 
 
+def test_a_repository_that_compiles_nothing_is_made_for_the_right_cards_or_where_there_are_none(tmp_path: Path) -> None:
+    path, tools = write_gpu_spec(tmp_path, runtime="llmapi"), make_tools(tmp_path / "tools")
+    drafts = "max_draft_len = 8\n\n[draft]"
+    path.write_text(path.read_text().replace(drafts, f'[target.speculative]\nkind = "ngram"\n{drafts}'))
+    spec = load(path)
+    small = replace(hopper(), gpus=tuple(replace(gpu, memory_mib=49140) for gpu in hopper().gpus))
+    with pytest.raises(ConfigError, match=r"small is for cards of 79\.1 GiB; GPU 0 .* has 48\.0 GiB"):
+        build(spec, tools, small)
+    assert build(spec, tools, hopper(0, tensorrt_llm=None)).written
+    assert build(spec, tools, hopper()).written
+
+
 @pytest.mark.parametrize(("role", "num_gpus"), [(Role.TARGET, 2), (Role.JUDGE, 1)])
 def test_a_role_for_a_machine_of_its_own_wants_its_own_cards_alone(
     tmp_path: Path, tools: FakeTools, role: Role, num_gpus: int

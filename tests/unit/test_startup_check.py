@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -101,6 +102,23 @@ def test_each_shortfall_is_named_with_what_was_found(change: dict[str, Any], wha
     (finding,) = missing(check(replace(GOOD, **change), Needs(tuple(COMPILED))))
     assert (finding.what, finding.found) == (what, says)
     assert finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("spec", "card", "says"),
+    [
+        ("qwen3-32b-1gpu", H200, ""),
+        ("qwen3-32b-llmapi", Gpu(0, "NVIDIA H100 80GB HBM3", "9.0", 81559), ""),
+        ("qwen3-32b-1gpu", Gpu(0, "NVIDIA H100 80GB HBM3", "9.0", 81559), "the spec is for cards of 139.8 GiB"),
+        ("qwen3-32b-llmapi", Gpu(0, "NVIDIA RTX 6000 Ada", "8.9", 49140), "compute capability 9.0.*for cards of 79.1 GiB"),
+    ],
+)
+def test_cards_that_the_spec_is_not_for_are_named(spec: str, card: Gpu, says: str) -> None:
+    """Of one architecture there are cards of 80 and of 141 GB: engines come up on neither by their capability alone."""
+    machine = replace(GOOD, gpus=tuple(replace(card, index=index) for index in range(4)))
+    wrong = missing(check(machine, Needs.of(DeploymentSpec.load(spec))))
+    assert bool(wrong) == bool(says)
+    assert all(each.what.startswith("GPU ") and re.search(says, each.remedy) for each in wrong)
 
 
 def test_hidden_gpus_are_told_from_absent_ones() -> None:
