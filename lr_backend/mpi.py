@@ -11,9 +11,11 @@ from collections.abc import Mapping
 UNBOUND: Mapping[str, str] = {"OMPI_MCA_hwloc_base_binding_policy": "none", "OMPI_MCA_rmaps_base_inherit": "1"}
 """Spawned processes may use all cores that their parent may use. Under ``mpirun`` the second suffices; else both are needed.
 
-Open MPI 5 reads neither. There ``PRTE_MCA_rmaps_default_inherit=1`` does it under ``mpirun``; without ``mpirun`` nobody is bound,
-and with that variable nothing can be spawned.
+Open MPI 5 reads neither: there :data:`UNBOUND_BY_MPIRUN` does it under ``mpirun``, and without ``mpirun`` nobody is bound.
 """
+_INHERIT = "PRTE_MCA_rmaps_default_inherit"
+UNBOUND_BY_MPIRUN: Mapping[str, str] = {_INHERIT: "1"}
+"""For a process under ``mpirun`` alone: without one, nothing can be spawned with it."""
 
 _BY_SSH = {
     # (Open MPI 4, Open MPI 5)
@@ -42,6 +44,13 @@ def belongs_to_job(name: str) -> bool:
     """Whether a variable says which MPI or SLURM job a process is part of; settings (``OMPI_MCA_*``, ``PMIX_MCA_*``) do not."""
     pmix = name.startswith(_PMIX) and not name.startswith(_PMIX_SETTINGS)
     return pmix or name.startswith((*_JOB_PREFIXES, _SCHEDULER_PREFIX))
+
+
+def spawning_alone(environment: Mapping[str, str]) -> dict[str, str]:
+    """``environment`` for a process that starts others, and is under no ``mpirun``. What an operator has set stands."""
+    kept = without_job(environment)
+    kept.pop(_INHERIT, None)
+    return {**UNBOUND, **kept}
 
 
 def without_job(environment: Mapping[str, str]) -> dict[str, str]:

@@ -16,7 +16,7 @@ import os
 from collections.abc import Mapping, MutableMapping, MutableSequence, Sequence
 from pathlib import Path
 
-from lr_backend.mpi import UNBOUND, without_job
+from lr_backend.mpi import spawning_alone
 from lr_backend.nvidia import VISIBLE, visible_devices
 
 PACKAGES = Path(__file__).resolve().parents[2] / "lib-llmapi"
@@ -30,9 +30,7 @@ def engine_environment(
     environment: Mapping[str, str], gpu_device_ids: Sequence[int], packages: Path | None = None
 ) -> dict[str, str]:
     """A copy of ``environment`` for an engine on these GPUs. ``packages``: a folder that stands first on its workers' path."""
-    kept = {name: value for name, value in without_job(environment).items() if not name.startswith(_SERVER_PREFIX)}
-    # What an operator has set stands.
-    kept = {**UNBOUND, **kept}
+    kept = {name: value for name, value in spawning_alone(environment).items() if not name.startswith(_SERVER_PREFIX)}
     if packages is not None:
         kept["PYTHONPATH"] = os.pathsep.join(part for part in (str(packages), environment.get("PYTHONPATH", "")) if part)
     if gpu_device_ids:

@@ -13,7 +13,7 @@ Compiled engines talk MPI, and one server may hold them in two ways:
 ``mpirun -n 1`` stands before the server in both, as in upstream's script. MPI could start as a singleton, but then each spawn
 starts a daemon of its own, and upstream tests the other way. Its default would bind a job of one or two processes, all threads,
 to one core each (``mpirun(1)``), with the step loop on the same one: ``--bind-to none``. Ranks that are spawned do not inherit
-that, and are told by their own variables (:data:`lr_backend.mpi.UNBOUND`).
+that, and are told by variables of their own (:mod:`lr_backend.mpi`).
 
 Upstream knows a second way for several engines: ``--disable-spawn-processes`` starts all ranks at once, a tritonserver each, and
 ``participant_ids`` says whose they are. It is what *several* engines over several machines need, and the draft logits that one
@@ -32,7 +32,7 @@ from enum import StrEnum
 from typing import Self
 
 from lr_backend.build.placement import Placement
-from lr_backend.mpi import UNBOUND, without_job
+from lr_backend.mpi import UNBOUND, UNBOUND_BY_MPIRUN, without_job
 from lr_backend.serve.nodes import Nodes
 
 COMPILED, LLM_API = "tensorrtllm", "llmapi"
@@ -90,7 +90,8 @@ class LaunchPlan:
         How ranks are bound is the operator's affair where the environment says it.
         """
         kept = without_job(environment) if self.launcher else environment
-        return {**kept, **self.environment, **{name: kept[name] for name in UNBOUND if name in kept}}
+        said = {name: kept[name] for name in (*UNBOUND, *UNBOUND_BY_MPIRUN) if name in kept}
+        return {**kept, **self.environment, **said}
 
 
 PLAIN = LaunchPlan()
@@ -121,4 +122,5 @@ def launch_plan(placements: Sequence[Placement], *, num_gpus: int | None = None,
     named = 1 + max((device for each in on_gpus for device in each.gpu_device_ids), default=-1)
     pools = tuple(f"--cuda-memory-pool-byte-size={device}:0" for device in range(num_gpus or named))
     arguments += ("--pinned-memory-pool-byte-size=0", "--enable-peer-access=false", *pools)
-    return LaunchPlan(LaunchMode.ORCHESTRATOR, ORCHESTRATOR_ENVIRONMENT, arguments, launcher)
+    environment = {**ORCHESTRATOR_ENVIRONMENT, **(UNBOUND_BY_MPIRUN if launcher else {})}
+    return LaunchPlan(LaunchMode.ORCHESTRATOR, environment, arguments, launcher)

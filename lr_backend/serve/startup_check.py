@@ -23,7 +23,7 @@ from lr_backend.build.repository import build_repository
 from lr_backend.build.spec import DeploymentSpec, EmbeddedDeployment, GpuDeployment, HardwareSpec
 from lr_backend.embedded.native.library import DOES_NOT_OPEN, open_library
 from lr_backend.errors import CheckpointError, ConfigError, LookaheadError
-from lr_backend.mpi import UNBOUND, without_job
+from lr_backend.mpi import spawning_alone
 from lr_backend.nvidia import IMAGE, TENSORRT_LLM, TRITON_RELEASE, Gpu, installed, probe_gpus, visible_gpus
 from lr_backend.resources import is_checkout, resource_root
 from lr_backend.serve.backend_dir import find_stub, find_tritonserver
@@ -264,7 +264,7 @@ def check_spawns(placements: Sequence[Placement], environment: Mapping[str, str]
         spawned = probe_spawn((*plan.launcher, *ONE_RANK), plan.over(environment), ranks)
         findings.append(spawn_finding("ranks by mpirun", spawned, environment))
     if alone := [each.tp_size for each in placements if each.runtime == LLM_API]:
-        spawned = probe_spawn((), {**UNBOUND, **without_job(environment)}, max(alone))
+        spawned = probe_spawn((), spawning_alone(environment), max(alone))
         findings.append(spawn_finding("ranks of the LLM API", spawned, environment))
     return tuple(findings)
 
@@ -280,8 +280,7 @@ def spawn_finding(what: str, spawned: Spawned, environment: Mapping[str, str]) -
         return Finding(what, f"MPI starts none: {spawned.failure}", Level.MISSING, remedy)
     if not spawned.bound:
         return Finding(what, spawned.in_words(), Level.OK)
-    remedy = "unset what binds them (OMPI_MCA_*); Open MPI 5 wants PRTE_MCA_rmaps_default_inherit=1 under mpirun"
-    return Finding(what, spawned.in_words(), Level.WARNING, remedy)
+    return Finding(what, spawned.in_words(), Level.WARNING, "unset what binds them (OMPI_MCA_*, PRTE_MCA_*)")
 
 
 def probe_decoder(needs: Needs, environment: Mapping[str, str] = os.environ) -> Machine:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from lr_backend.build.placement import Placement
 from lr_backend.engine import Role
-from lr_backend.mpi import UNBOUND
+from lr_backend.mpi import UNBOUND, UNBOUND_BY_MPIRUN
 from lr_backend.nvidia import Gpu
 from lr_backend.serve import mps, spawn_probe, startup_check
 from lr_backend.serve.launch import ONE_RANK, launch_plan
@@ -249,7 +249,7 @@ def test_ranks_are_tried_as_the_server_starts_them(monkeypatch: pytest.MonkeyPat
         return Spawned((0, 1), ((0, 1),) * count)
 
     monkeypatch.setattr(startup_check, "probe_spawn", probe)
-    environment = {"SLURM_JOB_ID": "7", "PATH": "/bin"}
+    environment = {"SLURM_JOB_ID": "7", "PATH": "/bin", **UNBOUND_BY_MPIRUN}
     judge = Placement(Role.JUDGE, "llmapi", 1, (2,))
     findings = check_spawns((*SHARED[:2], judge), environment)
     assert [each.what for each in findings] == ["ranks by mpirun", "ranks of the LLM API"]
@@ -257,5 +257,6 @@ def test_ranks_are_tried_as_the_server_starts_them(monkeypatch: pytest.MonkeyPat
     assert (launcher[0], launcher[-2:], ranks) == ("mpirun", ("-n", "1"), 3)
     assert (alone, one) == ((), 1)
     assert all("SLURM_JOB_ID" not in each and UNBOUND.items() <= each.items() for each in (first, second))
+    assert UNBOUND_BY_MPIRUN.items() <= first.items() and not UNBOUND_BY_MPIRUN.keys() & second.keys()
     assert check_spawns(SHARED[:1], environment) == () == check_spawns((), environment), "one engine's ranks are mpirun's own"
     assert len(tried) == 2

@@ -10,7 +10,7 @@ import pytest
 from lr_backend.build.placement import Placement
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError
-from lr_backend.mpi import UNBOUND
+from lr_backend.mpi import UNBOUND, UNBOUND_BY_MPIRUN
 from lr_backend.serve.launch import COMPILED_ENVIRONMENT, ORCHESTRATOR_ENVIRONMENT, PLAIN, LaunchMode, launch_plan
 from lr_backend.serve.restrictions import KEY_VARIABLE, admin_key, unseen_arguments, without_key
 from lr_backend.serve.server import ServerOptions, TritonServer
@@ -32,7 +32,7 @@ def test_several_compiled_engines_need_the_orchestrator(gpus: tuple[tuple[int, .
     plan = launch_plan([on(role, "tensorrtllm", *ids) for role, ids in zip(Role, gpus, strict=True)])
     assert plan.mode is LaunchMode.ORCHESTRATOR
     orchestrator = {"TRTLLM_ORCHESTRATOR": "1", "TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES": "1"}
-    assert plan.environment == {**orchestrator, **COMPILED_ENVIRONMENT, **UNBOUND}
+    assert plan.environment == {**orchestrator, **COMPILED_ENVIRONMENT, **UNBOUND, **UNBOUND_BY_MPIRUN}
     assert plan.num_ranks == 1
     assert plan.launcher[0] == "mpirun"
 
@@ -63,7 +63,8 @@ def test_llm_api_engines_start_their_own_ranks() -> None:
 
 def test_mpirun_can_be_left_out_or_replaced() -> None:
     engines = [on(TARGET, "tensorrtllm", 0), on(DRAFT, "tensorrtllm", 1)]
-    assert launch_plan(engines, mpirun=()).launcher == ()
+    alone = launch_plan(engines, mpirun=())
+    assert (alone.launcher, alone.environment) == ((), ORCHESTRATOR_ENVIRONMENT), "what only mpirun understands is not said"
     assert launch_plan(engines, mpirun=("srun",)).launcher == ("srun",)
     assert launch_plan(engines[:1], mpirun=()).launcher, "leader mode is mpirun"
 
@@ -74,14 +75,14 @@ SETTINGS = {"PATH": "/bin", "OMPI_MCA_btl": "self", "PMIX_MCA_gds": "hash", "OPA
 
 def test_a_server_under_mpirun_belongs_to_no_other_job_and_keeps_the_settings() -> None:
     engines = [on(TARGET, "tensorrtllm", 0), on(DRAFT, "tensorrtllm", 1)]
-    assert launch_plan(engines).over({**SETTINGS, **JOB}) == {**SETTINGS, **ORCHESTRATOR_ENVIRONMENT}
+    assert launch_plan(engines).over({**SETTINGS, **JOB}) == {**SETTINGS, **launch_plan(engines).environment}
     assert launch_plan(engines[:1]).over({**SETTINGS, **JOB}) == {**SETTINGS, **COMPILED_ENVIRONMENT}
     assert PLAIN.over({**SETTINGS, **JOB}) == {**SETTINGS, **JOB}, "what starts no job is none of our business"
 
 
 def test_what_an_operator_says_of_binding_stands_and_what_the_mode_needs_does_too() -> None:
     plan = launch_plan([on(TARGET, "tensorrtllm", 0), on(DRAFT, "tensorrtllm", 1)])
-    said = {"OMPI_MCA_hwloc_base_binding_policy": "numa"}
+    said = {"OMPI_MCA_hwloc_base_binding_policy": "numa", "PRTE_MCA_rmaps_default_inherit": "0"}
     assert plan.over({**said, "TRTLLM_ORCHESTRATOR": "0"}) == {**ORCHESTRATOR_ENVIRONMENT, **said}
 
 

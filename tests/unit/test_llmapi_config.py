@@ -19,7 +19,7 @@ from lr_backend.llmapi.coupled_noise import CoupledNoise
 from lr_backend.llmapi.environment import apply, engine_environment, own_packages, visible_devices
 from lr_backend.llmapi.sampling import MAX_LOG_PROBS, MAX_STOP_IDS, check_request, engine_stop_ids, sampling_arguments
 from lr_backend.llmapi.upstream import llm_arguments, load_upstream, make_llm
-from lr_backend.mpi import UNBOUND
+from lr_backend.mpi import UNBOUND, UNBOUND_BY_MPIRUN
 from tests.support.embedded_engines import request
 from tests.support.fake_llmapi import FakeSamplingParams, fake_upstream, scripted
 
@@ -134,7 +134,7 @@ def test_an_engine_forgets_the_mpi_job_of_its_server_and_keeps_the_settings() ->
     path = ["/usr/lib"]
     apply(environment, wanted, path)
     assert (environment, path) == (wanted, ["/usr/lib"])
-    assert engine_environment({**kept, **job}, ()) == {**kept, **UNBOUND}
+    assert engine_environment({**kept, **job, **UNBOUND_BY_MPIRUN}, ()) == {**kept, **UNBOUND}, "no mpirun stands before it"
 
 
 def test_how_ranks_are_bound_is_the_operators_affair_where_he_says_it() -> None:
