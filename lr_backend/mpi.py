@@ -1,21 +1,27 @@
 """What Open MPI reads in the environment of a process that starts others.
 
 Seen with Open MPI 4.1.4 (Debian's) and 5.0.11: processes that MPI_Comm_spawn starts are bound to one core each, whatever
-``--bind-to none`` says of their parent. It does not matter whether ``mpirun`` started that one or nobody did.
+``--bind-to none`` says of their parent. It does not matter whether ``mpirun`` started that one or nobody did. And no more are
+started than there are physical cores, less the one of their parent: a quota of processor time hides no core from Open MPI.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-UNBOUND: Mapping[str, str] = {"OMPI_MCA_hwloc_base_binding_policy": "none", "OMPI_MCA_rmaps_base_inherit": "1"}
-"""Spawned processes may use all cores that their parent may use. Under ``mpirun`` the second suffices; else both are needed.
+UNBOUND: Mapping[str, str] = {
+    "OMPI_MCA_hwloc_base_binding_policy": "none",
+    "OMPI_MCA_rmaps_base_inherit": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+}
+"""Spawned processes may use all cores that their parent may use, and may be more than there are cores.
 
-Open MPI 5 reads neither: there :data:`UNBOUND_BY_MPIRUN` does it under ``mpirun``, and without ``mpirun`` nobody is bound.
+Under ``mpirun`` the second unbinds them; else the first two are needed. Open MPI 5 reads none of these: there
+:data:`UNBOUND_BY_MPIRUN` does it under ``mpirun``, and without ``mpirun`` nobody is bound or counted.
 """
 _INHERIT = "PRTE_MCA_rmaps_default_inherit"
-UNBOUND_BY_MPIRUN: Mapping[str, str] = {_INHERIT: "1"}
-"""For a process under ``mpirun`` alone: without one, nothing can be spawned with it."""
+UNBOUND_BY_MPIRUN: Mapping[str, str] = {_INHERIT: "1", "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
+"""For a process under ``mpirun`` alone: without one, nothing can be spawned with the first."""
 
 _BY_SSH = {
     # (Open MPI 4, Open MPI 5)

@@ -276,7 +276,8 @@ def spawn_finding(what: str, spawned: Spawned, environment: Mapping[str, str]) -
     if spawned.failure:
         prefix = environment.get("OPAL_PREFIX")
         known = f"OPAL_PREFIX={prefix} must be Open MPI's own folder" if prefix else "set OPAL_PREFIX to Open MPI's own folder"
-        remedy = f"where its slots do not suffice, give the container more cores; where its files are not found, {known}"
+        slots = "where its slots do not suffice, unset what limits them (OMPI_MCA_*, PRTE_MCA_*)"
+        remedy = f"{slots}; where its files are not found, {known}"
         return Finding(what, f"MPI starts none: {spawned.failure}", Level.MISSING, remedy)
     if not spawned.bound:
         return Finding(what, spawned.in_words(), Level.OK)

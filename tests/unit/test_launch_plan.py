@@ -33,6 +33,8 @@ def test_several_compiled_engines_need_the_orchestrator(gpus: tuple[tuple[int, .
     assert plan.mode is LaunchMode.ORCHESTRATOR
     orchestrator = {"TRTLLM_ORCHESTRATOR": "1", "TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES": "1"}
     assert plan.environment == {**orchestrator, **COMPILED_ENVIRONMENT, **UNBOUND, **UNBOUND_BY_MPIRUN}
+    more_than_cores = {"OMPI_MCA_rmaps_base_oversubscribe": "1", "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
+    assert more_than_cores.items() <= plan.environment.items()
     assert plan.num_ranks == 1
     assert plan.launcher[0] == "mpirun"
 
@@ -83,7 +85,7 @@ def test_a_server_under_mpirun_belongs_to_no_other_job_and_keeps_the_settings() 
 def test_what_an_operator_says_of_binding_stands_and_what_the_mode_needs_does_too() -> None:
     plan = launch_plan([on(TARGET, "tensorrtllm", 0), on(DRAFT, "tensorrtllm", 1)])
     said = {"OMPI_MCA_hwloc_base_binding_policy": "numa", "PRTE_MCA_rmaps_default_inherit": "0"}
-    assert plan.over({**said, "TRTLLM_ORCHESTRATOR": "0"}) == {**ORCHESTRATOR_ENVIRONMENT, **said}
+    assert plan.over({**said, "TRTLLM_ORCHESTRATOR": "0"}) == {**plan.environment, **said}
 
 
 def test_the_key_comes_from_a_variable_or_a_file_or_is_new_each_time(tmp_path: Path) -> None:
