@@ -566,6 +566,16 @@ def test_a_pod_has_the_cards_of_its_spec(name: str) -> None:
     assert starts_mps == (len(devices) != len(set(devices)))
 
 
+@pytest.mark.parametrize("name", RELEASES)
+def test_a_pod_without_cards_sees_none_of_its_node(name: str) -> None:
+    """NVIDIA's image shows all of them to a container that asks for none, where its runtime is the node's default."""
+    for owner, pod in pods(rendered(name)):
+        for container in pod["containers"]:
+            cards = container["resources"].get("limits", {}).get("nvidia.com/gpu", 0)
+            shown = [each["value"] for each in container.get("env", ()) if each["name"] == "NVIDIA_VISIBLE_DEVICES"]
+            assert shown == ([] if cards else ["void"]), (owner, container["name"])
+
+
 def test_a_second_release_builds_beside_the_first_and_reads_its_checkpoints() -> None:
     first = rendered("one-node")
     claims = [each["metadata"]["name"] for each in first if each["kind"] == "PersistentVolumeClaim"]

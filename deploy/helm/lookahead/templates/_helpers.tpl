@@ -102,6 +102,11 @@ securityContext:
 {{ toJson $resources }}
 {{- end }}
 
+{{/* For a pod without cards: NVIDIA's image, where it asks for none, may be shown every card of the node. */}}
+{{- define "lookahead.noCards" -}}
+- {name: NVIDIA_VISIBLE_DEVICES, value: void}
+{{- end }}
+
 {{/* Mounts of engines, checkpoints and the spec; "write" says that a build writes. */}}
 {{- define "lookahead.mounts" -}}
 - {name: tmp, mountPath: /tmp}
