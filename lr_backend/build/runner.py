@@ -27,6 +27,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from lr_backend.build.trtllm_commands import EngineDirs, Step
 from lr_backend.errors import BuildError
+from lr_backend.mpi import without_job
 from lr_backend.nvidia import VISIBLE, visible_devices
 
 LOG_TAIL_LINES = 20
@@ -156,7 +157,7 @@ def _execute(step: Step, log: Path, folder: Path, lock: int, show: Any) -> int:
         process = subprocess.Popen(
             step.command.argv,
             cwd=folder,  # not a checkout of TensorRT-LLM: its package would be imported instead of the installed one
-            env={**os.environ, **_shown(dict(step.command.environment))},
+            env={**without_job(os.environ), **_shown(dict(step.command.environment))},
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,

@@ -513,6 +513,17 @@ def test_a_build_under_nohup_goes_on_when_its_terminal_is_closed(spec: GpuDeploy
         signal.signal(signal.SIGHUP, before)
 
 
+def test_a_command_belongs_to_no_job_and_keeps_the_settings(spec: GpuDeployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorRT-LLM begins an MPI job of its own at its import, which the variables of another one would end."""
+    for name in ("SLURM_JOB_ID", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_MCA_btl"):
+        monkeypatch.setenv(name, "7")
+    dirs = EngineDirs.of(spec.built_dir, Role.TARGET)
+    command = Command(("sh", "-c", f"env > {dirs.checkpoint}/config.json"))
+    run_steps((Step(Role.TARGET, "convert", command, dirs.checkpoint, ("config.json",)),), dirs, {}, Console(file=io.StringIO()))
+    seen = {line.partition("=")[0] for line in (dirs.checkpoint / "config.json").read_text().splitlines()}
+    assert {name for name in seen if name.startswith(("SLURM_", "PMIX_", "OMPI_"))} == {"OMPI_MCA_btl"}
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_or_a_closed_terminal_ends_the_command_too(spec: GpuDeployment, tools: FakeTools, number: int) -> None:
     dirs = EngineDirs.of(spec.built_dir, Role.TARGET)
