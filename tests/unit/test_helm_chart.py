@@ -21,7 +21,9 @@ from click.testing import CliRunner
 from huggingface_hub.cli.hf import app as hub
 
 import lr_backend
-from lr_backend.build.spec import DeploymentSpec
+from lr_backend.build.memory import GIB, estimate
+from lr_backend.build.shapes import find_sources
+from lr_backend.build.spec import DeploymentSpec, GpuDeployment
 from lr_backend.cli.app import app as cli
 from lr_backend.cli.ports import OPENAI_PORT, PORTS
 from lr_backend.engine import Role
@@ -564,6 +566,23 @@ def test_a_pod_has_the_cards_of_its_spec(name: str) -> None:
     starts_mps = "--start-mps" in container["args"]
     devices = [device for each in spec.placements for device in each.gpu_device_ids]
     assert starts_mps == (len(devices) != len(set(devices)))
+
+
+@pytest.mark.parametrize("name", ["one-node", "roles-apart"])
+def test_a_pod_has_the_memory_that_its_engines_are_compiled_in(name: str) -> None:
+    """A rank at a time takes up to three times its weights; /dev/shm and /tmp are the pod's memory too."""
+    values = profile(name)
+    spec = DeploymentSpec.load(values["spec"]["name"])
+    assert isinstance(spec, GpuDeployment)
+    engines = {each.role: each for gpu in estimate(spec, find_sources(spec)) for each in gpu.engines}
+    parts = values["roles"] if values.get("roles") else dict.fromkeys(Role, values["server"])
+    defaults = helm.values_from_yaml((CHART / "values.yaml").read_text(encoding="utf-8"))["roles"]["target"]
+    for role in Role:
+        part = {**defaults, **parts[role]}
+        limit, shm, tmp = (
+            float(text.removesuffix("Gi")) for text in (part["resources"]["limits"]["memory"], part["shm"], part["tmp"])
+        )
+        assert limit >= 3 * engines[role].weights / GIB + shm + tmp, role
 
 
 @pytest.mark.parametrize("name", RELEASES)
