@@ -43,7 +43,7 @@ class HardwareSpec(Section):
     """What the engines are built for; an engine runs on the architecture that it was built on and on no other.
 
     Attributes:
-        gpu: the card, for people; the build compares the capability.
+        gpu: the card, for people; what is compared are capability and memory.
         num_gpus: of one machine.
         gpu_memory_gib: of one card, as CUDA reports it: less than what is printed on it.
         compute_capability: as ``nvidia-smi --query-gpu=compute_cap`` prints it.
