@@ -10,6 +10,9 @@ Compiled engines talk MPI, and one server may hold them in two ways:
   deployment of target, draft and judge is this. Spawned ranks share GPUs with a server that must not touch them first: hence no
   pinned pool, no peer access, no CUDA pools in it (``triton_backend/scripts/launch_triton_server.py --multi-model``).
 
+Upstream's script leaves pools and peer access as they are in leader mode. There they are off too: every rank's server would
+have a pool on every card, which no plan counts.
+
 ``mpirun -n 1`` stands before the server in both, as in upstream's script. MPI could start as a singleton, but then each spawn
 starts a daemon of its own, and upstream tests the other way. Its default would bind a job of one or two processes, all threads,
 to one core each (``mpirun(1)``), with the step loop on the same one: ``--bind-to none``. Ranks that are spawned do not inherit
@@ -112,6 +115,9 @@ def launch_plan(placements: Sequence[Placement], *, num_gpus: int | None = None,
     arguments: tuple[str, ...] = ("--allow-client-shm=false",) if on_gpus else ()
     if not compiled:
         return LaunchPlan(arguments=arguments)
+    named = 1 + max((device for each in on_gpus for device in each.gpu_device_ids), default=-1)
+    pools = tuple(f"--cuda-memory-pool-byte-size={device}:0" for device in range(num_gpus or named))
+    arguments += ("--pinned-memory-pool-byte-size=0", "--enable-peer-access=false", *pools)
     launcher = tuple(mpirun)
     if len(compiled) == 1:
         (only,) = compiled
@@ -119,8 +125,5 @@ def launch_plan(placements: Sequence[Placement], *, num_gpus: int | None = None,
         return LaunchPlan(
             LaunchMode.LEADER, COMPILED_ENVIRONMENT, arguments, launcher or MPIRUN, only.tp_size, workers, only.num_nodes
         )
-    named = 1 + max((device for each in on_gpus for device in each.gpu_device_ids), default=-1)
-    pools = tuple(f"--cuda-memory-pool-byte-size={device}:0" for device in range(num_gpus or named))
-    arguments += ("--pinned-memory-pool-byte-size=0", "--enable-peer-access=false", *pools)
     environment = {**ORCHESTRATOR_ENVIRONMENT, **(UNBOUND_BY_MPIRUN if launcher else {})}
     return LaunchPlan(LaunchMode.ORCHESTRATOR, environment, arguments, launcher)

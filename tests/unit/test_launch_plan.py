@@ -39,11 +39,16 @@ def test_several_compiled_engines_need_the_orchestrator(gpus: tuple[tuple[int, .
     assert plan.launcher[0] == "mpirun"
 
 
-def test_the_server_keeps_off_every_gpu_that_it_sees_when_it_spawns() -> None:
-    engines = [on(TARGET, "tensorrtllm", 0), on(DRAFT, "tensorrtllm", 2)]
+@pytest.mark.parametrize(
+    "engines", [[on(TARGET, "tensorrtllm", 0), on(DRAFT, "tensorrtllm", 2)], [on(TARGET, "tensorrtllm", 0, 2)]]
+)
+def test_a_server_of_compiled_engines_keeps_off_every_gpu_that_it_sees(engines: list[Placement]) -> None:
+    """One that spawns, and one of each rank."""
 
     def pools(num_gpus: int | None) -> list[str]:
-        return [word.split("=")[1] for word in launch_plan(engines, num_gpus=num_gpus).arguments if "cuda-memory" in word]
+        arguments = launch_plan(engines, num_gpus=num_gpus).arguments
+        assert {"--pinned-memory-pool-byte-size=0", "--enable-peer-access=false"} <= set(arguments)
+        return [word.split("=")[1] for word in arguments if "cuda-memory" in word]
 
     assert pools(None) == ["0:0", "1:0", "2:0"]
     assert pools(8) == [f"{device}:0" for device in range(8)]
@@ -55,7 +60,6 @@ def test_one_compiled_engine_is_led_by_its_own_ranks() -> None:
     assert mixed.environment == COMPILED_ENVIRONMENT
     single = launch_plan([on(TARGET, "tensorrtllm", 0)])
     assert (single.mode, single.num_ranks, single.worker_models) == (LaunchMode.LEADER, 1, ())
-    assert not any("pool" in word for word in mixed.arguments)
 
 
 def test_llm_api_engines_start_their_own_ranks() -> None:
