@@ -20,7 +20,7 @@ from lr_backend.policy.draft_length import DraftLength
 from lr_backend.policy.formulas import speedup
 from lr_backend.policy.others import Alone, Others
 from lr_backend.policy.prices import LONG_PROMPT, STALE_STEPS, Prices
-from lr_backend.policy.trial import LEAST_STEPS, Predict, Trial, Way
+from lr_backend.policy.trial import LEAST_STEPS, Predict, Trial, Turn, Way
 from lr_backend.request import LookaheadRequest, ProposerName
 
 USUAL_GAIN_OF_DRAFTS = 1.3
@@ -76,7 +76,7 @@ class Learned:
     def committed(
         self,
         of: tuple[str, str, tuple[Way, ...]],
-        way: Way,
+        turn: Turn,
         seconds: float,
         num_tokens: int,
         num_steps: int,
@@ -88,11 +88,12 @@ class Learned:
 
         Args:
             of: the proposer, the verifier and the ways that the request has.
+            turn: in which the steps were begun. Those that outlast it say nothing: meanwhile others took another way.
         """
-        if way == self.trial(*of).way:
+        if turn == self.trial(*of).turn:
             predicted = [predict(each) for each in of[-1]]
             about = (seconds, num_tokens, num_steps, self.prices.num_in_all)
-            self._tell("committed", *self._key(*of), self._most_first, way, predicted, fresh, *about)
+            self._tell("committed", *self._key(*of), self._most_first, turn.way, predicted, fresh, *about)
 
     def decided(self, verifier: str, accepted: bool, log_prob: float | None) -> None:
         """A drafted step at the root was accepted by this verifier, or not."""
@@ -250,7 +251,7 @@ class Measured(RequestPolicy):
     must_draft: bool = False
     num_prompt_tokens: int = 0
     _ways: tuple[Way, ...] = field(init=False)
-    _way: Way = field(init=False)
+    _turn: Turn = field(init=False)
     _since_s: float = field(init=False)
     _is_alone: bool = False
     _reads: bool = field(init=False)
@@ -262,7 +263,7 @@ class Measured(RequestPolicy):
         drafts = (self.can_draft,) if self.must_draft or not self.can_draft else (True, False)
         self._ways = tuple(Way(ahead, one) for ahead in depths for one in drafts)
         self._since_s = self.shared.prices.clock()
-        self._way = self._way_now
+        self._turn = self._turn_now
 
     @property
     def depth(self) -> int:
@@ -289,7 +290,9 @@ class Measured(RequestPolicy):
 
     @property
     def min_draft_chance(self) -> float:
-        return self.shared.least_chance
+        # Whether looking ahead pays is the trial's affair. Where it is tried, a usual drafted step is followed: else its way
+        # would be timed without what it is for, as long as nobody knows the price of a row.
+        return min(self.shared.least_chance / self._share_sooner, self.shared.acceptance[self.verifier].rate)
 
     def alone_steps(self) -> int:
         # One at a time where somebody waits for each.
@@ -313,10 +316,10 @@ class Measured(RequestPolicy):
         self.verifier = verifier or self.verifier  # once a risk budget is spent, only equal tokens are accepted
         now_s = self.shared.prices.clock()
         # What was drafted before looking ahead has stopped was paid for then.
-        if not self._is_alone and not self._reads and (self._way.ahead or not compared):
+        if not self._is_alone and not self._reads and (self._turn.way.ahead or not compared):
             seconds = now_s - self._since_s - (0.0 if accepted is None else self._luck_s(accepted))
-            self.shared.committed(self._of, self._way, seconds, num_tokens, num_steps, self._predicted, fresh=not accepted)
-        self._since_s, self._way, self._reads = now_s, self._way_now, False
+            self.shared.committed(self._of, self._turn, seconds, num_tokens, num_steps, self._predicted, fresh=not accepted)
+        self._since_s, self._turn, self._reads = now_s, self._turn_now, False
 
     @property
     def _of(self) -> tuple[str, str, tuple[Way, ...]]:
@@ -335,9 +338,19 @@ class Measured(RequestPolicy):
         return min((way for way in self._ways if not way.ahead), key=lambda way: trial.expected(way, self._predicted))
 
     @property
-    def _way_now(self) -> Way:
+    def _turn_now(self) -> Turn:
         """What is done: the chosen way, but for steps that are taken for their price."""
-        return Way(self._chosen.ahead, self.uses_draft_tokens)
+        return Turn(Way(self._chosen.ahead, self.uses_draft_tokens), self._trial.turn.num)
+
+    @property
+    def _share_sooner(self) -> float:
+        """By which share of its time a target step comes sooner if it begins behind a drafted one."""
+        prices = self.shared.prices
+        token_s, drafted = prices.usual.token_s.value, prices.drafted_token_s.value
+        if token_s is None or drafted is None:
+            return 1.0
+        verdict = (prices.verdict_s[self.verifier].value or 0.0) / self.shared.step_tokens
+        return max(1e-3, 1.0 - drafted / (token_s + verdict))
 
     def _luck_s(self, accepted: bool) -> float:
         """What a verdict cost beyond what one costs on average: after a rejection a step is the target's, not the draft's.
@@ -346,7 +359,7 @@ class Measured(RequestPolicy):
         way happened to have is taken off the time that they took.
         """
         prices = self.shared.prices
-        token_s, drafted = prices.target[self._way.draft_tokens].token_s.value, prices.drafted_token_s.value
+        token_s, drafted = prices.target[self._turn.way.draft_tokens].token_s.value, prices.drafted_token_s.value
         if token_s is None or drafted is None:
             return 0.0
         alpha = self.shared.acceptance[self.verifier].rate_lately

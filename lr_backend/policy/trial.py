@@ -51,6 +51,17 @@ class Way(NamedTuple):
     draft_tokens: bool
 
 
+class Turn(NamedTuple):
+    """From one change of the way to the next.
+
+    Attributes:
+        num: changes before it.
+    """
+
+    way: Way
+    num: int
+
+
 Predict = Callable[[Way], float]
 """Seconds that a committed token will take that way."""
 
@@ -88,7 +99,13 @@ class Trial:
         """It was left for long, and taken again."""
         self._is_charged = False
         """The way that is taken was not the best when it was chosen, and is tried for its low price."""
+        self._num_turns = 0
         self.way: Way = like.way if like is not None else self._ways[0]
+
+    @property
+    def turn(self) -> Turn:
+        """The way to take now, and since which change."""
+        return Turn(self.way, self._num_turns)
 
     @property
     def num_spans(self) -> int:
@@ -242,5 +259,6 @@ class Trial:
         if self._is_charged:  # what a way loses that has been the best until now is no price of trying
             self._lost_s += max(0.0, self._seconds - best * self._num_tokens)
         is_best = self.choose(predict) == before
+        self._num_turns += self.way != before
         self._kept[before] = self._kept[before] + 1 if is_best else 0
         self._seconds, self._num_steps, self._num_tokens = 0.0, 0, 0

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from lr_backend.notice import Lessons, OtherLoops, Seats
 from lr_backend.plan.simulation import Policy, simulate
+from lr_backend.policy.average import Average
 from lr_backend.policy.policy import Learned, Measured, RequestPolicy
 from lr_backend.policy.prices import LONG_PROMPT, STALE_STEPS
-from lr_backend.policy.trial import EXPLORED_SHARE, LEAST_STEPS, SPAN_STEPS, STALE_SPANS, Trial, Way
+from lr_backend.policy.trial import EXPLORED_SHARE, LEAST_STEPS, SPAN_STEPS, STALE_SPANS, Trial, Turn, Way
 from lr_backend.request import LookaheadRequest, Mode, ProposerName, VerifierName
 from tests.support.examples import answers
 from tests.support.scenarios import fitted
@@ -405,6 +406,53 @@ def test_the_first_steps_behind_a_long_prompt_count_for_no_way(num_prompt_tokens
         clock.now_s += 9.0
         policy.committed(240, SPAN_STEPS)
     assert shared.trial(policy.request.proposer, JUDGE, (Way(False, False),)).num_spans == num_spans
+
+
+def test_steps_that_were_begun_before_another_way_was_tried_count_for_none() -> None:
+    """A call of the target alone has up to sixteen steps. While the others look ahead, it is slower by their doing."""
+    shared = Learned(Clock())
+    policy = Measured(request(), shared, 4, JUDGE, can_draft=False)
+    of = (policy.request.proposer, JUDGE, (Way(True, False), Way(False, False)))
+    trial = shared.trial(*of)
+    begun = trial.turn
+    spans(trial, dict.fromkeys(of[-1], 1.0), 1, lambda way: 1.0 + (way == begun.way))  # the other way is tried
+    tried = trial.turn
+    spans(trial, dict.fromkeys(of[-1], 9.0), 1, lambda way: 1.0 + (way == tried.way))  # and left again
+    assert (tried.way, trial.turn) == (Way(False, False), Turn(begun.way, 2))
+
+    for turn, num_spans in ((begun, 2), (trial.turn, 3)):
+        shared.committed(of, turn, 90.0, 240, 2 * SPAN_STEPS, policy._predicted, fresh=True)
+        assert trial.num_spans == num_spans
+
+
+@pytest.mark.parametrize("price", [0.0, 1.0])
+def test_whoever_looks_ahead_follows_a_usual_drafted_step(price: float) -> None:
+    """Whatever a row seems to cost: else a crowd that tries looking ahead would be timed without it."""
+    shared = Learned(Clock())
+    for companions in (0, 1, 3, 7) * 10:
+        shared.prices.target[False].crowding.add(companions, 1.0 + price * companions)
+    shared.prices.num_requests = 8
+    policy = Measured(request(), shared, 4, JUDGE, can_draft=True)
+    assert policy.min_draft_chance == min(shared.least_chance, shared.acceptance[JUDGE].rate)
+    assert shared.least_chance == pytest.approx(8 * price, abs=0.5)
+
+
+def test_a_slow_draft_makes_rows_bring_less() -> None:
+    """A target step behind a drafted one comes sooner only by what the draft left of its time."""
+    shared = Learned(Clock())
+    prices = shared.prices
+    for companions in (0, 1, 3, 7) * 10:
+        prices.target[False].crowding.add(companions, 1.0 + companions / 64)
+    policy = Measured(request(), shared, 4, JUDGE, can_draft=True)
+    prices.num_requests = 4
+    prices.learn("step", False, 0.0, 1.0, 10)
+    prices.learn("verdict", JUDGE, 2.5)
+    found = []
+    for drafted_s in (0.1, 0.7):
+        prices.drafted_token_s = Average()
+        prices.learn("drafted", drafted_s, 10)
+        found.append(policy.min_draft_chance / shared.least_chance)
+    assert found == pytest.approx([1.25 / (1.25 - 0.1), 1.25 / (1.25 - 0.7)])
 
 
 @pytest.mark.parametrize(("max_depth", "can_draft"), [(0, False), (0, True), (4, False)])
