@@ -57,13 +57,26 @@ def boxed(text: str) -> str | None:
 
 
 _NUMBER = r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|-?\.\d+"
+_WORDS = r"\\(?:text|textbf|mathbf|mathrm|mbox)\s*\{([^{}]*)\}"
+
+
+def _in_one_piece(text: str) -> str:
+    """Numbers without the small spaces of LaTeX inside them, such as ``15,\\!625``, ``1\\,200`` and ``1{,}000``."""
+    return re.sub(r"(?<=\d)\\,(?=\d{3})", "", text.replace("\\!", "").replace("{,}", ","))
 
 
 def number(text: str) -> Decimal | None:
-    """The one number in a short text such as ``\\$1,200.00`` or ``12\\text{ apples}``; None for none or several."""
-    plain = re.sub(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\\[,;! ]", " ", text).replace("{,}", ",")
+    """The one number in a short text such as ``\\$1,200.00`` or ``12\\text{ apples}``; None for none or several.
+
+    Words beside the number may hold digits of their own. Where all is in words, so is the number: ``\\text{18}``.
+    """
+    joined = _in_one_piece(text)
+    plain = re.sub(_WORDS, " ", joined)
+    if not re.search(r"\d", plain):
+        plain = re.sub(_WORDS, r"\1", joined)
+    plain = re.sub(r"\\[,; ]", " ", plain)
     found = re.findall(_NUMBER, plain.replace("\\$", "").replace("\\%", ""))
-    if len(found) != 1 or re.search(r"\\[a-zA-Z]|\^|/", plain):
+    if len(found) != 1 or re.search(r"\\[a-zA-Z]|\^|/\s*\d", plain):
         return None
     try:
         return Decimal(found[0].replace(",", ""))
@@ -73,7 +86,7 @@ def number(text: str) -> Decimal | None:
 
 def gsm8k_answer(text: str) -> Decimal | None:
     """The number that an answer names: boxed, else behind ``####``, else the last one in what follows the reasoning."""
-    last = final_part(text)
+    last = _in_one_piece(final_part(text))
     for part in (last, text):
         if (content := boxed(part)) is not None:
             return number(content)

@@ -139,13 +139,20 @@ def test_the_last_closed_box_counts(text: str, found: str | None) -> None:
         ("-3", "-3"),
         ("70\\%", "70"),
         ("1{,}000", "1000"),
+        ("15,\\!625", "15625"),
+        ("1\\,200", "1200"),
+        ("\\text{18}", "18"),
+        ("\\textbf{18}", "18"),
+        ("\\mathbf{18}\\text{ dollars}", "18"),
+        ("12\\text{ apples for 3}", "12"),
+        ("\\$18/day", "18"),
     ],
 )
 def test_one_number_is_read(text: str, value: str) -> None:
     assert number(text) == Decimal(value)
 
 
-@pytest.mark.parametrize("text", ["", "3 or 4", "\\frac{1}{2}", "1/2", "2^3", "x"])
+@pytest.mark.parametrize("text", ["", "3 or 4", "\\frac{1}{2}", "1/2", "x / 2", "2^3", "x"])
 def test_no_or_several_numbers_are_none(text: str) -> None:
     assert number(text) is None
 
@@ -157,6 +164,7 @@ def test_no_or_several_numbers_are_none(text: str) -> None:
         ("16 - 3 = 13\n#### 1,018", "1018"),
         ("</think> She makes $18.00 every day.", "18"),
         ("<think> \\boxed{7} </think> done", "7"),
+        ("She has 1\\,200 of them.", "1200"),
         ("no number at all", None),
         ("\\boxed{many} 3", None),
     ],
