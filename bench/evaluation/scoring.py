@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from enum import StrEnum
 
 from bench.evaluation.tasks import CodeTest, Rule, Task
@@ -65,6 +65,10 @@ def _in_one_piece(text: str) -> str:
     return re.sub(r"(?<=\d)\\,(?=\d{3})", "", text.replace("\\!", "").replace("{,}", ","))
 
 
+def _decimal(found: str) -> Decimal:
+    return Decimal(found.replace(",", ""))
+
+
 def number(text: str) -> Decimal | None:
     """The one number in a short text such as ``\\$1,200.00`` or ``12\\text{ apples}``; None for none or several.
 
@@ -78,28 +82,30 @@ def number(text: str) -> Decimal | None:
     found = re.findall(_NUMBER, plain.replace("\\$", "").replace("\\%", ""))
     if len(found) != 1 or re.search(r"\\[a-zA-Z]|\^|/\s*\d", plain):
         return None
-    try:
-        return Decimal(found[0].replace(",", ""))
-    except InvalidOperation:
-        return None
+    return _decimal(found[0])
+
+
+def final_box(text: str) -> str | None:
+    """The last box of what follows the reasoning. One in the reasoning counts only if the rest names no other number."""
+    last = final_part(text)
+    if (content := boxed(last)) is not None:
+        return content
+    content, named = boxed(text), {_decimal(found) for found in re.findall(_NUMBER, _in_one_piece(last))}
+    return content if not named or (content is not None and number(content) in named) else None
 
 
 def gsm8k_answer(text: str) -> Decimal | None:
-    """The number that an answer names: boxed, else behind ``####``, else the last one in what follows the reasoning."""
+    """The number that an answer names: boxed, else alone behind ``####``, else the last one in what follows the reasoning."""
+    if (content := final_box(text)) is not None:
+        return number(content)
     last = _in_one_piece(final_part(text))
-    for part in (last, text):
-        if (content := boxed(part)) is not None:
-            return number(content)
-    if "####" in last:
-        behind = re.match(rf"\s*\$?({_NUMBER})", last.rsplit("####", 1)[-1])
-        return Decimal(behind[1].replace(",", "")) if behind else None
-    found = re.findall(_NUMBER, last)
-    return Decimal(found[-1].replace(",", "")) if found else None
+    found = re.findall(rf"####[ \t]*\\?\$?({_NUMBER})[ \t]*\.?[ \t]*$", last, re.MULTILINE) or re.findall(_NUMBER, last)
+    return _decimal(found[-1]) if found else None
 
 
 def aime_answer(text: str) -> int | None:
     """The last boxed whole number from 0 to 999; leading zeros, spaces and dollar signs do not matter."""
-    content = boxed(text)
+    content = final_box(text)
     if content is None:
         return None
     digits = re.sub(r"[\s$]|\\[,;! ]", "", content)
@@ -131,7 +137,7 @@ def score(rule: Rule, task: Task, text: str) -> Score | None:
     """By a rule that needs no process of its own; None for the others."""
     match rule:
         case Rule.BOXED:
-            content = boxed(text)
+            content = final_box(text)
             return _compared(content, content == task.answer)
         case Rule.GSM8K:
             value = gsm8k_answer(text)

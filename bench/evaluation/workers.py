@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from pebble import ProcessExpired, ProcessPool
 
-from bench.evaluation.scoring import Outcome, Score, boxed, final_part
+from bench.evaluation.scoring import Outcome, Score, final_box, final_part
 
 Job = TypeVar("Job")
 Scorer = Callable[[str, str], Score]
@@ -32,7 +32,7 @@ def math_score(answer: str, text: str) -> Score:
     gold = parse(answer if "\\boxed" in answer or "$" in answer else f"${answer}$", parsing_timeout=None)
     if not gold:
         return Score(Outcome.UNSCORED, note=f"math-verify cannot read the right answer {answer!r}")
-    content = boxed(text)
+    content = final_box(text)
     found = parse(f"\\boxed{{{content}}}" if content is not None else final_part(text), parsing_timeout=None)
     if not found:
         return Score(Outcome.NO_ANSWER)

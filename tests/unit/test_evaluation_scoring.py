@@ -164,6 +164,10 @@ def test_no_or_several_numbers_are_none(text: str) -> None:
         ("16 - 3 = 13\n#### 1,018", "1018"),
         ("</think> She makes $18.00 every day.", "18"),
         ("<think> \\boxed{7} </think> done", "7"),
+        ("<think>\\boxed{7}? No, 8.</think>The answer is 8.", "8"),
+        ("<think>\\boxed{18}</think>She makes 18 dollars in 9 days.", "18"),
+        ("#### Final Answer\nThe answer is 18.", "18"),
+        ("#### 2 steps later\n#### $18.\nThat took 3 steps.", "18"),
         ("She has 1\\,200 of them.", "1200"),
         ("no number at all", None),
         ("\\boxed{many} 3", None),
@@ -182,6 +186,9 @@ def test_gsm8k_answers(text: str, value: str | None) -> None:
         ("\\boxed{1000}", None),
         ("204", None),
         ("\\boxed{3.5}", None),
+        ("<think>\\boxed{7}</think> done", 7),
+        ("<think>\\boxed{025}</think> It is 25.", 25),
+        ("<think>\\boxed{7}? No, 8.</think>The answer is 8.", None),
     ],
 )
 def test_aime_answers(text: str, value: int | None) -> None:
@@ -199,6 +206,13 @@ def test_right_wrong_and_no_answer_are_told_apart() -> None:
     assert score(Rule.MATH, task, "\\boxed{25}") is None and score(Rule.CODE, task, "") is None
     for one in islice(problems(1, "test"), 5):
         assert score(Rule.BOXED, Task("1", one.question, one.answer), one.completion) == Score(Outcome.RIGHT, one.answer)
+
+
+def test_a_box_that_the_answer_takes_back_does_not_count() -> None:
+    text = "<think>\\boxed{7}? No, 8.</think>The answer is 8."
+
+    assert score(Rule.BOXED, Task("1", "?", "7"), text) == Score(Outcome.NO_ANSWER)
+    assert score(Rule.BOXED, Task("1", "?", "7"), "<think>\\boxed{7}</think>Done.") == Score(Outcome.RIGHT, "7")
 
 
 def test_every_gold_answer_of_gsm8k_is_right_by_its_own_rule() -> None:
@@ -246,6 +260,7 @@ def test_math_verify_compares_by_value() -> None:
         ("x^2+2x+1", "\\boxed{(x+1)^2}", Outcome.RIGHT),
         ("\\frac{1}{2}", "so \\boxed{\\frac{1}{3}}", Outcome.WRONG),
         ("2", "<think> 3 </think> The answer is 2", Outcome.RIGHT),
+        ("8", "<think>\\boxed{7}? No, 8.</think>The answer is 8.", Outcome.RIGHT),
         ("2", "", Outcome.NO_ANSWER),
     ]
     found = workers.score_all([(place, gold, text) for place, (gold, text, _) in enumerate(cases)], timeout_s=120.0)
