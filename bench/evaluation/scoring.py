@@ -7,6 +7,7 @@ The rules here are pure and quick. math-verify and programs need processes of th
 from __future__ import annotations
 
 import re
+import textwrap
 from dataclasses import dataclass
 from decimal import Decimal
 from enum import StrEnum
@@ -122,10 +123,12 @@ def program(code: CodeTest, text: str) -> str:
     blocks = re.findall(r"```[a-zA-Z0-9]*[ \t]*\r?\n(.*?)```", last, re.DOTALL)
     function = re.compile(rf"^\s*(?:async\s+)?def\s+{re.escape(code.entry_point)}\s*\(", re.MULTILINE)
     written = next(filter(function.search, reversed(blocks)), blocks[-1] if blocks else last)
+    if not function.search(written):
+        return f"{code.prompt}{written}\n"
     start = code.prompt.index(f"def {code.entry_point}(")
-    whole = function.search(written)
-    head = code.prompt[:start] if whole else code.prompt
-    return f"{head}\n{written}\n" if whole else f"{head}{written}\n"
+    whole = f"{code.prompt[:start]}\n{textwrap.dedent(written)}\n"  # a block in a list is indented
+    future = re.compile(r"^from __future__ import .*\n", re.MULTILINE)  # nothing may stand before these
+    return "".join([*future.findall(whole), future.sub("", whole)])
 
 
 def with_tests(code: CodeTest, text: str) -> str:

@@ -289,6 +289,8 @@ CODE = CodeTest('import math\n\n\ndef twice(x):\n    """Twice x."""\n', "twice",
         "```python\ndef twice(x):\n    return x\n```\nNo:\n"
         "```python\ndef helper(x):\n    return 2 * x\n\ndef twice(x):\n    return helper(x)\n```",
         "```python\ndef twice(x):\n    return 2 * x\n```\nUsage:\n```python\nprint(twice(2))\n```\nOutput:\n```\n4\n```",
+        "```python\nfrom __future__ import annotations\n\ndef twice(x: int) -> int:\n    return 2 * x\n```",
+        "1. Double it:\n\n   ```python\n   def twice(x):\n       return 2 * x\n   ```\n",
     ],
 )  # fmt: skip
 def test_a_program_is_the_last_block_or_the_body(text: str) -> None:
