@@ -47,6 +47,7 @@ from lr_backend.serve.server import ServerError, TritonServer
 MODES = "ar,sd,lr,lr_sd,auto"
 DATA_SEED = 2025
 PACKAGES = ("lookahead-server", "torch", "transformers", "tritonclient", "numpy", "math-verify")
+LIMIT_HELP = f"Of each answer; by default the server's own limit with --url, and {MAX_TOKENS} without."
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 
@@ -71,7 +72,7 @@ def evaluate(
     temperature: Annotated[float, typer.Option(min=0.0, max=5.0)] = 0.6,
     seed: Annotated[int, typer.Option(help="Of the requests; each has one of its own that derives from it.")] = 0,
     data_seed: Annotated[int, typer.Option(help="Of a generated data set.")] = DATA_SEED,
-    max_tokens: Annotated[int, typer.Option(min=1)] = MAX_TOKENS,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help=LIMIT_HELP)] = None,
     option: Annotated[
         list[str] | None, typer.Option(help="A request field for all turns, such as max_depth=8. Repeat it.")
     ] = None,
@@ -90,7 +91,7 @@ def evaluate(
     rescore: Annotated[bool, typer.Option("--rescore", help="Score all answers again.")] = False,
 ) -> None:
     """Ask, keep, score. See ``lookahead report`` for what came of it."""
-    common = {**option_fields(option or ()), "max_tokens": max_tokens, "temperature": temperature}
+    common = {**option_fields(option or ()), **answer_limit(max_tokens, url), "temperature": temperature}
     run_evaluation(
         Settings(
             load(dataset, data_dir=data_dir, seed=data_seed, start=start, end=end, instruction=instruction),
@@ -110,6 +111,11 @@ def evaluate(
         time_limit_s=time_limit_s,
         console=console_of_any_width(),
     )
+
+
+def answer_limit(max_tokens: int | None, url: str | None) -> dict[str, int]:
+    """The request field, if any: what suffices for the demo's models would cut others inside their reasoning."""
+    return {} if max_tokens is None and url else {"max_tokens": max_tokens or MAX_TOKENS}
 
 
 def _split(text: str) -> list[str]:

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 
 from bench.evaluation import sandbox, workers
 from bench.evaluation.records import SCORES, AnswerRecord, RunDirectory, ScoreRecord
-from bench.evaluation.scoring import Outcome, Score, score, with_tests
+from bench.evaluation.scoring import END_THINK, START_THINK, Outcome, Score, score, with_tests
 from bench.evaluation.tasks import DataSet, Rule, Task
 
 BATCH = 256
 """Answers that are scored together; the scores of a batch are kept before the next one begins."""
+CUT = Score(Outcome.NO_ANSWER, note="cut inside the reasoning")
 
 
 def grade_all(
@@ -30,13 +31,22 @@ def grade_all(
     with directory.appending(SCORES) as scores:
         for start in range(0, len(missing), BATCH):
             batch = missing[start : start + BATCH]
-            for answer, found in _graded(data.rule, tasks, batch, num_workers, timeout_s):
+            ended = [answer for answer in batch if not _is_cut_in_reasoning(answer)]
+            cut = [(answer, CUT) for answer in batch if _is_cut_in_reasoning(answer)]
+            for answer, found in (*cut, *_graded(data.rule, tasks, ended, num_workers, timeout_s)):
                 scores.add(ScoreRecord.of(answer.key, found))
                 progress()
     counts = dict.fromkeys(Outcome, 0)
     for record in directory.scores().values():
         counts[record.outcome] += 1
     return counts
+
+
+def _is_cut_in_reasoning(answer: AnswerRecord) -> bool:
+    """It never came to its answer: a number or a box in there is no more than a thought."""
+    if answer.finish_reason == "stop" or END_THINK in answer.text:
+        return False
+    return START_THINK in answer.text or answer.use.reasoning_tokens == answer.use.completion_tokens
 
 
 def _graded(

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bench.evaluation.command import DATA_SEED, Settings, deployment_of, run_evaluation, write_report
+from bench.evaluation.command import DATA_SEED, LIMIT_HELP, Settings, answer_limit, deployment_of, run_evaluation, write_report
 from bench.evaluation.errors import EvaluationError
 from bench.evaluation.records import RunDirectory
 from bench.evaluation.statistics import NonInferiority
@@ -21,7 +21,6 @@ from bench.evaluation.tasks import load
 from bench.evaluation.turns import option_fields, turns
 from bench.kit.intervals import Estimate
 from bench.kit.output import PAGES, console_of_any_width, keep_json, print_line
-from bench.kit.serving import MAX_TOKENS
 from lr_backend.build.paced import paced
 
 DEFAULT_SPEC = "demo"
@@ -67,7 +66,7 @@ def main(
     samples: Annotated[int, typer.Option(min=1, help="Answers to each problem in each mode.")] = 1,
     concurrency: Annotated[int, typer.Option(min=1, max=256, help="Requests in flight, all of one mode.")] = 8,
     temperature: Annotated[float, typer.Option(min=0.0, max=5.0)] = 0.6,
-    max_tokens: Annotated[int, typer.Option(min=1)] = MAX_TOKENS,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help=LIMIT_HELP)] = None,
     option: Annotated[list[str] | None, typer.Option(help="A request field for both modes. Repeat it.")] = None,
     seed: Annotated[int, typer.Option()] = 0,
     url: Annotated[str | None, typer.Option(help="gRPC host:port of a running server; by default one is started.")] = None,
@@ -86,7 +85,7 @@ def main(
         raise typer.BadParameter("a server that runs already has its own", param_hint="--pace")
     asked = [Path(dataset).name.split(".")[0], mode, *([pace] if pace else []), str(num_problems)]
     out = out or Path("out") / "-".join(["quality", *asked])
-    common = {**option_fields(option or ()), "max_tokens": max_tokens, "temperature": temperature}
+    common = {**option_fields(option or ()), **answer_limit(max_tokens, url), "temperature": temperature}
     data = load(dataset, seed=DATA_SEED, end=num_problems)
     settings = Settings(data, turns((BASELINE, mode), (), common), samples=samples, seed=seed, concurrency=concurrency)
     deployment = None if url else deployment_of(spec)

@@ -14,7 +14,7 @@ from enum import StrEnum
 
 from bench.evaluation.tasks import CodeTest, Rule, Task
 
-END_THINK = "</think>"
+START_THINK, END_THINK = "<think>", "</think>"
 
 
 class Outcome(StrEnum):

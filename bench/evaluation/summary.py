@@ -325,7 +325,7 @@ def _notes(runs: Sequence[Run], base: str | None, wanted: str, rows: Sequence[Ro
     if unscored := sum(row.num_unscored for row in rows):
         found.append(f"{unscored} answers are unscored and count neither way.")
     if cut := sum(row.num_cut for row in rows):
-        found.append(f"{cut} answers did not end by themselves (length or deadline); they are scored as they are.")
+        found.append(f"{cut} answers did not end by themselves (length or deadline); one cut inside its reasoning is wrong.")
     return tuple(found)
 
 

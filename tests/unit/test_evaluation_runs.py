@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from bench.evaluation import asking, grading, quality
 from bench.evaluation import command as evaluation_command
 from bench.evaluation.asking import ask_all
-from bench.evaluation.command import Settings, app, run_evaluation
+from bench.evaluation.command import Settings, answer_limit, app, run_evaluation
 from bench.evaluation.errors import EndpointLost, EvaluationError
 from bench.evaluation.records import ANSWERS, FAILURES, LATENESS, OWN_SERVER, RUN, Key, LatenessRecord, RunDirectory
 from bench.evaluation.scoring import Outcome, Score
@@ -167,6 +167,27 @@ def test_a_streamed_answer_has_its_first_texts_time(server: FakeServer, data: Da
 
     assert all(0 < (one.first_text_s or 0) <= one.latency_s for one in streamed)
     assert all(one.first_text_s is None for one in whole)
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "outcome"),
+    [
+        ("<think>\\boxed{RIGHT}? Or", {}, Outcome.NO_ANSWER),
+        ("\\boxed{RIGHT}? Or", {"reasoning_tokens": 20}, Outcome.NO_ANSWER),  # it was opened by the prompt
+        ("<think>so</think>\\boxed{RIGHT}, since", {"reasoning_tokens": 9}, Outcome.RIGHT),
+        ("\\boxed{RIGHT}, since", {}, Outcome.RIGHT),  # it does not reason
+    ],
+)
+def test_what_was_cut_inside_its_reasoning_has_no_answer(
+    server: FakeServer, data: DataSet, tmp_path: Path, text: str, more: dict[str, int], outcome: Outcome
+) -> None:
+    said = text.replace("RIGHT", data.tasks[0].answer)
+    server.scripts[data.tasks[0].question] = [Reply(text=said), Reply(finish="length", usage={**USAGE, **more})]
+
+    scores = evaluate(server, tmp_path / "run", settings(data)).scores()
+
+    assert scores[Key("0", "ar", 0)].outcome is outcome
+    assert scores[Key("1", "ar", 0)].outcome is Outcome.RIGHT
 
 
 def test_a_complete_run_asks_nothing_and_may_be_scored_again(server: FakeServer, data: DataSet, tmp_path: Path) -> None:
@@ -420,12 +441,19 @@ def test_the_command_asks_scores_and_reports(server: FakeServer, tmp_path: Path)
     )
     assert asked.exit_code == 0, asked.output
     assert "6 right, 2 wrong" in asked.output
+    assert all("max_tokens" not in seen.inputs for seen in server.requests)  # the server's own limit
 
     told = CliRunner().invoke(app, ["report", str(run), "--margin", "0.05"])
     assert told.exit_code == 0, told.output
     line = json.loads(told.output.strip().splitlines()[-1])
     assert line["demo"]["lr"]["accuracy"][0] == 0.75 and line["demo"]["lr"]["answers"] == 4
     assert {path.name for path in run.iterdir()} >= {"report.md", "report.json", "report.html", FAILURES}
+
+
+def test_the_demo_has_the_limit_of_its_published_figures() -> None:
+    assert answer_limit(None, None) == {"max_tokens": 640}
+    assert answer_limit(None, "localhost:1") == {}
+    assert answer_limit(9, None) == answer_limit(9, "localhost:1") == {"max_tokens": 9}
 
 
 def test_the_command_on_quality_ends_in_its_verdict(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -443,6 +471,7 @@ def test_the_command_on_quality_ends_in_its_verdict(server: FakeServer, tmp_path
     assert json.loads((tmp_path / "quality.json").read_text()) == {f"demo, lr, temperature 0.6, {server.url}": found}
     assert (found["margin_points"], found["loss_over_margin_excluded"]) == (90.0, True)
     assert {seen.inputs["mode"][0] for seen in server.requests} == {"ar", "lr"}
+    assert all("max_tokens" not in seen.inputs for seen in server.requests)
 
 
 def test_the_main_command_hands_on_and_fails_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
