@@ -12,11 +12,21 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from lr_client import Client, ClientError, InvalidRequest, Options, Overloaded, ServerUnreachable, TargetUnavailable, TextEvent
+from lr_client import (
+    Client,
+    ClientError,
+    InvalidRequest,
+    Options,
+    Overloaded,
+    RequestTimeout,
+    ServerUnreachable,
+    TargetUnavailable,
+    TextEvent,
+)
 from lr_client.protocol import Collector
 
 from bench.evaluation.errors import EndpointLost, EvaluationError
-from bench.evaluation.records import ANSWERS, FAILURES, AnswerRecord, FailureRecord, Key, RunDirectory, answer_record
+from bench.evaluation.records import ANSWERS, FAILURES, TIMED_OUT, AnswerRecord, FailureRecord, Key, RunDirectory, answer_record
 from bench.evaluation.tasks import Task
 from bench.evaluation.turns import Turn, seed_of
 
@@ -57,6 +67,8 @@ class Outcome:
 def ask(client: Client, plan: Plan, key: Key, pause: Callable[[float], None] = time.sleep) -> AnswerRecord:
     """One answer, timed by the client from submit to the last event; the tries before it do not count.
 
+    One that is not there in time is an answer too, with what had come: the slowest must not drop out of a comparison.
+
     Raises:
         ClientError: the last try's.
     """
@@ -75,15 +87,19 @@ def _ask_once(client: Client, plan: Plan, key: Key) -> AnswerRecord:
     collector = Collector()
     first_text_s = None
     started = time.perf_counter()
+    late: dict[str, str] = {}
     with client.stream(plan.tasks[key.task].question, options, timeout_s=plan.timeout_s) as events:
-        for event in events:
-            if first_text_s is None and isinstance(event, TextEvent):
-                first_text_s = time.perf_counter() - started
-            collector.add(event)
+        try:
+            for event in events:
+                if first_text_s is None and isinstance(event, TextEvent):
+                    first_text_s = time.perf_counter() - started
+                collector.add(event)
+        except RequestTimeout:
+            late = {"finish_reason": TIMED_OUT}
     latency_s = time.perf_counter() - started
     assert options.seed is not None
     record = answer_record(key, options.seed, collector.result(), latency_s, first_text_s if plan.stream else None)
-    return record.model_copy(update={"endpoint": plan.endpoint})
+    return record.model_copy(update={"endpoint": plan.endpoint, **late})
 
 
 def warm_up(client: Client, plan: Plan, task: str) -> None:
@@ -94,11 +110,13 @@ def warm_up(client: Client, plan: Plan, task: str) -> None:
     """
     for name in plan.turns:
         try:
-            ask(client, plan, Key(task, name, -1))
+            found = ask(client, plan, Key(task, name, -1))
         except InvalidRequest as error:
             raise EvaluationError(f"{client.url} refuses the turn {name!r}: {error}") from None
         except ClientError as error:
             raise EndpointLost(f"{client.url} does not answer: {error}") from None
+        if found.finish_reason == TIMED_OUT:
+            raise EndpointLost(f"{client.url} does not answer within {plan.timeout_s:g} s")
 
 
 def ask_all(

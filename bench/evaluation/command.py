@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 from lr_client import Client, ClientError
+from lr_client.client import DEFAULT_TIMEOUT_S
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -78,7 +79,7 @@ def evaluate(
     ] = None,
     trace: Annotated[bool, typer.Option(help="Keep each answer's trace. It costs a little time, in every turn.")] = True,
     stream: Annotated[bool, typer.Option(help="Ask for streams, and note when the first text came.")] = False,
-    timeout_s: Annotated[float, typer.Option(help="Seconds that a request may take.")] = 600.0,
+    timeout_s: Annotated[float, typer.Option(help="Seconds that a request may take; later it is wrong.")] = DEFAULT_TIMEOUT_S,
     time_limit_s: Annotated[
         float | None, typer.Option(help="Ask no more after so many seconds; score and keep what is there.")
     ] = None,
@@ -134,7 +135,7 @@ class Settings:
     concurrency: int = 1
     stream: bool = False
     trace: bool = True
-    timeout_s: float = 600.0
+    timeout_s: float = DEFAULT_TIMEOUT_S
 
     def plan(self, endpoint: str = "") -> Plan:
         """What is asked of ``endpoint``."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from bench.evaluation import sandbox, workers
-from bench.evaluation.records import SCORES, AnswerRecord, RunDirectory, ScoreRecord
+from bench.evaluation.records import SCORES, TIMED_OUT, AnswerRecord, RunDirectory, ScoreRecord
 from bench.evaluation.scoring import END_THINK, START_THINK, Outcome, Score, score, with_tests
 from bench.evaluation.tasks import DataSet, Rule, Task
 
 BATCH = 256
 """Answers that are scored together; the scores of a batch are kept before the next one begins."""
-CUT = Score(Outcome.NO_ANSWER, note="cut inside the reasoning")
+CUT = Score(Outcome.NO_ANSWER, note="cut before its answer")
 
 
 def grade_all(
@@ -31,8 +31,8 @@ def grade_all(
     with directory.appending(SCORES) as scores:
         for start in range(0, len(missing), BATCH):
             batch = missing[start : start + BATCH]
-            ended = [answer for answer in batch if not _is_cut_in_reasoning(answer)]
-            cut = [(answer, CUT) for answer in batch if _is_cut_in_reasoning(answer)]
+            ended = [answer for answer in batch if not _is_cut_before_its_answer(answer)]
+            cut = [(answer, CUT) for answer in batch if _is_cut_before_its_answer(answer)]
             for answer, found in (*cut, *_graded(data.rule, tasks, ended, num_workers, timeout_s)):
                 scores.add(ScoreRecord.of(answer.key, found))
                 progress()
@@ -42,8 +42,13 @@ def grade_all(
     return counts
 
 
-def _is_cut_in_reasoning(answer: AnswerRecord) -> bool:
-    """It never came to its answer: a number or a box in there is no more than a thought."""
+def _is_cut_before_its_answer(answer: AnswerRecord) -> bool:
+    """It never came to its answer: a number or a box in there is no more than a thought.
+
+    How far one got that was given up depends on how it was sent.
+    """
+    if answer.finish_reason == TIMED_OUT:
+        return True
     if answer.finish_reason == "stop" or END_THINK in answer.text:
         return False
     return START_THINK in answer.text or answer.use.reasoning_tokens == answer.use.completion_tokens

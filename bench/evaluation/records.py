@@ -25,6 +25,8 @@ from lr_backend.hardware.lateness import Lateness
 VERSION = 1
 RUN, ANSWERS, FAILURES, SCORES, HARDWARE = "run.json", "answers.jsonl", "failures.jsonl", "scores.jsonl", "hardware.json"
 LATENESS = "lateness.jsonl"
+TIMED_OUT = "timeout"
+"""The finish reason of an answer that the client gave up; the server's own words for ends are others."""
 OWN_SERVER = "own server, spec "
 """How an endpoint begins that the run itself has started; the name of the spec follows."""
 

@@ -14,7 +14,7 @@ from typing import Any
 from lr_client import StepRecord, Usage
 
 from bench.evaluation.errors import EvaluationError
-from bench.evaluation.records import OWN_SERVER, AnswerRecord, Key, RunDirectory, RunRecord, ScoreRecord
+from bench.evaluation.records import OWN_SERVER, TIMED_OUT, AnswerRecord, Key, RunDirectory, RunRecord, ScoreRecord
 from bench.evaluation.scoring import Outcome
 from bench.evaluation.statistics import (
     chance_of_difference,
@@ -226,7 +226,9 @@ def _summary(runs: Sequence[Run], margin: float, baseline: str) -> Summary:
                 requests[turn.name] = LookaheadRequest.model_validate(turn.request, strict=False)
         for record in run.answers:
             score = run.scores.get(record.key)
-            found = _Answer(record, record.use, score.outcome if score else None, record.trace is not None)
+            # One that was given up has no trace though it was asked for one.
+            traced = record.trace is not None or (record.finish_reason == TIMED_OUT and run.settings.trace)
+            found = _Answer(record, record.use, score.outcome if score else None, traced)
             answers[record.turn].append(found)
             if record.turn not in requests and record.trace is not None:
                 requests[record.turn] = LookaheadRequest.model_validate(record.trace["request"], strict=False)
@@ -325,7 +327,7 @@ def _notes(runs: Sequence[Run], base: str | None, wanted: str, rows: Sequence[Ro
     if unscored := sum(row.num_unscored for row in rows):
         found.append(f"{unscored} answers are unscored and count neither way.")
     if cut := sum(row.num_cut for row in rows):
-        found.append(f"{cut} answers did not end by themselves (length or deadline); one cut inside its reasoning is wrong.")
+        found.append(f"{cut} answers did not end by themselves (length, deadline, timeout); one cut in its reasoning is wrong.")
     return tuple(found)
 
 
@@ -392,8 +394,8 @@ def _row(
         mean_latency_s=sum(latencies) / len(latencies),
         first_step_s=percentiles([one.use.first_step_s for one in timed if one.use.first_step_s is not None]),
         first_text_s=percentiles([one.record.first_text_s for one in timed if one.record.first_text_s is not None]),
-        tokens_per_s=ratio_of_sums(list(_rates(timed).values())),
-        completion_tokens=tokens / len(group),
+        tokens_per_s=ratio_of_sums(list(rates.values())) if (rates := _rates(timed)) else None,
+        completion_tokens=tokens / max(1, sum(map(_ended, group))),
         speedup=speedup,
         token_speedup=token_speedup,
         num_accepted=accepted,
@@ -417,7 +419,7 @@ def _speedups(timed: Sequence[_Answer], base: Sequence[_Answer] | None) -> tuple
         return None, None
     seconds, their_seconds = common(_seconds(timed), _seconds(base))
     rates, their_rates = common(_rates(timed), _rates(base))
-    return (ratio(their_seconds, seconds), ratio(rates, their_rates)) if seconds else (None, None)
+    return ratio(their_seconds, seconds) if seconds else None, ratio(rates, their_rates) if rates else None
 
 
 def _rights(group: Iterable[_Answer]) -> dict[str, Cluster]:
@@ -440,12 +442,16 @@ def _seconds(group: Iterable[_Answer]) -> dict[str, Cluster]:
 
 
 def _rates(group: Iterable[_Answer]) -> dict[str, Cluster]:
-    """Tokens and seconds by problem."""
+    """Tokens and seconds by problem, of answers that have ended: how much the others had written, nobody has said."""
     found: dict[str, Cluster] = {}
-    for one in group:
+    for one in filter(_ended, group):
         before = found.get(one.record.task, Cluster(0.0, 0.0))
         found[one.record.task] = Cluster(before.total + one.use.completion_tokens, before.weight + one.record.latency_s)
     return found
+
+
+def _ended(one: _Answer) -> bool:
+    return one.record.finish_reason != TIMED_OUT
 
 
 def _rate(part: float, whole: float) -> float | None:

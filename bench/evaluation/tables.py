@@ -59,7 +59,7 @@ QUALITY = (
         lambda row: f"{row.num_without_answer}" if row.num_without_answer else "",
         "nothing to score; counts as wrong",
     ),
-    Column("cut", lambda row: f"{row.num_cut}" if row.num_cut else "", "ended by length or deadline"),
+    Column("cut", lambda row: f"{row.num_cut}" if row.num_cut else "", "ended by length, deadline or timeout"),
     Column("unscored", lambda row: f"{row.num_unscored}" if row.num_unscored else "", "the scorer failed; counts neither way"),
     Column("tokens", lambda row: f"{row.completion_tokens:.0f}", "mean length of an answer"),
 )

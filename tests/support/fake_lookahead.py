@@ -19,4 +19,4 @@ def _loaded() -> ModuleType:
     return sys.modules[name]
 
 
-FakeServer, Reply, Fail, Gate = (getattr(_loaded(), name) for name in ("FakeServer", "Reply", "Fail", "Gate"))
+FakeServer, Reply, Fail, Abort, Gate = (getattr(_loaded(), name) for name in ("FakeServer", "Reply", "Fail", "Abort", "Gate"))

@@ -17,7 +17,7 @@ from bench.evaluation import plots
 from bench.evaluation.errors import EvaluationError
 from bench.evaluation.page import cards, page
 from bench.evaluation.quality import line
-from bench.evaluation.records import OWN_SERVER, AnswerRecord, Key, RunRecord, ScoreRecord, TaskRecord, TurnRecord
+from bench.evaluation.records import OWN_SERVER, TIMED_OUT, AnswerRecord, Key, RunRecord, ScoreRecord, TaskRecord, TurnRecord
 from bench.evaluation.scoring import Outcome
 from bench.evaluation.summary import Position, Run, Summary, checked, positions, summarise
 from bench.evaluation.tables import json_line, markdown, terminal
@@ -311,6 +311,22 @@ def test_verdicts_are_held_against_the_checker() -> None:
     assert positions(steps) == (
         Position(0, 1, 1), Position(1, 1, 1), Position(2, 0, 1), Position(3, 0, 1), Position(4, 1, 1), Position(5, 0, 1),
     )  # fmt: skip
+
+
+def test_an_answer_that_was_given_up_counts_with_its_seconds_and_without_tokens(trace: Trace) -> None:
+    whole = run("ar", "lr", trace=trace)
+    given_up = {"finish_reason": TIMED_OUT, "usage": {}, "steps": (), "trace": None, "text": ""}
+    late = tuple(one.model_copy(update=given_up if one.task == "0" else {}) for one in whole.answers)
+    settings = whole.settings.model_copy(update={"trace": True})
+
+    (found,), (before,) = summarise([replace(whole, answers=late, settings=settings)]), summarise([whole])
+
+    for name in ("ar", "lr"):
+        ours, theirs = row(found, name), row(before, name)
+        assert (ours.num_cut, ours.completion_tokens, ours.accuracy) == (1, 100, theirs.accuracy)
+    # Of a run with traces these alone have none, and are no sample of it.
+    assert row(found, "lr").latencies_s == row(before, "lr").latencies_s
+    assert row(found, "lr").tokens_per_s.value == pytest.approx(900 / 18.0)
 
 
 # What is written ---------------------------------------------------------------------------------------------------

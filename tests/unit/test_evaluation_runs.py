@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import typer
+from grpc import StatusCode
 from lr_client import Client
+from lr_client.client import DEFAULT_TIMEOUT_S
 from typer.testing import CliRunner
 
 from bench.evaluation import asking, grading, quality
@@ -19,7 +21,7 @@ from bench.evaluation import command as evaluation_command
 from bench.evaluation.asking import ask_all
 from bench.evaluation.command import Settings, answer_limit, app, run_evaluation
 from bench.evaluation.errors import EndpointLost, EvaluationError
-from bench.evaluation.records import ANSWERS, FAILURES, LATENESS, OWN_SERVER, RUN, Key, LatenessRecord, RunDirectory
+from bench.evaluation.records import ANSWERS, FAILURES, LATENESS, OWN_SERVER, RUN, TIMED_OUT, Key, LatenessRecord, RunDirectory
 from bench.evaluation.scoring import Outcome, Score
 from bench.evaluation.summary import Run
 from bench.evaluation.tasks import DataSet, Rule, Task, load
@@ -30,7 +32,7 @@ from lr_backend.cli import app as cli
 from lr_backend.cli import checkout
 from lr_backend.engine import Role
 from lr_backend.hardware.lateness import Lateness
-from tests.support.fake_lookahead import Fail, FakeServer, Reply
+from tests.support.fake_lookahead import Abort, Fail, FakeServer, Reply
 
 USAGE = {"completion_tokens": 20, "latency_s": 0.1, "num_steps": 2, "num_target_passes": 20, "first_step_s": 0.05}
 STEPS = [
@@ -278,6 +280,22 @@ def test_an_overloaded_endpoint_is_asked_again_after_a_pause(server: FakeServer,
         found = asking.ask(client, settings(data).plan(), Key("0", "ar", 0), pause)
 
     assert found.key == Key("0", "ar", 0) and pauses == [0.0]
+
+
+def test_an_answer_that_is_not_there_in_time_is_wrong_and_kept(server: FakeServer, data: DataSet, tmp_path: Path) -> None:
+    server.scripts[data.tasks[1].question] = [
+        Reply(text=f"<think></think>\\boxed{{{data.tasks[1].answer}}}"),
+        Abort(StatusCode.DEADLINE_EXCEEDED, ""),
+    ]
+
+    directory = evaluate(server, tmp_path / "run", settings(data))
+
+    (ours,) = (answer for answer in directory.answers() if answer.key == Key("1", "ar", 0))
+    assert (ours.finish_reason, directory.failures()) == (TIMED_OUT, [])
+    assert directory.scores()[ours.key].outcome is Outcome.NO_ANSWER
+    assert Settings(data, ()).timeout_s == DEFAULT_TIMEOUT_S
+    with pytest.raises(EndpointLost, match=r"does not answer within 910 s"), Client(server.url) as client:
+        asking.warm_up(client, settings(data).plan(), "1")
 
 
 def test_a_refused_turn_and_a_dead_address_end_a_run_at_once(server: FakeServer, data: DataSet, tmp_path: Path) -> None:
