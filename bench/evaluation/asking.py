@@ -7,8 +7,9 @@ endpoint is given up. What was answered is on disk by then, and the next run of 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -131,18 +132,15 @@ def ask_all(
 ) -> Outcome:
     """Ask for what ``directory`` lacks. ``progress`` is told of every new answer.
 
-    Once ``time_is_up`` nothing more is asked.
+    Once ``time_is_up`` nothing more is asked. Whatever else ends it, such as Ctrl-C, closes the client: nothing waits for what is
+    in flight.
 
     Raises:
         EndpointLost: too many requests failed in a row. Answers are kept.
     """
     done = {answer.key for answer in directory.answers()}
     num_answered = num_failed = in_a_row = 0
-    with (
-        directory.appending(ANSWERS) as answers,
-        directory.appending(FAILURES) as failures,
-        ThreadPoolExecutor(concurrency) as pool,
-    ):
+    with directory.appending(ANSWERS) as answers, directory.appending(FAILURES) as failures, _pool(client, concurrency) as pool:
 
         def attempt(key: Key) -> AnswerRecord | ClientError:
             try:
@@ -154,7 +152,9 @@ def ask_all(
             missing = [key for key in group if key not in done]
             if missing and time_is_up():
                 return Outcome(num_answered, num_failed, True)
-            for key, found in zip(missing, pool.map(attempt, missing), strict=True):
+            asked = {pool.submit(attempt, key): key for key in missing}
+            for future in as_completed(asked):
+                key, found = asked[future], future.result()
                 if isinstance(found, AnswerRecord):
                     answers.add(found)
                     num_answered, in_a_row = num_answered + 1, 0
@@ -166,6 +166,18 @@ def ask_all(
             if in_a_row >= MAX_FAILURES:
                 raise EndpointLost(_lost(client.url, last, len(done) + num_answered, _total(plan.rounds), directory))
     return Outcome(num_answered, num_failed)
+
+
+@contextmanager
+def _pool(client: Client, num_threads: int) -> Iterator[ThreadPoolExecutor]:
+    pool = ThreadPoolExecutor(num_threads)
+    try:
+        yield pool
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        client.close()
+        raise
+    pool.shutdown()
 
 
 def _failure(key: Key, error: ClientError) -> FailureRecord:

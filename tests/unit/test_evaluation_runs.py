@@ -32,7 +32,7 @@ from lr_backend.cli import app as cli
 from lr_backend.cli import checkout
 from lr_backend.engine import Role
 from lr_backend.hardware.lateness import Lateness
-from tests.support.fake_lookahead import Abort, Fail, FakeServer, Reply
+from tests.support.fake_lookahead import Abort, Fail, FakeServer, Gate, Reply
 
 USAGE = {"completion_tokens": 20, "latency_s": 0.1, "num_steps": 2, "num_target_passes": 20, "first_step_s": 0.05}
 STEPS = [
@@ -426,6 +426,26 @@ def test_a_run_whose_time_is_up_keeps_what_it_has(server: FakeServer, data: Data
 
     assert (outcome.num_answered, outcome.num_failed, outcome.time_is_up) == (5, 0, True)
     assert len(keys(directory.path)) == 5
+
+
+def test_an_answer_waits_for_no_slower_one_and_an_interrupt_for_none(server: FakeServer, data: DataSet, tmp_path: Path) -> None:
+    chosen, directory, never = settings(data, concurrency=4), RunDirectory(tmp_path / "run"), Gate()
+    server.scripts[data.tasks[0].question] = [never, *script("late")]
+    directory.path.mkdir()
+    kept: list[Key] = []
+
+    def interrupted(key: Key) -> None:
+        kept.append(key)
+        if len(kept) == 3:
+            assert never.reached.wait(30.0)
+            raise KeyboardInterrupt
+
+    with Client(server.url) as client, pytest.raises(KeyboardInterrupt):
+        ask_all(client, chosen.plan(), directory, concurrency=4, progress=interrupted)
+
+    assert keys(directory.path) == kept and {key.task for key in kept} == {"1", "2", "3"}
+    held = next(seen for seen in server.requests if seen.inputs["text_input"] == [data.tasks[0].question])
+    assert held.was_cancelled() and not never.opened.is_set()
 
 
 def test_a_scorer_that_hangs_leaves_the_others_scored_and_is_asked_again(
