@@ -31,11 +31,13 @@ from bench.kit.intervals import Cluster, Estimate, Share, ratio, ratio_of_sums
 from bench.kit.measure import Sample, accepted_runs, looks_ahead, mean_step_tokens, num_decided
 from lr_backend.hardware.lateness import Lateness
 from lr_backend.request import LookaheadRequest, Mode
-from lr_backend.verify.verdict import UNCOMPARED
+from lr_backend.verify.verdict import FAILED, UNCOMPARED, Reason
 
 BASELINE = "ar"
 DEFAULT_MARGIN = 0.015
 MAX_POSITIONS = 40
+NO_VERDICT = FAILED | {Reason.CAPPED, Reason.RISK_BUDGET}
+"""Reasons of a rejection by which nobody says that the two steps differ in meaning."""
 
 
 @dataclass(frozen=True)
@@ -493,12 +495,12 @@ def compared(step: StepRecord) -> bool:
 def checked(steps: Iterable[tuple[str, StepRecord]], checker: StepChecker) -> Checked | None:
     """What the checker says of the verdicts on these steps, each with its problem; None where there was none.
 
-    Equal tokens need no verdict.
+    Equal tokens need no verdict, and a rejection because something failed or was not allowed is none.
     """
     verdicts = [
         (task, step.verifier, step.origin == "draft", checker(step.target_text or "", step.drafted_text or ""))
         for task, step in steps
-        if compared(step) and step.verifier is not None
+        if compared(step) and step.verifier is not None and step.reason not in NO_VERDICT
     ]
     if not verdicts:
         return None

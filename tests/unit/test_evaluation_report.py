@@ -307,6 +307,9 @@ def test_verdicts_are_held_against_the_checker() -> None:
     assert {name: (one.hits, one.total) for name, one in found.by.items()} == {"judge": (1, 3), "numbers": (1, 1)}
     # All verdicts are of one problem.
     assert found.agreed.worth == 1.0
+    silent = [step(7, "correction", "a", "b", "judge", reason) for reason in ("timeout", "garbage", "judge_error", "capped")]
+    silent.append(step(8, "correction", "a", "b", "exact", "risk_budget"))
+    assert checked([("a", one) for one in (*steps, *silent)], lambda one, other: one.lower() == other.lower()) == found
     assert checked([("a", one) for one in steps[4:]], str.__eq__) is None
     assert positions(steps) == (
         Position(0, 1, 1), Position(1, 1, 1), Position(2, 0, 1), Position(3, 0, 1), Position(4, 1, 1), Position(5, 0, 1),
