@@ -24,6 +24,7 @@ from bench.kit.output import PAGES, console_of_any_width, keep_json, print_line
 from lr_backend.build.paced import paced
 
 DEFAULT_SPEC = "demo"
+DEFAULT_CONCURRENCY = 8
 
 
 def line(summary: Summary, mode: str) -> dict[str, Any]:
@@ -56,6 +57,16 @@ def _figures(one: Estimate, digits: int = 4) -> list[float]:
     return [round(value, digits) for value in (one.value, one.low, one.high)]
 
 
+def _unusual(samples: int, concurrency: int, max_tokens: int | None, seed: int) -> list[str]:
+    """What sets a run apart from one of the published kind."""
+    return [
+        *([f"{samples} samples"] if samples > 1 else []),
+        *([f"{concurrency} in flight"] if concurrency != DEFAULT_CONCURRENCY else []),
+        *([f"max_tokens {max_tokens}"] if max_tokens is not None else []),
+        *([f"seed {seed}"] if seed else []),
+    ]
+
+
 # Each option is one axis of the comparison.
 def main(
     dataset: Annotated[str, typer.Option(help="As of lookahead eval.")] = "demo",
@@ -64,7 +75,7 @@ def main(
     margin: Annotated[float, typer.Option(min=0.0, max=100.0, help="Points whose loss is to be excluded.")] = 100
     * DEFAULT_MARGIN,
     samples: Annotated[int, typer.Option(min=1, help="Answers to each problem in each mode.")] = 1,
-    concurrency: Annotated[int, typer.Option(min=1, max=256, help="Requests in flight, all of one mode.")] = 8,
+    concurrency: Annotated[int, typer.Option(min=1, max=256, help="Requests in flight, all of one mode.")] = DEFAULT_CONCURRENCY,
     temperature: Annotated[float, typer.Option(min=0.0, max=5.0)] = 0.6,
     max_tokens: Annotated[int | None, typer.Option(min=1, help=LIMIT_HELP)] = None,
     option: Annotated[list[str] | None, typer.Option(help="A request field for both modes. Repeat it.")] = None,
@@ -99,8 +110,10 @@ def main(
         console.print(f"{lateness}. That is of speeds; who is right depends on time only by how often steps were drafted.")
         found["late_share"] = round(lateness.share, 4)
     where = url or (f"spec {spec}" if spec != DEFAULT_SPEC else "")
-    what = (f"at the pace of {pace}" if pace else "", where, *(option or ()), f"seed {seed}" if seed else "")
-    keep_json(output, ", ".join([summary.data_set, mode, f"temperature {temperature:g}", *filter(None, what)]), found)
+    unusual = _unusual(samples, concurrency, max_tokens, seed)
+    what = (f"at the pace of {pace}" if pace else "", where, *(option or ()), *unusual)
+    asked = [summary.data_set, mode, f"{summary.num_problems} problems", f"temperature {temperature:g}"]
+    keep_json(output, ", ".join([*asked, *filter(None, what)]), found)
     print_line(console, found)
 
 

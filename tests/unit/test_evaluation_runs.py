@@ -506,10 +506,18 @@ def test_the_command_on_quality_ends_in_its_verdict(server: FakeServer, tmp_path
     assert told.exit_code == 0, told.output
     found = json.loads(told.output.strip().splitlines()[-1])
     assert (found["num_problems"], found["ar"][0], found["lr"][0], found["difference_points"][0]) == (4, 0.75, 0.75, 0.0)
-    assert json.loads((tmp_path / "quality.json").read_text()) == {f"demo, lr, temperature 0.6, {server.url}": found}
+    name = f"demo, lr, 4 problems, temperature 0.6, {server.url}"
+    assert json.loads((tmp_path / "quality.json").read_text()) == {name: found}
     assert (found["margin_points"], found["loss_over_margin_excluded"]) == (90.0, True)
     assert {seen.inputs["mode"][0] for seen in server.requests} == {"ar", "lr"}
     assert all("max_tokens" not in seen.inputs for seen in server.requests)
+
+    other = ["--problems", "2", "--samples", "2", "--concurrency", "2", "--max-tokens", "9", "--out", str(tmp_path / "other")]
+    told = CliRunner().invoke(command, [*arguments, *other])
+    assert told.exit_code == 0, told.output
+    more = f"demo, lr, 2 problems, temperature 0.6, {server.url}, 2 samples, 2 in flight, max_tokens 9"
+    kept = json.loads((tmp_path / "quality.json").read_text())
+    assert (list(kept), kept[name]) == ([name, more], found)
 
 
 def test_the_main_command_hands_on_and_fails_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
