@@ -28,6 +28,7 @@ from lr_client import (
     Usage,
 )
 from lr_client._wire import (
+    channel_options,
     checked_id,
     checked_timeout,
     checked_url,
@@ -35,6 +36,7 @@ from lr_client._wire import (
     metadata_pairs,
     outputs_of,
 )
+from lr_client.client import DEFAULT_TIMEOUT_S
 from lr_client.protocol import (
     INPUTS,
     Collector,
@@ -181,6 +183,15 @@ def test_an_id_is_kept_or_made() -> None:
 def test_a_url_that_grpc_would_misread_is_refused(url: str) -> None:
     with pytest.raises(InvalidRequest):
         checked_url(url)
+
+
+def test_a_dead_connection_is_noticed_within_what_triton_allows() -> None:
+    options = dict(channel_options("server:8001", None))
+    # Triton's --grpc-http2-min-recv-ping-interval-without-data is 300000 unless it is set.
+    assert 300_000 <= options["grpc.keepalive_time_ms"] < 1000 * DEFAULT_TIMEOUT_S
+    assert options["grpc.keepalive_timeout_ms"] == 20_000
+    assert options["grpc.keepalive_permit_without_calls"] == 0
+    assert options["grpc.http2.max_pings_without_data"] == 0  # no bound: else the third ping is never sent
 
 
 RATES = st.none() | st.floats(0, 1)

@@ -33,6 +33,12 @@ CHANNEL_OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 5000),
     # Else a new client fails with older ones of the process that still wait before they connect again.
     ("grpc.use_local_subchannel_pool", 1),
+    # A whole answer sends no byte for minutes: a connection that is dead by then shows by a ping alone.
+    # Triton closes on clients that ping more often than every 5 minutes, or while nothing is asked.
+    ("grpc.keepalive_time_ms", 300_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.keepalive_permit_without_calls", 0),
+    ("grpc.http2.max_pings_without_data", 0),
 )
 # The server keeps no more of an id.
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,80}")
