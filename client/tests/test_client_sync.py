@@ -144,6 +144,19 @@ def test_cancel_reaches_the_server_and_the_iteration(client: Client, server: Fak
     assert server.request().was_cancelled()
 
 
+def test_nothing_comes_after_the_cancellation(client: Client, server: FakeServer) -> None:
+    server.scripts["two at once"] = [
+        Reply(text="a", step={"index": 0, "origin": "draft", "text": "a"}),
+        Gate(),
+    ]
+    stream = client.stream("two at once")
+    assert isinstance(next(stream), StepEvent)  # the text of the same response waits
+    stream.cancel()
+    with pytest.raises(Cancelled):
+        next(stream)
+    assert list(stream) == []
+
+
 def test_cancel_from_another_thread_wakes_the_one_that_waits(
     client: Client, server: FakeServer, gate: Gate
 ) -> None:

@@ -214,8 +214,9 @@ class Exchange:
             raise self.failed(status, details)
 
     def failed(self, status: str, details: str) -> ClientError:
-        """The typed error of a status; the exchange is over."""
+        """The typed error of a status; the exchange is over, and what it still held is dropped."""
         self.over = True
+        self._events.clear()
         return error_from_status(
             status, details, url=self._url, timeout_s=self._timeout_s, cancelled=self.cancelled
         )
