@@ -99,6 +99,13 @@ def test_one_stop_string_is_not_taken_apart() -> None:
     assert Options(stop="END").stop == ("END",)
 
 
+@pytest.mark.parametrize("stop", [5, True, 0.5])
+def test_a_stop_that_is_no_text_is_refused(stop: Any) -> None:
+    with pytest.raises(InvalidRequest, match="stop=") as refused:
+        Options(stop=stop)
+    assert refused.value.field == "stop"
+
+
 def test_numpy_numbers_are_numbers() -> None:
     sent = encode("q", Options(max_tokens=np.int64(5), temperature=np.float64(0.5)))  # type: ignore[arg-type]
     assert [tensor.values.tolist() for tensor in sent[1:]] == [[5], [0.5]]
@@ -179,8 +186,8 @@ def test_an_id_is_kept_or_made() -> None:
     assert checked_id(None) != checked_id(None)
 
 
-@pytest.mark.parametrize("url", ["", "http://localhost:8000"])
-def test_a_url_that_grpc_would_misread_is_refused(url: str) -> None:
+@pytest.mark.parametrize("url", ["", "http://localhost:8000", None, 8001, b"localhost:8001"])
+def test_a_url_that_grpc_would_misread_is_refused(url: Any) -> None:
     with pytest.raises(InvalidRequest):
         checked_url(url)
 
@@ -430,13 +437,29 @@ def test_reasoning_ends_at_its_mark(text: str, is_cut: bool, parts: tuple[str, s
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("authorization", "Bearer key\n"), ("x-name", "Jos\u00e9"), ("x name", "1"), ("", "1")],
+    [
+        ("authorization", "Bearer key\n"),
+        ("x-name", "Jos\u00e9"),
+        ("x name", "1"),
+        ("", "1"),
+        ("x-tenant", 7),
+        (7, "1"),
+    ],
 )
-def test_a_header_that_cannot_be_sent_is_refused_without_its_value(name: str, value: str) -> None:
+def test_a_header_that_cannot_be_sent_is_refused_without_its_value(name: Any, value: Any) -> None:
     with pytest.raises(InvalidRequest, match="metadata: header") as refused:
         metadata_pairs({name: value})
-    assert len(value) < 2 or value.strip() not in str(refused.value)
+    assert len(str(value)) < 2 or value.strip() not in str(refused.value)
     assert metadata_pairs({"X-Name": "a b"}) == (("x-name", "a b"),)
+
+
+@pytest.mark.parametrize("metadata", ["authorization", [("a", "b")], 7])
+def test_metadata_that_is_no_mapping_is_refused(metadata: Any) -> None:
+    with pytest.raises(InvalidRequest, match="give a mapping") as refused:
+        metadata_pairs(metadata)
+    assert refused.value.field == "metadata"
+    with pytest.raises(InvalidRequest, match="header 'authorization'"):
+        metadata_pairs({"authorization": None})  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize(

@@ -60,9 +60,9 @@ def checked_url(url: str) -> str:
     """The gRPC address.
 
     Raises:
-        InvalidRequest: it has a scheme, which gRPC would take for the name of a resolver.
+        InvalidRequest: it is no text, or has a scheme, which gRPC would take for the name of a resolver.
     """
-    if "://" in url or not url:
+    if not isinstance(url, str) or "://" in url or not url:
         rule = "give the gRPC address as host:port, such as localhost:8001"
         raise InvalidRequest(f"url={url!r}: {rule}", field="url")
     return url
@@ -270,9 +270,13 @@ def metadata_pairs(metadata: Metadata | None) -> tuple[tuple[str, str], ...]:
     Raises:
         InvalidRequest: one that cannot be sent, by its name: a value may be a secret.
     """
-    pairs = tuple((name.lower(), value) for name, value in (metadata or {}).items())
-    for name, value in pairs:
-        if not (_HEADER_NAME.fullmatch(name) and _HEADER_VALUE.fullmatch(value)):
+    if not isinstance(metadata, Mapping | None):
+        raise InvalidRequest("metadata: give a mapping of names to values", field="metadata")
+    pairs = []
+    for name, value in (metadata or {}).items():
+        texts = isinstance(name, str) and isinstance(value, str)
+        if not (texts and _HEADER_NAME.fullmatch(name.lower()) and _HEADER_VALUE.fullmatch(value)):
             rule = "letters, digits and . _ - in the name, and printable ASCII in the value"
             raise InvalidRequest(f"metadata: header {name!r}: {rule}", field="metadata")
-    return pairs
+        pairs.append((name.lower(), value))
+    return tuple(pairs)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple, get_type_hints
+
+from lr_client.errors import InvalidRequest
 
 
 class Field(NamedTuple):
@@ -160,6 +162,8 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.stop is not None:
+            if not isinstance(self.stop, Iterable):
+                raise InvalidRequest(f"stop={self.stop!r}: a string or several", field="stop")
             stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
             object.__setattr__(self, "stop", stop)
 
