@@ -92,6 +92,7 @@ class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore
         self.requests: list[Seen] = []
         self.ready = True
         self.models = {"lookahead"}
+        self.refusal: Abort | None = None
         self._arrived = threading.Condition()
         self._server = grpc.server(ThreadPoolExecutor(max_workers=16))
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, self._server)
@@ -119,6 +120,8 @@ class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore
         return service_pb2.ServerReadyResponse(ready=self.ready)
 
     def ModelReady(self, request: Any, context: Any) -> Any:
+        if self.refusal is not None:
+            context.abort(self.refusal.status, self.refusal.details)
         return service_pb2.ModelReadyResponse(ready=request.name in self.models)
 
     def ModelStreamInfer(self, request_iterator: Iterator[Any], context: Any) -> Iterator[Any]:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_server import WAIT_S, FakeServer, Gate, Reply
+from fake_server import WAIT_S, Abort, FakeServer, Gate, Reply
+from grpc import StatusCode
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
@@ -209,7 +210,7 @@ def test_help_says_what_each_field_means() -> None:
         (["ask", "plain", "--timeout", "0"], 2, "InvalidRequest: timeout_s"),
         (["ask", "plain", "--url", "http://localhost:1"], 2, "InvalidRequest: url"),
         (["ask", "plain", "--url", "localhost:1"], 1, "ServerUnreachable: no answer from localhost:1"),
-        (["check", "--url", "localhost:1"], 1, "ServerUnreachable: no ready model"),
+        (["check", "--url", "localhost:1"], 1, "ServerUnreachable: no answer from localhost:1"),
     ],
 )
 def test_errors_are_one_line(server: FakeServer, arguments: list[str], exit_code: int, words: str) -> None:
@@ -242,6 +243,15 @@ def test_check_asks_a_tiny_question(server: FakeServer) -> None:
     server.models.clear()
     result = call("check", "--url", server.url)
     assert (result.exit_code, "no ready model" in result.output) == (1, True)
+
+
+def test_check_tells_what_keeps_it_from_asking(server: FakeServer) -> None:
+    server.refusal = Abort(StatusCode.UNAUTHENTICATED, "no token")
+    assert call("check", "--url", server.url).output[:3] == "OK:"  # a gateway may let questions alone pass
+    server.scripts["What is 1 + 1?"] = [server.refusal]
+    result = call("check", "--url", server.url)
+    assert result.exit_code == 1
+    assert result.output.startswith("ServerError: UNAUTHENTICATED: no token")
 
 
 def test_ctrl_c_cancels_the_request_and_exits_130(server: FakeServer, gate: Gate) -> None:

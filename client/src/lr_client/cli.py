@@ -9,13 +9,14 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
+import grpc
 import typer
 from rich.console import Console
 from rich.text import Text
@@ -140,7 +141,11 @@ def check(
 ) -> None:
     """Is the server ready, and does it answer a tiny question?"""
     with _one_line_errors(), Client(url, model=model, timeout_s=timeout) as client:
-        if not client.is_ready(timeout_s=min(timeout, READY_TIMEOUT_S), models=[model]):
+        # Where nothing is said of that, the question's own error tells why.
+        says_ready = True
+        with suppress(grpc.RpcError):
+            says_ready = client._says_ready(min(timeout, READY_TIMEOUT_S), [model])
+        if not says_ready:
             advice = "start the server, or give its address with --url"
             raise ServerUnreachable(f"no ready model {model!r} at {url}", advice=advice)
         begun_s = time.monotonic()

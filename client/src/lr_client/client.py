@@ -173,6 +173,17 @@ class Client:
         Args:
             models: whether these can, whatever has become of the others; None: the server with all of them.
         """
+        try:
+            return self._says_ready(timeout_s, models)
+        except grpc.RpcError:
+            return False
+
+    def _says_ready(self, timeout_s: float, models: Sequence[str] | None) -> bool:
+        """As :meth:`is_ready`, as the server itself says.
+
+        Raises:
+            grpc.RpcError: it says nothing of the kind.
+        """
         self._streams.check_open()
         until_s = time.monotonic() + _wire.checked_timeout(timeout_s)
         try:
@@ -189,8 +200,6 @@ class Client:
                 )
                 if not model.ready:
                     return False
-        except grpc.RpcError:
-            return False
         except ValueError:  # as in stream()
             self._streams.check_open()
             raise
