@@ -91,6 +91,7 @@ def test_a_trace_that_cannot_be_saved_is_one_line(
     result = call("ask", question, "--trace-file", str(file), "--url", server.url)
     assert result.exit_code == 1
     assert result.output.splitlines()[-1].startswith(words)
+    assert len(server.requests) == (folder != "missing")  # nothing is asked whose trace would be lost
 
 
 @pytest.mark.parametrize("more", [[], ["--json"]])

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TextIO, get_args, get_origin, get_type_hints
 
 import grpc
 import typer
@@ -117,7 +117,11 @@ def ask(
     with_trace, coloured = options.trace is True, options.trace is not False
     options = replace(options, trace=coloured or trace_file is not None)
     console = _console()
-    with _one_line_errors(), Client(url, model=model, timeout_s=timeout) as client:
+    with (
+        _one_line_errors(),
+        _opened(trace_file) as file,
+        Client(url, model=model, timeout_s=timeout) as client,
+    ):
         renderer: Renderer
         if json_lines:
             renderer = JsonRenderer(console, with_trace=with_trace)
@@ -128,8 +132,8 @@ def ask(
             for event in events:
                 renderer.show(event)
                 collector.add(event)
-                if trace_file is not None and isinstance(event, FinishEvent):
-                    _save_trace(trace_file, event.trace)
+                if file is not None and isinstance(event, FinishEvent):
+                    _save_trace(file, event.trace)
         _warn_of_no_answer(collector.result())
 
 
@@ -163,13 +167,34 @@ def _warn_of_no_answer(result: Result) -> None:
         )
 
 
-def _save_trace(path: Path, trace: str | None) -> None:
-    if trace is None:
-        raise ServerError("the server sent no trace", advice="it may be older than this client")
+@contextmanager
+def _opened(path: Path | None) -> Iterator[TextIO | None]:
+    """A file for the trace, before the question is asked: its answer may take minutes."""
+    if path is None:
+        yield None
+        return
+    with _cannot_write(str(path)):
+        file = path.open("w", encoding="utf-8")
     try:
-        path.write_text(trace, encoding="utf-8")
+        yield file
+    finally:
+        with _cannot_write(str(path)):
+            file.close()
+
+
+@contextmanager
+def _cannot_write(path: str) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise ClientError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _save_trace(file: TextIO, trace: str | None) -> None:
+    if trace is None:
+        raise ServerError("the server sent no trace", advice="it may be older than this client")
+    with _cannot_write(file.name):
+        file.write(trace)
 
 
 def _question(question: str, system: str | None) -> Question:
