@@ -329,6 +329,10 @@ def _score(directory: RunDirectory, settings: Settings, scoring: Scoring, consol
         )
     told = ", ".join(f"{count} {outcome.value.replace('_', ' ')}" for outcome, count in counts.items() if count)
     console.print(f"scored: {told or 'nothing'}", highlight=False)
+    open_ones = sum(one.held is not None and "network" not in one.held for one in directory.scores().values())
+    if open_ones:
+        told = "this system permits no namespaces (unshare)"
+        console.print(f"[yellow]{open_ones} programs could reach the network and write files: {told}[/]", highlight=False)
     if counts[Outcome.UNSCORED]:
         console.print(f"[yellow]why some are unscored: the notes in {directory.path / 'scores.jsonl'}[/]", highlight=False)
 

@@ -158,7 +158,7 @@ class FailureRecord(_Record):
 
 
 class ScoreRecord(_Record):
-    """What the scorer said of one answer."""
+    """What the scorer said of one answer; see :class:`~bench.evaluation.scoring.Score`."""
 
     task: str
     turn: str
@@ -166,6 +166,7 @@ class ScoreRecord(_Record):
     outcome: Outcome
     found: str | None = None
     note: str = ""
+    held: tuple[str, ...] | None = None
 
     @property
     def key(self) -> Key:
@@ -173,7 +174,7 @@ class ScoreRecord(_Record):
 
     @classmethod
     def of(cls, key: Key, score: Score) -> ScoreRecord:
-        return cls(task=key.task, turn=key.turn, sample=key.sample, outcome=score.outcome, found=score.found, note=score.note)
+        return cls(task=key.task, turn=key.turn, sample=key.sample, **asdict(score))
 
 
 class LatenessRecord(_Record):

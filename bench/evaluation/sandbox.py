@@ -138,4 +138,4 @@ def score_all(jobs: Iterable[tuple[Job, str]], *, num_workers: int = 2, limits: 
 def _score(result: RunResult) -> Score:
     if result.held is None:
         return Score(Outcome.UNSCORED, note=result.reason)
-    return Score(Outcome.RIGHT if result.passed else Outcome.WRONG, note=result.reason)
+    return Score(Outcome.RIGHT if result.passed else Outcome.WRONG, note=result.reason, held=result.held)

@@ -29,11 +29,16 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """An outcome, what was read out of the answer, and why where that is not plain."""
+    """An outcome, what was read out of the answer, and why where that is not plain.
+
+    Attributes:
+        held: of a program that ran, what it was kept from; see :class:`~bench.evaluation.sandbox.RunResult`.
+    """
 
     outcome: Outcome
     found: str | None = None
     note: str = ""
+    held: tuple[str, ...] | None = None
 
     @property
     def correct(self) -> bool | None:

@@ -14,6 +14,7 @@ import typer
 from grpc import StatusCode
 from lr_client import Client
 from lr_client.client import DEFAULT_TIMEOUT_S
+from rich.console import Console
 from typer.testing import CliRunner
 
 from bench.evaluation import asking, grading, quality
@@ -22,9 +23,10 @@ from bench.evaluation.asking import ask_all
 from bench.evaluation.command import Settings, answer_limit, app, run_evaluation
 from bench.evaluation.errors import EndpointLost, EvaluationError
 from bench.evaluation.records import ANSWERS, FAILURES, LATENESS, OWN_SERVER, RUN, TIMED_OUT, Key, LatenessRecord, RunDirectory
+from bench.evaluation.sandbox import RunResult
 from bench.evaluation.scoring import Outcome, Score
 from bench.evaluation.summary import Run
-from bench.evaluation.tasks import DataSet, Rule, Task, load
+from bench.evaluation.tasks import CodeTest, DataSet, Rule, Task, load
 from bench.evaluation.turns import option_fields, rounds, seed_of, turns
 from bench.kit.served import code_hash
 from bench.kit.serving import demo_spec
@@ -72,8 +74,6 @@ def settings(data: DataSet, **changed: Any) -> Settings:
 
 
 def evaluate(server: FakeServer, out: Path, chosen: Settings) -> RunDirectory:
-    from rich.console import Console
-
     return run_evaluation(chosen, out, url=server.url, deployment=None, console=Console(quiet=True))
 
 
@@ -467,6 +467,21 @@ def test_a_scorer_that_hangs_leaves_the_others_scored_and_is_asked_again(
     evaluate(server, tmp_path / "run", settings(data))
     assert {record.outcome for record in directory.scores().values()} == {Outcome.RIGHT}
     assert len((directory.path / "scores.jsonl").read_text().splitlines()) == 6  # the right ones were not scored again
+
+
+@pytest.mark.parametrize(("held", "warned"), [((), True), (("network", "processes", "files"), False)])
+def test_programs_that_had_the_network_are_told_of(
+    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: tuple[str, ...], warned: bool
+) -> None:
+    code = CodeTest("def f(x):\n", "f", "def check(f):\n    pass\n")
+    data = DataSet("mine", Rule.CODE, (Task("1", "a", "", code),), "here")
+    server.scripts["a"] = script("    return x\n")
+    monkeypatch.setattr(grading.sandbox, "run_program", lambda program, limits: RunResult(True, "", held))
+    console = Console(record=True, width=200)
+
+    run_evaluation(settings(data), tmp_path / "run", url=server.url, deployment=None, console=console)
+
+    assert ("2 programs could reach the network" in console.export_text()) is warned
 
 
 # The commands ------------------------------------------------------------------------------------------------------

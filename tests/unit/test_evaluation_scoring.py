@@ -15,6 +15,7 @@ import pytest
 
 from bench.evaluation import sandbox, workers
 from bench.evaluation.errors import DataSetError
+from bench.evaluation.records import Key, ScoreRecord
 from bench.evaluation.sandbox import Limits, run_program
 from bench.evaluation.scoring import Outcome, Score, aime_answer, boxed, gsm8k_answer, number, program, score, with_tests
 from bench.evaluation.tasks import CodeTest, Rule, Task, load
@@ -336,10 +337,18 @@ def test_a_program_is_kept_from_the_network_other_processes_and_files() -> None:
     patient = Limits(max_seconds=1.0, max_idle_seconds=120.0)
     assert "Network is unreachable" in run_program(connect, patient).reason
     assert "No such process" in run_program("import os\nos.kill(-1, 9)", patient).reason
+    assert run_program("import os\nassert os.listdir('/proc') == []", patient).passed
     assert "Read-only file system" in run_program(f"open({str(mark)!r}, 'w')", patient).reason
     assert run_program("open('mine', 'w').write('x')", patient).passed
     assert "AssertionError" in run_program("import ctypes\nassert ctypes.CDLL(None).unshare(0x20000) == 0", patient).reason
     assert not mark.exists()
+
+
+def test_a_score_says_what_the_program_was_kept_from() -> None:
+    ((_, found),) = sandbox.score_all([(1, "pass")])
+
+    assert found.held == run_program("pass").held is not None
+    assert ScoreRecord.of(Key("1", "ar", 0), found).held == found.held
 
 
 def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
