@@ -23,7 +23,7 @@ NOTICE_VARIABLE = "LOOKAHEAD_NOTICE_FILE"
 """Names the file of deaths to the step loop, which is there from the first death on. That of the seats lies beside it."""
 MAX_LOOPS = 64
 """Processes of the step loop that one server may have."""
-_SIZE = 8 * (1 + 6 * MAX_LOOPS)
+_SIZE = 8 * (1 + 7 * MAX_LOOPS)
 
 
 def post(path: Path, dead: Iterable[str]) -> None:
@@ -46,9 +46,9 @@ class Seats:
     """Requests in flight of each process of the step loop, and whether the server is to end, in memory that all of them share.
 
     The numbers are: whether the server is to end, and for each process its requests in flight, whether it ever had one, its lost
-    calls, its target sequences, and the calls that the target has answered and hangs in. Each has one writer. A loop counts a
-    request first and then looks whether the server is to end; the launcher says so first and then looks at the counts. So it sees
-    what was let in before, and nothing is let in after.
+    calls, its target sequences, the calls that the target has answered and hangs in, and its beats. Each has one writer. A loop
+    counts a request first and then looks whether the server is to end; the launcher says so first and then looks at the counts.
+    So it sees what was let in before, and nothing is let in after.
     """
 
     numbers: memoryview
@@ -107,7 +107,7 @@ class Seats:
     @property
     def num_hung(self) -> int:
         """Calls that the target does not let go of now, of all processes."""
-        return sum(self.numbers[1 + 5 * MAX_LOOPS :])
+        return sum(self.numbers[1 + 5 * MAX_LOOPS : 1 + 6 * MAX_LOOPS])
 
     def seat(self, loop: int) -> Seat:
         """The place of one process, counted from 0."""
@@ -145,6 +145,15 @@ class Seat:
     def hangs(self, by: int) -> None:
         """The target does not let go of one call more (1), or of one less (-1)."""
         self._seats.numbers[self._place + 5 * MAX_LOOPS] += by
+
+    def beat(self) -> None:
+        """Its event loop goes round."""
+        self._seats.numbers[self._place + 6 * MAX_LOOPS] += 1
+
+    @property
+    def num_beats(self) -> int:
+        """How often it has said so."""
+        return self._seats.numbers[self._place + 6 * MAX_LOOPS]
 
     @property
     def num_sequences_elsewhere(self) -> int:

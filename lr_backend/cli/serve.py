@@ -271,7 +271,7 @@ def _run(
     """
     stop = StopRequest()
     load_s = deployment.server.load_timeout_s
-    keeper = StubKeeper(server, lambda line: console.print(line, highlight=False, soft_wrap=True), load_s)
+    keeper = StubKeeper(server, partial(_tell, console), load_s)
     try:
         if nodes is not None:
             console.print(f"waiting for {', '.join(nodes.others)}", highlight=False, soft_wrap=True)
@@ -304,15 +304,20 @@ def _run(
         if not is_warm:  # the front end let nobody in
             server.stop(_AFTER_DRAIN_S)
             return 0
-        with suppress(ServerError, OSError):  # a server that is busy or ending may not say it, and the terminal may be gone
+        with suppress(ServerError, OSError):  # a server that is busy or ending may not say it
             if deployment.loop_config().pace:
-                console.print(str(sum(server.lateness().values(), Lateness())), highlight=False, soft_wrap=True)
-        with suppress(OSError):
-            console.print("stopping: requests in flight may finish")
+                _tell(console, str(sum(server.lateness().values(), Lateness())))
+        _tell(console, "stopping: requests in flight may finish")
         return _drain(server, deployment, keeper, stop, front)
     finally:
         keeper.stop()
         server.stop(0.0)
+
+
+def _tell(console: Console, line: str) -> None:
+    """What happens while a server runs. It goes on where nobody can read that: a full disk, a terminal or a pipe that is gone."""
+    with suppress(OSError, SystemExit):  # rich leaves the program where a pipe is broken
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 def _deployed(deployment: DeploymentSpec) -> Deployed:

@@ -134,6 +134,10 @@ class EmbeddedEngine:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
+    def wait(self) -> None:
+        """Until the engine's thread has ended, and has answered all that was in flight."""
+        self._thread.join()
+
     def _run(self) -> None:
         """The engine's thread. However it ends, nobody is left waiting."""
         failure = EngineUnavailable("the engine was closed")

@@ -201,6 +201,10 @@ class PacedEngine:
             self._thread.join()
         self._source.close()
 
+    def wait(self) -> None:
+        """Until the engine's thread has ended, and has answered all that was in flight."""
+        self._thread.join()
+
     # On the way there and back ------------------------------------------------------------------------------------------
 
     def _admit(self, sequence: Sequence) -> None:

@@ -3,9 +3,9 @@
 Triton itself does neither: a model whose process is gone stays "ready", and calls to it hang. Here its death is known at once.
 The step loop is told, so that calls in flight fail and answers end or go on without; then the model is unloaded and loaded, which
 starts a new process. What cannot be mended so ends the server, and whoever supervises it starts it anew: a process of the step
-loop, whose answers are lost with it, a model that does not load, the loss of too many calls, and a target that hangs, or fails
-every call, as one does whose cards have lost each other. Triton keeps a thread of the step loop for each call that a dead process
-was to answer.
+loop, whose answers are lost with it, or that stands still, a model that does not load, the loss of too many calls, and a target
+that hangs, or fails every call, as one does whose cards have lost each other. Triton keeps a thread of the step loop for each
+call that a dead process was to answer.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterable
+from math import inf
 from pathlib import Path
 
 import psutil
 
 from lr_backend.build.render import LOOKAHEAD_MODEL
-from lr_backend.notice import post
+from lr_backend.notice import MAX_LOOPS, post
 from lr_backend.serve.restrictions import HEADER
 from lr_backend.serve.server import TritonServer
 
@@ -33,6 +34,8 @@ LOAD_S = 300.0
 """For a model to be loaded anew, where nobody says how long that takes."""
 HANG_S, LOOK_S = 30.0, 1.0
 """How long a target may let go of no call, or fail all, while it answers none; how often that is looked at."""
+STILL_S = 60.0
+"""How long a process of the step loop that has requests may stand still: as one does in which a plug-in waits for the network."""
 STOP_S = 1.0
 """For the thread that looks to end. One that waits for a model to load ends with the server."""
 
@@ -60,6 +63,9 @@ class StubKeeper:
         self._stopped = False
         self._hung: tuple[float, int] | None = None
         """Since when the target hangs, and how many calls it had answered then."""
+        self._beats: dict[int, tuple[float, int]] = {}
+        """Of each busy process of the step loop: when it was first seen to have lived so long, and how long that is."""
+        self._looked_s = inf
         self._wake, self._woken = os.pipe()
         self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
         self.lost = threading.Event()
@@ -107,6 +113,13 @@ class StubKeeper:
             self._watched[os.pidfd_open(pid)] = model
 
     def _run(self) -> None:
+        try:
+            self._look()
+        except Exception as error:  # who is not watched is not mended
+            if not self._stopped:
+                self._lose(f"what watches the models has failed: {error or type(error).__name__}")
+
+    def _look(self) -> None:
         while not self.lost.is_set():
             poll = select.poll()
             with self._state:
@@ -117,6 +130,7 @@ class StubKeeper:
             if self._wake in ended or not self._server.running:
                 return
             self._look_for_hang()
+            self._look_for_stillness()
             with self._state:
                 died = {self._watched.pop(descriptor) for descriptor in ended} - self._dead
             for descriptor in ended:  # only now: a number that is free may be the next process's
@@ -134,6 +148,19 @@ class StubKeeper:
             self._hangs = True
             self._lose(f"the target hangs: for {HANG_S:g} s it has answered no call, and let go of none or failed all")
 
+    def _look_for_stillness(self) -> None:
+        seats, now_s = self._server.seats, time.monotonic()
+        if now_s - self._looked_s > STILL_S / 2:  # this process stood still itself, as on a machine that was suspended
+            self._beats.clear()
+        self._looked_s = now_s
+        beats = {loop: seats.seat(loop).num_beats for loop in range(MAX_LOOPS) if seats.seat(loop).num_in_flight}
+        self._beats = {
+            loop: self._beats[loop] if self._beats.get(loop, (0.0, -1))[1] == num else (now_s, num) for loop, num in beats.items()
+        }
+        if any(now_s - since_s > STILL_S for since_s, _ in self._beats.values()):
+            self._hangs = True
+            self._lose(f"a process of the step loop with requests stands still: for {STILL_S:g} s it has done nothing")
+
     def _have_died(self, models: set[str]) -> None:
         """Say so at once, and mend them meanwhile: others may die, or hang, before they are back."""
         with self._state:
@@ -143,8 +170,8 @@ class StubKeeper:
             self._lose("a process of the step loop died")
             return
         for model in sorted(models):
-            self._say(f"the process of {model} died; it is started anew")
             threading.Thread(target=self._mend, args=(model,), name=f"keeper of {model}", daemon=True).start()
+            self._say(f"the process of {model} died; it is started anew")
 
     def _mend(self, model: str) -> None:
         try:

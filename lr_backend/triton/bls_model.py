@@ -202,7 +202,7 @@ class TritonPythonModel:
         self._watching = self._loop.create_task(watch_lag(self._requests.lagged, lambda: service.seat.num_in_flight > 0))
         if self._notices is not None:
             mortal = {role.value: engine for role, engine in self._called.items()}
-            self._heeding = self._loop.create_task(heed(self._notices, mortal))
+            self._heeding = self._loop.create_task(heed(self._notices, mortal, self._seat))
             self._keeping_up = self._loop.create_task(service.keep_up())
         return service
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -47,6 +49,7 @@ class TritonPythonModel(ContractModel):
 
     pb = pb_utils
     _engine: EmbeddedEngine | PacedEngine
+    _is_ending = False
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the checkpoint and start the engine. A failure here keeps the model from becoming ready."""
@@ -70,3 +73,14 @@ class TritonPythonModel(ContractModel):
         if period_s is not None:
             self._watch = ClientWatch(period_s, self._engine.cancel)
         self._metrics = engine_metrics(pb_utils.MetricFamily, args["model_name"], self._engine.stats)
+        threading.Thread(target=self._end_with_engine, name="end of the engine", daemon=True).start()
+
+    def finalize(self) -> None:
+        self._is_ending = True
+        super().finalize()
+
+    def _end_with_engine(self) -> None:
+        """Triton keeps a model ready whose engine has died, and it would refuse all calls. Whose process ends is started anew."""
+        self._engine.wait()
+        if not self._is_ending:
+            os._exit(1)

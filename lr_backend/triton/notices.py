@@ -9,7 +9,7 @@ from typing import Protocol
 
 import structlog
 
-from lr_backend.notice import read
+from lr_backend.notice import Seat, read
 
 LOOK_S = 0.1
 log = structlog.get_logger()
@@ -23,11 +23,12 @@ class Mortal(Protocol):
     def is_back(self) -> None: ...
 
 
-async def heed(path: Path, engines: Mapping[str, Mortal], look_s: float = LOOK_S) -> None:
-    """Act on notices, for as long as the event loop runs."""
+async def heed(path: Path, engines: Mapping[str, Mortal], seat: Seat, look_s: float = LOOK_S) -> None:
+    """Act on notices, for as long as the event loop runs, and have the launcher see that it does."""
     seen: frozenset[str] = frozenset()
     is_read = True
     while True:
+        seat.beat()
         try:
             dead, is_read = read(path), True
         except OSError as error:  # what was said before still holds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from lr_backend.contract import encode_stop_words
 from lr_backend.engine import EngineCall, Generation, cancel_tensors
 from tests.support.embedded_engines import Gate, Pause, prompt, tiny_checkpoint
 from tests.support.fake_pb_utils import StubError, StubException, StubFamily, StubRequest, stub_module
+from tests.support.observed import WAIT_S
 
 
 @pytest.fixture
@@ -179,6 +181,24 @@ def test_metrics_follow_the_engine(model: Any) -> None:
     assert values["lr_engine_busy_seconds_total"] > 0
     assert values["lr_engine_running"] == 0
     assert values["lr_engine_blocks_cached"] > 0
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_process_ends_with_its_engine(module: Any, repository: Path, monkeypatch: pytest.MonkeyPatch, dies: bool) -> None:
+    """Triton would keep the model ready, and it refuse all calls. What is in flight is answered first."""
+    model, request, ends = module.TritonPythonModel(), StubRequest(tensors()), []
+    monkeypatch.setattr(module.os, "_exit", lambda status: ends.append((status, request.answers[0].error.code)))
+    model.initialize(arguments(repository))
+    (watching,) = (each for each in threading.enumerate() if each.name == "end of the engine")
+    if dies:
+        monkeypatch.setattr(model._engine, "_iterate", lambda: 1 / 0)
+        model.execute([request])
+    else:
+        model.finalize()
+    watching.join(WAIT_S)
+    assert ends == ([(1, StubError.UNAVAILABLE)] if dies else [])
+    if dies:
+        model.finalize()
 
 
 def test_finalize_answers_what_is_in_flight(module: Any, repository: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
@@ -15,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from lr_backend.cli import serve
 from lr_backend.notice import Seat, Seats
@@ -157,6 +160,64 @@ def test_a_target_that_hangs_ends_the_server_unless_it_goes_on(
     assert keeper.lost.is_set() is lost and keeper.can_drain is not lost
     assert ("the target hangs" in keeper.why) is lost
     keeper.stop()
+
+
+@pytest.mark.parametrize(
+    ("meanwhile", "looks_s", "lost"),
+    [
+        pytest.param(lambda seat: None, range(0, 90, 10), True, id="nothing"),
+        pytest.param(lambda seat: seat.beat(), range(0, 90, 10), False, id="it goes round"),
+        pytest.param(lambda seat: seat.leave(), range(0, 90, 10), False, id="it has answered"),
+        pytest.param(lambda seat: None, [0, 10, 3600, 3610, 3620], False, id="the machine was suspended"),
+    ],
+)
+def test_a_process_of_the_loop_that_stands_still_ends_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[Seat], None], looks_s: Iterable[float], lost: bool
+) -> None:
+    """A plug-in that waits for the network in its event loop answers nobody, and Triton calls its model ready."""
+    server = SimpleNamespace(pid=None, http_url="", admin_key="k", notice_file=tmp_path / "notice", running=True)
+    server.seats = Seats.make(server.notice_file)
+    keeper = StubKeeper(server, lambda line: None)  # type: ignore[arg-type]
+    still, lives = server.seats.seat(0), server.seats.seat(1)
+    for seat in (still, lives):
+        seat.enter()
+    for now_s in looks_s:
+        monkeypatch.setattr(room, "time", SimpleNamespace(monotonic=lambda now_s=now_s: float(now_s)))
+        lives.beat()
+        if now_s == 50:
+            meanwhile(still)
+        keeper._look_for_stillness()
+    assert keeper.lost.is_set() is lost and keeper.can_drain is not lost
+    assert ("stands still" in keeper.why) is lost
+    keeper.stop()
+
+
+def test_a_server_that_nobody_watches_any_more_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No room for the notice of a death: the step loop is not told, so that its calls would hang."""
+    dead = subprocess.Popen(["sleep", "60"])
+    monkeypatch.setattr(room, "stubs_of", lambda _: {"draft": [dead.pid]})
+    server = SimpleNamespace(pid=None, http_url="", admin_key="k", notice_file=tmp_path / "gone" / "notice", running=True)
+    server.seats = Seats.make(tmp_path / "notice")
+    keeper = StubKeeper(server, lambda line: None)  # type: ignore[arg-type]
+    keeper.start()
+    dead.kill()
+    dead.wait()
+    assert keeper.lost.wait(10.0) and "gone" in keeper.why
+    keeper.stop()
+
+
+class Full(io.StringIO):
+    def __init__(self, error: OSError) -> None:
+        super().__init__()
+        self._error = error
+
+    def write(self, text: str) -> int:
+        raise self._error
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(), OSError(errno.ENOSPC, "no space left on device")])
+def test_a_server_goes_on_where_nobody_can_read_what_it_says(error: OSError) -> None:
+    serve._tell(Console(file=Full(error)), "the process of draft died")
 
 
 @pytest.mark.parametrize(("drained", "tritons", "status"), [(True, 0, 0), (True, 143, 0), (False, 0, 1), (False, 137, 1)])

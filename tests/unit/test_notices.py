@@ -53,7 +53,7 @@ def test_notices_that_cannot_be_read_for_a_moment_are_heeded_after_it(tmp_path: 
     async def main() -> None:
         path, draft = tmp_path / "notice", Engine()
         post(path, ["draft"])
-        heeding = asyncio.create_task(heed(path, {"draft": draft}))
+        heeding = asyncio.create_task(heed(path, {"draft": draft}, Seats.alone().seat(0)))
         await asyncio.sleep(3 * LOOK_S)
         with monkeypatch.context() as patched:
             patched.setattr(notices, "read", unread)
@@ -69,7 +69,7 @@ def test_notices_that_cannot_be_read_for_a_moment_are_heeded_after_it(tmp_path: 
 def test_deaths_and_returns_are_told_once_and_of_the_engines_that_are_called(tmp_path: Path) -> None:
     async def main() -> None:
         path, draft = tmp_path / "notice", Engine()
-        heeding = asyncio.create_task(heed(path, {"draft": draft}))
+        heeding = asyncio.create_task(heed(path, {"draft": draft}, Seats.alone().seat(0)))
         for dead in ([], ["draft"], ["draft", "lookahead"], ["draft"], [], ["draft"]):
             post(path, dead)
             await asyncio.sleep(3 * LOOK_S)
