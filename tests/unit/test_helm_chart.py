@@ -124,13 +124,14 @@ def pod_templates(group: Document) -> Iterator[Document]:
         yield {"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": {"name": group["metadata"]["name"]}, "spec": spec}
 
 
+HPA = {"kind": "hpa", "requestsInFlight": 12}
 OVER_NODES = {"nodeKeySecret": {"name": "node-key"}, "target": {"nodes": 2, "gpus": 1}}
 RELEASES: dict[str, dict[str, Any]] = {
     **{name: profile(name) for name in PROFILES},
     **{f"{name}, everything": profile(name, **EVERYTHING) for name in PROFILES},
     "roles-apart, by TLS": profile("roles-apart", roles={"tlsSecret": "roles-tls"}),
     "roles-apart, a target over two nodes": profile("roles-apart", **over(EVERYTHING, {"roles": OVER_NODES})),
-    "cpu, hpa": profile("cpu", autoscaling={"kind": "hpa"}),
+    "cpu, hpa": profile("cpu", autoscaling=HPA),
 }
 """The values that tests look at."""
 
@@ -233,6 +234,11 @@ def test_the_schema_of_the_values_refuses(wrong: dict[str, Any]) -> None:
         (over(profile("cpu"), {"download": EVERYTHING["download"]}), "download: it needs checkpoints.enabled"),
         (over(profile("cpu"), {"httpRoute": {"enabled": True}}), "httpRoute.gateway"),
         (over(profile("roles-apart"), {"monitoring": {"serviceMonitor": True}}), "networkPolicy.metricsFrom"),
+        (
+            over(profile("cpu"), {"monitoring": {"serviceMonitor": True}, "networkPolicy": {"from": [{"podSelector": {}}]}}),
+            "networkPolicy.metricsFrom",
+        ),
+        (profile("cpu", autoscaling={"kind": "hpa"}), "autoscaling.requestsInFlight"),
         (over(profile("cpu"), {"ingress": {"enabled": True, "hostname": "a.example"}}), "ingress.tlsSecret"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -681,7 +687,7 @@ def test_scaling_asks_for_metrics_that_the_server_has() -> None:
 
 def test_a_server_of_no_replicas_is_scaled_by_nobody() -> None:
     """Its cards are wanted for a build."""
-    documents = render(profile("cpu", autoscaling={"kind": "hpa"}, server={"replicas": 0}))
+    documents = render(profile("cpu", autoscaling=HPA, server={"replicas": 0}))
     assert named(documents, "Deployment", "lr-lookahead")["spec"]["replicas"] == 0
     assert not [each for each in documents if each["kind"] in ("HorizontalPodAutoscaler", "ScaledObject")]
 
