@@ -59,28 +59,37 @@ MAX_ID_CHARS = 80
 
 
 class TritonReplies:
-    """One client behind Triton's response sender. The final flag is sent once, here and nowhere else."""
+    """One client behind Triton's response sender. The final flag is sent once, here and nowhere else.
+
+    Triton closes a sender as soon as it is given the final flag, even if it then finds no room for the response. So an answer
+    goes first and the flag follows by itself: an answer that cannot be sent leaves room for an error.
+    """
 
     def __init__(self, sender: Any) -> None:
         self._sender = sender
         self._closed = False
 
     def send(self, tensors: Mapping[str, npt.NDArray[Any]], *, final: bool) -> None:
-        response = pb.InferenceResponse([pb.Tensor(name, array) for name, array in tensors.items()])
-        self._send(response, final)
+        if self._closed:
+            return
+        self._sender.send(pb.InferenceResponse([pb.Tensor(name, array) for name, array in tensors.items()]))
+        if final:
+            self._closed = True
+            self._sender.send(flags=pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
     def fail(self, error: LookaheadError) -> None:
+        if self._closed:
+            return
+        self._closed = True
         code = getattr(pb.TritonError, error.status)
-        self._send(pb.InferenceResponse(error=pb.TritonError(error.public(), code)), True)
+        response = pb.InferenceResponse(error=pb.TritonError(error.public(), code))
+        try:
+            self._sender.send(response, flags=pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        except Exception:  # it is closed: nobody can tell the client any more
+            structlog.get_logger().exception("request_unanswered")
 
     def is_cancelled(self) -> bool:
         return bool(self._sender.is_cancelled())
-
-    def _send(self, response: Any, final: bool) -> None:
-        if self._closed:
-            return
-        self._closed = final
-        self._sender.send(response, flags=pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0)
 
 
 async def infer(

@@ -15,6 +15,8 @@ from hmac import compare_digest
 from pathlib import Path
 from typing import Any, Protocol
 
+import structlog
+
 from lr_backend.engine.address import LOOP_KEY_VARIABLE, LOOP_PARAMETER
 from lr_backend.engine.inprocess import Submits
 from lr_backend.engine.request import EngineRequest, EngineResponse
@@ -23,6 +25,7 @@ from lr_backend.triton.client_watch import ClientWatch, WatchedClient
 
 LOOP_KEY = os.environ.get(LOOP_KEY_VARIABLE) or None
 REQUIRED_OUTPUTS = ("output_ids", "sequence_length")
+log = structlog.get_logger()
 
 
 class Metrics(Protocol):
@@ -64,7 +67,10 @@ class ContractModel:
         def on_done(result: EngineResponse | LookaheadError) -> None:
             if self._watch is not None and client is not None:
                 self._watch.leave(client)
-            sender.send(self._response(result, wanted), flags=self.pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            try:
+                sender.send(self._response(result, wanted), flags=self.pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            except Exception:  # the sender takes one response, and is closed: nobody can tell the caller any more
+                log.exception("request_unanswered", request_id=request.request_id())
             self._metrics.touch()
 
         try:

@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from lr_backend.contract import encode_stop_words
 from lr_backend.engine import EngineCall, Generation, cancel_tensors
 from tests.support.fake_llmapi import fake_classes, fake_upstream, scripted
-from tests.support.fake_pb_utils import StubError, StubException, StubFamily, StubRequest, stub_module
+from tests.support.fake_pb_utils import StubError, StubException, StubFamily, StubRequest, StubResponse, stub_module
+from tests.support.observed import WAIT_S, reached_within
 
 PROMPT = (50, 60)
 
@@ -132,6 +134,19 @@ def test_a_call_ends_with_its_client(model: Any) -> None:
     model._engine._llm.gate.set()
     assert gone.answer().outputs["output_ids"].size < 200
     assert stays.answer().outputs["output_ids"].size == 200
+
+
+class Unsendable(StubRequest):
+    def send(self, response: StubResponse, flags: int) -> None:
+        raise StubException("Failed to increase the shared memory pool size")
+
+
+@pytest.mark.parametrize("asked", [tensors(), tensors(4096)], ids=["answered", "refused"])
+def test_an_answer_that_triton_does_not_take_is_logged_by_its_request(model: Any, asked: dict[str, Any]) -> None:
+    with capture_logs() as lines:
+        model.execute([Unsendable(asked, "full")])
+        reached_within(WAIT_S, lambda: bool(lines))
+    assert [(line["event"], line["request_id"], line["log_level"]) for line in lines] == [("request_unanswered", "full", "error")]
 
 
 def test_metrics_are_its_own(model: Any) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib
 import json
 import random
+import sys
 import tracemalloc
 import types
-from collections.abc import Callable, Coroutine, Generator, Mapping
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -17,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given
+from structlog.testing import capture_logs
 
 from lr_backend.config import AuditSettings, Limits
 from lr_backend.errors import EngineRejected, EngineUnavailable, InvalidRequest, LookaheadError
@@ -32,6 +35,7 @@ from lr_backend.triton.service import CANCEL_POLL_S, LookaheadService
 from lr_backend.triton.tensors import request_fields
 from tests.support.bad_input import INPUTS, LOOP_ROWS, LoopRow
 from tests.support.examples import answers, tries
+from tests.support.fake_pb_utils import FINAL, StubException, StubResponse, stub_module
 from tests.support.world import LETTERS, World, imitator, storyteller
 
 
@@ -409,6 +413,53 @@ def test_a_bug_of_ours_does_not_leave_the_client_waiting(capsys: pytest.CaptureF
 
     assert "secret" not in error.public()
     assert error.status == "INTERNAL"
+
+
+@dataclass
+class Sender:
+    """Triton's, which is closed by the final flag, whatever becomes of the response beside it. It has room for short answers."""
+
+    sent: list[StubResponse] = field(default_factory=list)
+    is_full: bool = False
+    is_closed: bool = False
+
+    def send(self, response: StubResponse | None = None, flags: int = 0) -> None:
+        assert not self.is_closed and (response is not None or flags == FINAL)
+        self.is_closed = flags == FINAL
+        if response is not None and (self.is_full or (response.error is None and "usage" in response.outputs)):
+            raise StubException("Failed to increase the shared memory pool size")
+        self.sent += [response] if response is not None else []
+
+    def is_cancelled(self) -> bool:
+        return False
+
+
+@pytest.fixture
+def make_replies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Sender], Any]]:
+    """The way back to a client, over a stand-in for Triton's module."""
+    name = "lr_backend.triton.bls_model"
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", stub_module())
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    yield importlib.import_module(name).TritonReplies
+    sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_answer_that_cannot_be_sent_ends_in_an_error(make_replies: Callable[[Sender], Any], stream: bool) -> None:
+    world, sender = make_world(), Sender()
+    run_virtual(service_of(world).serve("id", arrays(stream=stream), make_replies(sender)))
+    error = sender.sent[-1].error
+    assert sender.is_closed and error is not None
+    assert (error.code, "internal error" in error.message) == ("INTERNAL", True)
+    world.assert_idle()
+
+
+def test_where_not_even_an_error_can_be_sent_the_log_tells(make_replies: Callable[[Sender], Any]) -> None:
+    world, sender = make_world(), Sender(is_full=True)
+    with capture_logs() as lines:
+        run_virtual(service_of(world).serve("id", arrays(stream=False), make_replies(sender)))
+    assert sender.is_closed and "request_unanswered" in [line["event"] for line in lines if line["log_level"] == "error"]
+    world.assert_idle()
 
 
 @types.coroutine
