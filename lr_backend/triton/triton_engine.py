@@ -6,6 +6,7 @@ keeps its place among those in flight until then.
 
 A model whose process died answers each call, cancels too, after a second and one at a time; calls would pile up without end.
 So an engine that fails, or that does not let go of a cancelled call, is left alone for a while: its :class:`Breaker` is open.
+A call by gRPC to an engine that hangs is ended on this side: its place belongs to the engine's replicas too.
 """
 
 from __future__ import annotations
@@ -192,12 +193,14 @@ class Breaker:
     Attributes:
         num_hung: calls that the engine does not let go of. The next try may become one of them, and keep its place in the gate:
             so with each of them it is twice as long until there is one.
+        num_ended: how often it was found to keep calls, and they were ended on this side, since it last answered. They keep no
+            place, but the next try may hold up another request as long.
     """
 
     def __init__(self, retry_s: float = RETRY_S) -> None:
         self._first_s = retry_s
         self._tripped_at: float | None = None
-        self.num_hung = 0
+        self.num_hung = self.num_ended = 0
 
     def require_closed(self, name: str) -> None:
         """Raises :class:`EngineUnavailable` while open."""
@@ -215,6 +218,7 @@ class Breaker:
 
     def close(self) -> None:
         self._tripped_at = None
+        self.num_ended = 0
 
     @property
     def is_open(self) -> bool:
@@ -223,7 +227,7 @@ class Breaker:
 
     @property
     def _retry_s(self) -> float:
-        return float(self._first_s * 2 ** min(self.num_hung, MOST_DOUBLINGS))
+        return float(self._first_s * 2 ** min(self.num_hung + self.num_ended, MOST_DOUBLINGS))
 
 
 class TritonEngine:
@@ -241,12 +245,14 @@ class TritonEngine:
     ) -> None:
         """
         Args:
-            address: of the server, where it is not the one that this process belongs to.
+            address: of the server, where it is not the one that this process belongs to. A call by gRPC can be ended on this
+                side; one by BLS cannot.
             watch: is told of calls that are answered, and of those that hang; None: nobody is.
         """
         self._watch: Watch = watch or Seats.alone().seat(0)
         self._model_name = model_name
         self._called = f"{model_name} at {address}" if address else model_name
+        self._is_remote = bool(address)
         self._cancel_timeout_s = REMOTE_CANCEL_TIMEOUT_S if address else CANCEL_TIMEOUT_S
         self._infer = infer
         self._gate = gate
@@ -378,10 +384,16 @@ class TritonEngine:
             running.exception()  # nobody else asks for it any more
 
     async def _let_hang(self, running: asyncio.Task[Generation]) -> None:
-        """Ask no more, and wait: the engine neither lets go of this call nor answers another."""
+        """Ask no more: the engine neither lets go of this call nor answers another. Where the call cannot be ended, wait."""
+        was_open = self._breaker.is_open
+        self._trip("it does not let go of a cancelled call, and answers no other")
+        if self._is_remote:
+            self._breaker.num_ended += not was_open  # of many calls at a time one counts
+            running.cancel()
+            await asyncio.wait({running})
+            return
         self._breaker.num_hung += 1
         self._watch.hangs(1)
-        self._trip("it does not let go of a cancelled call, and answers no other")
         try:
             await asyncio.wait({running})
         finally:

@@ -402,6 +402,36 @@ def test_an_engine_that_keeps_calls_is_tried_more_and_more_rarely() -> None:
     run_virtual(main())
 
 
+def test_a_replica_that_hangs_keeps_no_place_of_the_others() -> None:
+    """A call by gRPC can be ended on this side. The replica is left alone, and tried again more and more rarely."""
+
+    async def main() -> None:
+        gate, hung, healthy = CallGate(8), ScriptedTriton(seconds=1e9, deaf=10**9), ScriptedTriton(seconds=1.0)
+        sick = TritonEngine("target", hung.infer, gate, tokens_per_block=32, address="a:1")
+        well = TritonEngine("target", healthy.infer, gate, tokens_per_block=32, address="b:1")
+        asked = [asyncio.create_task(sick.generate(call(str(number)))) for number in range(8)]
+        await asyncio.sleep(0.1)
+        for each in asked:
+            each.cancel()
+        await asyncio.sleep(SILENCE_S + 3.0)
+        assert sick.out_of_order and not hung.running and gate.num_in_flight == 0
+        for number in range(600):
+            if not sick.out_of_order:
+                trying = asyncio.create_task(sick.generate(call(f"try-{number}")))
+                await asyncio.sleep(0.5)
+                trying.cancel()
+            assert (await well.generate(call(str(number)))).token_ids == (1, 2, 3)
+        assert hung.num_calls - 8 < 600 / SILENCE_S
+        hung.seconds = 1.0
+        await asyncio.sleep(64 * RETRY_S)
+        assert (await sick.generate(call("well again"))).token_ids == (1, 2, 3)
+        assert (await asyncio.gather(*(sick.generate(call(str(number))) for number in range(4))))[3].token_ids == (1, 2, 3)
+        assert gate.num_in_flight == 0
+        await asyncio.gather(sick.close(), well.close())
+
+    run_virtual(main())
+
+
 def test_an_engine_that_lets_go_after_all_is_tried_as_soon_as_any_other() -> None:
     async def main() -> None:
         triton = ScriptedTriton(seconds=60.0, deaf=10**9)
