@@ -41,6 +41,8 @@ SILENCE_S = 10.0
 meanwhile, is out of order. No iteration takes so long."""
 SLOW_TOKEN_S = 0.03
 """What a token may take. An engine that is full of long calls answers none before the first of them is over."""
+ENOUGH_CANCELS = 3
+"""That the engine must have heard before a call is given up for lost, though it has had all the time that calls may take."""
 DRAFTS_SHARE, JUDGES_SHARE = 0.5, 0.25
 """Of the places in the gate, which draft and judge may have at most."""
 FAILING_S, FEWEST_FAILURES, LONGEST_GAP_S = 30.0, 5, 600.0
@@ -367,10 +369,12 @@ class TritonEngine:
         if after_s:
             await asyncio.wait({running}, timeout=after_s)
         clock, pause_s = asyncio.get_running_loop().time, FIRST_PAUSE_S
-        silent_since, num_answered, num_unheard = clock(), self._num_answered, 0
+        silent_since, num_answered, num_unheard, num_heard = clock(), self._num_answered, 0, 0
+        # All that were sent before it may have their turns first, one after another at worst.
+        lost_at = clock() + SILENCE_S + SLOW_TOKEN_S * sum(self._lengths.values())
         while not running.done():
             is_heard = await self._cancel(request_id)
-            num_unheard = 0 if is_heard else num_unheard + 1
+            num_unheard, num_heard = 0 if is_heard else num_unheard + 1, num_heard + is_heard
             await asyncio.wait({running}, timeout=pause_s if is_heard else 0.0)
             pause_s = min(2.0 * pause_s, LONGEST_PAUSE_S)
             if num_answered != self._num_answered:  # a call that only waits for its turn is no sign of an engine that hangs
@@ -380,6 +384,8 @@ class TritonEngine:
                 # One cancel may go unheard where this process stood still for a moment.
                 if num_unheard > 1 or clock() - silent_since >= longest_s:
                     await self._let_hang(running)
+            if clock() >= lost_at and num_heard >= ENOUGH_CANCELS and not running.done():
+                await self._give_up(request_id, running)
         if not running.cancelled():
             running.exception()  # nobody else asks for it any more
 
@@ -399,6 +405,12 @@ class TritonEngine:
         finally:
             self._breaker.num_hung -= 1
             self._watch.hangs(-1)
+
+    async def _give_up(self, request_id: str, running: asyncio.Task[Generation]) -> None:
+        """The engine answers others, and has lost this call. By BLS it keeps its place, and the gate counts it."""
+        log.error("call_lost", engine=self._called, request_id=request_id)
+        running.cancel()
+        await asyncio.wait({running})
 
     async def _cancel(self, request_id: str) -> bool:
         """Ask once; False if not even that is answered. Where the engine is gone so is the call, and its own failure says so."""

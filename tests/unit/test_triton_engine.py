@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from lr_backend.engine import EngineCall, Generation
 from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable
@@ -556,6 +557,41 @@ def test_a_cancelled_call_that_waits_its_turn_is_no_sign_of_a_dead_engine() -> N
         with pytest.raises(asyncio.CancelledError):
             await waiting
         await engine.close()
+
+    run_virtual(main())
+
+
+def test_a_call_that_a_busy_engine_has_lost_is_given_up() -> None:
+    """Its answers to others say that it does not hang; nothing says that it will ever answer this one."""
+
+    async def main() -> None:
+        told, quick, threads = list[int](), ScriptedTriton(seconds=0.4), list[asyncio.Future[dict[str, Any]]]()
+        num_cancels, gate = 0, CallGate(4, told.append)
+
+        async def infer(model: str, request_id: str, inputs: Any, wanted: Any) -> dict[str, Any]:
+            nonlocal num_cancels
+            if request_id != "lost":
+                return await quick.infer(model, request_id, inputs, wanted)
+            if "stop" in inputs:
+                num_cancels += 1
+                return tokens([])
+            threads.append(asyncio.get_running_loop().create_future())
+            return await gate.answer(threads[-1])
+
+        engine = TritonEngine("target", infer, gate, tokens_per_block=32)
+        lost = asyncio.create_task(engine.generate(call("lost")))
+        await asyncio.sleep(0.1)
+        lost.cancel()
+        with capture_logs() as lines:
+            for number in range(100):
+                assert (await engine.generate(call(str(number)))).token_ids == (1, 2, 3)
+        assert 3 <= num_cancels < 12
+        assert lines == [{"event": "call_lost", "engine": "target", "request_id": "lost", "log_level": "error"}]
+        assert (told, gate.num_in_flight, engine.out_of_order) == ([1], 0, False)
+        threads[0].set_result(tokens([1]))
+        await engine.close()
+        await asyncio.sleep(0.1)
+        assert told == [1, 0]
 
     run_virtual(main())
 
