@@ -150,11 +150,12 @@ class LookaheadService:
         """
         self.seat.enter()
         replies = Seated(replies, self.seat)
-        watchers: list[Watcher] = [self.metrics.begin(running_clock())]
-        if self.telemetry is not None:
-            watchers.append(RequestSpan(self.telemetry, carried(parameters or {}), request_id))
+        watchers: list[Watcher] = []
         end = "internal"
         try:
+            watchers.append(self.metrics.begin(running_clock()))
+            if self.telemetry is not None:
+                watchers.append(RequestSpan(self.telemetry, carried(parameters or {}), request_id))
             if self.seat.ending:
                 raise Overloaded("the server is about to end; ask another, or this one again once it is back")
             if self.seat.num_in_all > (most := self._config.limits.max_in_flight_requests):

@@ -27,6 +27,7 @@ from lr_backend.fields import LOOKAHEAD_INPUTS, LOOKAHEAD_OUTPUTS
 from lr_backend.loop.assemble import Engines
 from lr_backend.notice import Seats
 from lr_backend.request import Mode, Usage, VerifierName
+from lr_backend.telemetry import Telemetry
 from lr_backend.testing import run_virtual
 from lr_backend.trace.schema import Purpose, Trace
 from lr_backend.triton.prompts import max_text_bytes
@@ -413,6 +414,20 @@ def test_a_bug_of_ours_does_not_leave_the_client_waiting(capsys: pytest.CaptureF
 
     assert "secret" not in error.public()
     assert error.status == "INTERNAL"
+
+
+def test_a_request_whose_span_cannot_begin_has_its_end_all_the_same() -> None:
+    class Broken(Telemetry):
+        def __init__(self) -> None: ...
+
+        def begin(self, *about: Any, **more: Any) -> Any:
+            raise RuntimeError("no room for a span")
+
+    replies, service = RecordedReplies(), service_of(make_world())
+    service.telemetry = Broken()
+    run_virtual(service.serve("id", arrays(), replies))
+    assert [error.status for error in replies.errors] == ["INTERNAL"]
+    assert (service.seat.num_in_flight, service.metrics.num_in_flight) == (0, 0)
 
 
 @dataclass
