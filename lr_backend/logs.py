@@ -59,7 +59,9 @@ class _Losing(io.TextIOBase):
 
 
 def _every(knows_texts: bool) -> list[structlog.typing.Processor]:
-    return [structlog.processors.add_log_level, structlog.processors.TimeStamper(fmt="iso"), _Fault(knows_texts)]
+    # Whoever logs for a request says its id: the step loop binds it where it serves one.
+    shared = [structlog.contextvars.merge_contextvars, structlog.processors.add_log_level]
+    return [*shared, structlog.processors.TimeStamper(fmt="iso"), _Fault(knows_texts)]
 
 
 class _Fault:

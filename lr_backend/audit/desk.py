@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextvars import Context, copy_context
+from dataclasses import dataclass, field
 from functools import partial
 
 from lr_backend.audit.auditor import Auditor
@@ -49,12 +50,14 @@ class AuditCase:
         verifier: whose acceptance is audited.
         first: asked first, off the critical path; what it does not accept is no case. None: the pair was accepted.
         done: told whether the step was rightly accepted; None: nobody could tell.
+        context: of its request, for logs and spans. Another request's audit may be what makes room for this one.
     """
 
     pair: StepPair
     verifier: str
     first: Verifier | None = None
     done: Callable[[bool | None], None] = lambda right: None
+    context: Context = field(default_factory=copy_context)
 
 
 class AuditDesk:
@@ -136,7 +139,7 @@ class AuditDesk:
     def _start(self) -> None:
         while self._waiting and len(self._running) < self._settings.max_in_flight:
             case = self._waiting.popleft()
-            task = asyncio.create_task(self._work(case))
+            task = asyncio.create_task(self._work(case), context=case.context)
             self._running.add(task)
             task.add_done_callback(partial(self._finished, case))
 

@@ -19,6 +19,8 @@ from lr_backend.propose.proposal import Proposal, Room
 
 LEAST_PLAIN, MOST_PLAIN = 4, 64
 """Tokens to decode before the next lookup, where the last ones found nothing: twice as many each time."""
+MAX_FAILURES = 3
+"""In a row, after which a proposer is asked no more in that request."""
 
 _logger = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ class Lookup:
     Attributes:
         num_ids: token ids that there are; what is proposed ends before any other. None: it proposes no other.
         timeout_s: for an answer; who is later is asked no more. None waits.
+        num_failures: in a row.
     """
 
     proposer: Proposer
@@ -48,6 +51,17 @@ class Lookup:
     timeout_s: float | None = None
     follows_drafted: ClassVar[bool] = False
     is_available: bool = True
+    num_failures: int = 0
+    is_told: bool = False
+
+    def failed(self, error: BaseException, *, at_once: bool) -> None:
+        """It is asked no more after a few failures in a row, or ``at_once``. The log tells of the first."""
+        self.num_failures += 1
+        if at_once or self.num_failures >= MAX_FAILURES:
+            self.is_available = False
+        if not self.is_told:
+            self.is_told = True
+            _logger.warning("the proposer failed", exc_info=error)
 
     @asynccontextmanager
     async def step(self, prefix: IntArray, stop_words: IntArray, room: Room, drafted: GrowingText | None) -> AsyncIterator[_Step]:
@@ -76,10 +90,9 @@ class _Step:
         except (Exception, asyncio.CancelledError) as error:  # a deployment's own code may raise anything
             if own_task_is_cancelled(error):
                 raise
-            if limit.expired():
-                source.is_available = False
-            _logger.warning("the proposer failed: %s: %s", type(error).__name__, error)
+            source.failed(error, at_once=limit.expired())
             return ()
+        source.num_failures = 0
         return found if source.num_ids is None else tuple(takewhile(range(source.num_ids).__contains__, found))
 
     def verified(self, proposed: Sequence[int], num_accepted: int) -> None:

@@ -148,6 +148,10 @@ class LookaheadService:
         Args:
             parameters: of Triton's request: fields, and among them the caller's context, for spans.
         """
+        with structlog.contextvars.bound_contextvars(request_id=request_id):
+            await self._serve(request_id, arrays, replies, parameters or {})
+
+    async def _serve(self, request_id: str, arrays: Arrays, replies: Replies, parameters: Mapping[str, object]) -> None:
         self.seat.enter()
         replies = Seated(replies, self.seat)
         watchers: list[Watcher] = []
@@ -155,7 +159,7 @@ class LookaheadService:
         try:
             watchers.append(self.metrics.begin(running_clock()))
             if self.telemetry is not None:
-                watchers.append(RequestSpan(self.telemetry, carried(parameters or {}), request_id))
+                watchers.append(RequestSpan(self.telemetry, carried(parameters), request_id))
             if self.seat.ending:
                 raise Overloaded("the server is about to end; ask another, or this one again once it is back")
             if self.seat.num_in_all > (most := self._config.limits.max_in_flight_requests):

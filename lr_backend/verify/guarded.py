@@ -16,13 +16,14 @@ from lr_backend.verify.verdict import SETTLED, Reason, StepPair, Verdict, Verifi
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass
 class GuardedVerifier:
-    """Doubt rejects: an error, a verdict that is late, and what is no verdict. ``timeout_s`` None waits."""
+    """One request's. Doubt rejects: an error, a verdict that is late, and what is no verdict. ``timeout_s`` None waits."""
 
     name: str
     verifier: Verifier
     timeout_s: float | None
+    _is_told: bool = False
 
     async def verify(self, pair: StepPair) -> Verdict:
         try:
@@ -34,14 +35,20 @@ class GuardedVerifier:
                 raise
             if limit.expired():
                 return Verdict(False, Reason.TIMEOUT, verifier=self.name)
-            _logger.warning("the verifier %s failed", self.name, exc_info=error)
+            self._tell("the verifier %s failed", self.name, error=error)
             return Verdict(False, Reason.VERIFIER_ERROR, verifier=self.name)
         if verdict is None:
-            _logger.warning("the verifier %s gave no verdict but a %s", self.name, type(answer).__name__)
+            self._tell("the verifier %s gave no verdict but a %s", self.name, type(answer).__name__)
             return Verdict(False, Reason.GARBAGE, verifier=self.name)
         # What is settled without a verifier is not its to say: equal tokens are never audited.
         reason = Reason.PLUG_IN if verdict.reason in SETTLED else verdict.reason
         return replace(verdict, accepted=bool(verdict.accepted), reason=reason, verifier=verdict.verifier or self.name)
+
+    def _tell(self, event: str, *about: str, error: BaseException | None = None) -> None:
+        """A line in the log, once: a verifier that fails mostly fails for every step."""
+        if not self._is_told:
+            self._is_told = True
+            _logger.warning(event, *about, exc_info=error)
 
 
 def _sound(answer: object) -> Verdict | None:

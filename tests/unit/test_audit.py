@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from structlog.contextvars import bound_contextvars, get_contextvars
 
 from lr_backend.audit.auditor import CheckerAuditor, ModelAuditor, make_auditor
 from lr_backend.audit.desk import AuditCase, AuditCounts, AuditDesk
@@ -314,6 +315,25 @@ def test_a_server_that_goes_down_drops_what_is_left(moment_s: float) -> None:
     right = int(moment_s)
     assert counts(desk.counts_of(JUDGE)) == (right, 0, 0, 5 - right, 0)
     assert auditor.closed and not auditor.num_running
+
+
+def test_an_audit_belongs_to_the_request_of_its_step_whoever_made_room_for_it() -> None:
+    told = []
+
+    def rule(pair: StepPair) -> bool:
+        told.append((pair.call_id, get_contextvars()["request_id"]))
+        return True
+
+    desk = desk_of(ScriptedAuditor(rule))
+
+    async def three() -> None:
+        for number in range(3):
+            with bound_contextvars(request_id=f"call/{number}"):
+                desk.offer(AuditCase(make_pair(number), JUDGE))
+        await desk.drain()
+
+    run_virtual(three())
+    assert told == [(f"call/{number}", f"call/{number}") for number in range(3)]
 
 
 def test_the_desk_says_when_its_counts_have_changed() -> None:

@@ -29,6 +29,9 @@ except ValueError as error:
 logging.getLogger("some.library").warning("plain")
 structlog.get_logger().info("well", request_id="a")
 structlog.get_logger().debug("too much")
+with structlog.contextvars.bound_contextvars(request_id="b"):
+    logging.getLogger("some.library").warning("within")
+    structlog.get_logger().info("another's", request_id="c")
 """
 
 
@@ -42,9 +45,10 @@ def lines(knows: bool) -> list[dict[str, Any]]:
 
 def test_every_line_is_an_event_whoever_logs_it() -> None:
     found = lines(True)
-    assert [line["event"] for line in found] == ["ours", "ours again", "theirs: 7", "plain", "well"]
+    assert [line["event"] for line in found] == ["ours", "ours again", "theirs: 7", "plain", "well", "within", "another's"]
     assert all({"level", "timestamp"} <= set(line) for line in found)
-    assert found[2]["logger"] == "some.library" and found[4]["request_id"] == "a"
+    assert found[2]["logger"] == found[5]["logger"] == "some.library"
+    assert [line.get("request_id") for line in found] == [None, None, None, None, "a", "b", "c"]
 
 
 @pytest.mark.parametrize("knows", [True, False])

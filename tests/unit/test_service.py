@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given
+from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
 
 from lr_backend.config import AuditSettings, Limits
@@ -471,9 +472,10 @@ def test_an_answer_that_cannot_be_sent_ends_in_an_error(make_replies: Callable[[
 
 def test_where_not_even_an_error_can_be_sent_the_log_tells(make_replies: Callable[[Sender], Any]) -> None:
     world, sender = make_world(), Sender(is_full=True)
-    with capture_logs() as lines:
+    with capture_logs([merge_contextvars]) as lines:
         run_virtual(service_of(world).serve("id", arrays(stream=False), make_replies(sender)))
-    assert sender.is_closed and "request_unanswered" in [line["event"] for line in lines if line["log_level"] == "error"]
+    (line,) = (line for line in lines if line["event"] == "request_unanswered")
+    assert sender.is_closed and (line["request_id"], line["log_level"]) == ("id", "error")
     world.assert_idle()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -255,6 +256,37 @@ def test_a_proposer_that_never_answers_proposes_nothing() -> None:
         return found
 
     assert not run_virtual(first()).token_ids
+
+
+@dataclass
+class Quotes:
+    """Fails at all but every ``well``-th call, with words of the text in its error."""
+
+    well: int = 10**9
+    num_asked: int = 0
+
+    async def propose(self, ids: Any, max_tokens: int) -> tuple[int, ...]:
+        self.num_asked += 1
+        if self.num_asked % self.well == 0:
+            return (7,)
+        raise ValueError("cannot read 'Zanzibar quokka'")
+
+
+@pytest.mark.parametrize(("well", "num_asked"), [(10**9, 3), (3, 9)])
+def test_a_proposer_that_fails_is_logged_once_and_asked_no_more_after_a_few_times(
+    well: int, num_asked: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    proposer = Quotes(well)
+
+    async def nine() -> None:
+        async with Lookup(proposer).step(np.array([1], np.int32), np.zeros((2, 0), np.int32), lambda ids: 9, None) as step:
+            for _ in range(9):
+                await step.next((), 4)
+
+    run_virtual(nine())
+    assert proposer.num_asked == num_asked
+    (line,) = caplog.records
+    assert "quokka" not in line.getMessage() and line.exc_info is not None and line.exc_info[0] is ValueError
 
 
 def test_a_proposer_that_waits_for_a_task_that_was_cancelled_proposes_nothing() -> None:

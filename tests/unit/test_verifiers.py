@@ -166,6 +166,20 @@ def test_what_is_no_verdict_rejects(answer: object) -> None:
     )
 
 
+@pytest.mark.parametrize("answer", [ZeroDivisionError(), "no verdict"], ids=repr)
+def test_a_verifier_that_fails_for_every_step_is_logged_once(answer: object, caplog: pytest.LogCaptureFixture) -> None:
+    class Fails:
+        async def verify(self, pair: StepPair) -> Any:
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    guarded = GuardedVerifier("fails", Fails(), None)
+    assert not any(run_virtual(guarded.verify(make_pair())).accepted for _ in range(3))
+    (line,) = caplog.records
+    assert "the verifier fails" in line.getMessage() and bool(line.exc_info) is isinstance(answer, Exception)
+
+
 def test_a_score_beyond_every_float_rejects() -> None:
     class Says:
         async def verify(self, pair: StepPair) -> Verdict:
