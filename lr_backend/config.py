@@ -79,8 +79,9 @@ class AuditSettings(BaseModel):
     Attributes:
         auditor: ``target`` (its own strict question), ``judge`` (asked with the two steps changed over) or ``checker``.
         checker: for the auditor ``checker``, a function of the server's Python environment as "module:function"; see
-            :data:`Checker`. It runs on one thread of its own and must come to an end.
-        max_in_flight: audits at a time; each has at most one engine call in flight. More only take turns from answers.
+            :data:`Checker`. It is called once at a time, on a thread of its own, and must come to an end.
+        max_in_flight: audits at a time; each has at most one engine call in flight. More only take turns from answers. Those by
+            a checker have but one turn, which :attr:`at_a_time` says.
         max_waiting: audits in line; one more is dropped, and counted.
         timeout_s: of one audit; past it the audit has failed.
         memory: audits after which evidence has faded to about a third.
@@ -115,6 +116,11 @@ class AuditSettings(BaseModel):
                 "sensitivity and specificity are [successes, trials] and add up to more than 1, or audits say nothing"
             )
         return self
+
+    @property
+    def at_a_time(self) -> int:
+        """Audits. To wait for the checker is to wait in line, where no time is counted: an audit may take ``timeout_s``."""
+        return self.max_in_flight if self.checker is None else 1
 
     def load_checker(self, root: Path | None = None) -> Checker | None:
         """Import the checker; None where another auditor is named.

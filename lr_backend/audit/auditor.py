@@ -8,8 +8,9 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from threading import Thread
 from typing import Any, Protocol
 
 from lr_backend.config import Checker, LoopConfig
@@ -20,6 +21,9 @@ from lr_backend.verify.asking import ask_for_label
 from lr_backend.verify.factory import VerifierParts
 from lr_backend.verify.judge_prompt import JudgePrompt, readable_step_tokens
 from lr_backend.verify.verdict import Reason, StepPair
+
+MAX_CHECKS = 4
+"""Of a checker, at a time: one that somebody waits for, and those that were given up."""
 
 
 class Auditor(Protocol):
@@ -51,22 +55,44 @@ class ModelAuditor:
 
 
 class CheckerAuditor:
-    """A function, on one thread of its own: it may take its time and does not hold up the event loop."""
+    """A function, each time on a thread of its own: it may take its time and does not hold up the event loop.
+
+    A call that was given up keeps its thread until it comes to its end. Nothing waits for such a thread, the interpreter's end
+    neither; while there are :data:`MAX_CHECKS` of them audits fail at once.
+    """
 
     def __init__(self, checker: Checker) -> None:
         self._checker = checker
-        self._executor = ThreadPoolExecutor(1, "audit")
+        self._num_running = 0
 
     async def audit(self, pair: StepPair) -> bool | Reason:
-        texts = (pair.drafted_text.strip(), pair.target_text.strip())
+        if self._num_running >= MAX_CHECKS:
+            return Reason.VERIFIER_ERROR
+        loop = asyncio.get_running_loop()
+        found: asyncio.Future[bool | Reason] = loop.create_future()
+
+        def ended(answer: bool | Reason) -> None:
+            self._num_running -= 1
+            if not found.done():
+                found.set_result(answer)
+
+        def check() -> None:
+            answer = self._check(pair)
+            with suppress(RuntimeError):  # the loop is closed, and nobody waits any more
+                loop.call_soon_threadsafe(ended, answer)
+
+        Thread(target=check, name="audit", daemon=True).start()
+        self._num_running += 1
+        return await found
+
+    def close(self) -> None: ...
+
+    def _check(self, pair: StepPair) -> bool | Reason:
         try:
-            same = await asyncio.get_running_loop().run_in_executor(self._executor, self._checker, *texts)
-        except Exception:  # whatever a function of the deployment's raises, it is a failed audit
+            same = self._checker(pair.drafted_text.strip(), pair.target_text.strip())
+        except BaseException:  # whatever a function of the deployment's raises, it is a failed audit
             return Reason.VERIFIER_ERROR
         return same if isinstance(same, bool) else Reason.GARBAGE
-
-    def close(self) -> None:
-        self._executor.shutdown(wait=False, cancel_futures=True)
 
 
 def make_auditor(config: LoopConfig, parts: VerifierParts, checker: Checker | None) -> Auditor:

@@ -61,7 +61,7 @@ class AuditCase:
 
 
 class AuditDesk:
-    """Takes cases and has them audited, never more than ``max_in_flight`` at a time; nobody waits for it.
+    """Takes cases and has them audited, never more than ``at_a_time``; nobody waits for it.
 
     Used from one event loop; ``counts`` may be read from any thread.
 
@@ -137,7 +137,7 @@ class AuditDesk:
             await asyncio.wait(self._running)
 
     def _start(self) -> None:
-        while self._waiting and len(self._running) < self._settings.max_in_flight:
+        while self._waiting and len(self._running) < self._settings.at_a_time:
             case = self._waiting.popleft()
             task = asyncio.create_task(self._work(case), context=case.context)
             self._running.add(task)

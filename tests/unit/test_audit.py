@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import sqrt
 from pathlib import Path
+from threading import Event, Semaphore, Thread, current_thread
 from types import MappingProxyType
 
 import numpy as np
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from structlog.contextvars import bound_contextvars, get_contextvars
 
-from lr_backend.audit.auditor import CheckerAuditor, ModelAuditor, make_auditor
+from lr_backend.audit.auditor import MAX_CHECKS, CheckerAuditor, ModelAuditor, make_auditor
 from lr_backend.audit.desk import AuditCase, AuditCounts, AuditDesk
 from lr_backend.audit.interval import LEAST_AUDITS, Z_95, Estimate, FalseAccepts, corrected
 from lr_backend.audit.request import TRICKLE, audit_draw
@@ -32,6 +33,7 @@ from lr_backend.testing import ScriptedEngine, run_virtual
 from lr_backend.verify import Reason, StepPair, Verdict, Verifier, VerifierParts
 from lr_backend.verify.judge_prompt import AUDIT_TASK_TEXT
 from tests.support.examples import answers
+from tests.support.observed import WAIT_S
 from tests.support.world import CONFIG, MODELS, World, chance, imitator, judge_script, storyteller
 
 JUDGE = VerifierName.JUDGE
@@ -447,6 +449,61 @@ def test_a_checker_gets_the_drafted_text_first_and_may_fail() -> None:
     # On the real clock: a virtual one does not wait for threads.
     assert asyncio.run(all_of_them()) == [True, False, Reason.VERIFIER_ERROR, Reason.GARBAGE]
     auditor.close()
+
+
+class Stuck:
+    """A checker that does not come to an end while it is held."""
+
+    def __init__(self) -> None:
+        self.entered, self.released = Semaphore(0), Event()
+        self.threads: list[Thread] = []
+
+    def __call__(self, drafted: str, target: str) -> bool:
+        self.threads.append(current_thread())
+        self.entered.release()
+        return drafted != "hang" or self.released.wait(WAIT_S)
+
+
+def test_a_checker_that_hangs_fails_its_own_audit_alone_until_many_do() -> None:
+    stuck = Stuck()
+    auditor = CheckerAuditor(stuck)
+
+    async def hang() -> None:
+        task = asyncio.create_task(auditor.audit(make_pair(drafted="hang")))
+        await asyncio.to_thread(stuck.entered.acquire, timeout=WAIT_S)
+        task.cancel()
+        await asyncio.wait({task})
+
+    async def body() -> None:
+        async with asyncio.timeout(WAIT_S / 2):
+            for _ in range(MAX_CHECKS - 1):
+                await hang()
+                assert await auditor.audit(make_pair()) is stuck.entered.acquire(blocking=False) is True
+            await hang()
+            assert await auditor.audit(make_pair()) is Reason.VERIFIER_ERROR
+            assert len(stuck.threads) == 2 * MAX_CHECKS - 1
+            stuck.released.set()
+            for thread in stuck.threads:
+                await asyncio.to_thread(thread.join)
+            assert await auditor.audit(make_pair()) is True
+
+    asyncio.run(body())
+    assert all(thread.daemon for thread in stuck.threads), "the interpreter ends without them"
+
+
+def test_who_waits_for_the_checker_is_not_late() -> None:
+    auditor = ScriptedAuditor()
+    settings = AuditSettings(auditor="checker", checker="its:own", max_in_flight=16)
+    desk = AuditDesk(lambda: auditor, settings)
+    desk.open()
+
+    async def all_of_them() -> None:
+        for number in range(30):
+            desk.offer(AuditCase(make_pair(number), JUDGE))
+        await desk.drain()
+
+    run_virtual(all_of_them())
+    assert (auditor.most_running, counts(desk.counts_of(JUDGE))) == (1, (30, 0, 0, 0, 0))
 
 
 # In the loop -------------------------------------------------------------------------------------------------------
