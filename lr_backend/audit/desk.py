@@ -8,11 +8,12 @@ Steps of equal tokens are no cases: they are right by themselves, and the share 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import blake2b
 
 from lr_backend.audit.auditor import Auditor
 from lr_backend.audit.interval import Estimate, FalseAccepts
@@ -21,11 +22,30 @@ from lr_backend.verify import Reason, StepPair, Verifier
 from lr_backend.verify.verdict import FAILED
 
 
+class Recent:
+    """The pairs that counted last, by their tokens. An auditor sees no more of a pair, so a repeat tells nothing new."""
+
+    def __init__(self, memory: int) -> None:
+        self._memory = memory
+        self._digests: OrderedDict[bytes, None] = OrderedDict()
+
+    def repeats(self, pair: StepPair) -> bool:
+        """Whether the pair is one of them; else it is from now on."""
+        digest = blake2b(repr((pair.target.ids, pair.drafted.ids)).encode(), digest_size=16).digest()
+        if digest in self._digests:
+            return True
+        self._digests[digest] = None
+        if len(self._digests) > self._memory:
+            self._digests.popitem(last=False)  # its evidence has faded
+        return False
+
+
 @dataclass
 class AuditCounts:
     """What became of the cases of one verifier.
 
     Attributes:
+        false_accepts: what they come to; a pair that ``recent`` knows adds nothing to it.
         num_right, num_false_accepts: by the auditor's answer.
         num_failed: the auditor, or the verifier asked before it, failed, was late, or its answer was none.
         num_dropped: the line was full, or the server was going down.
@@ -34,6 +54,7 @@ class AuditCounts:
     """
 
     false_accepts: FalseAccepts
+    recent: Recent
     num_right: int = 0
     num_false_accepts: int = 0
     num_failed: int = 0
@@ -105,9 +126,9 @@ class AuditDesk:
     def counts_of(self, verifier: str) -> AuditCounts:
         """Those of one verifier, from its first case on."""
         if verifier not in self.counts:
-            errors = (self._settings.sensitivity, self._settings.specificity)
+            memory, errors = self._settings.memory, (self._settings.sensitivity, self._settings.specificity)
             # Replaced as a whole: another thread may walk through it.
-            self.counts = {**self.counts, verifier: AuditCounts(FalseAccepts(self._settings.memory, *errors))}
+            self.counts = {**self.counts, verifier: AuditCounts(FalseAccepts(memory, *errors), Recent(memory))}
         return self.counts[verifier]
 
     def offer(self, case: AuditCase) -> bool:
@@ -164,7 +185,8 @@ class AuditDesk:
         else:
             counts.num_right += answer
             counts.num_false_accepts += not answer
-            counts.false_accepts.add(not answer)
+            if not counts.recent.repeats(case.pair):
+                counts.false_accepts.add(not answer)
             case.done(answer)
 
     async def _answer(self, case: AuditCase) -> bool | Reason | None:

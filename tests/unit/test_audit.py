@@ -319,6 +319,28 @@ def test_a_server_that_goes_down_drops_what_is_left(moment_s: float) -> None:
     assert auditor.closed and not auditor.num_running
 
 
+@pytest.mark.parametrize(
+    ("asked", "counted"),
+    [([0] * 100, [True]), ([*range(20), 0], [True, *[False] * 19]), ([*range(21), 0], [True, *[False] * 20, True])],
+)
+def test_a_pair_that_is_asked_again_and_again_is_evidence_once(asked: list[int], counted: list[bool]) -> None:
+    """The desk remembers ``memory`` pairs; pair 0 is wrong."""
+    desk = desk_of(ScriptedAuditor(lambda pair: pair.call_id != "call/0"), memory=20)
+
+    async def ask() -> None:
+        for number in asked:
+            desk.offer(AuditCase(make_pair(number), JUDGE))
+        await desk.drain()
+
+    run_virtual(ask())
+    expected = FalseAccepts(20)
+    for false in counted:
+        expected.add(false)
+    book = desk.counts_of(JUDGE)
+    assert book.false_accepts.estimate == expected.estimate
+    assert (book.num_right + book.num_false_accepts, book.num_false_accepts) == (len(asked), asked.count(0))
+
+
 def test_an_audit_belongs_to_the_request_of_its_step_whoever_made_room_for_it() -> None:
     told = []
 
@@ -703,28 +725,26 @@ def test_evidence_of_one_verifier_says_nothing_of_another() -> None:
 
 def test_a_budget_is_spent_while_false_accepts_come_and_wins_back_when_they_no_longer_do() -> None:
     """A server that turns bad and then well again; while the budget is spent no answer differs from the target's own."""
-    world = make_world()
     bad = True
-    auditor = ScriptedAuditor(lambda pair: not bad)
-    world.audits = desk_of(auditor, memory=20)
-    plain = run_virtual(make_world().answer(mode="ar", stream=False)).completion_ids
+    desk = desk_of(ScriptedAuditor(lambda pair: not bad), memory=20)
 
     async def ask_many(num: int) -> list[bool]:
         spent = []
         for seed in range(num):
-            fields = {"seed": seed, "request_id": f"{bad}/{seed}", "audit_rate": 0.5, "deterministic": True}
-            outcome = await world.answer(mode="lr", risk_budget=0.2, **fields)
-            await world.audits.drain()
+            world = make_world(seed + num * bad)  # one world would bring the same pairs again and again
+            world.audits = desk
+            outcome = await world.answer(mode="lr", risk_budget=0.2, audit_rate=0.5, seed=seed, deterministic=True)
+            await desk.drain()
             spent.append(outcome.usage.risk_budget_spent)
             if spent[-1]:
-                assert outcome.completion_ids == plain
+                assert outcome.completion_ids == (await world.fresh().answer(mode="ar", stream=False)).completion_ids
                 assert "judge" not in outcome.usage.num_steps_accepted_by
         return spent
 
     before = run_virtual(ask_many(25))
     first = before.index(True)
     assert all(before[first:])
-    assert world.audits.counts_of(JUDGE).num_requests_spent == 25 - first
+    assert desk.counts_of(JUDGE).num_requests_spent == 25 - first
     bad = False
     after = run_virtual(ask_many(25))
     assert after[0] and not after[-1]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lr_backend.audit.desk import AuditCounts
+from lr_backend.audit.desk import AuditCounts, Recent
 from lr_backend.audit.interval import FalseAccepts
 from lr_backend.triton.audit_metrics import AUDITS, COUNTERS, GAUGES, RATE, RATE_HIGH, RATE_LOW, SPENT, audit_metrics
 from lr_backend.triton.metrics import MetricSheet
@@ -78,7 +78,7 @@ def test_what_nobody_audits_has_no_metrics(shown: tuple[Metrics, MetricSheet]) -
 
 def test_results_and_the_rate_with_its_interval(counts: dict[str, AuditCounts], shown: tuple[Metrics, MetricSheet]) -> None:
     family, metrics = shown
-    judge = counts["judge"] = AuditCounts(FalseAccepts(200))
+    judge = counts["judge"] = AuditCounts(FalseAccepts(200), Recent(200))
     for number in range(4):
         judge.false_accepts.add(number == 0)
     judge.num_right, judge.num_false_accepts, judge.num_failed, judge.num_requests_spent = 3, 1, 2, 1
