@@ -31,7 +31,7 @@ from bench.kit.intervals import Cluster, Estimate, Share, ratio, ratio_of_sums
 from bench.kit.measure import Sample, accepted_runs, looks_ahead, mean_step_tokens, num_decided
 from lr_backend.hardware.lateness import Lateness
 from lr_backend.request import LookaheadRequest, Mode
-from lr_backend.verify.verdict import FAILED, UNCOMPARED, Reason
+from lr_backend.verify.verdict import FAILED, SAME, UNCOMPARED, Reason
 
 BASELINE = "ar"
 DEFAULT_MARGIN = 0.015
@@ -98,7 +98,7 @@ class Checked:
 
     Attributes:
         agreed: verdicts that say what the checker says, of all.
-        wrong: accepted ones that the checker would not have accepted, of the accepted.
+        wrong: ones accepted in other words that the checker would not have accepted, of those accepted so.
         by: agreement by who decided (of a cascade: the stage).
     """
 
@@ -495,10 +495,11 @@ def compared(step: StepRecord) -> bool:
 def checked(steps: Iterable[tuple[str, StepRecord]], checker: StepChecker) -> Checked | None:
     """What the checker says of the verdicts on these steps, each with its problem; None where there was none.
 
-    Equal tokens need no verdict, and a rejection because something failed or was not allowed is none.
+    Equal tokens need no verdict, and a rejection because something failed or was not allowed is none. What was accepted for its
+    same words cannot be wrong.
     """
     verdicts = [
-        (task, step.verifier, step.origin == "draft", checker(step.target_text or "", step.drafted_text or ""))
+        (task, step, step.origin == "draft", checker(step.target_text or "", step.drafted_text or ""))
         for task, step in steps
         if compared(step) and step.verifier is not None and step.reason not in NO_VERDICT
     ]
@@ -506,10 +507,10 @@ def checked(steps: Iterable[tuple[str, StepRecord]], checker: StepChecker) -> Ch
         return None
     return Checked(
         Share.of((task, said == right) for task, _, said, right in verdicts),
-        Share.of((task, not right) for task, _, said, right in verdicts if said),
+        Share.of((task, not right) for task, step, said, right in verdicts if said and step.reason not in SAME),
         {
-            name: Share.of((task, said == right) for task, by, said, right in verdicts if by == name)
-            for name in sorted({by for _, by, _, _ in verdicts})
+            name: Share.of((task, said == right) for task, step, said, right in verdicts if step.verifier == name)
+            for name in sorted({step.verifier or "" for _, step, _, _ in verdicts})
         },
     )
 

@@ -95,7 +95,7 @@ SPECULATION = (
     Column(
         "wrongly accepted (95 %)",
         lambda row: percent(row.checked.wrong) if row.checked else "",
-        "accepted steps, other tokens than the target's, that mean something else; by problem",
+        "accepted steps, other words than the target's, that mean something else; by problem",
     ),
     Column("audits wrong", lambda row: f"{row.false_accepts}/{row.audits}" if row.audits else "", "the server's own audits"),
 )

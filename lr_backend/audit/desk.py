@@ -2,7 +2,7 @@
 
 One :class:`AuditDesk` is shared by all requests of a process of the step loop. It asks the auditor off the critical path, a few
 cases at a time, and keeps for each verifier the share of its acceptances that were wrong (:mod:`~lr_backend.audit.interval`).
-Steps of equal tokens are no cases: they are right by themselves, and the share would only look small.
+Steps of the same words are no cases: they are right by themselves, and the share would only look small.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lr_backend.audit.auditor import Auditor
 from lr_backend.audit.interval import Estimate, FalseAccepts
 from lr_backend.config import AuditSettings
 from lr_backend.verify import Reason, StepPair, Verifier
-from lr_backend.verify.verdict import FAILED
+from lr_backend.verify.verdict import FAILED, SAME
 
 
 class Recent:
@@ -49,7 +49,8 @@ class AuditCounts:
         num_right, num_false_accepts: by the auditor's answer.
         num_failed: the auditor, or the verifier asked before it, failed, was late, or its answer was none.
         num_dropped: the line was full, or the server was going down.
-        num_cleared: pairs that the verifier, asked while a budget was spent, would not have accepted: nothing to audit.
+        num_cleared: pairs that the verifier, asked while a budget was spent, would not have accepted, or for their same words:
+            nothing to audit.
         num_requests_spent: requests that accepted equal tokens only, for all or some of their steps.
     """
 
@@ -69,7 +70,8 @@ class AuditCase:
 
     Attributes:
         verifier: whose acceptance is audited.
-        first: asked first, off the critical path; what it does not accept is no case. None: the pair was accepted.
+        first: asked first, off the critical path; what it rejects, or accepts for the same words, is no case. None: the pair was
+            accepted.
         done: told whether the step was rightly accepted; None: nobody could tell.
         context: of its request, for logs and spans. Another request's audit may be what makes room for this one.
     """
@@ -192,6 +194,8 @@ class AuditDesk:
     async def _answer(self, case: AuditCase) -> bool | Reason | None:
         """The auditor's answer; None where there is nothing to audit."""
         assert self._auditor is not None
-        if case.first is not None and not (verdict := await case.first.verify(case.pair)).accepted:
-            return verdict.reason if verdict.reason in FAILED else None
+        if case.first is not None:
+            verdict = await case.first.verify(case.pair)
+            if not verdict.accepted or verdict.reason in SAME:
+                return verdict.reason if verdict.reason in FAILED else None
         return await self._auditor.audit(case.pair)

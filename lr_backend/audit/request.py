@@ -14,6 +14,7 @@ from typing import Any
 from lr_backend.audit.desk import AuditCase, AuditDesk
 from lr_backend.request import LookaheadRequest, VerifierName
 from lr_backend.verify import ExactVerifier, Reason, StepPair, Verdict, Verifier
+from lr_backend.verify.verdict import SAME
 
 TRICKLE = 0.1
 """Least share of a request's cases that are audited where it has a risk budget: without evidence the budget means nothing."""
@@ -78,7 +79,7 @@ class RequestAudit:
             self._note_spent()
         if audit_draw(self._seed, place) >= self._share:
             return
-        if verdict.accepted and verdict.reason is not Reason.EXACT:
+        if verdict.accepted and verdict.reason not in SAME:
             self._num_taken += self._desk.offer(AuditCase(pair_of(), self._name, done=self._done))
         elif verdict.reason is Reason.RISK_BUDGET:
             self._desk.offer(AuditCase(pair_of(), self._name, first=self._verifier))

@@ -40,7 +40,7 @@ class GuardedVerifier:
         if verdict is None:
             self._tell("the verifier %s gave no verdict but a %s", self.name, type(answer).__name__)
             return Verdict(False, Reason.GARBAGE, verifier=self.name)
-        # What is settled without a verifier is not its to say: equal tokens are never audited.
+        # What is settled without a verifier is not its to say: the same words are never audited.
         reason = Reason.PLUG_IN if verdict.reason in SETTLED else verdict.reason
         return replace(verdict, accepted=bool(verdict.accepted), reason=reason, verifier=verdict.verifier or self.name)
 

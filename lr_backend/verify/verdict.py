@@ -52,8 +52,10 @@ class Reason(StrEnum):
 
 UNCOMPARED = frozenset({Reason.NONE, Reason.LATE, Reason.DRAFT_ERROR, Reason.DUPLICATE})
 """Reasons of a step for which no drafted step was compared with the target's."""
-SETTLED = UNCOMPARED | {Reason.EXACT, Reason.RISK_BUDGET}
-"""Reasons that are not a plug-in's to give: the loop itself finds them."""
+SAME = frozenset({Reason.EXACT, Reason.SAME_TEXT})
+"""Reasons of an acceptance that cannot be wrong: the drafted step says what the target's says, word for word."""
+SETTLED = UNCOMPARED | SAME | {Reason.RISK_BUDGET}
+"""Reasons that are not a plug-in's to give: the server itself finds them."""
 FAILED = frozenset({Reason.DRAFT_ERROR, Reason.JUDGE_ERROR, Reason.VERIFIER_ERROR, Reason.TIMEOUT, Reason.GARBAGE})
 """Reasons that say nothing of the drafted step, as what was to write it or to judge it has failed, or was too slow."""
 UNASKED = frozenset({Reason.JUDGE_ERROR, Reason.VERIFIER_ERROR, Reason.CAPPED})

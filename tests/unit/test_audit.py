@@ -21,13 +21,13 @@ from structlog.contextvars import bound_contextvars, get_contextvars
 from lr_backend.audit.auditor import MAX_CHECKS, CheckerAuditor, ModelAuditor, make_auditor
 from lr_backend.audit.desk import AuditCase, AuditCounts, AuditDesk
 from lr_backend.audit.interval import LEAST_AUDITS, Z_95, Estimate, FalseAccepts, corrected
-from lr_backend.audit.request import TRICKLE, audit_draw
+from lr_backend.audit.request import TRICKLE, RequestAudit, audit_draw
 from lr_backend.clock import running_clock
 from lr_backend.config import AuditSettings
 from lr_backend.errors import EngineUnavailable, InvalidRequest
 from lr_backend.policy.acceptance import Acceptance
 from lr_backend.policy.policy import Learned
-from lr_backend.request import FinishReason, Origin, StepRecord, VerifierName
+from lr_backend.request import FinishReason, LookaheadRequest, Origin, StepRecord, VerifierName
 from lr_backend.steps.step import Step, StepEnd
 from lr_backend.testing import ScriptedEngine, run_virtual
 from lr_backend.verify import Reason, StepPair, Verdict, Verifier, VerifierParts
@@ -592,6 +592,26 @@ def test_all_accepted_steps_but_those_of_equal_tokens_are_cases(salt: int, order
     assert (usage.false_accept_rate is None) == (usage.num_audited == 0)
 
 
+@pytest.mark.parametrize(
+    ("reason", "is_case"), [(Reason.EXACT, False), (Reason.SAME_TEXT, False), (Reason.JUDGE, True), (Reason.PLUG_IN, True)]
+)
+def test_steps_of_the_same_words_are_no_cases(reason: Reason, is_case: bool) -> None:
+    """They cannot be wrong. Nor can those that a verifier accepts so while a budget is spent."""
+    auditor = ScriptedAuditor()
+    desk = desk_of(auditor)
+    request = LookaheadRequest.parse({"text_input": "a", "mode": "lr", "audit_rate": 1.0})
+    audits = RequestAudit(request, desk, lambda: Says(Verdict(True, reason)))
+
+    async def both() -> None:
+        audits.decided(Verdict(True, reason), 0, make_pair)
+        desk.offer(AuditCase(make_pair(1), JUDGE, first=Says(Verdict(True, reason))))
+        await desk.drain()
+
+    run_virtual(both())
+    assert len(auditor.asked) == 2 * is_case
+    assert counts(desk.counts_of(JUDGE)) == ((2, 0, 0, 0, 0) if is_case else (0, 0, 0, 0, 1))
+
+
 @answers()
 @given(st.integers(0, 300), st.integers(0, 1000), st.integers(0, 1000), st.integers(0, 1000))
 def test_the_sample_does_not_depend_on_who_was_faster(salt: int, seed: int, one: int, other: int) -> None:
@@ -784,13 +804,13 @@ class Slow:
 
 
 @dataclass(frozen=True)
-class Rejects:
-    """A verifier that rejects for one reason."""
+class Says:
+    """A verifier that has one verdict on every pair."""
 
-    reason: Reason
+    verdict: Verdict
 
     async def verify(self, pair: StepPair) -> Verdict:
-        return Verdict(False, self.reason)
+        return self.verdict
 
 
 @pytest.mark.parametrize(
@@ -811,7 +831,7 @@ def test_a_verifier_that_fails_while_a_budget_is_spent_has_cleared_nothing(
     desk = desk_of(auditor)
 
     async def one() -> None:
-        desk.offer(AuditCase(make_pair(), JUDGE, first=Rejects(reason)))
+        desk.offer(AuditCase(make_pair(), JUDGE, first=Says(Verdict(False, reason))))
         await desk.drain()
 
     run_virtual(one())

@@ -295,24 +295,30 @@ def test_verdicts_are_held_against_the_checker() -> None:
         step(1, "draft", "a", "b", "judge"),  # wrong to accept
         step(2, "correction", "a", "b", "numbers"),  # right to reject
         step(3, "correction", "a", "A", "judge"),  # wrong to reject
-        step(4, "draft", "a", "a", None, "exact"),  # nobody had to say
-        step(5, "correction", "a", "b", "judge", "late"),
-        step(6, "target", None, "b", None, "none"),
+        step(4, "draft", "a ", "a", "same_text", "same_text"),  # the same words: cannot be wrong
+        step(5, "draft", "a", "a", None, "exact"),  # nobody had to say
+        step(6, "correction", "a", "b", "judge", "late"),
+        step(7, "target", None, "b", None, "none"),
     ]
-    found = checked([("a", one) for one in steps], lambda one, other: one.lower() == other.lower())
+    def alike(one: str, other: str) -> bool:
+        return one.strip().lower() == other.strip().lower()
+
+    found = checked([("a", one) for one in steps], alike)
 
     assert found is not None
-    assert (found.agreed.hits, found.agreed.total) == (2, 4)
+    assert (found.agreed.hits, found.agreed.total) == (3, 5)
     assert (found.wrong.hits, found.wrong.total) == (1, 2)
-    assert {name: (one.hits, one.total) for name, one in found.by.items()} == {"judge": (1, 3), "numbers": (1, 1)}
+    by = {"judge": (1, 3), "numbers": (1, 1), "same_text": (1, 1)}
+    assert {name: (one.hits, one.total) for name, one in found.by.items()} == by
     # All verdicts are of one problem.
     assert found.agreed.worth == 1.0
-    silent = [step(7, "correction", "a", "b", "judge", reason) for reason in ("timeout", "garbage", "judge_error", "capped")]
-    silent.append(step(8, "correction", "a", "b", "exact", "risk_budget"))
-    assert checked([("a", one) for one in (*steps, *silent)], lambda one, other: one.lower() == other.lower()) == found
-    assert checked([("a", one) for one in steps[4:]], str.__eq__) is None
+    silent = [step(8, "correction", "a", "b", "judge", reason) for reason in ("timeout", "garbage", "judge_error", "capped")]
+    silent.append(step(9, "correction", "a", "b", "exact", "risk_budget"))
+    assert checked([("a", one) for one in (*steps, *silent)], alike) == found
+    assert checked([("a", one) for one in steps[5:]], str.__eq__) is None
     assert positions(steps) == (
-        Position(0, 1, 1), Position(1, 1, 1), Position(2, 0, 1), Position(3, 0, 1), Position(4, 1, 1), Position(5, 0, 1),
+        Position(0, 1, 1), Position(1, 1, 1), Position(2, 0, 1), Position(3, 0, 1), Position(4, 1, 1), Position(5, 1, 1),
+        Position(6, 0, 1),
     )  # fmt: skip
 
 

@@ -200,7 +200,7 @@ def test_a_verdict_by_a_comparison_of_numpy_is_one(accepted: bool) -> None:
     assert found == Verdict(accepted, Reason.PLUG_IN, 0.5, "says") and isinstance(found.accepted, bool)
 
 
-@pytest.mark.parametrize("reason", [Reason.EXACT, Reason.LATE, Reason.RISK_BUDGET, Reason.PLUG_IN])
+@pytest.mark.parametrize("reason", [Reason.EXACT, Reason.SAME_TEXT, Reason.LATE, Reason.RISK_BUDGET, Reason.PLUG_IN])
 def test_a_plug_in_cannot_say_what_is_settled_without_it(reason: Reason) -> None:
     class Says:
         async def verify(self, pair: StepPair) -> Verdict:
