@@ -300,6 +300,7 @@ def test_verdicts_are_held_against_the_checker() -> None:
         step(6, "correction", "a", "b", "judge", "late"),
         step(7, "target", None, "b", None, "none"),
     ]
+
     def alike(one: str, other: str) -> bool:
         return one.strip().lower() == other.strip().lower()
 
