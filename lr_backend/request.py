@@ -162,8 +162,8 @@ class LookaheadRequest(BaseModel):
     """who decides whether a drafted step means the same as the target's: `exact` (equal tokens), `judge`, `cascade` (cheap
     checks, the judge for the rest), or a plug-in of the server's"""
     audit_rate: float = Field(default=0.0, ge=0.0, le=1.0, allow_inf_nan=False)
-    """share of the accepted steps that the server's auditor judges again, off the critical path; steps of equal tokens need no
-    audit and are not among them"""
+    """share of the accepted steps that the server's auditor judges again, off the critical path; steps of equal tokens, or of
+    the same words, need no audit and are not among them"""
     risk_budget: float = Field(default=0.0, ge=0.0, le=1.0, allow_inf_nan=False)
     """a tripwire on wrongly accepted steps: while the server measures a larger share of them than this beyond doubt, the request
     accepts equal tokens only; it is no bound, and a share a little above it is noticed late or not at all; 0 is none"""

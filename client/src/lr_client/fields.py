@@ -124,7 +124,7 @@ class Options:
         Field(
             "FP32",
             "share of the accepted steps that the server's auditor judges again, off the critical path; "
-            "steps of equal tokens need no audit and are not among them (0 to 1)",
+            "steps of equal tokens, or of the same words, need no audit and are not among them (0 to 1)",
         ),
     ] = None
     risk_budget: Annotated[
