@@ -28,6 +28,7 @@ import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -47,6 +48,8 @@ POLL_S = 0.1
 CLEANUP_MARGIN_S = 10.0
 """For the guard to kill and reap after the drain; beyond it the launcher does that itself."""
 PORT_ATTEMPTS = 4
+NUM_OLD_LOGS = 5
+"""Logs of earlier servers that stay beside the log."""
 MAX_LOG_BYTES = 1 << 20
 """Of the end of a log, to look for what went wrong."""
 METRICS_INTERVAL_MS = 500
@@ -119,19 +122,27 @@ class ServerOptions:
     closes_engines: bool = False
 
 
-def _begin_log(path: Path) -> None:
-    """An empty log that its owner alone may read: ids and errors of everybody's requests stand in it.
+def _begin_log(path: Path) -> int:
+    """A log that its owner alone may read: ids and errors of everybody's requests stand in it. Returns where this one begins.
 
-    The last one stays beside it: a supervisor that starts a server anew does not take away why the last one died.
+    It is empty, and the last ones stay beside it: a supervisor that starts a server again and again does not take away why
+    the first one died. What a link leads to, as /dev/stderr, is somebody else's and is added to.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_file() and not path.is_symlink() and path.stat().st_size:  # /dev/stderr is a link, and may lead to a file
+    is_link = path.is_symlink()
+    if path.is_file() and not is_link and path.stat().st_size:
+        names = [path, *(path.with_name(f"{path.name}.{number}") for number in range(1, NUM_OLD_LOGS + 1))]
         with suppress(OSError):  # the folder is somebody else's
-            path.replace(path.with_name(f"{path.name}.1"))
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            for newer, older in reversed(list(pairwise(names))):
+                if newer.exists():
+                    newer.replace(older)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | (0 if is_link else os.O_TRUNC), 0o600)
     try:
-        if stat.S_ISREG(os.fstat(descriptor).st_mode):  # /dev/stderr has a mode of its own
-            os.fchmod(descriptor, 0o600)
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):  # /dev/stderr has a mode of its own
+            return 0
+        os.fchmod(descriptor, 0o600)
+        return found.st_size
     finally:
         os.close(descriptor)
 
@@ -210,6 +221,7 @@ class TritonServer:
         self._lifeline: int | None = None
         self._work_dir: Path | None = None
         self._last_log = ""
+        self._log_begin = 0
         self._attempts = 0
 
     def __enter__(self) -> Self:
@@ -283,7 +295,9 @@ class TritonServer:
         path = self.log_file
         if path is not None and path.is_file():
             with path.open("rb") as file:
-                file.seek(max(0, path.stat().st_size - MAX_LOG_BYTES))
+                size = path.stat().st_size
+                begin = self._log_begin if self._log_begin <= size else 0  # somebody has cut it meanwhile
+                file.seek(max(begin, size - MAX_LOG_BYTES))
                 self._last_log = file.read(MAX_LOG_BYTES).decode("utf-8", "replace")
         return self._last_log
 
@@ -424,7 +438,7 @@ class TritonServer:
         drained = server_name if plan.launcher else ""
         arguments = [str(reader), str(self._drain_limit()), self.shm_prefix, drained, str(self._work_dir), "--", *command]
         try:
-            _begin_log(path)
+            self._log_begin = _begin_log(path)
             with path.open("ab") as log:  # the front end adds its lines to it too
                 self._guard = subprocess.Popen(
                     [sys.executable, "-I", "-S", guard.__file__, *arguments],

@@ -201,6 +201,38 @@ def test_a_log_behind_a_link_stays_where_it_is(start: type[Started], tmp_path: P
     server.start()
     server.stop(0.0)
     assert link.is_symlink() and sorted(path.name for path in tmp_path.glob("*.log*")) == ["link.log", "there.log"]
+    written = there.read_text()
+    assert written.startswith("of another server") and written.removeprefix("of another server") == server.log_text()
+
+
+def test_what_stood_in_a_log_that_is_added_to_is_not_this_servers(start: type[Started], tmp_path: Path) -> None:
+    """Else a port that was taken once would be taken for ever."""
+    there, link = tmp_path / "there.log", tmp_path / "link.log"
+    there.write_text("failed to start HTTP service: Unavailable - Socket '127.0.0.1:8000' already in use\n")
+    link.symlink_to(there)
+    server = start("ok", log_file=link).server
+    server.start()
+    server.wait_ready(BOUND_S)
+    assert "already in use" not in server.log_text()
+    with there.open("r+b") as file:
+        file.truncate(0)  # as logrotate does
+    with there.open("ab") as file:
+        file.write(b"new")
+    assert server.log_text() == "new"
+    server.stop(0.0)
+
+
+def test_the_logs_of_the_last_servers_stay(start: type[Started], tmp_path: Path) -> None:
+    """In a crash loop the first one says why."""
+    path = tmp_path / "server.log"
+    for number in range(launcher.NUM_OLD_LOGS + 2):
+        server = start("ok", log_file=path).server
+        server.start()
+        server.stop(0.0)
+        path.write_text(f"{number}")
+    texts = [(tmp_path / f"server.log.{number}").read_text() for number in range(1, launcher.NUM_OLD_LOGS + 1)]
+    assert path.read_text() == "6" and texts == ["5", "4", "3", "2", "1"]
+    assert len(list(tmp_path.glob("server.log*"))) == 6
 
 
 def test_of_a_long_log_the_end_is_looked_at(start: type[Started], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
