@@ -17,6 +17,7 @@ from lr_backend.emulated.engine import PacedEngine
 from lr_backend.emulated.open import open_engine
 from lr_backend.errors import LookaheadError
 from lr_backend.logs import configure_libraries
+from lr_backend.notice import NOTICE_VARIABLE
 from lr_backend.triton.client_watch import CLIENT_LOOK_S, ClientWatch
 from lr_backend.triton.contract_model import LOOP_KEY, ContractModel, batch_size_default, model_parameters, require_one_response
 from lr_backend.triton.engine_metrics import engine_metrics
@@ -80,7 +81,10 @@ class TritonPythonModel(ContractModel):
         super().finalize()
 
     def _end_with_engine(self) -> None:
-        """Triton keeps a model ready whose engine has died, and it would refuse all calls. Whose process ends is started anew."""
+        """Triton keeps a model ready whose engine has died, and it would refuse all calls.
+
+        Where the launcher sees a process end, it is started anew; elsewhere calls to it would hang.
+        """
         self._engine.wait()
-        if not self._is_ending:
+        if not self._is_ending and NOTICE_VARIABLE in os.environ:
             os._exit(1)

@@ -14,6 +14,7 @@ import pytest
 
 from lr_backend.contract import encode_stop_words
 from lr_backend.engine import EngineCall, Generation, cancel_tensors
+from lr_backend.notice import NOTICE_VARIABLE
 from tests.support.embedded_engines import Gate, Pause, prompt, tiny_checkpoint
 from tests.support.fake_pb_utils import StubError, StubException, StubFamily, StubRequest, stub_module
 from tests.support.observed import WAIT_S
@@ -187,6 +188,7 @@ def test_metrics_follow_the_engine(model: Any) -> None:
 def test_a_process_ends_with_its_engine(module: Any, repository: Path, monkeypatch: pytest.MonkeyPatch, dies: bool) -> None:
     """Triton would keep the model ready, and it refuse all calls. What is in flight is answered first."""
     model, request, ends = module.TritonPythonModel(), StubRequest(tensors()), []
+    monkeypatch.setenv(NOTICE_VARIABLE, "watched")
     monkeypatch.setattr(module.os, "_exit", lambda status: ends.append((status, request.answers[0].error.code)))
     model.initialize(arguments(repository))
     (watching,) = (each for each in threading.enumerate() if each.name == "end of the engine")
