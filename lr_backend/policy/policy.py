@@ -389,8 +389,8 @@ class Measured(RequestPolicy):
 
     def _depth_that_pays(self, alpha: float) -> int:
         """Steps behind so many drafted ones are of use often enough."""
-        depth, chance = 1, alpha
-        while depth < self.max_depth and chance >= self.min_draft_chance:
+        depth, chance, least = 1, alpha, self.min_draft_chance
+        while depth < self.max_depth and chance >= least:
             depth, chance = depth + 1, chance * alpha
         return depth
 

@@ -63,8 +63,8 @@ class StubKeeper:
         self._stopped = False
         self._hung: tuple[float, int] | None = None
         """Since when the target hangs, and how many calls it had answered then."""
-        self._beats: dict[int, tuple[float, int]] = {}
-        """Of each busy process of the step loop: when it was first seen to have lived so long, and how long that is."""
+        self._still: dict[tuple[int, int], float] = {}
+        """Of each process of the step loop that has requests, with its last beat: since when no other came."""
         self._looked_s = inf
         self._wake, self._woken = os.pipe()
         self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
@@ -151,13 +151,11 @@ class StubKeeper:
     def _look_for_stillness(self) -> None:
         seats, now_s = self._server.seats, time.monotonic()
         if now_s - self._looked_s > STILL_S / 2:  # this process stood still itself, as on a machine that was suspended
-            self._beats.clear()
+            self._still.clear()
         self._looked_s = now_s
-        beats = {loop: seats.seat(loop).num_beats for loop in range(MAX_LOOPS) if seats.seat(loop).num_in_flight}
-        self._beats = {
-            loop: self._beats[loop] if self._beats.get(loop, (0.0, -1))[1] == num else (now_s, num) for loop, num in beats.items()
-        }
-        if any(now_s - since_s > STILL_S for since_s, _ in self._beats.values()):
+        beats = ((loop, seat.num_beats) for loop, seat in enumerate(map(seats.seat, range(MAX_LOOPS))) if seat.num_in_flight)
+        self._still = {beat: self._still.get(beat, now_s) for beat in beats}
+        if any(now_s - since_s > STILL_S for since_s in self._still.values()):
             self._hangs = True
             self._lose(f"a process of the step loop with requests stands still: for {STILL_S:g} s it has done nothing")
 
