@@ -231,6 +231,11 @@ class DeploymentSpec(Section):
         return {role: self.engine(role).url for role in Role if self.engine(role).url}
 
     @property
+    def remotes_load_s(self) -> int:
+        """How long these may take to be there."""
+        return self.server.load_timeout_s
+
+    @property
     def placements(self) -> tuple[Placement, ...]:
         """Which engines have GPUs to themselves; none on the embedded engine."""
         return ()

@@ -330,6 +330,11 @@ class GpuDeployment(DeploymentSpec):
         return self.engine(role).runtime
 
     @property
+    def remotes_load_s(self) -> int:
+        """A leader waits for its nodes as long as for its models."""
+        return self.server.load_timeout_s * (2 if any(self.engine(role).num_nodes > 1 for role in self.remotes) else 1)
+
+    @property
     def placements(self) -> tuple[Placement, ...]:
         """Where each role of this server runs."""
         engines = {role: self.engine(role) for role in self.roles_here}

@@ -360,7 +360,7 @@ def _warm_up(console: Console, server: TritonServer, deployment: DeploymentSpec,
     warm_engines(server.http_url, deployment.models_here, key=server.options.engine_key, loop_key=server.loop_key)
     if not deployment.runs_loop:
         return None
-    missing = wait_for_roles(deployment.remotes, deployment.server.load_timeout_s, stop.event)
+    missing = wait_for_roles(deployment.remotes, deployment.remotes_load_s, stop.event)
     for role, why in missing.items():
         console.print(f"[yellow]without {role}:[/] {escape(why)}", highlight=False, soft_wrap=True)
     if stop.event.is_set():

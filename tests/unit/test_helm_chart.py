@@ -399,6 +399,22 @@ def test_a_pod_has_the_time_that_its_spec_takes(name: str) -> None:
     assert checked == (4 if name == "roles-apart" else 1)
 
 
+@pytest.mark.parametrize("name", ["roles-apart, everything", "roles-apart, a target over two nodes"])
+def test_whoever_waits_for_the_roles_does_so_for_as_long_as_they_may_load(name: str, tmp_path: Path) -> None:
+    documents = rendered(name)
+    file = tmp_path / "spec.toml"
+    file.write_text(named(documents, "ConfigMap", "lr-lookahead")["data"]["spec.toml"], encoding="utf-8")
+    spec = DeploymentSpec.load(file)
+    assert spec.remotes_load_s == spec.server.load_timeout_s * (2 if "two nodes" in name else 1)
+    server = named(documents, "Deployment", "lr-lookahead")["spec"]
+    startup = server["template"]["spec"]["containers"][0]["startupProbe"]
+    start_s = startup["periodSeconds"] * startup["failureThreshold"]
+    assert start_s >= spec.remotes_load_s + 30 and server["progressDeadlineSeconds"] >= spec.remotes_load_s + 600
+    down = named(documents, "PrometheusRule", "lr-lookahead")["spec"]["groups"][0]["rules"][0]
+    was_there, starts = (int(each) for each in re.findall(r"\[(\d+)m\].*offset (\d+)m", down["expr"])[0])
+    assert was_there - 5 == starts >= start_s / 60, "a start that is within its time is no alert"
+
+
 @pytest.mark.parametrize("name", PROFILES)
 def test_the_front_end_takes_its_settings(name: str, tmp_path: Path) -> None:
     documents = rendered(f"{name}, everything")

@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from lr_backend.build.placement import Placement
 from lr_backend.build.spec import DeploymentSpec
@@ -164,6 +166,20 @@ def test_serve_leads_the_group_of_its_spec(tmp_path: Path, key: Path, monkeypatc
     assert not nodes.hostfile.exists(), "it ends with the server"
     with pytest.raises(ConfigError, match="no role here has num_nodes above 1"):
         serve._nodes(deployment.only([Role.DRAFT]), ExitStack())
+
+
+def test_the_loop_waits_for_a_leader_as_long_as_that_may_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(serve, "warm_engines", lambda *_, **__: None)
+    monkeypatch.setattr(serve, "wait_for_roles", lambda _, timeout_s, give_up: waited.append(timeout_s) or give_up.set() or {})
+    path = write_gpu_spec(tmp_path, checkpoints=False)
+    apart = path.read_text(encoding="utf-8").replace("tp_size = 2\n", 'tp_size = 2\nurl = "grpc://target:8001"\n')
+    for text in (apart, apart.replace("tp_size = 2\n", "tp_size = 4\nnum_nodes = 2\n")):
+        path.write_text(text, encoding="utf-8")
+        server = SimpleNamespace(http_url="", loop_key="", options=ServerOptions())
+        stop = SimpleNamespace(event=threading.Event())
+        serve._warm_up(Console(), server, DeploymentSpec.load(path), stop)  # type: ignore[arg-type]
+    assert waited == [120, 240], "its nodes first, then its models"
 
 
 # ------------------------------------------------------------------------------------------------------------ waiting for nodes

@@ -142,6 +142,14 @@ securityContext:
 - {name: LOOKAHEAD_ENGINE_KEY_FILE, value: /run/secrets/engine/{{ .Values.roles.keySecret.key }}}
 {{- end }}
 
+{{/* Seconds until all roles may be there: the leader of one that spans nodes waits for these as long as for its models. */}}
+{{- define "lookahead.loadSeconds" -}}
+{{- with .Values.roles -}}
+{{- $times := ternary (min 2 (max (int .target.nodes) (int .draft.nodes) (int .judge.nodes))) 1 .enabled -}}
+{{ mul $times (int $.Values.spec.loadTimeoutSeconds) }}
+{{- end -}}
+{{- end }}
+
 {{/* Seconds from SIGTERM to SIGKILL: the sleep before it, the spec's drain, and what Triton takes to end. */}}
 {{- define "lookahead.grace" -}}
 {{ add 5 (int .Values.spec.exitTimeoutSeconds) 30 }}
