@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import shutil
 import subprocess
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -665,6 +666,38 @@ def test_a_download_runs_where_its_volume_is_read(name: str, part: tuple[str, ..
     documents = render(over(profile(name, **EVERYTHING), where))
     (download,) = (pod for owner, pod in pods(documents) if "download" in owner)
     assert (download["tolerations"], download["nodeSelector"]) == (taint, {"cards": "h200"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "chart_version"),
+    [
+        ({"spec": {"name": "r1-distill-32b"}}, ""),
+        ({"spec": {"name": "mine", "toml": "# a text"}}, ""),
+        ({"image": {"tag": "trtllm-9", "pullSecrets": ["hub"]}}, ""),
+        ({"image": {"pullPolicy": "Always"}}, ""),
+        ({"checkpoints": {"claim": "elsewhere"}}, ""),
+        ({"engines": {"claim": "elsewhere"}}, ""),
+        ({"server": {"gpus": 2, "tolerations": []}}, ""),
+        ({"spec": {"loadTimeoutSeconds": 1200}}, "9.9.9"),
+    ],
+    ids=str,
+)
+def test_an_upgrade_changes_no_job_that_is_there(changes: dict[str, Any], chart_version: str, tmp_path: Path) -> None:
+    """Kubernetes refuses that. A Job that would do the same stays."""
+    shutil.copytree(CHART, tmp_path / "chart")
+    about = tmp_path / "chart" / "Chart.yaml"
+    if chart_version:
+        about.write_text(re.sub("(?m)^version: .*$", f"version: {chart_version}", about.read_text(encoding="utf-8")))
+    first, second = (
+        {each["metadata"]["name"]: each["spec"] for each in render(values, chart) if each["kind"] == "Job"}
+        for values, chart in (
+            (profile("one-node", **EVERYTHING), CHART),
+            (profile("one-node", **over(EVERYTHING, changes)), tmp_path / "chart"),
+        )
+    )
+    assert len(first) == len(second) == 2
+    assert all(second[name] == first[name] for name in first.keys() & second.keys())
+    assert (first == second) == bool(chart_version)
 
 
 def test_the_jobs_build_each_servers_part() -> None:
