@@ -101,12 +101,14 @@ class Message(Checked):
 
     role: Literal["system", "user", "assistant"]
     content: str
+    name: str | None = None
+    """Taken, as OpenAI's API has it; the model does not see it."""
 
     @field_validator("content")
     @classmethod
-    def _says_something(cls, content: str, info: ValidationInfo) -> str:
-        """A former answer may be empty: its first token was the last."""
-        if not content and info.data.get("role") != "assistant":
+    def _asks_something(cls, content: str, info: ValidationInfo) -> str:
+        """A former answer may be empty: its first token was the last. An empty system turn counts as none."""
+        if not content and info.data.get("role") == "user":
             raise ValueError("is empty")
         return content
 
@@ -180,6 +182,8 @@ class LookaheadRequest(BaseModel):
             raise InvalidRequest("text_input", self.text_input, "give exactly one of text_input and messages")
         if self.raw and self.messages is not None:
             raise InvalidRequest("raw", True, "goes with text_input; messages are always rendered by the chat template")
+        if not self.conversation:
+            raise InvalidRequest("messages", "", "there is nothing but empty system turns")
         for stop in self.stop:
             if not 1 <= len(stop) <= 128:
                 raise InvalidRequest("stop", stop, "each stop string has 1 to 128 characters")
@@ -217,7 +221,7 @@ class LookaheadRequest(BaseModel):
     def conversation(self) -> list[dict[str, str]]:
         """The chat to render with the target's template."""
         if self.messages is not None:
-            return [message.model_dump() for message in self.messages]
+            return [{"role": one.role, "content": one.content} for one in self.messages if one.content or one.role != "system"]
         assert self.text_input is not None
         return [{"role": "user", "content": self.text_input}]
 

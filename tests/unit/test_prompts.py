@@ -220,6 +220,15 @@ def test_a_models_own_turn_keeps_its_reasoning_apart() -> None:
     assert text == TOKENIZER.apply_chat_template(list(turns), tokenize=False, add_generation_prompt=True)
 
 
+def test_a_name_and_an_empty_system_turn_are_taken_as_by_the_openai_api() -> None:
+    plain = {"role": "user", "content": "x"}
+    usual = prompt_of(prompts(), messages=(plain,))
+    assert prompt_of(prompts(), messages=({"role": "system", "content": ""}, {**plain, "name": "Tom"})) == usual
+    for turn in ({"role": "system", "content": ""}, {"role": "user", "content": ""}):
+        with pytest.raises(InvalidRequest, match="empty"):
+            LookaheadRequest.parse({"messages": (turn,)})
+
+
 def test_a_raw_prompt_is_text_unless_the_deployment_says_otherwise() -> None:
     asked = {"text_input": "<think>so", "raw": True}
     assert not control_tokens(prompt_of(prompts(), **asked))
