@@ -1,4 +1,4 @@
-"""The routes. What a request passes stands here in its order: id, key, rate, place, body, fields, calls, answer."""
+"""The routes. What a request passes stands here in its order: id, key, rate, body, place, fields, calls, answer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lr_backend.errors import ConfigError
 from lr_backend.frontend.answering import Answers, unless_gone
 from lr_backend.frontend.answers import Choice, Document, Head, counted, to_json, usage_document
 from lr_backend.frontend.asked import Asked
-from lr_backend.frontend.body import parse_json, read_body
+from lr_backend.frontend.body import Room, parse_json, read_body
 from lr_backend.frontend.call import Call
 from lr_backend.frontend.errors import LATER_S, SOON_S, ApiError, ClientGone, internal
 from lr_backend.frontend.limits import Gate, Keys, Rate
@@ -74,6 +74,7 @@ class Frontend:
         if settings.kept_for_priority >= max_in_flight:
             raise ConfigError(f"kept_for_priority: of {max_in_flight} answers at a time some have to be everybody's")
         self._gate = Gate(max_in_flight, settings.kept_for_priority)
+        self._room = Room(max_in_flight * settings.max_body_bytes)
         self._metrics, self._telemetry = DoorMetrics(self._gate, metrics_url), telemetry
         self._created = int(time.time())
         self._page = Page(deployed, keyed=keys.wanted)
@@ -175,11 +176,11 @@ class Frontend:
 
     async def _counted(self, call: Call, read: Callable[[Document, Deployed], Asked]) -> Response:
         """The answer to a request that is within the rate."""
+        body = await read_body(call.request, self._room, self._settings.max_body_bytes, self._settings.max_body_s)
+        call.has_body = True
+        self._refuse_while_draining()  # meanwhile
         async with AsyncExitStack() as held:
-            # Before the body: bodies on their way in take memory too.
             held.enter_context(self._gate.places(1, call.caller, are_all=False))
-            body = await read_body(call.request, self._settings.max_body_bytes, self._settings.max_body_s)
-            call.has_body = True
             asked = read(parse_json(body), self._deployed)
             if len(asked.jobs) > (most := self._gate.most(call.caller)):
                 param = "n" if asked.chat else "prompt"

@@ -7,13 +7,14 @@ import json
 import math
 from collections import Counter
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from lr_backend.frontend.errors import ApiError, ClientGone
+from lr_backend.frontend.errors import SOON_S, ApiError, ClientGone
 
 LINGER_LEAST_BYTES = 64 << 10
 """A body of which no more is said to come is thrown away at once."""
@@ -62,11 +63,18 @@ class Lingering(Response):
         await asyncio.sleep(Lingering._free_s - now_s)
 
 
-async def read_body(request: Request, max_bytes: int, max_s: float) -> bytes:
+@dataclass(slots=True)
+class Room:
+    """Bytes that bodies on their way may still take, all together. Until a body is there its request holds no place."""
+
+    num_bytes: int
+
+
+async def read_body(request: Request, room: Room, max_bytes: int, max_s: float) -> bytes:
     """The whole body; what a header says of its length is believed only where it is too much.
 
     Raises:
-        ApiError: it is no JSON by its type, too long, or too slow.
+        ApiError: it is no JSON by its type, too long, too slow, or finds no room.
         ClientGone: the client went away.
     """
     _require_json(request)
@@ -77,13 +85,18 @@ async def read_body(request: Request, max_bytes: int, max_s: float) -> bytes:
         async with asyncio.timeout(max_s):
             async for part in request.stream():
                 num_bytes += len(part)
+                room.num_bytes -= len(part)
                 if num_bytes > max_bytes:
                     raise _too_large(max_bytes)
+                if room.num_bytes < 0:
+                    raise _closing(ApiError("overloaded", "too many bodies are on their way", retry_after_s=SOON_S))
                 parts.append(part)
     except TimeoutError:
         raise _closing(ApiError("body_timeout", f"the body did not arrive within {max_s:g} s")) from None
     except ClientDisconnect:
         raise ClientGone from None
+    finally:
+        room.num_bytes += num_bytes
     return b"".join(parts)
 
 

@@ -8,7 +8,7 @@ import json
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
@@ -488,6 +488,37 @@ def test_a_body_that_does_not_come_is_not_waited_for(server: Any) -> None:
         assert first_line(hasty, "Content-Length: 900", b'{"model"') == 408
 
 
+def test_bodies_on_their_way_hold_no_place_and_no_more_than_their_room(server: Any) -> None:
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n".encode()
+    with frontend(server.url, Settings(max_in_flight=2, max_body_bytes=1024)) as served, ExitStack() as slow:
+        for _ in range(2):
+            slow.enter_context(served.raw_connection()).sendall(head + b" " * 900)
+        until(lambda: served.frontend._room.num_bytes == 2 * (1024 - 900))
+        assert served.chat("q", n=2).status == 200, "they are not answers"
+        assert first_line(served, "Content-Length: 1000", b" " * 999) == 503
+        slow.close()
+        until(lambda: served.frontend._room.num_bytes == 2 * 1024)
+
+
+def test_a_body_that_comes_while_the_server_drains_is_refused(server: Any) -> None:
+    with frontend(server.url) as served, served.raw_connection() as slow, slow.makefile("rb") as answer:
+        body = json.dumps({"model": "demo", "messages": user("q")}).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        room = served.frontend._room.num_bytes
+        slow.sendall(head.encode() + body[:-1])
+        until(lambda: served.frontend._room.num_bytes < room)
+        served.frontend.draining = True
+        slow.sendall(body[-1:])
+        assert answer.readline().split()[1] == b"503" and not server.requests
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def first_line(served: Served, header: str, body: bytes) -> int:
     """The status of a request written by hand."""
     head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{header}\r\n\r\n"
@@ -630,10 +661,7 @@ def ends_of(server: Any, pause: Pause, num_asked: int, limit: int) -> Counter[in
     """The statuses of so many requests, of which none ends before each has been taken or refused."""
     with frontend(server.url, Settings(max_in_flight=limit)) as served, ThreadPoolExecutor(num_asked) as pool:
         asked = [pool.submit(served.chat, "late") for _ in range(num_asked)]
-        deadline = time.monotonic() + WAIT_S
-        while len(server.requests) + sum(one.done() for one in asked) < num_asked:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: len(server.requests) + sum(one.done() for one in asked) >= num_asked)
         pause.opened.set()
         answers = [one.result(WAIT_S) for one in asked]
     assert all(one.headers["retry-after"] == "1" for one in answers if one.status == 503)
