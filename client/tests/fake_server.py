@@ -84,10 +84,15 @@ class Seen:
 class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
     """Answers a question (its text, or the last message) by the script of that name.
 
-    ``port``: 0 is a free one.
+    ``port``: 0 is a free one. ``credentials``: for TLS.
     """
 
-    def __init__(self, scripts: Mapping[str, Sequence[Act]], port: int = 0) -> None:
+    def __init__(
+        self,
+        scripts: Mapping[str, Sequence[Act]],
+        port: int = 0,
+        credentials: grpc.ServerCredentials | None = None,
+    ) -> None:
         self.scripts = dict(scripts)
         self.requests: list[Seen] = []
         self.ready = True
@@ -96,7 +101,11 @@ class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore
         self._arrived = threading.Condition()
         self._server = grpc.server(ThreadPoolExecutor(max_workers=16))
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, self._server)
-        self.port = self._server.add_insecure_port(f"localhost:{port}")
+        self.port = (
+            self._server.add_insecure_port(f"localhost:{port}")
+            if credentials is None
+            else self._server.add_secure_port(f"localhost:{port}", credentials)
+        )
         self.url = f"localhost:{self.port}"
 
     def __enter__(self) -> Self:

@@ -1,5 +1,7 @@
 import io
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -7,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from fake_server import WAIT_S, Abort, FakeServer, Gate, Reply
 from grpc import StatusCode
@@ -275,3 +278,19 @@ def test_ctrl_c_cancels_the_request_and_exits_130(server: FakeServer, gate: Gate
     assert process.returncode == 130
     assert errors.strip() == "cancelled"
     assert server.request().was_cancelled()
+
+
+@pytest.mark.skipif(not shutil.which("openssl"), reason="openssl is not installed")
+def test_an_address_may_say_that_it_wants_tls(tmp_path: Path) -> None:
+    key, certificate = tmp_path / "tls.key", tmp_path / "tls.crt"
+    made = f"-subj /CN=localhost -addext subjectAltName=DNS:localhost -keyout {key} -out {certificate}"
+    command = f"openssl req -x509 -newkey rsa:2048 -nodes -days 2 {made}".split()
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    credentials = grpc.ssl_server_credentials([(key.read_bytes(), certificate.read_bytes())])
+    trusting = {**os.environ, "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH": str(certificate)}
+    answer = [Reply(text="2"), Reply(finish="stop")]
+    with FakeServer({"What is 1 + 1?": answer}, credentials=credentials) as secure:
+        for url, status in ((f"grpcs://{secure.url}", 0), (secure.url, 1)):
+            asked = [sys.executable, "-m", "lr_client", "check", "--timeout", "5", "--url", url]
+            done = subprocess.run(asked, env=trusting, capture_output=True, text=True, timeout=60)
+            assert done.returncode == status, done.stderr

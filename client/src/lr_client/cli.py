@@ -61,7 +61,12 @@ def _main(
     """What comes before a command."""
 
 
-Url = Annotated[str, typer.Option(envvar="LOOKAHEAD_URL", help="gRPC address of the server, host:port.")]
+Url = Annotated[
+    str,
+    typer.Option(
+        envvar="LOOKAHEAD_URL", help="gRPC address of the server, host:port, or grpcs://host:port by TLS."
+    ),
+]
 Model = Annotated[str, typer.Option(envvar="LOOKAHEAD_MODEL", help="Name of the model on the server.")]
 
 
@@ -120,7 +125,7 @@ def ask(
     with (
         _one_line_errors(),
         _opened(trace_file) as file,
-        Client(url, model=model, timeout_s=timeout) as client,
+        _client(url, model, timeout) as client,
     ):
         renderer: Renderer
         if json_lines:
@@ -144,7 +149,7 @@ def check(
     timeout: Annotated[float, typer.Option(help="Seconds until the tiny question is given up.")] = 60.0,
 ) -> None:
     """Is the server ready, and does it answer a tiny question?"""
-    with _one_line_errors(), Client(url, model=model, timeout_s=timeout) as client:
+    with _one_line_errors(), _client(url, model, timeout) as client:
         # Where nothing is said of that, the question's own error tells why.
         says_ready = True
         with suppress(grpc.RpcError):
@@ -156,6 +161,17 @@ def check(
         result = client.ask("What is 1 + 1?", Options(max_tokens=16, temperature=0.0))
         took_s = time.monotonic() - begun_s
         _console().print(f"OK: {model} at {url} answered in {took_s:.2f} s (finish: {result.finish_reason})")
+
+
+def _client(url: str, model: str, timeout_s: float) -> Client:
+    """By TLS for ``grpcs://``, as in a spec. gRPC's own variable names the certificates that are trusted."""
+    address = url.removeprefix("grpcs://")
+    return Client(
+        address,
+        model=model,
+        timeout_s=timeout_s,
+        credentials=None if address == url else grpc.ssl_channel_credentials(),
+    )
 
 
 def _warn_of_no_answer(result: Result) -> None:
