@@ -1,9 +1,9 @@
 """Each mode under rising load, by NVIDIA's perf_analyzer.
 
 A deployment on GPUs is emulated at its hardware's pace; the demo's models run at this machine's. Two sweeps: so many requests in
-flight, and Poisson arrivals at shares of what ``ar`` can answer. ``ar`` and ``sd`` are asked with ``stream=false``, one
-uninterrupted answer, which is their best; their streamed twins show first step and gaps only. The other modes are streamed, which
-costs them nothing. Everything that perf_analyzer wrote stays in a folder.
+flight, and Poisson arrivals at shares of what ``ar`` can answer, or the first mode that is asked. ``ar`` and ``sd`` are asked
+with ``stream=false``, one uninterrupted answer, which is their best; their streamed twins show first step and gaps only. The
+other modes are streamed, which costs them nothing. Everything that perf_analyzer wrote stays in a folder.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from bench.load.errors import LoadError
 from bench.load.export import Limits
 from bench.load.perf_analyzer import PerfAnalyzer, obtain
 from bench.load.plot import draw
-from bench.load.sweep import BASELINE, SERIES, Point, Results, Series, Sweep, closed_points, open_points, rates_from
+from bench.load.sweep import BASELINE, SERIES, Point, Results, Series, Sweep, closed_points, open_points, rates_from, series_of
 from lr_backend.build.emulated_spec import DEFAULT_WORKLOAD, EmulatedDeployment, emulated
 from lr_backend.build.spec import DeploymentSpec
 from lr_backend.errors import LookaheadError
@@ -99,10 +99,11 @@ def warm_up(
     temperature: float,
     concurrency: Sequence[int],
     *,
+    series: Sequence[Series] = SERIES,
     learns_from: int = 0,
     timeout_s: float = WARM_UP_TIMEOUT_S,
 ) -> None:
-    """Every series once, and ``auto`` at every concurrency: it learns at each load by itself.
+    """Every series once, and ``auto``, if it is one, at every concurrency: it learns at each load by itself.
 
     perf_analyzer's own warm-up would begin with the requests that it measures next.
 
@@ -111,26 +112,26 @@ def warm_up(
         timeout_s: of one answer.
 
     Raises:
-        LoadError: the server does not answer.
+        LoadError: the server does not answer, or refuses a mode.
     """
-    auto = next(series for series in SERIES if series.mode == "auto")
-    rounds = [(1, list(SERIES)), *((places, [auto] * max(learns_from, LEARN_ROUNDS * places)) for places in concurrency)]
+    learning = [one for one in series if one.mode == "auto"]
+    rounds = [(1, list(series)), *((places, learning * max(learns_from, LEARN_ROUNDS * places)) for places in concurrency)]
     with Client(url) as client:
         for number, (places, asked) in enumerate(rounds):
             rows = questions(f"warm-up {number}", len(asked))
 
             def ask(index: int, rows: Sequence[inputs.Fields] = rows, asked: Sequence[Series] = asked) -> None:
-                row, series = rows[index % len(rows)], asked[index]
-                options = Options(mode=series.mode, stream=series.stream, temperature=temperature, seed=index)
+                row, one = rows[index % len(rows)], asked[index]
+                options = Options(mode=one.mode, stream=one.stream, temperature=temperature, seed=index)
                 most = row.get("max_tokens", [None])[0]
                 options = replace(options, max_tokens=most) if most else options
-                client.ask(row.get("text_input", ["Why?"])[0], options, timeout_s=timeout_s)
+                try:
+                    client.ask(row.get("text_input", ["Why?"])[0], options, timeout_s=timeout_s)
+                except ClientError as error:
+                    raise LoadError(f"the server at {url} does not answer in mode {one.mode}: {error}") from error
 
-            try:
-                with ThreadPoolExecutor(places) as pool:
-                    list(pool.map(ask, range(len(asked))))
-            except ClientError as error:
-                raise LoadError(f"the server at {url} does not answer: {error}") from error
+            with ThreadPoolExecutor(places) as pool:
+                list(pool.map(ask, range(len(asked))))
 
 
 def show(console: Console, rows: Iterable[tuple[str, ...]], title: str) -> None:
@@ -144,11 +145,16 @@ def show(console: Console, rows: Iterable[tuple[str, ...]], title: str) -> None:
 
 @dataclass
 class Session:
-    """A sweep in progress: its points, and which of them failed."""
+    """A sweep in progress: its points, and which of them failed.
+
+    Attributes:
+        baseline: whose capacity arrival rates are shares of.
+    """
 
     results: Results
     limits: Limits
     console: Console
+    baseline: Series = BASELINE
     points: list[Point] = field(default_factory=list)
     failed: dict[Point, str] = field(default_factory=dict)
 
@@ -158,15 +164,16 @@ class Session:
         sweep.run(more, self._report)
 
     def rates(self) -> list[float]:
-        """Arrival rates, from what ``ar`` could answer.
+        """Arrival rates, from what the baseline could answer.
 
         Raises:
-            LoadError: ``ar`` was not measured by concurrency.
+            LoadError: it was not measured by concurrency.
         """
         found = self.results.figures(self.points, self.limits)
-        capacity = [one.requests_per_s for point, one in found.items() if point.series == BASELINE]
+        capacity = [one.requests_per_s for point, one in found.items() if point.series == self.baseline]
         if not capacity:
-            raise LoadError("no rate can be chosen, as ar was not measured by concurrency: name some with --rate")
+            name = self.baseline.name
+            raise LoadError(f"no rate can be chosen, as {name} was not measured by concurrency: name some with --rate")
         return rates_from(max(capacity), RATE_SHARES)
 
     def _report(self, point: Point, what: str) -> None:
@@ -190,8 +197,11 @@ def main(
         Path | None,
         typer.Option(help="perf_analyzer input file, with --spec demo or --url; by default the demo's."),
     ] = None,
+    mode: Annotated[list[str] | None, typer.Option(help="Ask in this mode alone; repeat it. By default all.")] = None,
     concurrency: Annotated[list[int] | None, typer.Option(min=1, max=64, help="Requests in flight; repeat it.")] = None,
-    rate: Annotated[list[float] | None, typer.Option(min=0.001, help="Arrivals a second; by default from ar's capacity.")] = None,
+    rate: Annotated[
+        list[float] | None, typer.Option(min=0.001, help="Arrivals a second; by default from the capacity of the first mode.")
+    ] = None,
     rates: Annotated[bool, typer.Option(help="Sweep arrival rates too.")] = True,
     min_requests: Annotated[int, typer.Option(min=1, help="Of a point by concurrency, if four rounds are fewer.")] = 12,
     rate_requests: Annotated[int, typer.Option(min=1, help="Of a point by arrival rate.")] = 24,
@@ -215,6 +225,8 @@ def main(
     stopped: str | None = None
     try:
         with ExitStack() as stack:
+            series = series_of(mode or ())
+            session.baseline = series[0]
             made = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lookahead-load-")))
             subject = Subject.of(url, spec, system, input_data, made, slow_motion)
             analyzer = PerfAnalyzer((str(perf_analyzer),)) if perf_analyzer is not None else obtain(TOOLS)
@@ -236,8 +248,10 @@ def main(
             # A server that runs already has learned, or its next answers may take minutes each.
             learns_from, answer_s = LEARNS_FROM if server is not None else 0, slow_motion * WARM_UP_TIMEOUT_S
             # Arrivals meet loads of every size.
-            left = [one for one in widths if rates or not all(map(session.results.has, closed_points([one], min_requests)))]
-            warm_up(address, subject.questions, temperature, left, learns_from=learns_from, timeout_s=answer_s)
+            left = [
+                one for one in widths if rates or not all(map(session.results.has, closed_points([one], min_requests, series)))
+            ]
+            warm_up(address, subject.questions, temperature, left, series=series, learns_from=learns_from, timeout_s=answer_s)
 
             def is_ready() -> bool:
                 return client.is_ready(timeout_s=READY_TIMEOUT_S)
@@ -246,9 +260,9 @@ def main(
             lateness = LatenessSince(server) if server is not None and isinstance(subject.served, EmulatedDeployment) else None
             point_s = slow_motion * point_timeout_s
             sweep = Sweep(analyzer, address, subject.questions, fields, results, point_s, is_ready, lateness)
-            session.measure(sweep, closed_points(widths, min_requests))
+            session.measure(sweep, closed_points(widths, min_requests, series))
             if rates:
-                session.measure(sweep, open_points(rate or session.rates(), rate_requests))
+                session.measure(sweep, open_points(rate or session.rates(), rate_requests, series))
     except (LoadError, LookaheadError) as error:
         stopped = str(error)
     except KeyboardInterrupt:

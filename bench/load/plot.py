@@ -52,7 +52,8 @@ def _throughput(axes: Axes, found: Found) -> None:
 
 def _speedup(axes: Axes, found: Found) -> None:
     for series, loads, ratios in speedups(found):
-        _line(axes, series, loads, ratios, label=series.name)
+        if loads:  # ar was measured at one of them at least
+            _line(axes, series, loads, ratios, label=series.name)
     axes.axhline(1.0, color=COLOURS["ar"], linewidth=1)
     _finish(axes, "crossover: seconds a token of ar over the mode's", "speedup over ar", closed=True, from_zero=False)
 

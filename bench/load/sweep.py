@@ -54,6 +54,18 @@ SERIES = (
 BASELINE = SERIES[0]
 
 
+def series_of(modes: Sequence[str]) -> tuple[Series, ...]:
+    """Those of these modes, in the order of :data:`SERIES`; where none is named, all.
+
+    Raises:
+        LoadError: there is no such mode.
+    """
+    known = dict.fromkeys(series.mode for series in SERIES)
+    if unknown := [mode for mode in modes if mode not in known]:
+        raise LoadError(f"--mode {unknown[0]}: one of {', '.join(known)}")
+    return tuple(series for series in SERIES if not modes or series.mode in modes)
+
+
 @dataclass(frozen=True, slots=True)
 class Point:
     """One series under one load: so many requests in flight, or arrivals a second (Poisson)."""
@@ -97,20 +109,20 @@ class Point:
         ]
 
 
-def closed_points(concurrency: Iterable[int], min_requests: int) -> list[Point]:
+def closed_points(concurrency: Iterable[int], min_requests: int, asked: Sequence[Series] = SERIES) -> list[Point]:
     """Every series at every concurrency, in turns; four rounds of requests each, so that the run-out weighs little."""
     points = []
     for number, width in enumerate(concurrency):
         count = max(min_requests, 4 * width)
-        points += [Point(series, concurrency=width, num_requests=count) for series in rotated(SERIES, number)]
+        points += [Point(series, concurrency=width, num_requests=count) for series in rotated(asked, number)]
     return points
 
 
-def open_points(rates: Iterable[float], num_requests: int) -> list[Point]:
+def open_points(rates: Iterable[float], num_requests: int, asked: Sequence[Series] = SERIES) -> list[Point]:
     """Every series at every rate, in turns. perf_analyzer draws the same arrivals for all of them."""
     points = []
     for number, rate in enumerate(rates):
-        points += [Point(series, rate=rate, num_requests=num_requests) for series in rotated(SERIES, number)]
+        points += [Point(series, rate=rate, num_requests=num_requests) for series in rotated(asked, number)]
     return points
 
 

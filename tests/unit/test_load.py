@@ -14,6 +14,7 @@ from typing import cast
 
 import pytest
 import typer
+from lr_client import InvalidRequest
 from typer.testing import CliRunner
 
 import bench.load.command as command
@@ -37,6 +38,7 @@ from bench.load.sweep import (
     closed_points,
     open_points,
     rates_from,
+    series_of,
 )
 from lr_backend.build.emulated_spec import emulated
 from lr_backend.emulated.workload import Workload
@@ -476,30 +478,80 @@ def test_a_server_of_our_own_is_known_by_what_it_serves_and_its_code(tmp_path: P
     assert command.Subject.of("127.0.0.1:9", "demo", "h200_sxm", None, tmp_path).hashes == {}
 
 
-def test_a_warm_up_asks_each_series_once_and_auto_until_it_has_learned(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, bool, float | None]] = []
+class ScriptedClient:
+    """Refuses some modes, and remembers what it was asked: mode, stream, seconds."""
 
-    class Scripted:
-        def __init__(self, url: str) -> None:
-            self.url = url
+    asked: list[tuple[str, bool, float | None]]
+    refuses: tuple[str, ...] = ()
 
-        def __enter__(self) -> Scripted:
-            return self
+    def __init__(self, url: str) -> None:
+        self.url = url
 
-        def __exit__(self, *_: object) -> None:
-            pass
+    def __enter__(self) -> ScriptedClient:
+        return self
 
-        def ask(self, question: str, options: command.Options, *, timeout_s: float) -> None:
-            asked.append((str(options.mode), bool(options.stream), timeout_s))
+    def __exit__(self, *_: object) -> None:
+        pass
 
-    monkeypatch.setattr(command, "Client", Scripted)
+    def is_ready(self, *, timeout_s: float) -> bool:
+        return True
+
+    def ask(self, question: str, options: command.Options, *, timeout_s: float) -> None:
+        self.asked.append((str(options.mode), bool(options.stream), timeout_s))
+        if options.mode in self.refuses:
+            raise InvalidRequest("mode: this server's target drafts by itself")
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> type[ScriptedClient]:
+    monkeypatch.setattr(ScriptedClient, "asked", [], raising=False)
+    monkeypatch.setattr(command, "Client", ScriptedClient)
+    return ScriptedClient
+
+
+def test_a_warm_up_asks_each_series_once_and_auto_until_it_has_learned(client: type[ScriptedClient]) -> None:
     rows = inputs.load(inputs.INPUTS / "demo.json")
 
     command.warm_up("here", lambda name, count: rows, 0.6, (1, 20), learns_from=50, timeout_s=7.0)
 
-    each, learned = asked[: len(SERIES)], asked[len(SERIES) :]
+    each, learned = client.asked[: len(SERIES)], client.asked[len(SERIES) :]
     assert sorted(each) == sorted((series.mode, series.stream, 7.0) for series in SERIES)
     assert learned == [("auto", True, 7.0)] * (50 + 60)
+
+
+def test_a_server_that_refuses_a_mode_is_asked_in_the_others(
+    tmp_path: Path, client: type[ScriptedClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as one whose target drafts by itself: it answers neither ``ar`` nor ``lr``."""
+    monkeypatch.setattr(client, "refuses", ("ar", "lr"))
+    analyzer = ScriptedAnalyzer()
+    monkeypatch.setattr(command, "obtain", lambda tools: analyzer)
+    monkeypatch.setattr(ScriptedAnalyzer, "version", lambda self: "0", raising=False)
+    app = typer.Typer()
+    app.command()(command.main)
+    folder, output = tmp_path / "load", tmp_path / "load.json"
+    given = ["--url", "here", "--concurrency", "1", "--min-requests", "4", "--folder", str(folder), "--output", str(output)]
+
+    refused = CliRunner().invoke(app, given)
+    assert refused.exit_code == 1 and "does not answer in mode ar: mode: this server's target drafts by itself" in refused.output
+    assert not analyzer.asked
+
+    unknown = CliRunner().invoke(app, [*given, "--mode", "al"])
+    assert unknown.exit_code == 1 and "--mode al: one of ar, sd, lr, lr_sd, auto" in unknown.output
+
+    client.asked.clear()
+    result = CliRunner().invoke(app, [*given, "--mode", "lr_sd", "--mode", "sd"])
+    assert result.exit_code == 0, result.output
+    assert {mode for mode, _, _ in client.asked} == {"sd", "lr_sd"}
+    points = json.loads(output.read_text())["points"]
+    assert {point["mode"] for point in points} == {"sd", "lr_sd"}
+    assert {point["rate"] for point in points} > {None}, "rates from what sd can answer"
+    assert output.with_suffix(".png").is_file()
+
+
+def test_all_series_are_asked_where_no_mode_is_named() -> None:
+    assert series_of(()) == SERIES
+    assert [series.name for series in series_of(("sd",))] == ["sd", "sd_streamed"]
 
 
 def test_without_a_server_the_command_says_so_and_ends(tmp_path: Path) -> None:
