@@ -35,7 +35,15 @@ from lr_backend.build.memory import (
     require_tensors,
     verification_bytes,
 )
-from lr_backend.build.render import engine_files, intact, lookahead_files, read_manifest, require_replaceable, write_repository
+from lr_backend.build.render import (
+    check_own_parts,
+    engine_files,
+    intact,
+    lookahead_files,
+    read_manifest,
+    require_replaceable,
+    write_repository,
+)
 from lr_backend.build.report import BuildReport
 from lr_backend.build.runner import run_steps
 from lr_backend.build.shapes import Source, find_sources
@@ -62,6 +70,7 @@ class GpuPlan:
         steps: of the roles that are compiled.
         files: of the repository, path to text.
         waiting: what could not be checked, and why.
+        own_parts: what was checked of the deployment's own code.
     """
 
     spec: GpuDeployment
@@ -75,6 +84,7 @@ class GpuPlan:
     steps: Mapping[Role, tuple[Step, ...]]
     files: Mapping[str, str]
     waiting: tuple[str, ...]
+    own_parts: tuple[str, ...]
 
     def dirs(self, role: Role) -> EngineDirs:
         return EngineDirs.of(self.output, role)
@@ -86,6 +96,7 @@ class GpuPlan:
             checked=(
                 *(_line(role, info) for role, info in self.infos.items()),
                 *(f"{role}: calibration texts in {folder}" for role, folder in self.calibration.items() if folder.is_dir()),
+                *self.own_parts,
             ),
             files=tuple(self.files),
             written=written,
@@ -192,6 +203,7 @@ def plan_gpu_build(
     calibration: dict[Role, Path] = {}
     steps: dict[Role, tuple[Step, ...]] = {}
     files: dict[str, str] = {}
+    own_parts: tuple[str, ...] = ()
     for each in roles:
         engine, dirs = spec.engine(each), EngineDirs.of(output, each)
         model_dir = spec.checkpoint_dir(each)
@@ -203,6 +215,7 @@ def plan_gpu_build(
             model_dir = dirs.engine
         files |= engine_files(spec, each, model_dir)
     if role is None and spec.runs_loop:
+        own_parts = check_own_parts(spec)
         # One-hot rows are copied into the engine's own buffers, which have the padded width.
         files |= lookahead_files(spec, padded_vocab(sources[Role.TARGET].shape.vocab_size, spec.target.tp_size))
         if Role.TARGET not in infos:
@@ -214,7 +227,7 @@ def plan_gpu_build(
             require_texts(folder)
         else:
             waiting.append(f"{' and '.join(one for one in calibration if calibration[one] == folder)}: {without_texts(folder)}")
-    return GpuPlan(spec, output, roles, sources, infos, calibration, memory, admission, steps, files, tuple(waiting))
+    return GpuPlan(spec, output, roles, sources, infos, calibration, memory, admission, steps, files, tuple(waiting), own_parts)
 
 
 def _require_positions(spec: GpuDeployment, sources: Mapping[Role, Source]) -> None:

@@ -54,6 +54,22 @@ def lookahead_files(spec: DeploymentSpec, vocab_size: int) -> dict[str, str]:
     return {**files, f"{LOOKAHEAD_MODEL}/1/lookahead.json": config.model_dump_json(indent=2) + "\n"}
 
 
+def check_own_parts(spec: DeploymentSpec) -> tuple[str, ...]:
+    """Make the plug-ins and import the auditor's checker, as the server will; a line for the build's report.
+
+    Raises:
+        ConfigError: one cannot be made: a server would not start.
+    """
+    config = spec.loop_config()
+    audit = config.audit
+    try:
+        audit.load_checker(config.root)
+        config.make_parts()
+    except ConfigError as error:
+        raise ConfigError(f"lookahead.{error.message}") from error
+    return (f"auditor: {audit.checker}",) if audit.checker is not None else ()
+
+
 def write_repository(output: Path, files: Mapping[str, str], manifest: Mapping[str, Any], keep: Path | None = None) -> None:
     """Put a repository at ``output``, replacing one that this project wrote earlier.
 

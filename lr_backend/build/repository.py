@@ -14,6 +14,7 @@ from lr_backend.build.digests import digests, installed_versions, sha256_text
 from lr_backend.build.gpu_build import build_gpu_deployment
 from lr_backend.build.render import (
     MANIFEST,
+    check_own_parts,
     engine_files,
     intact,
     lookahead_files,
@@ -76,7 +77,7 @@ def build_repository(
         files |= engine_files(spec, each, spec.checkpoint_dir(each))
     if role is None and spec.runs_loop:
         files |= lookahead_files(spec, vocab_size)
-        checked += _check_own_parts(spec)
+        checked += check_own_parts(spec)
     if dry_run:
         return BuildReport(spec, output, checked, tuple(files), written=False)
     earlier = read_manifest(output)
@@ -99,18 +100,6 @@ def _check_role(spec: EmbeddedDeployment, role: Role, *, weights_needed: bool) -
     if wanted > info.max_positions:
         raise ConfigError(f"{role}.max_seq_len={wanted} is beyond the checkpoint's {info.max_positions} positions")
     return info
-
-
-def _check_own_parts(spec: DeploymentSpec) -> tuple[str, ...]:
-    """Make the plug-ins and import the auditor's checker, as the server will: a server that cannot does not start."""
-    config = spec.loop_config()
-    audit = config.audit
-    try:
-        audit.load_checker(config.root)
-        config.make_parts()
-    except ConfigError as error:
-        raise ConfigError(f"lookahead.{error.message}") from error
-    return (f"auditor: {audit.checker}",) if audit.checker is not None else ()
 
 
 def _emulated_line(spec: EmulatedDeployment, role: Role) -> str:

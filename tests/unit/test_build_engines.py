@@ -96,6 +96,35 @@ def test_engines_are_built_role_by_role_and_the_repository_names_them(spec: GpuD
     assert (config.vocab_size, config.draft_logits) == (262, "one_hot"), "261 tokens, filled up for two ranks"
 
 
+@pytest.mark.parametrize("way", [{"dry_run": True}, {}, {"compile_engines": False, "only_if_stale": True}], ids=str)
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ('[lookahead.audit]\nauditor = "checker"\nchecker = "nowhere:same"', "lookahead.audit.checker: 'nowhere:same'"),
+        ('[lookahead.verifiers.own]\nfactory = "nowhere:Same"', "lookahead.verifiers.own: 'nowhere:Same'"),
+    ],
+)
+def test_code_of_the_deployments_own_that_cannot_be_imported_is_refused_before_anything_is_compiled(
+    spec: GpuDeployment, tools: FakeTools, section: str, said: str, way: dict[str, bool]
+) -> None:
+    """By the plan, the build, and a server that renders for itself; one role's build needs none of it."""
+    if not way.get("compile_engines", True):
+        build(spec, tools)
+    before = ran(tools)
+    spec.path.write_text(f"{spec.path.read_text()}\n{section}\n")
+    with pytest.raises(ConfigError, match=f"{said} cannot be imported: ModuleNotFoundError"):
+        build(load(spec.path), tools, **way)
+    assert ran(tools) == before
+    assert build(load(spec.path), tools, role=Role.JUDGE, dry_run=True).steps
+
+
+def test_the_plan_says_that_the_checker_is_there(spec: GpuDeployment, tools: FakeTools) -> None:
+    spec.path.write_text(
+        f'{spec.path.read_text()}\n[lookahead.audit]\nauditor = "checker"\nchecker = "demo.problems:same_step"\n'
+    )
+    assert build(load(spec.path), tools, dry_run=True).checked[-1] == "auditor: demo.problems:same_step"
+
+
 def test_commands_run_on_the_roles_gpus_and_away_from_any_checkout(spec: GpuDeployment, tools: FakeTools) -> None:
     build(spec, tools)
     engines = spec.built_dir.with_name("small.engines")
