@@ -76,8 +76,8 @@ class Model:
     @property
     def hub(self) -> str:
         """Name on the hub of the known model that it is, by its folder's name and its shape; empty: none."""
-        folder = self.info.directory.name
-        found = (name for name, shape in known_models().items() if name.rpartition("/")[2] == folder and shape == self.shape)
+        folders = {self.info.directory.name, self.info.directory.resolve().name}
+        found = (name for name, shape in known_models().items() if name.rpartition("/")[2] in folders and shape == self.shape)
         return next(found, "")
 
     @property
@@ -136,7 +136,9 @@ def read_models(target: Path, draft: Path, judge: Path) -> Models:
             what to do.
     """
     folders = {Role.TARGET: target, Role.DRAFT: draft, Role.JUDGE: judge}
-    models = {role: _read(role, folder.resolve()) for role, folder in folders.items()}
+    models = {
+        role: _read(role, folder.resolve() if ".." in folder.parts else folder.absolute()) for role, folder in folders.items()
+    }
     try:
         check_same_vocabulary(models[Role.TARGET].info, models[Role.DRAFT].info)
     except CheckpointError as error:
@@ -353,15 +355,21 @@ def _lengths(models: Models, wanted: int, *, asked_for: bool) -> dict[Role, int]
 
 
 def _about(model: Model, naming: Naming) -> dict[str, Any]:
-    folder = model.info.directory
-    inside = folder.is_relative_to(naming.root)
     about = {
         Role.TARGET: "writes the answer",
         Role.DRAFT: "writes steps ahead; it reads the same token ids as the target",
         Role.JUDGE: "says whether two steps mean the same; it reads text, so its vocabulary may be another",
     }[model.role]
-    checkpoint = str(folder.relative_to(naming.root) if inside else folder)
-    return {"name": model.role.value, "about": f"{model.in_words}: {about}.", "checkpoint": checkpoint}
+    checkpoint = _as_seen_from(naming.root, model.info.directory)
+    return {"name": model.role.value, "about": f"{model.in_words}: {about}.", "checkpoint": str(checkpoint)}
+
+
+def _as_seen_from(root: Path, folder: Path) -> Path:
+    """Relative where it lies under the root, as it is named if it can be: what a link leads to may be nowhere in a container."""
+    for inner, outer in ((folder, root), (folder, root.resolve()), (folder.resolve(), root.resolve())):
+        if inner.is_relative_to(outer):
+            return inner.relative_to(outer)
+    return folder
 
 
 def _render(

@@ -62,6 +62,46 @@ def test_the_spec_of_every_family_is_built(tmp_path: Path, family: str) -> None:
     assert config.limits.max_prompt_tokens + config.limits.max_tokens == 2048
 
 
+def test_a_folder_behind_a_link_stays_relative(tmp_path: Path) -> None:
+    """The checkpoints', the checkout's, or both: in a container only what the project's folder holds is there."""
+    real, disk = tmp_path / "real", tmp_path / "disk"
+    make_pair(disk, "qwen3")
+    real.mkdir()
+    (real / "checkpoints").symlink_to(disk)
+    (real / "models").mkdir()
+    (disk / "draft").rename(real / "models" / "draft")
+    link = tmp_path / "link"
+    link.symlink_to(real)
+    for root, target, draft in (
+        (real, "real/checkpoints/target", "real/models/draft"),
+        (link, "link/checkpoints/target", "link/models/draft"),
+        (link, "real/checkpoints/target", "real/models/draft"),
+        (real, "real/checkpoints/target", "link/models/draft"),
+        (real, "real/checkpoints/target", "link/../real/models/draft"),
+    ):
+        path = root / "engines" / "own.toml"
+        result = run(Path(target), Path(draft), "--output", str(path), "--force")
+        assert result.exit_code == 0, result.output
+        spec = DeploymentSpec.load(path)
+        assert isinstance(spec, EmbeddedDeployment)
+        assert (spec.target.checkpoint, spec.draft.checkpoint) == (Path("checkpoints/target"), Path("models/draft")), (
+            root,
+            draft,
+        )
+        assert str(tmp_path) not in path.read_text(encoding="utf-8")
+
+
+def test_a_folder_elsewhere_is_named_by_the_link_that_was_given(tmp_path: Path) -> None:
+    target, draft = make_pair(tmp_path / "disk", "qwen3")
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    result = run(tmp_path / "link" / "target", draft, "--output", str(tmp_path / "project" / "engines" / "own.toml"))
+    assert result.exit_code == 0, result.output
+    spec = DeploymentSpec.load(tmp_path / "project" / "engines" / "own.toml")
+    assert isinstance(spec, EmbeddedDeployment)
+    assert (spec.target.checkpoint, spec.draft.checkpoint) == (tmp_path / "link" / "target", draft)
+    assert spec.checkpoint_dir(Role.TARGET) == target
+
+
 def test_a_tokenizer_without_markers_is_looked_ahead_in_over_the_whole_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
