@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from lr_backend.engine.address import LOOP_KEY_VARIABLE, LOOP_PARAMETER
 from lr_backend.engine.inprocess import Submits
 from lr_backend.engine.request import EngineRequest, EngineResponse
 from lr_backend.errors import EngineRejected, InvalidRequest, LookaheadError
+from lr_backend.notice import NOTICE_VARIABLE
 from lr_backend.triton.client_watch import ClientWatch, WatchedClient
 
 LOOP_KEY = os.environ.get(LOOP_KEY_VARIABLE) or None
@@ -34,17 +36,24 @@ class Metrics(Protocol):
     def close(self) -> None: ...
 
 
+class Engine(Submits, Protocol):
+    def wait(self) -> None:
+        """Until it is closed or has died, and has answered all that was in flight."""
+        ...
+
+
 class ContractModel:
     """Triton's entry points but ``initialize``, which sets ``pb``, ``_engine``, ``_metrics`` and ``_exclude_input``."""
 
     pb: Any
-    _engine: Submits
+    _engine: Engine
     _metrics: Metrics
     _exclude_input: bool
     _fails_as_internal = False
     """Whatever is wrong is INTERNAL, as upstream's backend has it."""
     _watch: ClientWatch | None = None
     """Of clients that go away; None: what they have asked for is computed all the same."""
+    _is_ending = False
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Queue requests; returns at once."""
@@ -54,10 +63,24 @@ class ContractModel:
 
     def finalize(self) -> None:
         """Fail what is in flight, and wait for the threads."""
+        self._is_ending = True
         if self._watch is not None:
             self._watch.close()
         self._engine.close()
         self._metrics.close()
+
+    def _watch_engine(self) -> None:
+        """From now on this process ends with its engine, where that matters."""
+        threading.Thread(target=self._end_with_engine, name="end of the engine", daemon=True).start()
+
+    def _end_with_engine(self) -> None:
+        """Triton keeps a model ready whose engine has died, and it would refuse all calls.
+
+        Where the launcher sees a process end, it is started anew; elsewhere calls to it would hang.
+        """
+        self._engine.wait()
+        if not self._is_ending and NOTICE_VARIABLE in os.environ:
+            os._exit(1)
 
     def _enqueue(self, request: Any) -> None:
         sender = request.get_response_sender()

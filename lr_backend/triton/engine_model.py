@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +15,6 @@ from lr_backend.emulated.engine import PacedEngine
 from lr_backend.emulated.open import open_engine
 from lr_backend.errors import LookaheadError
 from lr_backend.logs import configure_libraries
-from lr_backend.notice import NOTICE_VARIABLE
 from lr_backend.triton.client_watch import CLIENT_LOOK_S, ClientWatch
 from lr_backend.triton.contract_model import LOOP_KEY, ContractModel, batch_size_default, model_parameters, require_one_response
 from lr_backend.triton.engine_metrics import engine_metrics
@@ -50,7 +47,6 @@ class TritonPythonModel(ContractModel):
 
     pb = pb_utils
     _engine: EmbeddedEngine | PacedEngine
-    _is_ending = False
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the checkpoint and start the engine. A failure here keeps the model from becoming ready."""
@@ -74,17 +70,4 @@ class TritonPythonModel(ContractModel):
         if period_s is not None:
             self._watch = ClientWatch(period_s, self._engine.cancel)
         self._metrics = engine_metrics(pb_utils.MetricFamily, args["model_name"], self._engine.stats)
-        threading.Thread(target=self._end_with_engine, name="end of the engine", daemon=True).start()
-
-    def finalize(self) -> None:
-        self._is_ending = True
-        super().finalize()
-
-    def _end_with_engine(self) -> None:
-        """Triton keeps a model ready whose engine has died, and it would refuse all calls.
-
-        Where the launcher sees a process end, it is started anew; elsewhere calls to it would hang.
-        """
-        self._engine.wait()
-        if not self._is_ending and NOTICE_VARIABLE in os.environ:
-            os._exit(1)
+        self._watch_engine()

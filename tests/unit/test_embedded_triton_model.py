@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -189,7 +190,7 @@ def test_a_process_ends_with_its_engine(module: Any, repository: Path, monkeypat
     """Triton would keep the model ready, and it refuse all calls. What is in flight is answered first."""
     model, request, ends = module.TritonPythonModel(), StubRequest(tensors()), []
     monkeypatch.setenv(NOTICE_VARIABLE, "watched")
-    monkeypatch.setattr(module.os, "_exit", lambda status: ends.append((status, request.answers[0].error.code)))
+    monkeypatch.setattr(os, "_exit", lambda status: ends.append((status, request.answers[0].error.code)))
     model.initialize(arguments(repository))
     (watching,) = (each for each in threading.enumerate() if each.name == "end of the engine")
     if dies:
