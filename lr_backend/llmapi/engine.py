@@ -21,6 +21,7 @@ from lr_backend.engine.stopping import cut_at_end
 from lr_backend.engine.upstream_errors import kind_of
 from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, LookaheadError, Overloaded
 from lr_backend.llmapi.config import LlmApiConfig
+from lr_backend.llmapi.health import Health
 from lr_backend.llmapi.outputs import log_probs_of, passes_of, perf_of
 from lr_backend.llmapi.sampling import check_request, num_log_probs, sampling_arguments
 from lr_backend.llmapi.speculation import draft_counts
@@ -34,11 +35,13 @@ _BROKEN = ("shutting down", "CUDA", "NCCL")
 CANCELLATION_GRACE_S = 1.0
 """A cancelled request is waited for so long; then it is answered with what is there."""
 CLOSE_TIMEOUT_S = 30.0
+LOOK_S = 1.0
+"""How often the LLM's health is looked at."""
 
 _logger = logging.getLogger(__name__)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Run:
     """One request in flight; touched by the loop's thread alone, but for ``cancelled``."""
 
@@ -58,27 +61,28 @@ class LlmApiEngine:
     def __init__(self, config: LlmApiConfig, llm: Any, make_sampling_params: Callable[..., Any]) -> None:
         """Takes ``llm`` (upstream's ``LLM``) over: :meth:`close` shuts it down."""
         self.config = config
-        self._llm = llm
+        self._llm, self._health = llm, Health(llm)
         self._make_sampling_params = make_sampling_params
         self._lock = threading.Lock()
         # Guarded by the lock.
         self._by_id: dict[str, _Run] = {}
-        self._num_in_flight = 0
-        self._closing = False
+        self._runs: set[_Run] = set()
+        """Those in flight: nobody has answered them."""
+        self._why_closed = ""
         self._stats = LlmApiStats()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="llm-api", daemon=True)
         self._thread.start()
 
     def submit(self, request: EngineRequest, on_done: OnDone) -> None:
-        """Start a request; ``on_done`` gets its response or error, exactly once, from the engine's thread.
+        """Start a request; ``on_done`` gets its response or error, exactly once, from a thread of the engine's.
 
         A request with ``stop`` cancels the one of the same id and is answered at once, whether there was one or not.
 
         Raises:
             EngineRejected: the request breaks a rule, or its id is in flight.
             Overloaded: the queue is full.
-            EngineUnavailable: the engine is closed.
+            EngineUnavailable: the engine is closed, or has died.
         """
         if request.stop:
             self.cancel(request.request_id)
@@ -99,15 +103,23 @@ class LlmApiEngine:
 
     def stats(self) -> LlmApiStats:
         with self._lock:
-            num_running = min(self._num_in_flight, self.config.max_batch_size)
-            return replace(self._stats, num_running=num_running, num_waiting=self._num_in_flight - num_running)
+            num_running = min(len(self._runs), self.config.max_batch_size)
+            return replace(self._stats, num_running=num_running, num_waiting=len(self._runs) - num_running)
+
+    def wait(self) -> None:
+        """Until the engine is closed, or its LLM has died: then what was in flight has failed, and what comes is refused."""
+        while not self._why_closed:
+            if why := self._health.why_dead():
+                self._die(f"the engine died: {why}")
+            else:
+                time.sleep(LOOK_S)
 
     def close(self) -> None:
-        """Fail what is in flight, shut the LLM down, and wait for the threads. May be called again."""
+        """Fail what is in flight, shut the LLM down, and wait for the threads. May be called again; a dead one is let be."""
         with self._lock:
-            if self._closing:
+            if self._why_closed:
                 return
-            self._closing = True
+            self._why_closed = "the engine is closed"
         ended: Future[None] = asyncio.run_coroutine_threadsafe(self._end_all(), self._loop)
         try:
             ended.result(CLOSE_TIMEOUT_S)
@@ -119,47 +131,62 @@ class LlmApiEngine:
 
     def _admit(self, run: _Run) -> None:
         limit = self.config.max_batch_size + self.config.max_queue_size
-        if self._closing:
-            raise EngineUnavailable("the engine is closed")
-        if self._num_in_flight >= limit:
+        if self._why_closed:
+            raise EngineUnavailable(self._why_closed)
+        if len(self._runs) >= limit:
             raise Overloaded(f"{limit} requests are in flight; try again later")
         name = run.request.request_id
         if name in self._by_id:
             raise EngineRejected(f"request id {name!r} is in flight")
         if name:
             self._by_id[name] = run
-        self._num_in_flight += 1
+        self._runs.add(run)
+
+    def _die(self, why: str) -> None:
+        """On this thread, as the loop's may be blocked in a call of the dead LLM."""
+        with self._lock:
+            if self._why_closed:
+                return
+            self._why_closed, runs = why, tuple(self._runs)
+        _logger.error("llm api: %s", why)
+        for run in runs:
+            self._answer(run, EngineUnavailable(why))
 
     async def _serve(self, run: _Run) -> None:
         result: EngineResponse | LookaheadError
         try:
             result = await self._generate(run)
         except asyncio.CancelledError:
-            result = EngineUnavailable("the engine is closed")
+            result = EngineUnavailable(self._why_closed)
         except LookaheadError as error:
             result = error
         except Exception as error:
             result = self._blame(error)
-        self._leave(run, result)
-        run.on_done(result)
+        self._answer(run, result)
 
-    def _leave(self, run: _Run, result: EngineResponse | LookaheadError) -> None:
+    def _answer(self, run: _Run, result: EngineResponse | LookaheadError) -> None:
         with self._lock:
+            if run not in self._runs:
+                return
+            self._runs.remove(run)
             if self._by_id.get(run.request.request_id) is run:
                 del self._by_id[run.request.request_id]
-            self._num_in_flight -= 1
-            stats = self._stats
-            if not isinstance(result, EngineResponse):
-                self._stats = replace(stats, num_failed=stats.num_failed + 1)
-                return
-            self._stats = replace(
-                stats,
-                num_requests=stats.num_requests + 1,
-                num_tokens_decoded=stats.num_tokens_decoded + len(run.tokens),
-                num_draft_tokens=stats.num_draft_tokens + result.num_draft_tokens,
-                num_accepted_tokens=stats.num_accepted_tokens + result.num_accepted_tokens,
-                num_cancelled=stats.num_cancelled + run.cancelled.is_set(),
-            )
+            self._count(run, result)
+        run.on_done(result)
+
+    def _count(self, run: _Run, result: EngineResponse | LookaheadError) -> None:
+        stats = self._stats
+        if not isinstance(result, EngineResponse):
+            self._stats = replace(stats, num_failed=stats.num_failed + 1)
+            return
+        self._stats = replace(
+            stats,
+            num_requests=stats.num_requests + 1,
+            num_tokens_decoded=stats.num_tokens_decoded + len(run.tokens),
+            num_draft_tokens=stats.num_draft_tokens + result.num_draft_tokens,
+            num_accepted_tokens=stats.num_accepted_tokens + result.num_accepted_tokens,
+            num_cancelled=stats.num_cancelled + run.cancelled.is_set(),
+        )
 
     async def _generate(self, run: _Run) -> EngineResponse:
         arguments = sampling_arguments(run.request, self.config, run.max_new_tokens)

@@ -61,3 +61,4 @@ class TritonPythonModel(ContractModel):
             self._watch = ClientWatch(CLIENT_LOOK_S, self._engine.cancel)
         counters = counters_of(LlmApiStats, GAUGES if self._config.drafts else (*GAUGES, *DRAFT_COUNTERS))
         self._metrics = engine_metrics(pb_utils.MetricFamily, args["model_name"], self._engine.stats, counters, GAUGES)
+        self._watch_engine()

@@ -4,7 +4,7 @@ What it keeps to (file in NVIDIA/TensorRT-LLM: what):
 
 - ``llmapi/llm.py``: unknown arguments of ``LLM`` are a ValueError; ``generate_async`` raises RuntimeError once shut down,
   ValueError for a prompt over ``max_num_tokens`` without chunked prefill, ValueError without both ``end_id`` and tokenizer;
-  returns at once.
+  returns at once; ``_check_health`` says whether it was shut down.
 - ``sampling_params.py``: keyword arguments only; ``pad_id`` falls back to ``end_id``; ranges of top_p, top_k, temperature; greedy
   for top_k 1, top_p 0, temperature 0 or nothing given; ``_get_stop_words`` is the ``stop_token_ids``, each a word.
 - ``executor/result.py``: an object is awaited or iterated, each step takes one response; ``outputs[0].token_ids`` grows in
@@ -289,6 +289,9 @@ class FakeLLM:
         self.gate.set()
         self._wake()
         self._thread.join(10)
+
+    def _check_health(self) -> bool:
+        return not self._down
 
     def _wake(self) -> None:
         with self._condition:

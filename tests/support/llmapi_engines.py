@@ -28,6 +28,12 @@ def llmapi_engine(folder: Path, choose: Choose, guess: Guess = lambda context: -
     return LlmApiEngine(config, make_llm(config, upstream), upstream.SamplingParams)
 
 
+def really_close(engine: LlmApiEngine) -> None:
+    """Of one whose LLM has died: a stand-in's can be shut down."""
+    engine._why_closed = ""
+    engine.close()
+
+
 def by_torch(checkpoint: Path) -> Choose:
     """Tokens of a tiny model: a run of one token for each ask, its seed the place in the one generator's sequence."""
     engine = tiny_engine(checkpoint)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,11 +19,13 @@ from lr_backend.engine import Sampling
 from lr_backend.engine.request import EngineRequest, EngineResponse
 from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, LookaheadError, Overloaded
 from lr_backend.llmapi.engine import LlmApiEngine
+from lr_backend.llmapi.health import POOL
 from lr_backend.llmapi.outputs import log_probs_of
 from lr_backend.llmapi.sampling import MAX_LOG_PROBS
 from tests.support.embedded_engines import Pending, request
 from tests.support.fake_llmapi import Choose, Completion, FakeLLM, Logprob, RequestError, by_logits, scripted
-from tests.support.llmapi_engines import llmapi_engine
+from tests.support.llmapi_engines import llmapi_engine, really_close
+from tests.support.observed import WAIT_S
 
 PROMPT = (50, 60)
 COUNTING = scripted(lambda context, draw: len(context) - len(PROMPT))
@@ -262,6 +266,54 @@ def test_close_answers_what_is_in_flight_and_refuses_the_rest(make: Make) -> Non
         engine.submit(request(PROMPT), Pending())
     assert start(engine, request((), 0, request_id="1", stop=True)).result().token_ids == ()
     engine.close()
+
+
+@pytest.mark.parametrize("how", ["killed", "shut down"])
+def test_a_dead_llm_leaves_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Upstream's calls may block the loop by then, and its shutdown waits for the dead."""
+    monkeypatch.setattr("lr_backend.llmapi.engine.LOOK_S", 0.01)
+    with subprocess.Popen([sys.executable, "-c", "input()", POOL], stdin=subprocess.PIPE) as worker:
+        engine = llmapi_engine(tmp_path / "checkpoint", COUNTING)
+        fake(engine).gate.clear()
+        pending = [start(engine, request(PROMPT, 240, request_id=str(number))) for number in range(3)]
+        until(lambda: fake(engine)._num_requests == 3)
+        blocked = threading.Event()
+        engine._loop.call_soon_threadsafe(blocked.wait, WAIT_S)
+        waiting = threading.Thread(target=engine.wait, daemon=True)
+        waiting.start()
+        if how == "killed":
+            worker.kill()
+        else:
+            fake(engine).shutdown()
+        waiting.join(WAIT_S)
+        worker.kill()
+    assert not waiting.is_alive()
+    assert all(one.done for one in pending) and not blocked.is_set()
+    for one in pending:
+        with pytest.raises(EngineUnavailable, match="died"):
+            one.result()
+    with pytest.raises(EngineUnavailable, match="died"):
+        engine.submit(request(PROMPT), Pending())
+    assert (engine.stats().num_failed, engine.stats().num_running) == (3, 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(fake(engine), "shutdown", lambda: pytest.fail("it would not return"))
+        engine.close()
+    blocked.set()
+    really_close(engine)
+    assert engine.stats().num_failed == 3, "what comes late is no second answer"
+
+
+def test_a_watched_engine_that_is_closed_has_not_died(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lr_backend.llmapi.engine.LOOK_S", 0.01)
+    engine = make()
+    waiting = threading.Thread(target=engine.wait, daemon=True)
+    waiting.start()
+    assert ask(engine, count=2).token_ids == (0, 1)
+    engine.close()
+    waiting.join(WAIT_S)
+    assert not waiting.is_alive()
+    with pytest.raises(EngineUnavailable, match="closed"):
+        engine.submit(request(PROMPT), Pending())
 
 
 def test_counters_add_up(make: Make) -> None:

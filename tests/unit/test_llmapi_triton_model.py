@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +17,10 @@ from structlog.testing import capture_logs
 
 from lr_backend.contract import encode_stop_words
 from lr_backend.engine import EngineCall, Generation, cancel_tensors
+from lr_backend.notice import NOTICE_VARIABLE
 from tests.support.fake_llmapi import fake_classes, fake_upstream, scripted
 from tests.support.fake_pb_utils import StubError, StubException, StubFamily, StubRequest, StubResponse, stub_module
+from tests.support.llmapi_engines import really_close
 from tests.support.observed import WAIT_S, reached_within
 
 PROMPT = (50, 60)
@@ -134,6 +137,35 @@ def test_a_call_ends_with_its_client(model: Any) -> None:
     model._engine._llm.gate.set()
     assert gone.answer().outputs["output_ids"].size < 200
     assert stays.answer().outputs["output_ids"].size == 200
+
+
+@pytest.mark.parametrize("end", ["dies", "dies unwatched", "is closed"])
+def test_a_process_ends_with_its_llm_where_the_launcher_sees_it(
+    module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, end: str
+) -> None:
+    """Triton would keep the model ready. What is in flight is answered first."""
+    model, request, ends = module.TritonPythonModel(), StubRequest(tensors(200)), []
+    if end != "dies unwatched":
+        monkeypatch.setenv(NOTICE_VARIABLE, "watched")
+    monkeypatch.setattr("lr_backend.llmapi.engine.LOOK_S", 0.01)
+    monkeypatch.setattr(os, "_exit", lambda status: ends.append((status, request.answers[0].error.code)))
+    of_other_tests = set(threading.enumerate())
+    model.initialize(arguments(tmp_path))
+    (watching,) = (each for each in set(threading.enumerate()) - of_other_tests if each.name == "end of the engine")
+    model._engine._llm.gate.clear()
+    model.execute([request])
+    if end == "is closed":
+        model.finalize()
+    else:
+        model._engine._llm.shutdown()
+    watching.join(WAIT_S)
+    assert not watching.is_alive()
+    assert request.error().code == StubError.UNAVAILABLE
+    assert ends == ([(1, StubError.UNAVAILABLE)] if end == "dies" else [])
+    assert ("the engine died: it has shut down" in caplog.text) == (end != "is closed")
+    if end != "is closed":
+        model.finalize()
+        really_close(model._engine)
 
 
 class Unsendable(StubRequest):
