@@ -78,6 +78,7 @@ class Deployed(BaseModel):
 
     Attributes:
         default_tokens: of an answer whose request names no limit: the deployment's own default, or all that it allows.
+        default_temperature: of an answer whose request says none.
         request_s: seconds that a request may take at most.
         think_open, think_close: texts around the reasoning; without a second one nothing is taken for reasoning.
         opens_reasoning: the chat template writes the first of them, so that answers begin inside.
@@ -91,6 +92,7 @@ class Deployed(BaseModel):
     name: str
     max_tokens: int
     default_tokens: int
+    default_temperature: float
     max_depth: int
     max_width: int
     max_draft_len: int
@@ -110,6 +112,7 @@ class Deployed(BaseModel):
             name=name,
             max_tokens=limits.max_tokens,
             default_tokens=config.defaults.get("max_tokens", min(limits.max_tokens, MOST_TOKENS)),
+            default_temperature=config.defaults.get("temperature", 0.0),
             max_depth=limits.max_depth,
             max_width=limits.max_width,
             max_draft_len=limits.max_draft_len,

@@ -44,6 +44,7 @@ class Page:
             "question": QUESTION,
             "max_tokens": deployed.max_tokens,
             "default_tokens": deployed.default_tokens,
+            "default_temperature": deployed.default_temperature,
             "pace": deployed.pace,
             "keyed": keyed,
         }

@@ -74,6 +74,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def page(browser: Browser, served: Served) -> Browser:
     browser.open(served.address)
     browser.choose("#mode", "lr_sd")
+    browser.fill("#temperature", "0")
     return browser
 
 
@@ -208,7 +209,7 @@ def fake(pause: Pause) -> Iterator[Any]:
 
 @pytest.fixture
 def fronted(fake: Any) -> Iterator[Fronted]:
-    with frontend(fake.url, deployed=DEPLOYED.model_copy(update={"default_tokens": 80})) as running:
+    with frontend(fake.url, deployed=DEPLOYED.model_copy(update={"default_tokens": 80, "default_temperature": 0.6})) as running:
         yield running
 
 
@@ -226,6 +227,12 @@ def ask(page: Browser, question: str, ends: str) -> str:
 
 def test_the_answer_may_be_as_long_as_without_a_limit(asking: Browser) -> None:
     assert asking.one("#max-tokens").get_property("value") == "80"
+
+
+def test_the_temperature_is_the_deployments_unless_it_is_filled_in(asking: Browser, fake: Any) -> None:
+    assert asking.one("#temperature").get_property("placeholder") == "0.6"
+    ask(asking, "q", "Answered")
+    assert "temperature" not in fake.request().inputs
 
 
 def test_what_is_filled_in_is_what_is_asked(asking: Browser, fake: Any) -> None:

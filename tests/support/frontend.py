@@ -28,6 +28,7 @@ DEPLOYED = Deployed(
     name="demo",
     max_tokens=100,
     default_tokens=100,
+    default_temperature=0.0,
     max_depth=4,
     max_width=2,
     max_draft_len=8,

@@ -31,7 +31,7 @@ KINDS = {"css": "text/css", "html": "text/html", "js": "text/javascript", "svg":
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     """With keys, so that whatever comes without one needs none."""
-    paced = DEPLOYED.model_copy(update={"pace": "as on a machine", "default_tokens": 80})
+    paced = DEPLOYED.model_copy(update={"pace": "as on a machine", "default_tokens": 80, "default_temperature": 0.6})
     with FakeServer({}) as upstream, frontend(upstream.url, deployed=paced, keys=[KEY]) as running:
         yield running
 
@@ -87,6 +87,7 @@ def test_it_is_told_what_it_shows_and_no_secret(served: Served) -> None:
         "question": QUESTION,
         "max_tokens": 100,
         "default_tokens": 80,
+        "default_temperature": 0.6,
         "pace": "as on a machine",
         "keyed": True,
     }

@@ -29,6 +29,7 @@ function prepare() {
   find("rival").value = RIVAL;
   find("max-tokens").max = about.max_tokens;
   find("max-tokens").value = about.default_tokens;
+  find("temperature").placeholder = about.default_temperature;
   find("key-field").hidden = !about.keyed;
   find("pace").hidden = !about.pace;
   find("pace").querySelector("span").textContent = `${about.pace}.`;
