@@ -2,6 +2,7 @@
 
     LookaheadError
     ├── InvalidRequest        mend the named field and send again
+    │   └── PromptTooLong     shorten the prompt
     ├── Overloaded            send again later; nothing was started
     ├── Cancelled             the caller asked for this
     ├── TargetUnavailable     the target engine is down; retry later or elsewhere
@@ -59,6 +60,16 @@ class InvalidRequest(LookaheadError):
         super().__init__(f"{field}={shown}: {rule}")
         self.field = field
         self.rule = rule
+
+
+class PromptTooLong(InvalidRequest):
+    """The prompt has more tokens than the deployment takes. ``limit`` says what is counted."""
+
+    code = "LR_PROMPT_TOO_LONG"
+
+    def __init__(self, field: str, found: str, limit: str) -> None:
+        # Words that clients of OpenAI's API look for, to shorten the conversation by themselves.
+        super().__init__(field, found, f"This model's maximum context length is {limit}")
 
 
 class Overloaded(LookaheadError):

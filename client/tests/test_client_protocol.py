@@ -327,6 +327,7 @@ def test_garbage_tensors_are_a_server_error_or_some_bytes(raw: bytes, num: int) 
 CODES: dict[str, type[ClientError]] = {
     "LR_INTERNAL": ServerError,
     "LR_INVALID_REQUEST": InvalidRequest,
+    "LR_PROMPT_TOO_LONG": InvalidRequest,
     "LR_OVERLOADED": Overloaded,
     "LR_CANCELLED": ServerUnreachable,
     "LR_TARGET_UNAVAILABLE": TargetUnavailable,

@@ -26,6 +26,7 @@ CODES: Mapping[str, tuple[int, str]] = {
     "missing_field": (400, _INVALID),
     "invalid_value": (400, _INVALID),
     "over_limit": (400, _INVALID),
+    "context_length_exceeded": (400, _INVALID),
     "engine_rejected": (400, _INVALID),
     "invalid_request_id": (400, _INVALID),
     "invalid_api_key": (401, "authentication_error"),
@@ -94,7 +95,8 @@ def from_client(error: ClientError, param_of: Callable[[str], str]) -> ApiError:
     """
     match error:
         case InvalidRequest():
-            return ApiError("invalid_value", error.message, param_of(error.field) if error.field else None)
+            code = "context_length_exceeded" if error.code == "LR_PROMPT_TOO_LONG" else "invalid_value"
+            return ApiError(code, error.message, param_of(error.field) if error.field else None)
         case Overloaded():
             return ApiError("overloaded", error.message, retry_after_s=SOON_S)
         case RequestTimeout():

@@ -10,7 +10,7 @@ import numpy as np
 
 from lr_backend.config import Limits, LoopConfig
 from lr_backend.contract import IntArray
-from lr_backend.errors import InvalidRequest
+from lr_backend.errors import InvalidRequest, PromptTooLong
 from lr_backend.request import LookaheadRequest
 from lr_backend.steps.plain import PlainText, mark_for
 
@@ -57,7 +57,7 @@ class Prompts:
         """
         messages, limit = request.messages or (), self._config.limits.max_prompt_tokens
         if len(messages) > limit:  # a turn costs at least a token
-            raise _out_of_range(request, f"at least {len(messages)}", limit)
+            raise PromptTooLong("messages", f"at least {len(messages)} tokens", f"{limit} prompt tokens")
         num_chars = len(request.text_input or "") + sum(TURN_CHARS + len(message.content) for message in messages)
         if num_chars <= QUICK_CHARS:
             return self._make(request)
@@ -73,9 +73,12 @@ class Prompts:
         ids = self._plain.ids_of_cut(text, mark) if least <= limit else []
         if ids and request.raw and not self._config.raw_prompts:
             ids = [*self._first, *ids]
-        if not 1 <= len(ids) <= limit:
+        field = "text_input" if request.messages is None else "messages"
+        if max(least, len(ids)) > limit:
             found = f"at least {least}" if least > limit else str(len(ids))
-            raise _out_of_range(request, found, limit)
+            raise PromptTooLong(field, f"{found} tokens", f"{limit} prompt tokens")
+        if not ids:
+            raise InvalidRequest(field, "0 tokens", "a prompt has one at least")
         return np.asarray(ids, dtype=np.int32)
 
     def _text(self, request: LookaheadRequest) -> tuple[str, str]:
@@ -104,8 +107,3 @@ class Prompts:
             if least > enough:
                 break
         return least
-
-
-def _out_of_range(request: LookaheadRequest, num_tokens: str, limit: int) -> InvalidRequest:
-    field = "text_input" if request.messages is None else "messages"
-    return InvalidRequest(field, f"{num_tokens} tokens", f"1 to {limit} tokens")

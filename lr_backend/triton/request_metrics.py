@@ -26,6 +26,7 @@ from lr_backend.errors import (
     LookaheadError,
     NotFinite,
     Overloaded,
+    PromptTooLong,
     TargetUnavailable,
 )
 from lr_backend.loop.answer import StepMark
@@ -110,6 +111,7 @@ MAX_WAITING = 1 << 16
 
 _END_OF = {
     InvalidRequest: "invalid_request",
+    PromptTooLong: "invalid_request",
     EngineRejected: "engine_rejected",
     Overloaded: "overloaded",
     Cancelled: "cancelled",

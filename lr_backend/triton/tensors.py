@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lr_backend.contract import TensorSpec
-from lr_backend.errors import InvalidRequest
+from lr_backend.errors import InvalidRequest, PromptTooLong
 from lr_backend.fields import LOOKAHEAD_INPUTS
 from lr_backend.loop.answer import Committed
 from lr_backend.request import FinishReason, Usage
@@ -52,7 +52,14 @@ def _check_parameter(name: str, value: object, arrays: Arrays, max_bytes: int) -
         raise InvalidRequest(name, value, "no field of this model that a parameter can say")
     if name in arrays:
         raise InvalidRequest(name, value, "said twice, by an input and by a parameter")
-    if isinstance(value, str) and (num_bytes := len(value.encode(errors="surrogatepass"))) > max_bytes:
+    if isinstance(value, str):
+        _check_length(name, len(value.encode(errors="surrogatepass")), max_bytes)
+
+
+def _check_length(name: str, num_bytes: int, max_bytes: int) -> None:
+    if num_bytes > max_bytes:
+        if name in ("text_input", "messages"):
+            raise PromptTooLong(name, f"{num_bytes} bytes", f"{max_bytes} bytes of a prompt")
         raise InvalidRequest(name, f"{num_bytes} bytes", f"at most {max_bytes} bytes")
 
 
@@ -61,8 +68,7 @@ def _value(spec: TensorSpec, array: npt.NDArray[Any], max_bytes: int) -> Any:
     if spec.dims == (1,) and len(values) != 1:
         raise InvalidRequest(spec.name, f"shape {list(array.shape)}", "one element")
     if spec.dtype == "STRING":
-        if (num_bytes := sum(len(value) for value in values if isinstance(value, bytes))) > max_bytes:
-            raise InvalidRequest(spec.name, f"{num_bytes} bytes", f"at most {max_bytes} bytes")
+        _check_length(spec.name, sum(len(value) for value in values if isinstance(value, bytes)), max_bytes)
         values = [_text(spec.name, value) for value in values]
     if spec.name == "messages":
         return _json(spec.name, values[0])

@@ -363,7 +363,7 @@ _FIELDS: list[tuple[str, Any]] = [
     ("messages", '[{"role": "nobody", "content": "x"}]'),
     ("messages", '[{"role": "user", "content": ""}]'),
     ("messages", '[{"role": "user", "content": "x", "extra": 1}]'),
-    ("messages", "[" * 100_000),
+    ("messages", "[" * 60_000),
     *[("max_tokens", value) for value in (0, -1, 2**31 - 1)],
     *[("temperature", value) for value in (-0.1, 5.1, float("nan"), float("inf"), float("-inf"))],
     *[("top_p", value) for value in (0.0, -1.0, 1.1, float("nan"))],

@@ -18,6 +18,7 @@ from lr_backend.errors import (
     LookaheadError,
     NotFinite,
     Overloaded,
+    PromptTooLong,
     TargetUnavailable,
 )
 from lr_backend.frontend.errors import CODES
@@ -126,7 +127,7 @@ def test_the_codes_of_the_front_end_are_those_of_the_page() -> None:
 
 
 def test_the_codes_of_the_step_loop_are_those_of_the_page() -> None:
-    kinds = (InvalidRequest, EngineRejected, Overloaded, TargetUnavailable, NotFinite, Cancelled, LookaheadError)
+    kinds = (InvalidRequest, PromptTooLong, EngineRejected, Overloaded, TargetUnavailable, NotFinite, Cancelled, LookaheadError)
     rows = table(API, "code", "Triton code")
     assert [(CODE.findall(row[0])[0], row[1]) for row in rows] == [(kind.code, kind.status) for kind in kinds]
     by_errors = {end_of(kind.__new__(kind)) for kind in kinds}

@@ -37,7 +37,7 @@ USAGE = {"prompt_tokens": 2, "completion_tokens": 3, "reasoning_tokens": 1, "num
 FINISH = Reply(finish="stop", usage=USAGE)
 ANSWER = [Reply(text="<think>a"), Reply(text=" b</thi"), Reply(text="nk>\n\nyes"), FINISH]
 FAILURES = [
-    ("LR_INVALID_REQUEST: text_input=2000 tokens: 1 to 1024 tokens", "invalid_value", "messages"),
+    ("LR_PROMPT_TOO_LONG: text_input='2000 tokens': This model's maximum ...", "context_length_exceeded", "messages"),
     ("LR_INVALID_REQUEST: verifier='x': this server has exact", "invalid_value", "lookahead.verifier"),
     ("LR_INVALID_REQUEST: max_tokens=9: too many", "invalid_value", "max_completion_tokens"),
     ("LR_ENGINE_REJECTED: too long", "engine_rejected", None),

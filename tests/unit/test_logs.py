@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
+from lr_backend.errors import InvalidRequest
 from lr_backend.testing import run_virtual
 from tests.unit.test_service import RecordedReplies, arrays, make_world, service_of
 
@@ -66,7 +67,7 @@ def logged(fields: dict[str, Any]) -> Sequence[Any]:
     with capture_logs() as found:
         run_virtual(service_of(make_world()).serve("id", fields, replies))
     (error,) = replies.errors
-    assert error.code == "LR_INVALID_REQUEST"
+    assert isinstance(error, InvalidRequest)
     return found
 
 

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from lr_backend.audit.auditor import ModelAuditor
 from lr_backend.config import Limits, LoopConfig
-from lr_backend.errors import InvalidRequest
+from lr_backend.errors import InvalidRequest, PromptTooLong
 from lr_backend.request import LookaheadRequest
 from lr_backend.steps.plain import PlainText, mark_for
 from lr_backend.steps.step import Step, StepEnd
@@ -271,7 +271,7 @@ def long_prompts(tokenizer: Any, limit: int) -> Prompts:
 
 def test_of_what_is_too_long_no_more_is_read_than_shows_it() -> None:
     tokenizer, limit = Counting(), 100_000
-    with pytest.raises(InvalidRequest, match=r"at least \d+ tokens': 1 to 100000 tokens"):
+    with pytest.raises(PromptTooLong, match=r"at least \d+ tokens': This model's maximum context length is 100000 prompt tokens"):
         prompt_of(long_prompts(tokenizer, limit), text_input="a" * (20 * limit), raw=True)
     assert limit < tokenizer.num_chars <= limit + 2 * SLICE_CHARS
 
@@ -290,7 +290,7 @@ def test_more_turns_than_a_prompt_may_have_tokens_are_refused_unread() -> None:
             raise AssertionError
 
     maker = long_prompts(Unread(), 100)
-    with pytest.raises(InvalidRequest, match=r"messages='at least 101 tokens': 1 to 100 tokens"):
+    with pytest.raises(PromptTooLong, match=r"messages='at least 101 tokens': This model's maximum .* 100 prompt tokens"):
         prompt_of(maker, messages=(EMPTY_TURN,) * 101)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lr_backend.engine import Role
-from lr_backend.errors import Cancelled, EngineError, EngineTimeout, InvalidRequest, LookaheadError, Overloaded
+from lr_backend.errors import Cancelled, EngineError, EngineTimeout, InvalidRequest, LookaheadError, Overloaded, PromptTooLong
 from lr_backend.loop.answer import StepMark
 from lr_backend.notice import Seat, Seats
 from lr_backend.request import LookaheadRequest, Mode, Origin, Usage
@@ -277,6 +277,7 @@ def test_what_grows_while_nothing_happens_is_sent_too(monkeypatch: pytest.Monkey
     ("error", "end"),
     [
         (InvalidRequest("a", 1, "b"), "invalid_request"),
+        (PromptTooLong("a", "9 tokens", "8 prompt tokens"), "invalid_request"),
         (Overloaded("full"), "overloaded"),
         (Cancelled("gone"), "cancelled"),
         (EngineTimeout("late"), "internal"),

@@ -198,7 +198,7 @@ def test_any_inputs_are_answered_or_refused_by_name(inputs: dict[str, Any]) -> N
     world = make_world()
     sent = {"text_input": None, "raw": True, "max_tokens": 8} | inputs
     replies = ask(world, **sent if "messages" not in sent else sent | {"raw": False})
-    assert all(error.code == "LR_INVALID_REQUEST" and error.public() for error in replies.errors)
+    assert all(isinstance(error, InvalidRequest) and error.public() for error in replies.errors)
     assert bool(replies.errors) is not bool(replies.sent)
 
 
@@ -238,7 +238,7 @@ def test_text_that_is_no_utf8_is_refused() -> None:
 def test_what_cannot_fit_is_refused_unread(name: str) -> None:
     """It is no UTF-8 and no JSON, and nobody has noticed."""
     most = max_text_bytes(Limits(max_prompt_tokens=10))
-    with pytest.raises(InvalidRequest, match=f"^{name}='641 bytes': at most 640 bytes$"):
+    with pytest.raises(InvalidRequest, match=f"^{name}='641 bytes': .* 640 bytes"):
         request_fields({name: np.array([b"\xff" * (most + 1)], dtype=np.object_)}, most)
 
 
@@ -258,7 +258,7 @@ def test_a_parameter_says_a_field() -> None:
         ("stop", "a", "no field of this model that a parameter"),
         ("messages", "[]", "no field of this model that a parameter"),
         ("mode", "lr", "said twice"),
-        ("text_input", "\ud800" * 34, "at most 100 bytes"),
+        ("text_input", "\ud800" * 34, "maximum context length is 100 bytes"),
         ("a b", 1, "a name that is no field's"),
     ],
 )
@@ -300,7 +300,7 @@ def test_both_or_no_prompt_is_refused() -> None:
 def test_a_prompt_over_the_limit_is_refused_with_its_length() -> None:
     replies = ask(make_world(), text_input=LETTERS[0] * 2000)
 
-    assert "2000 tokens" in replies.errors[0].message
+    assert replies.errors[0].code == "LR_PROMPT_TOO_LONG" and "2000 tokens" in replies.errors[0].message
 
 
 def test_the_limit_is_that_of_all_processes_together() -> None:

@@ -368,7 +368,7 @@ def error_from_text(text: str) -> ClientError:
         advice = "check the model's name, and that the server loaded it" if "unknown model" in text else None
         return ServerError(_first(text) or "the server failed without saying why", advice=advice)
     code, message = coded[1], _first(coded[2])
-    if code == "LR_INVALID_REQUEST":
+    if code in ("LR_INVALID_REQUEST", "LR_PROMPT_TOO_LONG"):
         named = _FIELD.match(message)
         return InvalidRequest(message, field=named[1] if named else None, code=code)
     kind = _TYPES.get(code, ServerError)
