@@ -14,6 +14,8 @@ from lr_backend.frontend.settings import Settings
 
 UNREAD_S = 120.0
 """After which a connection ends whose other side lives and reads nothing; else it would stay until that side dies."""
+KEEP_IDLE_S, KEEP_EVERY_S = 60, 15
+"""A silent connection is asked after so long, and then so often, whether its other side lives; it ends after :data:`UNREAD_S`."""
 
 KEEP_ALIVE_S = 75
 """For a connection without a request: longer than a gateway keeps one, so that it is the gateway that closes it."""
@@ -46,7 +48,7 @@ def _protocol(max_head_s: float) -> type[H11Protocol]:
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1e3 * UNREAD_S))
+            _notice_its_death(transport.get_extra_info("socket"))
             self._wait_for_head()
 
         def data_received(self, data: bytes) -> None:
@@ -95,3 +97,11 @@ def _protocol(max_head_s: float) -> type[H11Protocol]:
                 self._waiting = None
 
     return Bounded
+
+
+def _notice_its_death(connection: socket.socket) -> None:
+    """Of the other side, which may be unable to say so."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1e3 * UNREAD_S))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEP_IDLE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEP_EVERY_S)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import random
 import socket
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lr_backend.frontend.settings import Settings
+from lr_backend.frontend.wire import KEEP_IDLE_S, UNREAD_S
 from tests.support.bad_input import GOOD_BODY
 from tests.support.examples import answers
 from tests.support.fake_lookahead import FakeServer, Reply
@@ -190,6 +193,29 @@ def test_a_connection_whose_body_comes_behind_the_answer_may_rest_once_it_is_who
         connection.settimeout(3 * BOUNDED.max_head_s)
         with pytest.raises(TimeoutError):
             connection.recv(1)
+
+
+def test_a_client_that_is_gone_without_a_word_is_noticed(served: Served) -> None:
+    """Its machine lost power, or a firewall forgot the connection: nothing comes any more, no end either."""
+    with served.raw_connection() as connection:
+        connection.sendall(GOOD)
+        connection.recv(1)
+        with other_end(connection) as servers:
+            assert servers.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert servers.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == KEEP_IDLE_S
+            assert servers.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1e3 * UNREAD_S
+
+
+def other_end(connection: socket.socket) -> socket.socket:
+    """The server's socket: it lives in this process."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError), ExitStack() as opened:  # it is closed meanwhile, or has no other end
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                found = opened.enter_context(socket.socket(fileno=os.dup(int(name))))
+                if found.getpeername() == connection.getsockname():
+                    opened.pop_all()
+                    return found
+    raise AssertionError
 
 
 def test_requests_in_a_row_without_waiting_are_answered_in_order(served: Served) -> None:
