@@ -87,6 +87,10 @@ _Null = Annotated[None, BeforeValidator(lambda value: None if value == [] else v
 """A field of an answer that is always empty there, so that an answer may be sent back as it came."""
 
 
+_GATEWAYS = ("provider_specific_fields", "thinking_blocks")
+"""What a gateway writes beside an answer, of what stands in the answer's own fields."""
+
+
 class _Part(Checked):
     type: Literal["text"]
     text: str
@@ -111,11 +115,14 @@ class _Turn(Checked):
 
     @model_validator(mode="before")
     @classmethod
-    def _may_be_cut(cls, given: object) -> object:
-        """An answer may have no content, as one that was cut while reasoning, and may be sent back as it came."""
-        if not isinstance(given, dict) or given.get("role") != "assistant" or given.get("content") is not None:
+    def _may_come_back(cls, given: object) -> object:
+        """An answer may have no content, as one that was cut while reasoning, and may be sent back as a gateway has made it."""
+        if not isinstance(given, dict) or given.get("role") != "assistant":
             return given
-        return {**given, "content": ""}
+        said = {name: value for name, value in given.items() if name not in _GATEWAYS}
+        if said.get("reasoning_content") in (None, said.get("reasoning")):  # its name at other servers
+            said["reasoning_content"] = said.pop("reasoning", None)
+        return said if said.get("content") is not None else {**said, "content": ""}
 
     @field_validator("content")
     @classmethod

@@ -125,6 +125,8 @@ _CHATS: list[tuple[Document, str, str | None]] = [
     (turn(name=7), "invalid_value", "messages[0].name"),
     (turn(tool_calls=[{}]), "unsupported_field", "messages[0].tool_calls"),
     (turn(tool_call_id="x"), "unknown_field", "messages[0].tool_call_id"),
+    (turn(provider_specific_fields={}), "unknown_field", "messages[0].provider_specific_fields"),
+    (turn(role="assistant", reasoning="a", reasoning_content="b"), "unknown_field", "messages[0].reasoning"),
     (turn(colour="red"), "unknown_field", "messages[0].colour"),
     (chat(temprature=1), "unknown_field", "temprature"),
     (chat(max_depth=1), "unknown_field", "max_depth"),

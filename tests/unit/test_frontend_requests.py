@@ -185,6 +185,17 @@ def test_fields_of_other_servers_are_taken_or_refused_with_where_they_belong(doc
         ({"role": "assistant", "content": "a", "reasoning_content": "r"}, ("assistant", "<think>r</think>a")),
         ({"role": "assistant", "content": "", "reasoning_content": "cut"}, ("assistant", "<think>cut</think>")),
         ({"role": "assistant", "content": None, "reasoning_content": "cut"}, ("assistant", "<think>cut</think>")),
+        ({"role": "assistant", "content": "a", "reasoning": "r"}, ("assistant", "<think>r</think>a")),
+        ({"role": "assistant", "content": "a", "reasoning": "r", "reasoning_content": "r"}, ("assistant", "<think>r</think>a")),
+        (
+            {
+                "role": "assistant",
+                "content": "a",
+                "provider_specific_fields": {"refusal": None},
+                "thinking_blocks": [{"type": "thinking", "thinking": "r"}],
+            },
+            ("assistant", "a"),
+        ),
         (
             {
                 "role": "assistant",
