@@ -51,17 +51,14 @@ NOT_IN_CHAT: Unsupported = {
     "function_call": ("none",),
     "functions": ([],),
     "logprobs": (False,),
-    "metadata": ({},),
     "modalities": (["text"],),
     "moderation": (),
     "parallel_tool_calls": (True, False),  # there are no calls
     "prediction": (),
-    "prompt_cache_key": (),
     "prompt_cache_options": (),
     "prompt_cache_retention": (),
     "reasoning_effort": (),
     "response_format": ({"type": "text"},),
-    "safety_identifier": (),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "tool_choice": ("none", "auto"),
@@ -71,6 +68,14 @@ NOT_IN_CHAT: Unsupported = {
     "web_search_options": (),
 }
 NOT_IN_COMPLETIONS: Unsupported = {**_BOTH, "best_of": (1,), "echo": (False,), "logprobs": (), "suffix": ("",)}
+OF_OTHERS: Unsupported = {
+    "chat_template_kwargs": ({},),
+    "ignore_eos": (False,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "repetition_penalty": (1,),
+}
+"""The same of other servers of that API: clients that were written for them send all of their fields."""
 
 _LIMITS = {
     "max_tokens": "max_tokens",
@@ -146,6 +151,7 @@ def _text_of(content: str | list[_Part]) -> str:
 class _StreamOptions(Checked):
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
+    continuous_usage_stats: Literal[False] = False
 
 
 class _Body(Checked):
@@ -159,6 +165,9 @@ class _Body(Checked):
 class _ChatBody(_Body):
     messages: list[_Turn] = Field(min_length=1, fail_fast=True)
     max_completion_tokens: Any = None
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    prompt_cache_key: str = Field(default="", max_length=256)
+    safety_identifier: str = Field(default="", max_length=256)
 
 
 class _CompletionBody(_Body):
@@ -240,7 +249,7 @@ def _read(
 ) -> tuple[BodyT, dict[str, Any]]:
     """(fields of OpenAI's alone, fields that the server has too and that are checked with ``lookahead``)."""
     given = {name: value for name, value in document.items() if value is not None}
-    for name, harmless in unsupported.items():
+    for name, harmless in {**unsupported, **OF_OTHERS}.items():
         if name in given and not _is_one_of(given.pop(name), harmless):
             raise ApiError("unsupported_field", f"{name}: not supported by this server; leave it out", name)
     shared = {name: given.pop(name) for name in (*SAME, *BESIDE) if name in given}

@@ -69,22 +69,24 @@ def without(name: str, document: Document) -> Document:
 
 UNKNOWN = (
     *("", "__proto__", "constructor", "$ref", "messages ", "Model", "\uff4dodel", "temperature ", "max-tokens", "maxTokens"),
-    *("stop_sequences", "repetition_penalty", "min_p", "guided_json", "best_of", "echo", "suffix", "stop_token_ids", "x" * 60),
-    *("priority", "add_generation_prompt", "chat_template", "ignore_eos", "raw", "trace", "request_id", "text_output"),
+    *("stop_sequences", "guided_json", "best_of", "echo", "suffix", "stop_token_ids", "x" * 60),
+    *("priority", "add_generation_prompt", "chat_template", "raw", "trace", "request_id", "text_output"),
 )
 UNSUPPORTED: Document = {
     "audio": {"voice": "alloy"},
     "function_call": {"name": "f"},
-    "metadata": {"a": "b"},
     "moderation": True,
     "prediction": {"type": "content", "content": "q"},
-    "prompt_cache_key": "k",
     "prompt_cache_retention": "24h",
-    "safety_identifier": "me",
     "service_tier": "flex",
     "verbosity": "low",
     "web_search_options": {},
     "parallel_tool_calls": "yes",
+    "repetition_penalty": 1.1,
+    "min_p": 0.1,
+    "min_tokens": 1,
+    "ignore_eos": True,
+    "chat_template_kwargs": {"enable_thinking": False},
 }
 KINDS = (
     *("", "text/plain", "application/x-www-form-urlencoded", "application/json; charset=latin-1", "application/xml"),
@@ -165,6 +167,10 @@ _CHATS: list[tuple[Document, str, str | None]] = [
     (chat(n=True), "invalid_value", "n"),
     (chat(user=7), "invalid_value", "user"),
     (chat(user="x" * 257), "invalid_value", "user"),
+    (chat(metadata=["a"]), "invalid_value", "metadata"),
+    (chat(prompt_cache_key=7), "invalid_value", "prompt_cache_key"),
+    (chat(safety_identifier="x" * 257), "invalid_value", "safety_identifier"),
+    (chat(stream_options={"continuous_usage_stats": True}), "invalid_value", "stream_options.continuous_usage_stats"),
     (chat(stream_options=[]), "invalid_value", "stream_options"),
     (chat(stream_options={"include_usage": 1}), "invalid_value", "stream_options.include_usage"),
     (chat(stream_options={"usage": True}), "unknown_field", "stream_options.usage"),
@@ -256,6 +262,7 @@ _COMPLETIONS: list[tuple[Document, str, str | None]] = [
     (plain(max_completion_tokens=5), "unknown_field", "max_completion_tokens"),
     (plain(echo=True), "unsupported_field", "echo"),
     (plain(best_of=2), "unsupported_field", "best_of"),
+    (plain(min_p=1), "unsupported_field", "min_p"),
     (plain(suffix="end"), "unsupported_field", "suffix"),
     (plain(logprobs=1), "unsupported_field", "logprobs"),
     (plain(raw=True), "unknown_field", "raw"),

@@ -24,6 +24,7 @@ from lr_backend.frontend.asked import (
     MAX_CHOICES,
     NOT_IN_CHAT,
     NOT_IN_COMPLETIONS,
+    OF_OTHERS,
     PROMPT,
     SAME,
     Asked,
@@ -151,6 +152,8 @@ def test_every_field_arrives_under_its_own_name() -> None:
         (chat(top_k=20, lookahead={"top_k": 20}), {"top_k": 20}),
         (chat(temperature=None, stop=None, n=None, user=None, stream_options=None, lookahead=None), {}),
         (chat(user="someone", lookahead={"mode": None}), {}),
+        (chat(prompt_cache_key="k", safety_identifier="me", metadata={"a": "b"}), {}),
+        (chat(stream_options={"continuous_usage_stats": False}), {}),
     ],
 )
 def test_forms_that_a_field_may_have(document: Document, expected: Document) -> None:
@@ -163,7 +166,7 @@ def test_forms_that_a_field_may_have(document: Document, expected: Document) -> 
     [
         (chat(top_k=20, lookahead={"top_k": 5}), "invalid_value", "one field and differ"),
         (chat(mode="sd"), "unknown_field", "belongs in the object lookahead"),
-        (chat(ignore_eos=True), "unknown_field", "ignore_eos: no such field"),
+        (chat(ignore_eos=True), "unsupported_field", "ignore_eos: not supported by this server"),
     ],
 )
 def test_fields_of_other_servers_are_taken_or_refused_with_where_they_belong(document: Document, code: str, message: str) -> None:
@@ -252,7 +255,11 @@ def _inherited(params: Any) -> dict[str, Any]:
     return {name: hint for base in params.__orig_bases__ for name, hint in getattr(base, "__annotations__", {}).items()}
 
 
-@pytest.mark.parametrize(("path", "table"), [(CHAT, NOT_IN_CHAT), (COMPLETIONS, NOT_IN_COMPLETIONS)], ids=["chat", "completions"])
+@pytest.mark.parametrize(
+    ("path", "table"),
+    [(CHAT, NOT_IN_CHAT | OF_OTHERS), (COMPLETIONS, NOT_IN_COMPLETIONS | OF_OTHERS)],
+    ids=["chat", "completions"],
+)
 def test_what_is_not_supported_may_say_that_it_is_not_wanted(path: str, table: dict[str, tuple[Any, ...]]) -> None:
     make = chat if path == CHAT else plain
     expected = options(make(seed=1), path)
