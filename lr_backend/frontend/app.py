@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 
@@ -226,7 +226,6 @@ def _guarded(handler: Handler, metrics: DoorMetrics) -> Callable[[Request], Awai
     async def respond(request: Request) -> Response:
         call = Call(request, metrics)
         try:
-            call.take_id()
             return await handler(call)
         except ApiError as error:
             return call.failed(error)
@@ -245,8 +244,6 @@ def _guarded(handler: Handler, metrics: DoorMetrics) -> Callable[[Request], Awai
 async def _no_route(metrics: DoorMetrics, request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     call = Call(request, metrics)
-    with suppress(ApiError):  # there is one answer already
-        call.take_id()
     told = ApiError(_ROUTING.get(error.status_code, "internal"), str(error.detail))
     told.headers |= {name.lower(): value for name, value in (error.headers or {}).items()}
     return call.failed(told)

@@ -30,7 +30,11 @@ log = structlog.get_logger()
 
 @dataclass(slots=True)
 class Call:
-    """No line of its log holds a word of a prompt or of an answer."""
+    """No line of its log holds a word of a prompt or of an answer.
+
+    Attributes:
+        request_id: the client's; one of ours, where it gave none, or one that is long or holds what no log should.
+    """
 
     request: Request
     metrics: DoorMetrics
@@ -43,6 +47,11 @@ class Call:
     """The body was read to its end."""
     _span: Span | None = None
     _is_logged: bool = False
+
+    def __post_init__(self) -> None:
+        given = self.request.headers.get("x-request-id", "")
+        if _REQUEST_ID.fullmatch(given):
+            self.request_id = given
 
     def trace(self, telemetry: Telemetry | None) -> None:
         """Go on in the caller's context; in a span of its own, where there are spans. It ends with the line of the log."""
@@ -63,17 +72,6 @@ class Call:
     def _route(self) -> str:
         """Not the path that was asked for, which may be anything."""
         return getattr(self.request.scope.get("route"), "path", "")
-
-    def take_id(self) -> None:
-        """The id that the client gave, if it gave one.
-
-        Raises:
-            ApiError: it is long, or holds something that no log should.
-        """
-        given = self.request.headers.get("x-request-id")
-        if given is not None and not _REQUEST_ID.fullmatch(given):
-            raise ApiError("invalid_request_id", "x-request-id: 1 to 64 letters, digits or any of . _ : / + = -", "x-request-id")
-        self.request_id = given or self.request_id
 
     @property
     def headers(self) -> dict[str, str]:

@@ -28,7 +28,6 @@ CODES: Mapping[str, tuple[int, str]] = {
     "over_limit": (400, _INVALID),
     "context_length_exceeded": (400, _INVALID),
     "engine_rejected": (400, _INVALID),
-    "invalid_request_id": (400, _INVALID),
     "invalid_api_key": (401, "authentication_error"),
     "not_found": (404, _INVALID),
     "model_not_found": (404, _INVALID),

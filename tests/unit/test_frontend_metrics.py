@@ -139,7 +139,7 @@ def test_where_there_are_keys_the_page_wants_one() -> None:
 def test_a_request_is_counted_by_the_first_end_that_it_comes_to() -> None:
     """A client may leave while the last event is on its way to it."""
     ended: list[tuple[Any, ...]] = []
-    request: Any = SimpleNamespace(method="POST", scope={})
+    request: Any = SimpleNamespace(method="POST", headers={}, scope={})
     metrics: Any = SimpleNamespace(ended=lambda *told: ended.append(told))
     call = Call(request, metrics)
     call.log(200, streamed=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
@@ -68,7 +69,7 @@ def test_what_is_wrong_is_refused_by_name(served: Served, row: DoorRow) -> None:
     assert (answer.status, answer.error["code"], answer.error["param"]) == (CODES[row.code][0], row.code, row.param)
     assert answer.error["type"] == CODES[row.code][1]
     assert answer.error["message"]
-    assert answer.error["request_id"] == answer.headers["x-request-id"] != row.headers.get("X-Request-Id")
+    assert answer.error["request_id"] == answer.headers["x-request-id"]
     assert answer.headers["content-type"] == "application/json"
     assert ("allow" in answer.headers) is (row.code == "method_not_allowed")
 
@@ -90,6 +91,14 @@ def test_a_route_that_is_none_keeps_the_clients_id(served: Served) -> None:
     for method, path in (("GET", "/v1"), ("GET", CHAT)):
         answer = served.ask(method, path, None, {"X-Request-Id": "mine"})
         assert answer.error["request_id"] == answer.headers["x-request-id"] == "mine"
+
+
+@pytest.mark.parametrize("name", ["x" * 65, "x" * 10_000, "two words", "", "a\tb", "../../x y", "caf\xe9", "a,b", '"a"'])
+def test_an_id_that_no_log_should_hold_is_replaced(served: Served, name: str) -> None:
+    """A proxy may write one of its own into every request, the probes of /ready too."""
+    for path, status in (("/health", 200), ("/ready", 200), ("/v1", 404)):
+        answer = served.ask("GET", path, None, {"X-Request-Id": name})
+        assert answer.status == status and re.fullmatch("[0-9a-f]{32}", answer.headers["x-request-id"])
 
 
 # ------------------------------------------------------------------------------------------------------------- what is asked for
