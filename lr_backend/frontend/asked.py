@@ -149,9 +149,9 @@ def _text_of(content: str | list[_Part]) -> str:
 
 
 class _StreamOptions(Checked):
-    include_usage: bool = False
-    include_obfuscation: Literal[False] = False
-    continuous_usage_stats: Literal[False] = False
+    include_usage: bool | None = False
+    include_obfuscation: Literal[False] | None = False
+    continuous_usage_stats: Literal[False] | None = False
 
 
 class _Body(Checked):
@@ -227,7 +227,7 @@ class Asked:
         if not question:
             raise ApiError("invalid_value", "messages: nothing but empty system turns", "messages")
         jobs = tuple(Job(question, one) for one in _seeded(options, body.n))
-        return cls(jobs, True, bool(options.stream), body.stream_options.include_usage, field)
+        return cls(jobs, True, bool(options.stream), bool(body.stream_options.include_usage), field)
 
     @classmethod
     def completion_of(cls, document: Mapping[str, Any], deployed: Deployed) -> Self:
@@ -238,7 +238,7 @@ class Asked:
             raise ApiError("invalid_value", f"{len(prompts)} prompts of {body.n} answers: at most {MAX_CHOICES}", "prompt")
         options = replace(_options(body, shared, deployed), raw=True)
         jobs = tuple(Job(text, one, number) for number, text in enumerate(prompts) for one in _seeded(options, body.n))
-        return cls(jobs, False, bool(options.stream), body.stream_options.include_usage)
+        return cls(jobs, False, bool(options.stream), bool(body.stream_options.include_usage))
 
 
 BodyT = TypeVar("BodyT", bound=_Body)

@@ -163,6 +163,7 @@ def test_every_field_arrives_under_its_own_name() -> None:
         (chat(user="someone", lookahead={"mode": None}), {}),
         (chat(prompt_cache_key="k", safety_identifier="me", metadata={"a": "b"}), {}),
         (chat(stream_options={"continuous_usage_stats": False}), {}),
+        (chat(stream_options={"include_usage": None, "include_obfuscation": None, "continuous_usage_stats": None}), {}),
     ],
 )
 def test_forms_that_a_field_may_have(document: Document, expected: Document) -> None:
