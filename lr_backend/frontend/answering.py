@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapp
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from lr_client import AsyncClient, AsyncStream, Event
+from lr_client import AsyncClient, AsyncStream, Event, Overloaded
 
 from lr_backend.frontend.asked import Job
 from lr_backend.frontend.errors import ClientGone
@@ -15,6 +15,8 @@ from lr_backend.frontend.errors import ClientGone
 Result = TypeVar("Result")
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
+AGAIN_S = 0.2
+"""Until a call that was refused as one too many is made once more: the step loop looks each 0.1 s for calls that are gone."""
 WAITING_EVENTS = 16
 """Of all calls together; a client that reads slowly holds the calls up, not the memory."""
 
@@ -38,17 +40,7 @@ class Answers:
         self._num_open = len(jobs)
 
     async def __aenter__(self) -> Self:
-        streams = [
-            self._client.stream(
-                job.question,
-                job.options,
-                timeout_s=self._timeout_s,
-                request_id=f"{self._request_id}-{number}",
-                metadata=self._context,
-            )
-            for number, job in enumerate(self._jobs)
-        ]
-        self._tasks = [asyncio.create_task(self._listen(number, stream)) for number, stream in enumerate(streams)]
+        self._tasks = [asyncio.create_task(self._listen(number)) for number in range(len(self._jobs))]
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
@@ -71,11 +63,26 @@ class Answers:
             self._num_open -= 1
         return None
 
-    async def _listen(self, number: int, stream: AsyncStream) -> None:
+    def _call(self, number: int) -> AsyncStream:
+        job, request_id = self._jobs[number], f"{self._request_id}-{number}"
+        return self._client.stream(
+            job.question, job.options, timeout_s=self._timeout_s, request_id=request_id, metadata=self._context
+        )
+
+    async def _listen(self, number: int) -> None:
+        has_begun = False
         try:
-            async with stream:
-                async for event in stream:
-                    await self._events.put((number, event))
+            for is_last in (False, True):
+                try:
+                    async with self._call(number) as stream:
+                        async for event in stream:
+                            has_begun = True
+                            await self._events.put((number, event))
+                    break
+                except Overloaded:
+                    if has_begun or is_last:
+                        raise
+                    await asyncio.sleep(AGAIN_S)
             await self._events.put((number, None))
         except Exception as error:  # whatever it is, somebody waits for it
             await self._events.put((number, error))

@@ -20,7 +20,7 @@ from lr_client import AsyncStream, Event
 from openai import APIError, AuthenticationError, BadRequestError, InternalServerError, OpenAI
 
 from lr_backend.errors import ConfigError
-from lr_backend.frontend import wire
+from lr_backend.frontend import answering, wire
 from lr_backend.frontend.app import Frontend
 from lr_backend.frontend.body import LINGER_BYTES_A_S, Lingering, parse_json
 from lr_backend.frontend.errors import CODES, ApiError
@@ -29,6 +29,7 @@ from lr_backend.frontend.process import FrontendError, FrontendProcess
 from lr_backend.frontend.settings import Settings
 from lr_backend.notice import post
 from lr_backend.testing import run_virtual
+from lr_backend.triton.service import CANCEL_POLL_S
 from tests.support.fake_lookahead import Fail, FakeServer, Reply
 from tests.support.fake_lookahead import Gate as Pause
 from tests.support.frontend import CHAT, COMPLETIONS, DEPLOYED, JSON, WAIT_S, Served, frontend
@@ -228,17 +229,37 @@ def test_what_the_server_says_has_a_status_before_the_first_event(
 
 
 class FullAtFirst(FakeServer):  # type: ignore[misc, valid-type]
-    """Refuses the first request, and answers those that follow."""
+    """Refuses so many calls, and answers those that follow."""
+
+    def __init__(self, num_refused: int) -> None:
+        super().__init__({})
+        self.num_refused = num_refused
 
     def _script(self, seen: Any) -> list[Any]:
-        return [Fail("LR_OVERLOADED: 64 requests are in flight"), Pause()] if len(self.requests) == 1 else ANSWER
+        full = len(self.requests) <= self.num_refused
+        return [Fail("LR_OVERLOADED: 64 requests are in flight"), Pause()] if full else ANSWER
 
 
 def test_openais_client_asks_a_full_server_again_and_has_its_answer() -> None:
-    with FullAtFirst({}) as server, frontend(server.url) as served, openai_client(served, max_retries=2) as client:
+    with FullAtFirst(2) as server, frontend(server.url) as served, openai_client(served, max_retries=2) as client:
         answer = client.chat.completions.create(model="demo", messages=user("q"))
         assert answer.choices[0].message.content == "\n\nyes"
+        assert len(server.requests) == 3
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_place_that_the_step_loop_has_not_seen_come_free_is_waited_for(stream: bool) -> None:
+    """Whose client left it a moment ago; the loop looks for that now and then."""
+    assert answering.AGAIN_S > CANCEL_POLL_S
+    with FullAtFirst(1) as server, frontend(server.url) as served:
+        assert served.chat("q", stream=stream).status == 200
         assert len(server.requests) == 2
+
+
+def test_an_answer_that_has_begun_is_not_begun_anew(server: Any, served: Served) -> None:
+    server.scripts["begun"] = [Reply(text="a"), Fail("LR_OVERLOADED: an engine's queue is full"), Pause()]
+    assert json.loads(served.chat("begun", stream=True).events[-1][1])["error"]["code"] == "overloaded"
+    assert len(server.requests) == 1
 
 
 def test_openais_client_does_not_ask_again_for_what_would_fail_again(server: Any, served: Served) -> None:
