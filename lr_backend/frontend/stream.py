@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 
@@ -17,6 +18,8 @@ from lr_backend.frontend.call import Call
 from lr_backend.frontend.errors import ApiError, ClientGone, internal
 
 DONE = b"data: [DONE]\n\n"
+_BREAKS = {char.encode(): json.dumps(char).strip('"').encode() for char in "\x85\u2028\u2029"}
+"""What many clients take for the end of a line and JSON does not escape, escaped."""
 _HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -94,7 +97,10 @@ class EventStream(Response):
             heard = await self._answers.next()
 
     def _event(self, said: Document) -> bytes:
-        return b"data: " + to_json(self._document | said) + b"\n\n"
+        data = to_json(self._document | said)
+        for char, escaped in _BREAKS.items():
+            data = data.replace(char, escaped)
+        return b"data: " + data + b"\n\n"
 
     def _failed(self, error: ApiError) -> bytes:
         self._call.log(200, streamed=True, code=error.code)

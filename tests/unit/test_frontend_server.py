@@ -143,6 +143,15 @@ def test_a_stream_tells_its_usage_where_it_is_asked_to(served: Served) -> None:
     assert {chunk["id"] for chunk in answer.chunks} == {f"chatcmpl-{answer.headers['x-request-id']}"}
 
 
+def test_no_line_of_a_stream_ends_inside_a_text(server: Any, served: Served) -> None:
+    """Clients that read lines of text take more characters for the end of one than the standard of events does."""
+    said = "a\x85b\u2028c\u2029d"
+    server.scripts["breaks"] = [Reply(text=said), FINISH]
+    answer = served.chat("breaks", stream=True)
+    assert all(line.startswith("data: ") for line in answer.raw.decode().splitlines() if line)
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in answer.chunks) == said
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_choices_run_side_by_side_with_seeds_of_their_own(server: Any, served: Served, pause: Pause, stream: bool) -> None:
     with ThreadPoolExecutor(1) as pool:
