@@ -102,7 +102,8 @@ class Frontend:
         if self._settings.page:
             routes += (("GET", "/", self._file), ("GET", "/page/{name}", self._file))
         for method, path, handler in routes:
-            app.add_api_route(path, _guarded(handler, self._metrics), methods=[method], response_model=None)
+            methods = ["GET", "HEAD"] if method == "GET" else [method]
+            app.add_api_route(path, _guarded(handler, self._metrics), methods=methods, response_model=None)
         return app
 
     async def _live(self, call: Call) -> Response:

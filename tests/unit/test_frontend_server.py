@@ -223,6 +223,13 @@ def test_it_is_live_and_ready_as_far_as_that_is_true(server: Any, served: Served
     assert "localhost" not in gone.raw.decode()
 
 
+@pytest.mark.parametrize("path", ["/", "/health", "/ready", "/metrics", "/v1/models"])
+def test_what_can_be_got_can_be_looked_at(served: Served, path: str) -> None:
+    """As some gateways and monitors look whether a server lives."""
+    got, looked = served.ask("GET", path), served.ask("HEAD", path)
+    assert (looked.status, looked.headers["content-type"], looked.raw) == (200, got.headers["content-type"], b"")
+
+
 # --------------------------------------------------------------------------------------------------------------------- failures
 
 
