@@ -435,7 +435,9 @@ def _say_served(
     if front is not None:
         asked = (front.url, deployment.name, QUESTION)
         keyed = front.settings.keys_file is not None
-        lines = [examples.curl_line(*asked, keyed=keyed), examples.python_line(*asked, keyed=keyed), *lines]
+        timeout_s = deployment.loop_config().timeouts.request_s + 30.0  # the front end says before that that there is no answer
+        by_python = examples.python_line(*asked, keyed=keyed, timeout_s=timeout_s)
+        lines = [examples.curl_line(*asked, keyed=keyed), by_python, *lines]
     console.print("ask it something, by OpenAI's API or by Triton's:", highlight=False)
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)

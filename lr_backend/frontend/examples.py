@@ -15,11 +15,12 @@ def curl_line(url: str, model: str, question: str, *, keyed: bool) -> str:
     return f"curl -s {url}/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"
 
 
-def python_line(url: str, model: str, question: str, *, keyed: bool) -> str:
-    """By OpenAI's client for Python."""
+def python_line(url: str, model: str, question: str, *, keyed: bool, timeout_s: float) -> str:
+    """By OpenAI's client for Python, which else waits for 600 seconds, and asks again."""
     key = f'os.environ["{KEY_VARIABLE}"]' if keyed else '"none"'
     code = (
-        f"{'import os; ' if keyed else ''}from openai import OpenAI; client = OpenAI(base_url={json.dumps(url)}, api_key={key}); "
+        f"{'import os; ' if keyed else ''}from openai import OpenAI; "
+        f"client = OpenAI(base_url={json.dumps(url)}, api_key={key}, timeout={timeout_s:g}); "
         f'asked = [dict(role="user", content={json.dumps(question)})]; '
         f"print(client.chat.completions.create(model={json.dumps(model)}, messages=asked).choices[0].message.content)"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import os
 import re
@@ -21,6 +22,7 @@ import lr_backend
 from lr_backend.cli import serve
 from lr_backend.cli.app import app
 from lr_backend.cli.help import in_words, range_in_words
+from lr_backend.frontend.app import GRACE_S
 from lr_backend.serve.warmup import QUESTION, WarmupAnswer, curl_line
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -82,6 +84,19 @@ def test_the_line_to_try_stands_alone_and_can_be_copied() -> None:
     lines = written.getvalue().splitlines()
     assert lines[-1] == curl_line("h:1")
     assert shlex.split(lines[-1])[:3] == ["curl", "-s", "http://h:1/v2/models/lookahead/generate"]
+
+
+def test_the_line_for_openais_client_waits_as_long_as_an_answer_may_take() -> None:
+    """Else that client gives up before the server, and has the same answer written anew, twice."""
+    written = io.StringIO()
+    server: Any = SimpleNamespace(http_url="h:1", grpc_url="h:2", metrics_url="h:3", log_file=Path("/log"))
+    config = SimpleNamespace(pace="", timeouts=SimpleNamespace(request_s=900.0))
+    deployment: Any = SimpleNamespace(name="demo", runs_loop=True, remotes={}, loop_config=lambda: config)
+    front: Any = SimpleNamespace(url="http://h:4/v1", settings=SimpleNamespace(keys_file=None))
+    serve._say_served(Console(file=written, width=60), server, deployment, WarmupAnswer("", "stop", {}), front)
+    (line,) = (shlex.split(line) for line in written.getvalue().splitlines() if line.startswith("python -c"))
+    (made,) = (call for call in ast.walk(ast.parse(line[2])) if isinstance(call, ast.Call) and ast.unparse(call.func) == "OpenAI")
+    assert {word.arg: ast.literal_eval(word.value) for word in made.keywords}["timeout"] > 900 + 2 * GRACE_S
 
 
 def test_the_documentation_asks_the_same_question() -> None:
