@@ -21,6 +21,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from lr_backend.errors import InvalidRequest
 from lr_backend.fields import REQUEST_FIELDS
@@ -87,7 +88,13 @@ _LIMITS = {
 """Fields that Triton's port cuts at a limit of the deployment; here what does not fit is refused."""
 
 
-_Text = Annotated[str, Field(min_length=1)]
+def _no_token_ids(value: object) -> object:
+    if isinstance(value, int | list):
+        raise PydanticCustomError("token_ids", "token ids are not taken, send text")
+    return value
+
+
+_Text = Annotated[str, Field(min_length=1), BeforeValidator(_no_token_ids)]
 _Null = Annotated[None, BeforeValidator(lambda value: None if value == [] else value)]
 """A field of an answer that is always empty there, so that an answer may be sent back as it came."""
 

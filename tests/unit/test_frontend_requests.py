@@ -278,6 +278,13 @@ def test_what_is_not_supported_may_say_that_it_is_not_wanted(path: str, table: d
             assert options(make(seed=1, **{name: value}), path) == expected
 
 
+@pytest.mark.parametrize("prompt", [[1, 2], [[1, 2], [3]]])
+def test_token_ids_are_refused_as_such(prompt: Any) -> None:
+    with pytest.raises(ApiError) as refused:
+        asked(plain(prompt=prompt), COMPLETIONS)
+    assert refused.value.message == "prompt[0]: token ids are not taken, send text"
+
+
 MANY = 1000
 UNKNOWN_NAMES = {str(number): 1 for number in range(MANY)}
 
