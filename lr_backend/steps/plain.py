@@ -41,6 +41,10 @@ class PlainText:
         added = [str(each) for each in tokenizer.added_tokens_decoder.values()]
         return cls(tokenizer, [text for text in added if text not in but])
 
+    def num_cuts(self, texts: Iterable[str]) -> int:
+        """How often :meth:`cut` cuts them, all together."""
+        return sum(1 for text in texts for _ in self._found.finditer(text))
+
     def cut(self, text: str, mark: str) -> str:
         """The text with ``mark``, which it must not hold, inside each control token."""
         starts = [match.start() + 1 for match in self._found.finditer(text)]

@@ -18,6 +18,8 @@ MAX_BYTES_A_TOKEN = 64
 """Of a prompt as a whole. Long runs of blanks have tokens this long; text has four or five bytes a token."""
 QUICK_CHARS = 4096
 """So much is encoded at once; a thread would take longer to wake up."""
+QUICK_CUTS = 32
+"""Control tokens in so little text, each of which cuts it: what is cut is encoded piece by piece."""
 TURN_CHARS = 32
 """What a turn counts for beside its text: the template is rendered for each of them, the empty ones too."""
 SLICE_CHARS = 1 << 14
@@ -59,7 +61,7 @@ class Prompts:
         if len(messages) > limit:  # a turn costs at least a token
             raise PromptTooLong("messages", f"at least {len(messages)} tokens", f"{limit} prompt tokens")
         num_chars = len(request.text_input or "") + sum(TURN_CHARS + len(message.content) for message in messages)
-        if num_chars <= QUICK_CHARS:
+        if num_chars <= QUICK_CHARS and self._plain.num_cuts(turn["content"] for turn in request.conversation) <= QUICK_CUTS:
             return self._make(request)
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._make, request)
 
@@ -69,7 +71,9 @@ class Prompts:
     def _make(self, request: LookaheadRequest) -> IntArray:
         text, mark = self._text(request)
         limit = self._config.limits.max_prompt_tokens
-        least = self._least_tokens(text.replace(mark, ""), limit) if len(text) > QUICK_CHARS else 0
+        least = text.count(mark)  # each piece has a token at least
+        if least <= limit and len(text) > QUICK_CHARS:
+            least = max(least, self._least_tokens(text.replace(mark, ""), limit))
         ids = self._plain.ids_of_cut(text, mark) if least <= limit else []
         if ids and request.raw and not self._config.raw_prompts:
             ids = [*self._first, *ids]

@@ -294,7 +294,16 @@ def test_more_turns_than_a_prompt_may_have_tokens_are_refused_unread() -> None:
         prompt_of(maker, messages=(EMPTY_TURN,) * 101)
 
 
-@pytest.mark.parametrize("fields", [{"text_input": "a b " * (1 << 15)}, {"messages": (EMPTY_TURN,) * 4000}])
+def test_more_control_tokens_than_a_prompt_may_have_tokens_are_refused_unread() -> None:
+    tokenizer = Counting(added_tokens_decoder={1: "<think>"})
+    with pytest.raises(PromptTooLong, match=r"'at least 101 tokens'"):
+        prompt_of(long_prompts(tokenizer, 100), text_input="<think>" * 101, raw=True)
+    assert not tokenizer.num_chars
+
+
+@pytest.mark.parametrize(
+    "fields", [{"text_input": "a b " * (1 << 15)}, {"messages": (EMPTY_TURN,) * 4000}, {"text_input": "<think>" * 500}]
+)
 def test_a_long_prompt_leaves_the_event_loop_to_others(fields: dict[str, Any]) -> None:
     """While a thread renders and encodes, other requests are served."""
 
