@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import socket
 import sys
 import threading
@@ -94,8 +95,15 @@ async def serve(launch: Launch) -> None:
                 await asyncio.to_thread(closing.join, SEND_S)
 
 
+def _allow_connections() -> None:
+    """As many as the system lets a process have: with the usual 1,024 files a few clients that say nothing would fill it."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def main() -> int:
     configure(knows_texts=True)
+    _allow_connections()
     if not (told := sys.stdin.buffer.readline()):  # it is to end before it was to begin
         return 0
     try:

@@ -63,9 +63,13 @@ class Lingering(Response):
         await asyncio.sleep(Lingering._free_s - now_s)
 
 
+SMALL_BYTES = 64 << 10
+"""Of a body on its way need no room: a connection may hold as much before anybody reads it."""
+
+
 @dataclass(slots=True)
 class Room:
-    """Bytes that bodies on their way may still take, all together. Until a body is there its request holds no place."""
+    """Bytes that large bodies on their way may still take, all together. Until a body is there its request holds no place."""
 
     num_bytes: int
 
@@ -80,12 +84,13 @@ async def read_body(request: Request, room: Room, max_bytes: int, max_s: float) 
     _require_json(request)
     if _num_declared(request) > max_bytes:
         raise _too_large(max_bytes)
-    parts, num_bytes = [], 0
+    parts, num_bytes, taken = [], 0, 0
     try:
         async with asyncio.timeout(max_s):
             async for part in request.stream():
                 num_bytes += len(part)
-                room.num_bytes -= len(part)
+                room.num_bytes += taken - max(0, num_bytes - SMALL_BYTES)
+                taken = max(0, num_bytes - SMALL_BYTES)
                 if num_bytes > max_bytes:
                     raise _too_large(max_bytes)
                 if room.num_bytes < 0:
@@ -96,7 +101,7 @@ async def read_body(request: Request, room: Room, max_bytes: int, max_s: float) 
     except ClientDisconnect:
         raise ClientGone from None
     finally:
-        room.num_bytes += num_bytes
+        room.num_bytes += taken
     return b"".join(parts)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import resource
 import socket
 import time
 from collections import Counter
@@ -525,19 +526,21 @@ def test_a_body_that_does_not_come_is_not_waited_for(server: Any) -> None:
         assert first_line(hasty, "Content-Length: 900", b'{"model"') == 408
 
 
-def test_bodies_on_their_way_hold_no_place_and_no_more_than_their_room(server: Any) -> None:
+def test_bodies_on_their_way_hold_no_place_and_no_more_than_their_room(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lr_backend.frontend.body.SMALL_BYTES", 512)
     head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n".encode()
     with frontend(server.url, Settings(max_in_flight=2, max_body_bytes=1024)) as served, ExitStack() as slow:
-        for _ in range(2):
-            slow.enter_context(served.raw_connection()).sendall(head + b" " * 900)
-        until(lambda: served.frontend._room.num_bytes == 2 * (1024 - 900))
-        assert served.chat("q", n=2).status == 200, "they are not answers"
+        for _ in range(4):
+            slow.enter_context(served.raw_connection()).sendall(head + b" " * 999)
+        until(lambda: served.frontend._room.num_bytes == 2 * 1024 - 4 * (999 - 512))
         assert first_line(served, "Content-Length: 1000", b" " * 999) == 503
+        assert served.chat("q", n=2).status == 200, "they are not answers, and leave small ones their way"
         slow.close()
         until(lambda: served.frontend._room.num_bytes == 2 * 1024)
 
 
-def test_a_body_that_comes_while_the_server_drains_is_refused(server: Any) -> None:
+def test_a_body_that_comes_while_the_server_drains_is_refused(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lr_backend.frontend.body.SMALL_BYTES", 0)
     with frontend(server.url) as served, served.raw_connection() as slow, slow.makefile("rb") as answer:
         body = json.dumps({"model": "demo", "messages": user("q")}).encode()
         head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -641,6 +644,19 @@ def test_a_process_that_is_to_end_before_it_has_listened_ends_at_once() -> None:
         process.start()
         process.terminate()
         assert process.wait(WAIT_S) == 0
+
+
+def test_a_process_takes_as_many_connections_as_the_system_lets_it(server: Any) -> None:
+    before = _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, most))
+    try:
+        with FrontendProcess(Settings()) as process:
+            process.start()
+            process.open(DEPLOYED, server.url, server.url, drain_s=WAIT_S, timeout_s=60.0)
+            assert process._process is not None
+            assert resource.prlimit(process._process.pid, resource.RLIMIT_NOFILE) == (most, most)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_process_that_is_to_end_says_so_to_the_end_and_finishes_what_it_has(server: Any, pause: Pause) -> None:
