@@ -7,9 +7,8 @@ import http.client
 import json
 import resource
 import socket
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
@@ -34,6 +33,7 @@ from lr_backend.triton.service import CANCEL_POLL_S
 from tests.support.fake_lookahead import Fail, FakeServer, Reply
 from tests.support.fake_lookahead import Gate as Pause
 from tests.support.frontend import CHAT, COMPLETIONS, DEPLOYED, JSON, WAIT_S, Served, frontend
+from tests.support.waiting import until
 
 USAGE = {"prompt_tokens": 2, "completion_tokens": 3, "reasoning_tokens": 1, "num_steps": 2, "seed": 7}
 FINISH = Reply(finish="stop", usage=USAGE)
@@ -552,13 +552,6 @@ def test_a_body_that_comes_while_the_server_drains_is_refused(server: Any, monke
         assert answer.readline().split()[1] == b"503" and not server.requests
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def first_line(served: Served, header: str, body: bytes) -> int:
     """The status of a request written by hand."""
     head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{header}\r\n\r\n"
@@ -671,9 +664,7 @@ def test_a_process_that_is_to_end_says_so_to_the_end_and_finishes_what_it_has(se
         held = pool.submit(served.chat, "held", stream=True)
         assert server.request(0)
         process.terminate()
-        until = time.monotonic() + WAIT_S
-        while probed(idle) == 200:
-            assert time.monotonic() < until
+        until(lambda: probed(idle) != 200)
         late = served.chat("q")
         assert (late.status, late.error["code"], late.headers["retry-after"]) == (503, "unavailable", "5")
         assert served.ask("GET", "/ready").status == 503

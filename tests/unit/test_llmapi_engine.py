@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from tests.support.embedded_engines import Pending, request
 from tests.support.fake_llmapi import Choose, Completion, FakeLLM, Logprob, RequestError, by_logits, scripted
 from tests.support.llmapi_engines import llmapi_engine, really_close
 from tests.support.observed import WAIT_S
+from tests.support.waiting import until
 
 PROMPT = (50, 60)
 COUNTING = scripted(lambda context, draw: len(context) - len(PROMPT))
@@ -62,13 +62,6 @@ def ask(engine: LlmApiEngine, *words: tuple[int, ...], count: int = 20, **fields
 def fake(engine: LlmApiEngine) -> FakeLLM:
     llm: FakeLLM = engine._llm
     return llm
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.001)
 
 
 def test_a_run_ends_at_its_length(make: Make) -> None:
