@@ -365,7 +365,7 @@ def _about(model: Model, naming: Naming) -> dict[str, Any]:
 
 
 def _as_seen_from(root: Path, folder: Path) -> Path:
-    """Relative where it lies under the root, as it is named if it can be: what a link leads to may be nowhere in a container."""
+    """Relative to the root, where the folder lies under it. Its name counts first: what a link leads to is in no container."""
     for inner, outer in ((folder, root), (folder, root.resolve()), (folder.resolve(), root.resolve())):
         if inner.is_relative_to(outer):
             return inner.relative_to(outer)

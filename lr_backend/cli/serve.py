@@ -435,7 +435,7 @@ def _say_served(
     if front is not None:
         asked = (front.url, deployment.name, QUESTION)
         keyed = front.settings.keys_file is not None
-        timeout_s = deployment.loop_config().timeouts.request_s + 30.0  # the front end says before that that there is no answer
+        timeout_s = deployment.loop_config().timeouts.request_s + 30.0  # longer than the front end itself waits
         by_python = examples.python_line(*asked, keyed=keyed, timeout_s=timeout_s)
         lines = [examples.curl_line(*asked, keyed=keyed), by_python, *lines]
     console.print("ask it something, by OpenAI's API or by Triton's:", highlight=False)

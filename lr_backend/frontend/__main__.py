@@ -96,7 +96,7 @@ async def serve(launch: Launch) -> None:
 
 
 def _allow_connections() -> None:
-    """As many as the system lets a process have: with the usual 1,024 files a few clients that say nothing would fill it."""
+    """As many as the system lets a process have. With the usual 1,024, clients that only connect could shut out all others."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 

@@ -97,10 +97,8 @@ def _no_token_ids(value: object) -> object:
 _Text = Annotated[str, Field(min_length=1), BeforeValidator(_no_token_ids)]
 _Null = Annotated[None, BeforeValidator(lambda value: None if value == [] else value)]
 """A field of an answer that is always empty there, so that an answer may be sent back as it came."""
-
-
 _GATEWAYS = ("provider_specific_fields", "thinking_blocks")
-"""What a gateway writes beside an answer, of what stands in the answer's own fields."""
+"""What a gateway adds to an answer. It says no more than the answer's own fields."""
 
 
 class _Part(Checked):

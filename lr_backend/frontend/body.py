@@ -64,7 +64,7 @@ class Lingering(Response):
 
 
 SMALL_BYTES = 64 << 10
-"""Of a body on its way need no room: a connection may hold as much before anybody reads it."""
+"""So many bytes of each body need no room. A connection may hold as many before anybody reads them."""
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from lr_backend.frontend.errors import ApiError, ClientGone, internal
 
 DONE = b"data: [DONE]\n\n"
 _BREAKS = {char.encode(): json.dumps(char).strip('"').encode() for char in "\x85\u2028\u2029"}
-"""What many clients take for the end of a line and JSON does not escape, escaped."""
+"""Characters that many clients take for the end of a line and that JSON leaves as they are, with their escapes."""
 _HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",

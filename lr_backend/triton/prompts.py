@@ -19,7 +19,7 @@ MAX_BYTES_A_TOKEN = 64
 QUICK_CHARS = 4096
 """So much is encoded at once; a thread would take longer to wake up."""
 QUICK_CUTS = 32
-"""Control tokens in so little text, each of which cuts it: what is cut is encoded piece by piece."""
+"""Control tokens that so little text may hold. It is cut inside each of them, and each piece is encoded by a call of its own."""
 TURN_CHARS = 32
 """What a turn counts for beside its text: the template is rendered for each of them, the empty ones too."""
 SLICE_CHARS = 1 << 14
