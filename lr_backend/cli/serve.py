@@ -51,6 +51,7 @@ from lr_backend.frontend.settings import Deployed, Settings
 from lr_backend.frontend.template import opens_reasoning
 from lr_backend.hardware.lateness import Lateness
 from lr_backend.serve import mps
+from lr_backend.serve.ending import Idleness
 from lr_backend.serve.keeper import StubKeeper
 from lr_backend.serve.launch import launch_plan
 from lr_backend.serve.mps import Mps
@@ -65,8 +66,6 @@ Result = TypeVar("Result")
 _LOOK_S = 0.05
 _AFTER_DRAIN_S = 2.0
 """For Triton to end once nothing is in flight; connections that nobody uses hold it no longer."""
-_COUNTS_AGE_S = 1.0
-"""Of the engines' counts in Triton's metrics, at most: twice as long as they take to be refreshed."""
 _FRONT_READY_S = 30.0
 _WAKE_S = 0.5
 """A blocking wait is cut into pieces this long, so that a signal is acted upon promptly."""
@@ -396,28 +395,16 @@ def _drain(
 
 
 def _end_engines(server: TritonServer, models: Sequence[Role], keeper: StubKeeper, stop: StopRequest) -> int:
-    """The end of a server without a step loop: Triton lets the calls in flight finish by itself.
-
-    It also waits for calls that a process took that died. So after a death the engines' own counts say when to end.
-    """
+    """The end of a server without a step loop: by Triton itself, or where it would wait for nothing, by the engines' counts."""
     keeper.stop()
     server.terminate()
-    told_s = time.monotonic()
+    idle = Idleness(models, time.monotonic())
     while server.running and not stop.impatient:
         time.sleep(_LOOK_S)
-        if keeper.mended and time.monotonic() - told_s > _COUNTS_AGE_S and _engines_are_idle(server, models):
+        if idle.lasts(server, time.monotonic()) and (keeper.mended or idle.iterations):
             server.stop(0.0)
             return 0
     return server.stop(0.0) or 0
-
-
-def _engines_are_idle(server: TritonServer, models: Sequence[Role]) -> bool:
-    """Whether every one of these engines counts its calls, and counts none. Up to ``_COUNTS_AGE_S`` old."""
-    try:
-        counts = [server.counter(f"lr_engine_{name}") for name in ("running", "waiting")]
-    except ServerError:
-        return False
-    return all(count.keys() >= {role.value for role in models} and not any(count.values()) for count in counts)
 
 
 def _say_served(

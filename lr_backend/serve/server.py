@@ -250,11 +250,22 @@ class TritonServer:
         Raises:
             ServerError: the server does not answer.
         """
+        return self._metrics(rf'{name}{{role="([^"]*)"}}')
+
+    def iterations(self) -> dict[str, float]:
+        """Those of every compiled engine since it was loaded, by its model's name; up to a second old.
+
+        Raises:
+            ServerError: the server does not answer.
+        """
+        return self._metrics(r'nv_trt_llm_general_metrics{general_type="iteration_counter",model="([^"]*)"[^}]*}')
+
+    def _metrics(self, series: str) -> dict[str, float]:
+        """Values of the series that match, by what the group in the pattern matches."""
         text = self._get("/metrics", self.ports.metrics)
         if text is None:
             raise ServerError("the server's metrics do not answer")
-        lines = re.finditer(rf'^{name}{{role="([^"]*)"}} (\S+)$', text.decode(), re.MULTILINE)
-        return {match[1]: float(match[2]) for match in lines}
+        return {match[1]: float(match[2]) for match in re.finditer(rf"^{series} (\S+)$", text.decode(), re.MULTILINE)}
 
     def lateness(self) -> dict[str, Lateness]:
         """Of every engine that has kept a pace until now; up to a second old.

@@ -1,0 +1,70 @@
+"""Whether a server of single roles, told to end, has answered all that it had.
+
+Triton lets the calls in flight finish and ends by itself, but for two things. It waits for calls whose process died. And it
+cannot unload a compiled engine that was ever asked to cancel: upstream's backend answers that by a response factory that it
+never deletes, and each keeps the model. Then the engines' own counts tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from lr_backend.engine import Role
+from lr_backend.serve.server import ServerError
+
+COUNTS_AGE_S = 1.0
+"""Of our engines' counts in Triton's metrics, at most: twice as long as they take to be refreshed."""
+STILL_S = 15.0
+"""A compiled engine that makes no iteration for so long is idle, or will answer nothing more. The longest, full of prompts, takes
+some seconds, and upstream counts them every second."""
+
+
+class Counts(Protocol):
+    """What a server's metrics say of its engines, by role. Both raise :class:`ServerError` where they do not answer."""
+
+    def counter(self, name: str) -> Mapping[str, float]: ...
+
+    def iterations(self) -> Mapping[str, float]: ...
+
+
+@dataclass
+class Idleness:
+    """Whether a server's engines have stopped computing; to be looked at again and again.
+
+    Attributes:
+        roles: the engines that it has.
+        told_s: when it was told to end.
+        still_since_s: when something moved last.
+        iterations: of its compiled engines, as counted last.
+        known: roles that were counted. What Triton has unloaded is counted no more, and has nothing in flight.
+    """
+
+    roles: Collection[Role]
+    told_s: float
+    still_since_s: float = field(init=False)
+    iterations: Mapping[str, float] = field(default_factory=dict, init=False)
+    known: set[str] = field(default_factory=set, init=False)
+
+    def __post_init__(self) -> None:
+        self.still_since_s = self.told_s
+
+    def lasts(self, counts: Counts, now_s: float) -> bool:
+        """Whether nothing is in flight any more."""
+        moves = self._moves(counts)
+        if moves:
+            self.still_since_s = now_s
+        if self.iterations:
+            return now_s - self.still_since_s > STILL_S
+        return not moves and now_s - self.told_s > COUNTS_AGE_S
+
+    def _moves(self, counts: Counts) -> bool:
+        """What is not known may move."""
+        try:
+            running, waiting = counts.counter("lr_engine_running"), counts.counter("lr_engine_waiting")
+            before, self.iterations = self.iterations, counts.iterations()
+        except ServerError:
+            return True
+        self.known |= (running.keys() & waiting.keys()) | self.iterations.keys()
+        return not self.known >= set(self.roles) or any((*running.values(), *waiting.values())) or self.iterations != before
