@@ -125,5 +125,7 @@ def launch_plan(placements: Sequence[Placement], *, num_gpus: int | None = None,
         return LaunchPlan(
             LaunchMode.LEADER, COMPILED_ENVIRONMENT, arguments, launcher or MPIRUN, only.tp_size, workers, only.num_nodes
         )
+    # Each engine spawns its workers as it is loaded, by a collective call over this one process: MPI allows one at a time.
+    arguments += ("--model-load-thread-count=1",)
     environment = {**ORCHESTRATOR_ENVIRONMENT, **(UNBOUND_BY_MPIRUN if launcher else {})}
     return LaunchPlan(LaunchMode.ORCHESTRATOR, environment, arguments, launcher)

@@ -96,7 +96,7 @@ def test_the_command_line_of_four_gpus(tmp_path: Path) -> None:
         "--exit-timeout-secs=7",
         "--allow-client-shm=false", "--pinned-memory-pool-byte-size=0", "--enable-peer-access=false",
         "--cuda-memory-pool-byte-size=0:0", "--cuda-memory-pool-byte-size=1:0", "--cuda-memory-pool-byte-size=2:0",
-        "--cuda-memory-pool-byte-size=3:0",
+        "--cuda-memory-pool-byte-size=3:0", "--model-load-thread-count=1",
         f"--http-restricted-api={restricted}", f"--grpc-restricted-protocol={restricted}",
     ]  # fmt: skip
 

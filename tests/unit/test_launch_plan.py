@@ -37,6 +37,7 @@ def test_several_compiled_engines_need_the_orchestrator(gpus: tuple[tuple[int, .
     assert more_than_cores.items() <= plan.environment.items()
     assert plan.num_ranks == 1
     assert plan.launcher[0] == "mpirun"
+    assert "--model-load-thread-count=1" in plan.arguments, "no two engines spawn at a time"
 
 
 @pytest.mark.parametrize(
