@@ -7,6 +7,7 @@ same two methods. There is no finish reason on purpose: the TensorRT-LLM contrac
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
@@ -39,6 +40,13 @@ class Sampling:
 
 
 GREEDY = Sampling()
+
+DOUBT = 4e-4
+"""Of the probability of one-hot draft logits, what the drafted token lacks. In FP16 it then has 0.9995, the value next to 1.
+
+Upstream's kernel accepts where p(target) > r p(draft), and r may be exactly 1. With 1 on both sides a token that is certain would
+be rejected, and the rest that is drawn from instead would be zero divided by zero. p(target) has the same rounding.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +123,13 @@ def cancel_tensors() -> dict[str, npt.NDArray[Any]]:
 
 
 def one_hot_logits(draft_ids: IntArray, vocab_size: int) -> npt.NDArray[Any]:
-    """Draft logits that put all probability on the drafted token, shape [K, vocabulary], in the contract's type.
+    """Draft logits that put all probability but :data:`DOUBT` on the drafted token, shape [K, vocabulary], in the contract's
+    type.
 
-    With them an engine whose token-only rule is biased accepts with p(target) and else draws from the rest: exact.
+    With them an engine whose token-only rule is biased accepts with p(target) and else draws from the rest.
     """
     # Made in that type: to convert a million values takes longer than a verification.
-    logits = np.full((len(draft_ids), vocab_size), -1e4, dtype=NUMPY_DTYPES[LOGITS_DTYPE])
+    logits = np.full((len(draft_ids), vocab_size), math.log(DOUBT / vocab_size), dtype=NUMPY_DTYPES[LOGITS_DTYPE])
     logits[np.arange(len(draft_ids)), draft_ids] = 0.0
     return logits
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lr_backend.contract import IntArray
-from lr_backend.engine import GREEDY, EngineCall, Generation, Role, Sampling
+from lr_backend.engine import GREEDY, EngineCall, Generation, Role, Sampling, one_hot_logits
 from lr_backend.errors import EngineUnavailable
 from lr_backend.loop.ledger import Ledger, MeteredEngine
 from lr_backend.loop.seeds import Seeds
@@ -137,6 +137,15 @@ def test_one_hot_logits_go_with_sampled_drafts_alone(temperature: float, width: 
     run_virtual(made.speculate(PREFIX, 30, RULES.of_step))
     sent = [call.call.draft_logits for call in engine.calls if call.call.draft_ids is not None]
     assert {0 if logits is None else logits.shape[1] for logits in sent} == {width}
+
+
+@pytest.mark.parametrize("vocab_size", [262, 1_024, 32_000, 151_936, 152_064])
+def test_a_token_that_is_certain_is_accepted_whatever_is_drawn(vocab_size: int) -> None:
+    """Upstream compares p(target) > r p(draft) in FP16, with r of up to 1."""
+    weights = np.exp(one_hot_logits(np.array([3], np.int32), vocab_size)[0].astype(np.float64))
+    drafted, *others = np.float16(weights[[3, 0, 4]] / weights.sum())
+    assert 0.999 < drafted < 1.0
+    assert max(others) < 2e-6
 
 
 # However it is cut -------------------------------------------------------------------------------------------------------
