@@ -201,6 +201,8 @@ def _request(entry: Mapping[str, Any], began_ns: int) -> RequestTimes:
     outputs = entry["response_outputs"]
     if len(arrivals_s) != len(outputs) or not outputs:
         raise ValueError(f"{len(arrivals_s)} arrivals of {len(outputs)} responses")
+    if len(outputs) > 1 and not any(outputs[-1].values()):  # the final flag: the server sends it by itself, after the answer
+        arrivals_s, outputs = arrivals_s[:-1], outputs[:-1]
     last = outputs[-1]
     if not last.get("usage"):
         raise ValueError("a request has no last response with its usage")

@@ -47,6 +47,17 @@ def test_an_answer_in_one_piece_has_no_gaps_and_its_first_step_at_the_end() -> N
         assert request.first_step_s == request.latency_s
 
 
+@pytest.mark.parametrize("name", ["lr_streamed.json", "ar_whole.json"])
+def test_the_final_flag_behind_an_answer_is_no_part_of_it(name: str) -> None:
+    document = json.loads((DATA / name).read_text())
+    expected = parse_export(document)
+    for entry in document["experiments"][0]["requests"]:
+        entry["response_timestamps"].append(entry["response_timestamps"][-1] + 10**9)
+        entry["response_outputs"].append(dict.fromkeys(entry["response_outputs"][-1], ""))
+
+    assert parse_export(document) == expected
+
+
 def test_requests_are_sorted_by_when_they_were_sent() -> None:
     document = json.loads((DATA / "lr_streamed.json").read_text())
     expected = parse_export(document)
