@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lr_backend.clock import running_clock
 from lr_backend.config import Timeouts
 from lr_backend.engine import EngineCall
-from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, InvalidRequest, TargetUnavailable
+from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, InvalidRequest, NotFinite, TargetUnavailable
 from lr_backend.loop.answer import Outcome
 from lr_backend.policy.policy import Learned
 from lr_backend.request import FinishReason, Mode, ProposerName
@@ -131,7 +131,17 @@ def test_a_draft_equal_to_the_target_changes_nothing_and_needs_no_judge(
     assert not outcome.usage.num_steps_rejected
 
 
-@pytest.mark.parametrize("doubt", ["timeout", "garbage", "empty", "error"])
+DOUBTS = {
+    "timeout": "timeout",
+    "garbage": "garbage",
+    "empty": "garbage",
+    "not finite": "garbage",
+    "too long": "capped",
+    "error": "judge_error",
+}
+
+
+@pytest.mark.parametrize("doubt", DOUBTS)
 @answers()
 @given(salts, step_modes, salts)
 def test_doubt_rejects_under_its_own_reason(doubt: str, salt: int, mode: Mode, order: int) -> None:
@@ -147,14 +157,14 @@ def test_doubt_rejects_under_its_own_reason(doubt: str, salt: int, mode: Mode, o
     elif doubt == "empty":
         shuffled.judge.script = lambda context, seed: 8
     else:
-        shuffled.judge.fail = lambda call: EngineUnavailable("down")
+        error = {"not finite": NotFinite(), "too long": EngineRejected("too long"), "error": EngineUnavailable("down")}[doubt]
+        shuffled.judge.fail = lambda call: error
 
     outcome = run_virtual(shuffled.answer(mode=mode))
 
     assert outcome.completion_ids == plain(world).completion_ids
-    expected = {"timeout": "timeout", "garbage": "garbage", "empty": "garbage", "error": "judge_error"}[doubt]
     if shuffled.judge.calls:
-        assert set(outcome.usage.num_steps_rejected) <= {expected, "marker", "capped"}
+        assert set(outcome.usage.num_steps_rejected) <= {DOUBTS[doubt], "marker", "capped"}
     assert outcome.usage.degraded == (("judge",) if doubt == "error" and shuffled.judge.calls else ())
 
 
