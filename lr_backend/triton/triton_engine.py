@@ -50,6 +50,8 @@ FAILING_S, FEWEST_FAILURES, LONGEST_GAP_S = 30.0, 5, 600.0
 one it begins anew."""
 CANCEL_TIMEOUT_S, REMOTE_CANCEL_TIMEOUT_S = 0.5, 5.0
 """For a cancel to be answered. Of a server elsewhere others notice whether it lives; a network may be slow now and then."""
+MOST_UNHEARD = 1
+"""Cancels in a row that may go unheard: this process may have stood still for a moment. An engine that hears no more hangs."""
 RETRY_S, MOST_DOUBLINGS = 5.0, 6
 """How long an engine that is out of order is left alone before one call tries it again; how often that is doubled at most."""
 
@@ -127,8 +129,10 @@ class CallGate:
             raise
 
     def _lose(self, asked: asyncio.Future[Any]) -> None:
+        # The threads are the whole gate's. A part would stay short of places that its engine, back again, should have.
         if self._within is not None:
             self._within._lose(asked)
+            return
         self._owed += 1
         self._count_lost(1)
         asked.add_done_callback(self._found)
@@ -209,11 +213,13 @@ class Breaker:
         if self.is_open:
             raise EngineUnavailable(f"{name} is out of order; it is tried again within {self._retry_s:g} s")
 
-    def enter(self, name: str) -> None:
-        """As :meth:`require_closed`; lets one call through when the time has come."""
+    def enter(self, name: str) -> bool:
+        """As :meth:`require_closed`; lets one call through when the time has come. Returns whether it is this one."""
         self.require_closed(name)
-        if self._tripped_at is not None:
-            self.trip()
+        if self._tripped_at is None:
+            return False
+        self.trip()
+        return True
 
     def trip(self) -> None:
         self._tripped_at = asyncio.get_running_loop().time()
@@ -261,6 +267,9 @@ class TritonEngine:
         self._tokens_per_block = tokens_per_block
         self._breaker = Breaker()
         self._num_answered = 0
+        self._cancels, self._num_unheard = asyncio.Lock(), 0
+        """One at a time: each that is never answered holds a thread of Triton's, and there is a reserve of few. How many went
+        unheard in a row."""
         self._failing = Failing(self._watch)
         self._why_dead = ""
         self._asked: set[asyncio.Future[Any]] = set()
@@ -287,13 +296,13 @@ class TritonEngine:
         self._failing.forget()
 
     async def generate(self, call: EngineCall) -> Generation:
-        if not self._why_dead:
-            self._breaker.require_closed(self._called)
+        # Calls that hang may hold all places for ever: so of those that come later one tries, and the others fail here.
+        tries = self._enter()
         # Cancelled while it waits here, a call was never sent and needs no cancel.
         await self._gate.enter()
         try:
-            if not self._why_dead:
-                self._breaker.enter(self._called)
+            if not tries:
+                self._enter()
         except EngineUnavailable:
             self._gate.leave()
             raise
@@ -306,6 +315,14 @@ class TritonEngine:
             if not running.done():
                 self._reap(call.request_id, running, VERIFICATION_S if call.draft_ids is not None else 0.0)
             raise
+
+    def _enter(self) -> bool:
+        """Whether this call is to find out if the engine works again. Raises: EngineUnavailable: it is not worth a call."""
+        self._require_alive()
+        tries = self._breaker.enter(self._called)
+        if tries:
+            self._num_unheard = min(self._num_unheard, MOST_UNHEARD)
+        return tries
 
     def _is_over(self, running: asyncio.Task[Generation]) -> None:
         del self._lengths[running]
@@ -333,6 +350,7 @@ class TritonEngine:
         self._breaker.close()
         self._failing.forget()
         self._num_answered += 1
+        self._num_unheard = 0
         self._watch.answered()
         return Generation.from_tensors(outputs, tokens_per_block=self._tokens_per_block)
 
@@ -369,20 +387,20 @@ class TritonEngine:
         if after_s:
             await asyncio.wait({running}, timeout=after_s)
         clock, pause_s = asyncio.get_running_loop().time, FIRST_PAUSE_S
-        silent_since, num_answered, num_unheard, num_heard = clock(), self._num_answered, 0, 0
+        silent_since, num_answered, num_heard = clock(), self._num_answered, 0
         # All that were sent before it may have their turns first, one after another at worst.
         lost_at = clock() + SILENCE_S + SLOW_TOKEN_S * sum(self._lengths.values())
         while not running.done():
-            is_heard = await self._cancel(request_id)
-            num_unheard, num_heard = 0 if is_heard else num_unheard + 1, num_heard + is_heard
+            async with self._cancels:
+                is_heard = running.done() or (self._num_unheard <= MOST_UNHEARD and await self._cancel(request_id))
+            num_heard += is_heard
             await asyncio.wait({running}, timeout=pause_s if is_heard else 0.0)
             pause_s = min(2.0 * pause_s, LONGEST_PAUSE_S)
             if num_answered != self._num_answered:  # a call that only waits for its turn is no sign of an engine that hangs
                 silent_since, num_answered = clock(), self._num_answered
             elif not running.done():
                 longest_s = SILENCE_S + SLOW_TOKEN_S * max(self._lengths.values())
-                # One cancel may go unheard where this process stood still for a moment.
-                if num_unheard > 1 or clock() - silent_since >= longest_s:
+                if self._num_unheard > MOST_UNHEARD or clock() - silent_since >= longest_s:
                     await self._let_hang(running)
             if clock() >= lost_at and num_heard >= ENOUGH_CANCELS and not running.done():
                 await self._give_up(request_id, running)
@@ -419,7 +437,9 @@ class TritonEngine:
                 with suppress(EngineError):
                     await self._ask(request_id, cancel_tensors(), TOKEN_OUTPUTS)
         except TimeoutError:
+            self._num_unheard += 1
             return False
+        self._num_unheard = 0
         return True
 
 

@@ -330,26 +330,89 @@ def test_a_draft_that_hangs_leaves_the_target_its_places(num_asked: int) -> None
     run_virtual(main())
 
 
-def test_a_helpers_call_that_is_lost_keeps_its_place_in_both_gates() -> None:
+def test_of_a_draft_that_hangs_on_all_its_places_one_call_tries_again_and_the_others_fail_at_once() -> None:
     async def main() -> None:
-        gate = CallGate(4)
-        helpers = gate.part(0.75)
+        gate, hung = CallGate(8), ScriptedTriton(seconds=1e9, deaf=10**9)
+        draft = TritonEngine("draft", hung.infer, gate.part(0.5), tokens_per_block=32)
+        asked = [asyncio.create_task(draft.generate(call(str(number)))) for number in range(4)]
+        await asyncio.sleep(0.1)
+        for each in asked:
+            each.cancel()
+        await asyncio.sleep(2 * SILENCE_S)
+        assert draft.out_of_order and len(hung.running) == 4
+        await asyncio.sleep(RETRY_S * 2**4)
+        assert not draft.out_of_order
+        for _ in range(2):  # in two pauses
+            later = [asyncio.create_task(draft.generate(call(f"later {number}"))) for number in range(5)]
+            await asyncio.sleep(0.1)
+            assert [each.done() for each in later] == [False, True, True, True, True]
+            later[0].cancel()  # its draft is late
+            assert all(isinstance(one, EngineUnavailable) for one in (await asyncio.gather(*later, return_exceptions=True))[1:])
+            await asyncio.sleep(RETRY_S * 2**4)
+        for stopped in hung.running.values():
+            stopped.set()
+        hung.seconds = 1.0
+        await draft.close()
+        assert (await draft.generate(call())).token_ids == (1, 2, 3)
+
+    run_virtual(main())
+
+
+def test_an_engine_that_hears_no_cancel_takes_few_threads_of_the_others() -> None:
+    """Its process stands still: a cancel that is never answered holds one of Triton's threads, as a call does."""
+
+    async def main() -> None:
+        gate, healthy, threads = CallGate(24), ScriptedTriton(seconds=1.0), list[asyncio.Future[dict[str, Any]]]()
+
+        async def unanswered(model: str, request_id: str, inputs: Any, wanted: Any) -> dict[str, Any]:
+            threads.append(asyncio.get_running_loop().create_future())
+            return await gate.answer(threads[-1])
+
+        draft = TritonEngine("draft", unanswered, gate.part(0.5), tokens_per_block=32)
+        target = TritonEngine("target", healthy.infer, gate, tokens_per_block=32)
+        asked = [asyncio.create_task(draft.generate(call(str(number)))) for number in range(12)]
+        await asyncio.sleep(0.1)
+        for each in asked:
+            each.cancel()
+        await asyncio.sleep(60.0)
+        assert draft.out_of_order and gate.num_lost == 2, "two cancels in a row, and no more"
+        for _ in range(2):  # what was lost takes the places of those that leave first
+            healthy.max_running = 0
+            await asyncio.gather(*(target.generate(call(str(number))) for number in range(20)))
+        assert healthy.max_running == 10
+        for thread in threads:
+            thread.set_result(tokens([1]))
+        await draft.close()
+        assert (gate.num_lost, gate.num_in_flight) == (0, 0)
+
+    run_virtual(main())
+
+
+def test_a_helpers_call_that_is_lost_takes_a_thread_of_all_and_no_place_of_its_own() -> None:
+    """The helper is started anew, with all the places that it had."""
+
+    async def main() -> None:
+        gate = CallGate(8)
+        helpers = gate.part(0.5)
         answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        await helpers.enter()
-        losing = asyncio.create_task(helpers.answer(answered))
-        await asyncio.sleep(0)
-        losing.cancel()
-        await asyncio.gather(losing, return_exceptions=True)
-        helpers.leave()
-        assert (gate.num_lost, helpers.num_lost) == (1, 1)
-        for _ in range(2):
+        for _ in range(4):
             await helpers.enter()
-        waiting = asyncio.create_task(helpers.enter())
+        losing = [asyncio.create_task(helpers.answer(answered)) for _ in range(4)]
+        await asyncio.sleep(0)
+        for each in losing:
+            each.cancel()
+        await asyncio.gather(*losing, return_exceptions=True)
+        for _ in range(4):
+            helpers.leave()
+        assert gate.num_lost == 4
+        for _ in range(4):
+            await asyncio.wait_for(helpers.enter(), 1.0)
+        waiting = asyncio.create_task(gate.enter())
         await asyncio.sleep(1)
-        assert not waiting.done()
+        assert not waiting.done(), "the other threads are taken by the calls that were lost"
         answered.set_result(None)
         await waiting
-        assert (gate.num_lost, helpers.num_lost, gate.num_in_flight) == (0, 0, 3)
+        assert (gate.num_lost, gate.num_in_flight, helpers.num_in_flight) == (0, 5, 4)
 
     run_virtual(main())
 
