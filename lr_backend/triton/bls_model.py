@@ -162,13 +162,13 @@ class TritonPythonModel:
         share_interpreter()
         end_lightly()
         use_uvloop()
-        loop, num_loops = which_loop(args)
+        loop, self._num_loops = which_loop(args)
         configure(knows_texts=True, loop=loop)
         directory = Path(args["model_repository"]) / args["model_version"]
         self._config = LoopConfig.load(directory / "lookahead.json")
         self._notices = Path(path) if (path := os.environ.get(NOTICE_VARIABLE)) else None
-        self._seat = seat_of(self._notices, loop, num_loops)
-        self._max_calls = max(1, self._config.limits.max_in_flight_calls // num_loops)
+        self._seat = seat_of(self._notices, loop, self._num_loops)
+        self._max_calls = max(1, self._config.limits.max_in_flight_calls // self._num_loops)
         self._models = load_models(self._config)
         self._executor = ThreadPoolExecutor(self._max_calls + CANCEL_RESERVE, "bls")
         self._service: LookaheadService | None = None
@@ -178,7 +178,7 @@ class TritonPythonModel:
         self._telemetry = open_telemetry("lookahead-loop", os.environ)
         self._drafts = DraftCounts()
         self._audits = audit_metrics(pb.MetricFamily, self._audit_counts, loop)
-        self._requests = RequestMetrics(self._config.limits.max_in_flight_requests / num_loops)
+        self._requests = RequestMetrics(self._config.limits.max_in_flight_requests / self._num_loops)
         self._requests_sheet = request_metrics(pb.MetricFamily, self._requests, loop)
         self._requests.on_change = self._requests_sheet.touch
         self._speculation = speculation_metrics(pb.MetricFamily, args["model_name"], self._drafts, loop)
@@ -204,7 +204,9 @@ class TritonPythonModel:
         self._loop.set_default_executor(self._executor)
         engines = self._own.engines if self._own is not None else self._by_calls()
         counts = self._drafts, self._requests, self._telemetry
-        others = OtherLoops(self._seat, Lessons.beside(self._notices)) if self._notices is not None else None
+        others = None
+        if self._notices is not None and self._num_loops > 1:
+            others = OtherLoops(self._seat, Lessons.beside(self._notices))
         service = LookaheadService(self._config, self._models, engines, *counts, self._seat, others)
         service.audits.on_change = self._audits.touch
         service.on_drafts = self._speculation.touch
