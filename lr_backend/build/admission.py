@@ -30,7 +30,7 @@ class Admission:
         prefix: tokens before what the call computes.
         tokens, blocks: what a call takes of ``max_num_tokens``, and of the KV cache.
         by_tokens, by_blocks, by_sequences: how many calls each limit admits.
-        branches: calls that one request may have in flight.
+        branches: calls that one request of width 1 may have in flight.
     """
 
     role: Role
@@ -59,7 +59,8 @@ class Admission:
 
 
 def branches_of(limits: Limits) -> int:
-    """Calls of one request in flight at an engine: its own step, and one for each step ahead."""
+    """Calls that one request of width 1 may have in flight at an engine: ``max_depth``, and one more after a correction, where
+    the new root starts beside those that have lost and not yet ended. At width w there may be ``max_depth`` x w."""
     return limits.max_depth + 1
 
 
@@ -146,7 +147,7 @@ def shortfalls(spec: GpuDeployment, found: Iterable[Admission]) -> tuple[str, ..
         }[one.binds]
         told.append(
             f"{one.role}: behind {one.prefix} tokens an iteration admits {one.calls} calls, and a request has {one.branches}"
-            f" branches (limits.max_depth + 1): {limit}. They take turns, and lookahead gains less"
+            f" branches (limits.max_depth, and one after a correction): {limit}. They take turns, and lookahead gains less"
         )
     return tuple(told)
 

@@ -193,7 +193,7 @@ class RequestPolicy:
 
     @property
     def depth(self) -> int:
-        """Target steps ahead; 0: the target alone."""
+        """Target steps at a time along one chain; 0: the target alone."""
         return self.max_depth
 
     @property
