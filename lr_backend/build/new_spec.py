@@ -40,7 +40,8 @@ ITERATION_TOKENS = 8192
 """Of an iteration where no admission depends on it, unless sequences are longer: the judge's, and those of the LLM API."""
 MAX_DEPTH = 8
 REQUESTS_A_LOOP = 16
-"""Requests in flight for each process of the step loop; ``docs/benchmarks/loop_limit.md`` has what one carries."""
+"""Requests in flight for each process of the step loop: between the 7 (``lr_sd``) and 23 (``lr``) that one was measured to carry
+on virtual cores (``docs/benchmarks/loop_limit.md``)."""
 
 _COMMENTED = re.compile(r"^(?P<setting>[a-z_]+ = .*?) +# (?P<comment>.*)$", re.MULTILINE)
 
