@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from lr_backend.audit.interval import FalseAccepts
 from lr_backend.triton.audit_metrics import AUDITS, COUNTERS, GAUGES, RATE, RATE_HIGH, RATE_LOW, SPENT, audit_metrics
 from lr_backend.triton.metrics import MetricSheet
 from tests.support.observed import WAIT_S
+from tests.support.waiting import until
 
 
 @dataclass
@@ -134,11 +134,12 @@ def test_a_metric_that_cannot_be_sent_now_is_sent_later() -> None:
     sheet.touch()
     assert failed.wait(WAIT_S)
     metrics.is_full = False
-    deadline = time.monotonic() + WAIT_S
-    while metrics.values != {(SPENT,): 3.0}:
-        assert time.monotonic() < deadline
+
+    def is_sent() -> bool:
         sheet.touch()
-        time.sleep(0.05)
+        return metrics.values == {(SPENT,): 3.0}
+
+    until(is_sent)
     sheet.close()
 
 

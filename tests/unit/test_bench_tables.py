@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from importlib import import_module
 from inspect import signature
@@ -20,6 +19,7 @@ from bench import check_all
 from bench.check_all import Check, Line, figure_of, run_all, short_tables, write_line
 from bench.kit.output import PAGES, keep_json
 from bench.tables import TABLES
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -29,17 +29,12 @@ def script(name: str, code: str, figure: str | None = None) -> Check:
     return Check(name, (sys.executable, "-c", code), figure)
 
 
-def ends_within(pid: int, seconds: float) -> bool:
+def has_ended(pid: int) -> bool:
     """A killed process is gone, or is left to whoever reaps orphans here."""
-    until, state = time.monotonic() + seconds, Path(f"/proc/{pid}/stat")
-    while time.monotonic() < until:
-        try:
-            if state.read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except OSError:
-            return True
-        time.sleep(0.02)
-    return False
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
 
 
 def test_every_table_has_a_name_of_its_own_and_a_page_that_names_its_command() -> None:
@@ -116,7 +111,7 @@ def test_what_a_check_has_started_ends_with_it(tmp_path: Path) -> None:
     parent = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {child!r}]).pid)"
     line = check_all.run(script("parent", parent), tmp_path, timeout_s=20.0)
     assert line.result == "ok"
-    assert ends_within(int(line.figure), 5.0)
+    until(lambda: has_ended(int(line.figure)))
 
 
 def test_the_check_in_progress_ends_with_the_runner(tmp_path: Path) -> None:
@@ -131,12 +126,10 @@ check_all.main(None, Path({str(tmp_path)!r}), Path({str(tmp_path / "page.md")!r}
 """
     process = subprocess.Popen([sys.executable, "-c", runner], cwd=ROOT, stdout=subprocess.DEVNULL)
     try:
-        until = time.monotonic() + 30.0
-        while not (noted.exists() and noted.read_text()) and time.monotonic() < until:
-            time.sleep(0.02)
+        until(lambda: noted.exists() and bool(noted.read_text()))
         process.terminate()
         assert process.wait(10.0) == 143
-        assert ends_within(int(noted.read_text()), 5.0)
+        until(lambda: has_ended(int(noted.read_text())))
     finally:
         process.kill()
 
