@@ -48,7 +48,7 @@ NGC_VENV = "/opt/venv-tritonserver"
 # What NVIDIA's image has of our dependencies, by TensorRT-LLM 1.2.1's own requirements. Not torch: the command does without.
 NGC_PACKAGES = (
     "numpy<2",
-    "transformers==4.57.1",
+    "transformers==4.57.3",
     "pydantic>=2.9.1,<3",
     "psutil",
     "jinja2",
