@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from textwrap import fill
 
@@ -23,17 +24,17 @@ Found = Mapping[Point, PointFigures]
 
 
 def draw(found: Found, limits: Limits, title: str, path: Path) -> None:
-    """Write the plot as PNG; panels without a point say so."""
+    """Write the plot as PNG; panels without a point say so. Points that are void are left out."""
+    found = {point: figures for point, figures in found.items() if not figures.void}
+    panels: list[Callable[[Axes, Found], None]] = [partial(_latency, closed=True), _throughput, _speedup, _first_step]
+    if any(point.rate is not None for point in found):
+        panels += [partial(_latency, closed=False), partial(_goodput, limits=limits)]
+    columns = len(panels) // 2
     with style():
-        figure = Figure(figsize=(13, 7.6), layout="constrained")
-        axes = figure.subplots(2, 3)
-        _latency(axes[0][0], found, closed=True)
-        _throughput(axes[0][1], found)
-        _speedup(axes[0][2], found)
-        _latency(axes[1][0], found, closed=False)
-        _first_step(axes[1][1], found)
-        _goodput(axes[1][2], found, limits)
-        figure.suptitle(fill(title, TITLE_COLUMNS), fontsize=9)
+        figure = Figure(figsize=(4.4 * columns, 7.6), layout="constrained")
+        for panel, axes in zip(panels, figure.subplots(2, columns).flat, strict=True):
+            panel(axes, found)
+        figure.suptitle(fill(title, TITLE_COLUMNS * columns // 3), fontsize=9)
         save(figure, path)
 
 
