@@ -41,6 +41,9 @@ _FILLED_BY_BUILD = (
     "remotes",
 )
 
+_LIMITS_FILLED_BY_BUILD = {"max_draft_len": "the target's max_draft_len", "max_in_flight_calls": "server.thread_pool_size"}
+"""Of ``[lookahead.limits]``, and what each comes from."""
+
 LOOPBACK = re.compile(r"localhost|127\..*|\[?::1\]?")
 
 JUDGES_FRAME = 128
@@ -67,7 +70,8 @@ class ServerSpec(Section):
     """How tritonserver is run. Times in seconds.
 
     Attributes:
-        thread_pool_size: BLS calls that the Python backend has in flight at a time, of all processes of the step loop.
+        thread_pool_size: BLS calls that the Python backend has in flight at a time, of all processes of the step loop;
+            :data:`~lr_backend.config.CANCEL_RESERVE` of them are for cancels.
         exit_timeout_s: how long a stopping server waits for requests in flight.
         load_timeout_s: how long loading all models may take.
         layout: which process computes for the step loop.
@@ -81,9 +85,14 @@ class ServerSpec(Section):
     load_timeout_s: int = Field(default=120, ge=1, le=86400)
 
     @property
+    def max_in_flight_calls(self) -> int:
+        """Engine calls at a time, of all processes of the step loop."""
+        return self.thread_pool_size - CANCEL_RESERVE
+
+    @property
     def threads_a_loop(self) -> int:
         """BLS calls that Triton has in flight for each process of the step loop: its share, and all that cancels need."""
-        return (self.thread_pool_size - CANCEL_RESERVE) // self.num_loops + CANCEL_RESERVE
+        return self.max_in_flight_calls // self.num_loops + CANCEL_RESERVE
 
 
 class EngineSpec(Section):
@@ -290,6 +299,7 @@ class DeploymentSpec(Section):
                 **self.runtime_loop_settings(),
                 **self.lookahead,
                 **self._no_think_markers(),
+                "limits": self._limits(),
                 "tokenizer_dir": self.checkpoint_dir(Role.TARGET),
                 "judge_tokenizer_dir": self.checkpoint_dir(Role.JUDGE),
                 "vocab_size": vocab_size,
@@ -335,12 +345,24 @@ class DeploymentSpec(Section):
         """TOML has no null: an empty marker is none."""
         return {name: None for name in ("think_open", "think_close") if self.lookahead.get(name) == ""}
 
+    def _limits(self) -> Any:
+        """Those that the spec says, with those that follow from its other sections."""
+        said = self.lookahead.get("limits", {})
+        if not isinstance(said, Mapping):
+            return said  # no table, which is refused as any other setting
+        drafts, calls = self.engine(Role.TARGET).num_drafts, self.server.max_in_flight_calls
+        return {**said, "max_draft_len": drafts, "max_in_flight_calls": calls}
+
     @field_validator("lookahead")
     @classmethod
     def _leave_to_build(cls, lookahead: dict[str, Any]) -> dict[str, Any]:
         for key in _FILLED_BY_BUILD:
             if key in lookahead:
                 raise ValueError(f"{key} comes from the engines and checkpoints; leave it out")
+        limits = lookahead.get("limits")
+        for key, source in _LIMITS_FILLED_BY_BUILD.items():
+            if isinstance(limits, Mapping) and key in limits:
+                raise ValueError(f"limits.{key} comes from {source}; leave it out")
         return lookahead
 
     @model_validator(mode="after")
@@ -353,21 +375,14 @@ class DeploymentSpec(Section):
             raise ValueError("server.num_loops: one_process holds the engines and the loop in one, so there is one loop")
         limits = _checked_loop_config(self).limits
         if self.server.num_loops > min(limits.max_in_flight_requests, limits.max_in_flight_calls):
-            raise ValueError("server.num_loops: there are fewer requests or calls in flight (lookahead.limits) than processes")
+            names = "max_in_flight_requests, thread_pool_size"
+            raise ValueError(f"server.num_loops: there are fewer requests or calls in flight ({names}) than processes")
         longest = limits.max_prompt_tokens + limits.max_tokens
         for role in (Role.TARGET, Role.DRAFT):
             if self.engine(role).max_seq_len < longest:
                 raise ValueError(f"{role}.max_seq_len must hold limits.max_prompt_tokens + limits.max_tokens = {longest}")
-        target, judge = self.engine(Role.TARGET), self.engine(Role.JUDGE)
-        if judge.max_seq_len < 2 * limits.max_step_tokens + JUDGES_FRAME:
+        if self.engine(Role.JUDGE).max_seq_len < 2 * limits.max_step_tokens + JUDGES_FRAME:
             raise ValueError("judge.max_seq_len must hold two steps of limits.max_step_tokens and the prompt around them")
-        if limits.max_draft_len != target.num_drafts:
-            raise ValueError(f"lookahead.limits.max_draft_len must equal target.max_draft_len = {target.num_drafts}")
-        most = self.server.thread_pool_size - CANCEL_RESERVE
-        if limits.max_in_flight_calls > most:
-            raise ValueError(
-                f"lookahead.limits.max_in_flight_calls must leave {CANCEL_RESERVE} of server.thread_pool_size: at most {most}"
-            )
         return self
 
 

@@ -387,14 +387,14 @@ def _render(
     """A runtime's own sections and then those of the loop, which are the same for all."""
     length = lengths[Role.TARGET]
     max_prompt_tokens = length // 3
+    # The embedded engine cuts a verification that would not fit; compiled engines must hold its draft tokens.
+    last_drafts = 0 if values["runtime"] == "embedded" else max_draft_len
     limits = {
         "max_prompt_tokens": max_prompt_tokens,
-        # The embedded engine cuts a verification that would not fit; compiled engines must hold its draft tokens.
-        "max_tokens": length - max_prompt_tokens - (0 if values["runtime"] == "embedded" else max_draft_len),
+        "max_tokens": length - max_prompt_tokens - last_drafts,
         "max_depth": max_depth,
         "max_width": 2,
         "max_step_tokens": min(STEP_TOKENS, lengths[Role.JUDGE] // 8),
-        "max_draft_len": max_draft_len,
         "max_in_flight_requests": num_requests,
     }
     think_open, think_close = _think_markers(models[Role.TARGET].info.vocabulary)
@@ -411,6 +411,7 @@ def _render(
         "name": naming.name,
         "base": "the folder above engines/",
         "limits": limits,
+        "last_drafts": last_drafts,
         "think_open": think_open,
         "think_close": think_close,
         "sampling": sampling,

@@ -15,7 +15,7 @@ from lr_backend.errors import ConfigError, first_error
 
 OF_UNCOUPLED_ENGINES = ("draft_temperature",)
 """Settings of ``[lookahead]`` that say what is best where target and draft have no noise in common."""
-OF_THE_LIMITS = ("max_depth", "max_width", "max_draft_len", "max_in_flight_requests", "max_in_flight_calls")
+OF_THE_LIMITS = ("max_depth", "max_width", "max_in_flight_requests")
 
 
 def paced(

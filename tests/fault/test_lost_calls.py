@@ -36,10 +36,8 @@ def spec(tmp_path: Path) -> EmulatedDeployment:
     path = tmp_path / "long.toml"
     path.write_text(LONG.as_toml("long answers"))
     made = emulated("qwen3-32b-apart", "h200_sxm", str(path))
-    limits = {**made.lookahead["limits"], "max_in_flight_calls": NUM_THREADS - 8}
     server = made.server.model_copy(update={"thread_pool_size": NUM_THREADS})
-    changed = {"slow_motion": SLOW_MOTION, "server": server, "lookahead": {**made.lookahead, "limits": limits}}
-    return made.model_copy(update=changed)
+    return made.model_copy(update={"slow_motion": SLOW_MOTION, "server": server})
 
 
 def test_calls_that_died_with_a_target_are_counted_until_the_server_ends(spec: EmulatedDeployment, tmp_path: Path) -> None:

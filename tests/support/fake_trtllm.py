@@ -119,7 +119,7 @@ def write_gpu_spec(folder: Path, *, checkpoints: bool = True, runtime: str = "te
         f'[target]\ncheckpoint = "ck/target"\ntp_size = 2\ngpu_device_ids = [0, 1]\n{engine}max_draft_len = 8\n\n'
         f'[draft]\ncheckpoint = "ck/draft"\ngpu_device_ids = [1]\n{engine}\n'
         f'[judge]\ncheckpoint = "ck/judge"\ngpu_device_ids = [1]\n{engine}\n'
-        "[lookahead.limits]\nmax_prompt_tokens = 256\nmax_tokens = 256\nmax_step_tokens = 16\nmax_draft_len = 8\n\n"
+        "[lookahead.limits]\nmax_prompt_tokens = 256\nmax_tokens = 256\nmax_step_tokens = 16\n\n"
         "[server]\nexit_timeout_s = 5\n",
         encoding="utf-8",
     )

@@ -55,7 +55,7 @@ def write_spec(path: Path, checkpoints: dict[str, Path], name: str = "tiny", **s
     for role, checkpoint in checkpoints.items():
         drafts = 16 if role == "target" else 0
         sections.append(f'[{role}]\ncheckpoint = "{checkpoint}"\n{engine}max_draft_len = {drafts}\n')
-    sections.append("[lookahead.limits]\nmax_tokens = 256\nmax_step_tokens = 16\nmax_draft_len = 16\n")
+    sections.append("[lookahead.limits]\nmax_tokens = 256\nmax_step_tokens = 16\n")
     values: dict[str, int | str] = {"exit_timeout_s": 5, **server}
     sections.append("[server]\n" + "".join(f"{key} = {value}\n" for key, value in values.items()))
     path.parent.mkdir(parents=True, exist_ok=True)

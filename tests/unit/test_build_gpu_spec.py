@@ -20,7 +20,6 @@ from tests.support.fake_trtllm import write_gpu_spec
 OF_THE_LLM_API = (
     ('runtime = "tensorrtllm"', 'runtime = "llmapi"'),
     ("max_draft_len = 8\n\n[draft]", "\n[draft]"),
-    ("max_draft_len = 8", "max_draft_len = 0"),
 )
 
 
@@ -193,7 +192,11 @@ def test_a_default_of_sampled_lossless_answers_needs_noise_that_is_shared(spec_p
             '[lookahead.defaults]\nverifier = "likely"\n[lookahead.limits]',
             "verifier=likely: this server has exact, judge, cascade",
         ),
-        ("max_draft_len = 8\n\n[draft]", "max_draft_len = 7\n\n[draft]", "must equal target.max_draft_len = 7"),
+        (
+            "[lookahead.limits]",
+            "[lookahead.limits]\nmax_draft_len = 8",
+            "lookahead: limits.max_draft_len comes from the target's max_draft_len; leave it out",
+        ),
     ],
 )
 def test_mistakes_are_named(spec_path: Path, old: str, new: str, said: str) -> None:

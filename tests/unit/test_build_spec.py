@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -79,8 +80,17 @@ def test_a_spec_outside_of_engines_is_its_own_root(tmp_path: Path) -> None:
         ("max_tokens = 256", "max_tokenz = 256", "lookahead.limits.max_tokenz"),
         ("max_tokens = 256", "max_tokens = 0", "lookahead.limits.max_tokens"),
         ("max_step_tokens = 16", "max_step_tokens = 1024", "judge.max_seq_len must hold two steps"),
-        ("max_draft_len = 16\n\n[draft]", "max_draft_len = 15\n\n[draft]", "must equal target.max_draft_len = 15"),
-        ("[server]", "[server]\nthread_pool_size = 127", "at most 119"),
+        (
+            "[lookahead.limits]",
+            "[lookahead.limits]\nmax_draft_len = 16",
+            "lookahead: limits.max_draft_len comes from the target's max_draft_len; leave it out",
+        ),
+        (
+            "[lookahead.limits]",
+            "[lookahead.limits]\nmax_in_flight_calls = 120",
+            "lookahead: limits.max_in_flight_calls comes from server.thread_pool_size; leave it out",
+        ),
+        ("[lookahead.limits]\nmax_tokens = 256\nmax_step_tokens = 16\n", "[lookahead]\nlimits = 3\n", "lookahead.limits: "),
         ("[server]", "[lookahead.defaults]\nmode = 'fast'\n[server]", "lookahead.defaults.mode"),
         ("[server]", "[lookahead.defaults]\nmax_tokens = 257\n[server]", "beyond the limit 256"),
         ("[server]", "[lookahead.defaults]\ncolour = 1\n[server]", "lookahead.defaults.colour"),
@@ -164,10 +174,15 @@ def test_embedded_engines_share_their_noise(spec_path: Path) -> None:
     assert config.lacks_mode(Mode.LOSSLESS) is None
 
 
+def test_draft_tokens_and_calls_are_limited_by_what_the_target_and_the_server_say(spec_path: Path) -> None:
+    edited(spec_path, "max_draft_len = 16\n\n[draft]", "max_draft_len = 5\n\n[draft]")
+    spec = DeploymentSpec.load(edited(spec_path, "[server]", "[server]\nthread_pool_size = 40"))
+    rendered = json.loads(lookahead_files(spec, 10)["lookahead/1/lookahead.json"])
+    assert (rendered["limits"]["max_draft_len"], rendered["limits"]["max_in_flight_calls"]) == (5, 40 - CANCEL_RESERVE)
+
+
 def test_a_target_may_take_no_draft_tokens_at_all(spec_path: Path) -> None:
-    text = spec_path.read_text().replace("max_draft_len = 16", "max_draft_len = 0")
-    spec_path.write_text(text)
-    spec = DeploymentSpec.load(spec_path)
+    spec = DeploymentSpec.load(edited(spec_path, "max_draft_len = 16", "max_draft_len = 0"))
     assert spec.loop_config().limits.max_draft_len == 0
     assert spec.placements == ()
 
@@ -202,7 +217,8 @@ def test_there_are_no_more_processes_than_requests_for_them(spec_path: Path) -> 
 @pytest.mark.parametrize("num_loops", [1, 3, 64])
 def test_processes_share_out_the_threads_and_each_has_its_reserve(num_loops: int) -> None:
     server = ServerSpec(num_loops=num_loops, thread_pool_size=128)
-    most = server.thread_pool_size - CANCEL_RESERVE  # limits.max_in_flight_calls
+    most = server.max_in_flight_calls
+    assert most + CANCEL_RESERVE == server.thread_pool_size
     assert most // num_loops + CANCEL_RESERVE <= server.threads_a_loop <= 128
     assert num_loops * (server.threads_a_loop - CANCEL_RESERVE) <= most
 

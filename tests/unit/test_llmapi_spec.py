@@ -76,9 +76,10 @@ def test_the_loop_is_told_that_there_is_no_target_alone(spec_path: Path) -> None
 
 
 def test_without_the_section_nothing_of_it_holds(spec_path: Path) -> None:
-    spec_path.write_text(spec_path.read_text().replace(DRAFTS, "\n[draft]", 1).replace("max_draft_len = 8", "max_draft_len = 0"))
+    spec_path.write_text(spec_path.read_text().replace(DRAFTS, "\n[draft]", 1))
     spec = GpuDeployment.load(spec_path)
     config = spec.loop_config()
+    assert config.limits.max_draft_len == 0
     assert not (config.engine_drafts or config.engine_always_drafts or settings(spec, Role.TARGET).drafts)
     assert "speculative" not in spec.engine_parameters(Role.TARGET, Path("/model"))
 

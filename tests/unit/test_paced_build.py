@@ -52,7 +52,8 @@ def test_sizes_limits_and_defaults_are_those_of_the_engines_that_are_stood_for(f
         assert fast.checkpoint_dir(role) == demo_spec().checkpoint_dir(role)
     ours, theirs = fast.loop_config(), LIKE.loop_config()
     assert ours.defaults == theirs.defaults
-    assert ours.limits.max_depth == theirs.limits.max_depth
+    for name in ("max_depth", "max_draft_len", "max_in_flight_requests", "max_in_flight_calls"):
+        assert getattr(ours.limits, name) == getattr(theirs.limits, name)
     assert ours.draft_temperature == theirs.draft_temperature is None
     assert ours.limits.max_tokens == demo_spec().loop_config().limits.max_tokens
     assert fast.server.layout is Layout.PROCESS_A_ROLE
