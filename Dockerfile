@@ -36,8 +36,9 @@ COPY constraints.txt ./
 RUN /opt/pip/bin/pip --python /opt/venv/bin/python install --no-deps ${TORCH_INDEX_URL:+--index-url "${TORCH_INDEX_URL}"} torch
 # The dependencies without the package, so that this layer changes only with them and their pins.
 COPY pyproject.toml ./
-RUN /opt/pip/bin/python -c "import tomllib; of = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-      print(*of['dependencies'], *(one for extra in ('cpu', 'otel') for one in of['optional-dependencies'][extra]), sep='\n')" > requirements.txt \
+RUN /opt/pip/bin/python -c "import tomllib; file = tomllib.load(open('pyproject.toml', 'rb')); of = file['project']; \
+      extras = file['tool']['lookahead']['cpu-image-extras']; \
+      print(*of['dependencies'], *(one for extra in extras for one in of['optional-dependencies'][extra]), sep='\n')" > requirements.txt \
     && /opt/pip/bin/pip --python /opt/venv/bin/python install --requirement requirements.txt \
     && packages="$(/opt/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
     && rm -rf "${packages}"/torch/include "${packages}"/torch/test "${packages}"/torch/share \

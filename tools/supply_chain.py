@@ -3,8 +3,8 @@
     python -m tools.supply_chain sbom     # a bill of materials of each image, by CycloneDX, under out/sbom/
     python -m tools.supply_chain audit    # what PyPI's advisories say of the packages in them
 
-Both read what the images are locked to: for ``cpu`` what the package needs, at the versions of ``constraints.txt``; for
-``trtllm`` the file ``deploy/requirements-trtllm.txt``. What a base image brings is its maker's to tell.
+Both read what the images are locked to: for ``cpu`` what the package and the extras of its image need, at the versions of
+``constraints.txt``; for ``trtllm`` the files ``deploy/requirements-*.txt``. What a base image brings is its maker's to tell.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ("cpu", "trtllm")
 OUTPUT = ROOT / "out" / "sbom"
+TRTLLM_REQUIREMENTS = ("deploy/requirements-trtllm.txt", "deploy/requirements-llmapi.txt")
 
 
 def pinned(path: Path) -> dict[str, str]:
@@ -36,14 +37,15 @@ def pinned(path: Path) -> dict[str, str]:
 def locked(image: str) -> dict[str, str]:
     """Version by name, of all that an image gets from PyPI."""
     if image == "trtllm":
-        return pinned(ROOT / "deploy" / "requirements-trtllm.txt")
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    wanted = [Requirement(line) for line in (*project["dependencies"], *project["optional-dependencies"]["cpu"])]
+        return {name: version for file in TRTLLM_REQUIREMENTS for name, version in pinned(ROOT / file).items()}
+    said = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    project, extras = said["project"], said["tool"]["lookahead"]["cpu-image-extras"]
+    lines = [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
     versions = pinned(ROOT / "constraints.txt")
-    return {name: versions[name] for name in sorted(_with_what_they_need(wanted))}
+    return {name: versions[name] for name in sorted(with_what_they_need(map(Requirement, lines)))}
 
 
-def _with_what_they_need(wanted: Iterable[Requirement]) -> set[str]:
+def with_what_they_need(wanted: Iterable[Requirement]) -> set[str]:
     """Names, as the installed packages tell what each needs here."""
     names: set[str] = set()
     waiting = [(requirement, extra) for requirement in wanted for extra in ("", *requirement.extras)]

@@ -6,6 +6,8 @@ import inspect
 import json
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import pytest
 import yaml
 from compose_spec import PyCompose
 from dockerfile_parse import DockerfileParser
+from packaging.requirements import Requirement
 
 import lr_backend
 from lr_backend.build.gpu_build import build_gpu_deployment
@@ -29,6 +32,7 @@ from lr_backend.frontend.settings import Settings
 from lr_backend.serve import health
 from lr_backend.serve.mps import LOG_VARIABLE, PIPES_VARIABLE
 from lr_backend.serve.server import CLEANUP_MARGIN_S
+from tools.supply_chain import locked, with_what_they_need
 
 PROJECT = Path(__file__).resolve().parents[2]
 TARGETS = ("cpu", "trtllm")
@@ -161,6 +165,21 @@ def test_the_ngc_image_lacks_no_dependency_of_the_command() -> None:
     declared = {canonical(re.split(r"[\[<>=]", line)[0]) for line in lines}
     added = {canonical(name) for name in pins("deploy/requirements-trtllm.txt")}
     assert declared - of_the_image <= added
+
+
+def test_the_bill_of_the_cpu_image_has_what_the_dockerfile_installs() -> None:
+    (line,) = (value for name, value in STAGES["cpu-packages"] if name == "RUN" and "> requirements.txt" in value)
+    _, *program = shlex.split(line)[:3]
+    asked = subprocess.run([sys.executable, *program], cwd=PROJECT, capture_output=True, text=True, check=True).stdout
+    wanted = with_what_they_need(map(Requirement, asked.splitlines()))
+    assert {"torch", "nvidia-pytriton", "opentelemetry-sdk"} <= wanted == set(locked("cpu"))
+
+
+def test_the_bill_of_the_ngc_image_has_what_the_dockerfile_installs() -> None:
+    files = [file for _, value in STAGES["trtllm-app"] for file in re.findall(r"--requirement (\S+)", value)]
+    wanted = {canonical(name): version for file in files for name, version in pins(file).items()}
+    assert {"tritonclient", "openai"} <= set(wanted)
+    assert wanted == locked("trtllm")
 
 
 # -------------------------------------------------------------------------------------------------------------- .dockerignore
