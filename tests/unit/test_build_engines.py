@@ -633,8 +633,11 @@ def test_engines_of_weights_in_other_files_are_not_served(spec: GpuDeployment, t
 
 def test_engines_that_were_compiled_by_more_processes_are_the_same(spec: GpuDeployment, tools: FakeTools) -> None:
     report = build(spec, tools)
-    for path in report.output.with_name("small.engines").rglob("manifest.json"):
-        path.write_text(path.read_text().replace('"--workers",\n        "1"', '"--workers",\n        "2"'))
+    by_one, by_two = (f'"--workers",\n        "{number}"' for number in (1, 2))
+    manifests = {path: path.read_text() for path in report.output.with_name("small.engines").rglob("manifest.json")}
+    assert any(by_one in text for text in manifests.values())
+    for path, text in manifests.items():
+        path.write_text(text.replace(by_one, by_two))
     serve_from(spec, tools)
 
 
