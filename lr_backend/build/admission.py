@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lr_backend.build.gpu_spec import GpuDeployment, TrtllmEngineSpec
-from lr_backend.build.memory import GpuMemory
+from lr_backend.build.memory import GpuMemory, kv_tokens_of
 from lr_backend.config import Limits
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError
@@ -84,7 +84,7 @@ def admissions(spec: GpuDeployment, memory: Iterable[GpuMemory]) -> tuple[Admiss
     limits = spec.loop_config().limits
     longest = limits.max_prompt_tokens + limits.max_tokens
     prefixes = (*(prefix for prefix in PREFIXES if prefix < longest), longest)
-    kv_tokens = _kv_tokens(memory)
+    kv_tokens = kv_tokens_of(memory)
     compiled = {role: one for role in (Role.TARGET, Role.DRAFT) if isinstance(one := spec.engine(role), TrtllmEngineSpec)}
     return tuple(
         admission(role, engine, prefix, kv_tokens[role], limits)
@@ -150,12 +150,3 @@ def shortfalls(spec: GpuDeployment, found: Iterable[Admission]) -> tuple[str, ..
             f" branches (limits.max_depth, and one after a correction): {limit}. They take turns, and lookahead gains less"
         )
     return tuple(told)
-
-
-def _kv_tokens(memory: Iterable[GpuMemory]) -> dict[Role, int]:
-    """Of each role, on its fullest card."""
-    found: dict[Role, int] = {}
-    for gpu in memory:
-        for engine in gpu.engines:
-            found[engine.role] = min(engine.kv_tokens, found.get(engine.role, engine.kv_tokens))
-    return found

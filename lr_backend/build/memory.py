@@ -19,7 +19,7 @@ Of each GPU besides: Triton's own CUDA context, the server of CUDA MPS where eng
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -111,6 +111,15 @@ def estimate(spec: GpuDeployment, sources: Mapping[Role, Source]) -> tuple[GpuMe
         engines = tuple(engine_memory(role, spec.engine(role), sources[role], available) for role in roles)
         gpus.append(GpuMemory(number, capacity, reserve, engines, SERVER_CONTEXT_BYTES, mps))
     return tuple(gpus)
+
+
+def kv_tokens_of(memory: Iterable[GpuMemory]) -> dict[Role, int]:
+    """KV memory of each role in tokens, on its fullest card."""
+    found: dict[Role, int] = {}
+    for gpu in memory:
+        for engine in gpu.engines:
+            found[engine.role] = min(engine.kv_tokens, found.get(engine.role, engine.kv_tokens))
+    return found
 
 
 def engine_memory(role: Role, engine: TrtllmEngineSpec | LlmapiEngineSpec, source: Source, available: int) -> EngineMemory:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from lr_backend.build.gpu_spec import GpuDeployment, LlmapiEngineSpec, TrtllmEngineSpec
-from lr_backend.build.memory import DTYPE_BYTES, EngineMemory, estimate
+from lr_backend.build.memory import DTYPE_BYTES, EngineMemory, estimate, kv_tokens_of
 from lr_backend.build.shapes import find_sources
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError
@@ -112,17 +112,14 @@ def kv_tokens(spec: GpuDeployment, system: str, *, drafts_itself: bool = False) 
     Raises:
         ConfigError: a role has no room for one sequence there, is served elsewhere, or the system's cards are not known.
     """
-    found: dict[Role, int] = {}
-    memory: dict[Role, EngineMemory] = {}
-    for gpu in estimate(on_system(spec, system), find_sources(spec)):
-        if not gpu.fits:
-            raise ConfigError(f"{spec.name} does not fit {system}: {gpu.sum_in_words()}")
-        for engine in gpu.engines:
-            found[engine.role] = min(engine.kv_tokens, found.get(engine.role, engine.kv_tokens))
-            memory[engine.role] = engine
+    gpus = estimate(on_system(spec, system), find_sources(spec))
+    if full := [gpu for gpu in gpus if not gpu.fits]:
+        raise ConfigError(f"{spec.name} does not fit {system}: {full[0].sum_in_words()}")
+    found = kv_tokens_of(gpus)
     if elsewhere := [role for role in Role if role not in found]:
         raise ConfigError(f"{spec.name}: {elsewhere[0]} runs on another machine, and what it runs on is not known here")
     if drafts_itself and spec.speculative_dir is None:  # else it is counted already
+        memory = {engine.role: engine for gpu in gpus for engine in gpu.engines}
         found[Role.TARGET] = _beside_a_draft(memory[Role.TARGET], memory[Role.DRAFT], spec)
     for role, tokens in found.items():
         if tokens < spec.engine(role).max_seq_len:
