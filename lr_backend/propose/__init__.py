@@ -3,6 +3,6 @@
 from lr_backend.propose.draft_model import DraftModel
 from lr_backend.propose.lookup import Lookup, Proposer
 from lr_backend.propose.ngram import NGram
-from lr_backend.propose.proposal import DraftSource, Proposal, StepDrafts
+from lr_backend.propose.proposal import Proposal
 
-__all__ = ["DraftModel", "DraftSource", "Lookup", "NGram", "Proposal", "Proposer", "StepDrafts"]
+__all__ = ["DraftModel", "Lookup", "NGram", "Proposal", "Proposer"]

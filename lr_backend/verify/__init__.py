@@ -5,13 +5,11 @@ The protocol and the verdict live in :mod:`~lr_backend.verify.verdict`; :func:`m
 
 from lr_backend.verify.exact import ExactVerifier
 from lr_backend.verify.factory import VerifierParts, VerifierPlugIn, make_verifier
-from lr_backend.verify.judge import JudgeVerifier
 from lr_backend.verify.verdict import UNASKED, Reason, StepPair, Verdict, Verifier, settle
 
 __all__ = [
     "UNASKED",
     "ExactVerifier",
-    "JudgeVerifier",
     "Reason",
     "StepPair",
     "Verdict",
