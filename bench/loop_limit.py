@@ -41,6 +41,7 @@ from bench.kit.serving import serving, short_texts
 from lr_backend.build.emulated_spec import DEFAULT_WORKLOAD, EmulatedDeployment, emulated
 from lr_backend.build.pace import machine_of, stood_for
 from lr_backend.build.render import LOOKAHEAD_MODEL
+from lr_backend.clock import run_virtual
 from lr_backend.config import LoopConfig
 from lr_backend.emulated.texts import Texts
 from lr_backend.emulated.workload import Workload
@@ -53,7 +54,6 @@ from lr_backend.plan.simulation import Policy, ms_a_token
 from lr_backend.request import Usage
 from lr_backend.serve.keeper import stubs_of
 from lr_backend.serve.server import TritonServer
-from lr_backend.testing import run_virtual
 from lr_backend.triton.loop_lag import watch_lag
 from lr_backend.triton.models import load_models
 from lr_backend.triton.service import LookaheadService

@@ -12,65 +12,21 @@ script says.
 from __future__ import annotations
 
 import asyncio
-import selectors
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
 
+from lr_backend.clock import run_virtual
 from lr_backend.contract import decode_stop_words
 from lr_backend.engine import EngineCall, Generation
 from lr_backend.errors import EngineError, EngineRejected
 
-T = TypeVar("T")
+__all__ = ["Delay", "RecordedCall", "Script", "ScriptedEngine", "run_virtual"]
 
 Script = Callable[[tuple[int, ...], int], int]
 """(token ids so far, seed of the call) -> next token id. Must be a function of its arguments alone."""
 
 Delay = Callable[[EngineCall, int], float]
 """(call, number of tokens written) -> seconds until the answer."""
-
-
-# A clock that jumps ------------------------------------------------------------------------------------------------
-
-
-class _JumpingSelector(selectors.DefaultSelector):
-    """A selector that never waits: it moves its clock on by the time it was asked to wait."""
-
-    now_s = 0.0
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        events = super().select(0)
-        if not events:
-            if timeout is None:
-                raise RuntimeError("deadlock: every task waits and nothing is scheduled")
-            self.now_s += max(0.0, timeout)
-        return events
-
-
-class VirtualClockLoop(asyncio.SelectorEventLoop):
-    """An event loop whose time passes only while everybody waits."""
-
-    def __init__(self) -> None:
-        self._jumping = _JumpingSelector()
-        super().__init__(self._jumping)
-
-    def time(self) -> float:
-        return self._jumping.now_s
-
-
-def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end on a virtual clock; fails if it leaves tasks behind."""
-    loop = VirtualClockLoop()
-    try:
-        result = loop.run_until_complete(main)
-        leaked = asyncio.all_tasks(loop)
-        assert not leaked, f"tasks left behind: {leaked}"
-        return result
-    finally:
-        loop.close()
-
-
-# Engines that follow a script --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -170,43 +126,3 @@ class ScriptedEngine:
                     break
                 accepted += 1
         return Generation(tuple(written), len(drafts), accepted, log_probs=tuple(log_probs) if call.return_log_probs else ())
-
-
-@dataclass
-class WordTokenizer:
-    """A tokenizer over a fixed list of words, with the Hugging Face methods that the project calls."""
-
-    words: Sequence[str]
-    special: frozenset[str] = frozenset({"<end>"})
-
-    def __len__(self) -> int:
-        return len(self.words)
-
-    @property
-    def all_special_ids(self) -> list[int]:
-        return [index for index, word in enumerate(self.words) if word in self.special]
-
-    @property
-    def added_tokens_decoder(self) -> dict[int, str]:
-        return {index: self.words[index] for index in self.all_special_ids}
-
-    def encode(self, text: str, **_: Any) -> list[int]:
-        """Greedy longest match; characters that no word begins with are dropped."""
-        words = sorted(((word, index) for index, word in enumerate(self.words)), key=lambda pair: -len(pair[0]))
-        ids: list[int] = []
-        while text:
-            word, index = next(((w, i) for w, i in words if text.startswith(w)), ("", -1))
-            if index >= 0:
-                ids.append(index)
-            text = text[max(1, len(word)) :]
-        return ids
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False, **_: Any) -> str:
-        words = [self.words[int(token)] for token in token_ids]
-        return "".join(word for word in words if not (skip_special_tokens and word in self.special))
-
-    def batch_decode(self, sequences: Sequence[Sequence[int]], **options: Any) -> list[str]:
-        return [self.decode(ids, **options) for ids in sequences]
-
-    def apply_chat_template(self, conversation: Sequence[dict[str, str]], **_: Any) -> str:
-        return "".join(turn["content"] for turn in conversation)

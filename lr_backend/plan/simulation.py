@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Self, TypeVar
 
+from lr_backend.clock import run_virtual
 from lr_backend.config import Limits, LoopConfig, Timeouts
 from lr_backend.contract import IntArray
 from lr_backend.emulated.texts import DRAFT_TEMPERATURE, ScriptedSource, Texts
@@ -29,7 +30,6 @@ from lr_backend.loop.tracing import build_trace
 from lr_backend.policy.policy import Learned
 from lr_backend.request import LookaheadRequest, Mode, Usage
 from lr_backend.steps.rules import StepRules
-from lr_backend.testing import run_virtual
 from lr_backend.trace.schema import Trace
 from lr_backend.verify.judge_prompt import JudgePrompt, readable_step_tokens
 

@@ -22,7 +22,7 @@ from lr_backend.loop.assemble import Engines, Models, Server, assemble
 from lr_backend.policy.policy import Learned
 from lr_backend.request import LookaheadRequest
 from lr_backend.steps.rules import StepRules
-from lr_backend.testing import Script, ScriptedEngine, WordTokenizer
+from lr_backend.testing import Script, ScriptedEngine
 from lr_backend.verify.judge_prompt import (
     ALIGNED,
     STEP_1_CLOSE,
@@ -33,6 +33,7 @@ from lr_backend.verify.judge_prompt import (
     VERDICT_PREFILL,
     JudgePrompt,
 )
+from tests.support.word_tokenizer import WordTokenizer
 
 END, THINK, CLOSE, BREAK, DOT_BREAK, NEWLINE, TOOL = range(7)
 LETTERS = "①②③④⑤⑥⑦⑧⑨⑩"

@@ -15,15 +15,17 @@ from typing import Any
 
 import pytest
 
+from lr_backend.clock import VirtualClockLoop
 from lr_backend.engine import Role
 from lr_backend.errors import EngineUnavailable, InvalidRequest
 from lr_backend.loop.seeds import Seeds
 from lr_backend.request import LookaheadRequest
 from lr_backend.steps.step import Step, StepEnd
-from lr_backend.testing import VirtualClockLoop, WordTokenizer, run_virtual
+from lr_backend.testing import run_virtual
 from lr_backend.verify import Reason, settle
 from lr_backend.verify.judge_prompt import JudgePrompt, parse_verdict
 from tests.support.checkpoints import CHECKPOINTS
+from tests.support.word_tokenizer import WordTokenizer
 from tests.support.world import (
     CLOSE,
     END,

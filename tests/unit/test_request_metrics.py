@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
+from lr_backend.clock import VirtualClockLoop
 from lr_backend.engine import Role
 from lr_backend.errors import Cancelled, EngineError, EngineTimeout, InvalidRequest, LookaheadError, Overloaded, PromptTooLong
 from lr_backend.loop.answer import StepMark
 from lr_backend.notice import Seat, Seats
 from lr_backend.request import LookaheadRequest, Mode, Origin, Usage
-from lr_backend.testing import VirtualClockLoop, run_virtual
+from lr_backend.testing import run_virtual
 from lr_backend.triton import metrics as metrics_module
 from lr_backend.triton import request_metrics as named
 from lr_backend.triton.loop_lag import watch_lag

@@ -22,8 +22,9 @@ from lr_backend.steps.rules import StepRules
 from lr_backend.steps.segment import BLANK_LINE
 from lr_backend.steps.step import StepEnd
 from lr_backend.steps.text import TextStream, text_of
-from lr_backend.testing import WordTokenizer, run_virtual
+from lr_backend.testing import run_virtual
 from tests.support.checkpoints import QWEN_LIKE
+from tests.support.word_tokenizer import WordTokenizer
 from tests.support.world import BREAK, CLOSE, DOT_BREAK, DOT_NEWLINE, END, NEWLINE, RULES, THINK, TOKENIZER, TOOL
 
 tokens = st.lists(st.integers(0, len(TOKENIZER.words) - 1), max_size=30)
