@@ -34,7 +34,6 @@ from bench.kit.hardware import device_line
 from bench.kit.intervals import Cluster, Estimate, ratio
 from bench.kit.measure import LEARNS_FROM, ModeReport, Sample, best_baseline, report
 from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
-from bench.kit.plots import Ratio, draw_ratios
 from bench.kit.serving import (
     ALONE,
     MAX_TOKENS,
@@ -324,8 +323,7 @@ def main(
         samples, baseline = best_baseline(compare(found.contenders, asked, console), BASELINE)
     rows = report(samples, BASELINE)
     ratios = {name: rate_ratio(samples, name) for name in rows}
-    title = f"{num_problems} problems at temperature {temperature:g}, one at a time"
-    show(console, rows, ratios, title)
+    show(console, rows, ratios, f"{num_problems} problems at temperature {temperature:g}, one at a time")
     alpha = found.synchronous.num_accepted / max(1, found.synchronous.num_compared)
     told = f"baseline: {baseline}; transformers {transformers.__version__} at {found.transformers_threads} thread(s)"
     console.print(f"[dim]{told}; the synchronous procedure accepted {alpha:.0%} of its drafted steps[/]")
@@ -341,9 +339,7 @@ def main(
         "device": device_line(spec.target.num_threads),
     }
     write_json(output, result)
-    plot = output.with_suffix(".png")
-    draw_ratios([Ratio(name, one.value, one.low, one.high) for name, one in ratios.items()], title, BASELINE, plot)
-    console.print(f"written to {output} and {plot}", highlight=False)
+    console.print(f"written to {output}", highlight=False)
     print_line(console, result)
 
 

@@ -32,7 +32,6 @@ from bench.kit.hardware import Hardware, device_line, hardware_ceiling, measure_
 from bench.kit.intervals import paired_speedup
 from bench.kit.measure import num_decided
 from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
-from bench.kit.plots import draw_realised
 from bench.kit.random_models import SHAPES, STEP_TOKENS, TIMEOUT_S, chance_of, random_deployment
 from bench.kit.serving import serving
 from bench.kit.turns import in_turns
@@ -224,9 +223,7 @@ def main(
         "device": where,
     }
     write_json(output, result)
-    plot = output.with_suffix(".png")
-    draw_realised([one.as_dict() for one in found], title, plot)
-    console.print(f"written to {output} and {plot}", highlight=False)
+    console.print(f"written to {output}", highlight=False)
     print_line(console, result)
 
 
