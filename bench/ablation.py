@@ -405,7 +405,3 @@ def main(
         page.write_text(markdown(result), encoding="utf-8")
     for line in result:
         print_line(console, line.as_dict())
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -86,7 +86,3 @@ def main(
     console.print(f"[yellow]the loop is real, texts are scripted, no model; {label}[/]", soft_wrap=True)
     write_json(output, {"label": label, "rows": [asdict(row) for row in rows]})
     print_line(console, {f"{row.max_num_tokens} {row.context}": round(row.ar / row.lr, 3) for row in rows})
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -492,7 +492,3 @@ def main(
         except ConfigError as error:
             console.print(error.message, style="red")
     print_line(console, json.loads(output.read_text(encoding="utf-8")))
-
-
-if __name__ == "__main__":
-    typer.run(main)

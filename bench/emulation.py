@@ -148,7 +148,3 @@ def main(
         "worst": None if worst is None else round(worst, 4),
     }
     print_line(console, told)
-
-
-if __name__ == "__main__":
-    typer.run(main)

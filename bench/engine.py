@@ -240,7 +240,3 @@ def name_of_run(kernels: str, dtype: str, weight_dtype: str, device: str) -> str
     given = (("kernels", kernels, "auto"), ("dtype", dtype, "float32"), ("weight-dtype", weight_dtype, "same"))
     options = [f"--{name} {value}" for name, value, usual in (*given, ("device", device, "cpu")) if value != usual]
     return " ".join(["python -m bench engine", *options])
-
-
-if __name__ == "__main__":
-    typer.run(main)

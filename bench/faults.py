@@ -353,7 +353,3 @@ def table_of(rows: Sequence[Row]) -> Table:
             *(row.layout, row.fault, *map(str, counts)), recovery, f"{row.longest_s:.1f}", row.told, "; ".join(row.missed)
         )
     return table
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -503,7 +503,3 @@ def main(
     show(console, found)
     write_json(output, found.as_dict())
     print_line(console, found.summary())
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -358,7 +358,3 @@ def main(
         draw_limits(document["cells"], output.with_name(f"{output.stem}_limits.png"))
     console.print(f"written to {output}, with two pictures beside it")
     print_line(console, told)
-
-
-if __name__ == "__main__":
-    typer.run(main)

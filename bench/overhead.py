@@ -191,7 +191,3 @@ def main(
     line = {**summary(figures), "front_end_ms_a_token": asdict(front_end), "device": device_line(demo_spec().target.num_threads)}
     keep_json(output, "python -m bench overhead", line)
     print_line(console, line)
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -291,7 +291,3 @@ def _measure(
 
 def _ms_a_token(samples: Sequence[Sample]) -> float:
     return 1e3 * sum(one.latency_s for one in samples) / sum(one.usage.completion_tokens for one in samples)
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -171,7 +171,3 @@ def main(
     document = {**settings, "speedup": told, "speedup_low": low, "speedup_high": high}
     write_json(output, document)
     print_line(console, told)
-
-
-if __name__ == "__main__":
-    typer.run(main)

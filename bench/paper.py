@@ -426,7 +426,3 @@ def main(
 def _print_rates(console: Console, rates: Mapping[str, float]) -> None:
     for cell, rate in rates.items():
         console.print(f"[{cell}]\nngram_hit_rate = {rate}", highlight=False, markup=False)
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -354,7 +354,3 @@ def line_of(name: str, row: ModeReport, rate: Estimate) -> dict[str, Any]:
         "seconds": round(row.latency_s, 4),
         "speedup": [round(value, 4) for value in (row.speedup, row.speedup_low, row.speedup_high)],
     }
-
-
-if __name__ == "__main__":
-    typer.run(main)

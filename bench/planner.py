@@ -163,7 +163,3 @@ def show(console: Console, title: str, lines: Sequence[Mapping[str, Any]]) -> No
         by_then = (f"{one['alpha']:.2f}", f"{one['predicted_at_alpha']:.2f}", f"{one['off_at_alpha']:+.0%}")
         table.add_row(shape, f"{one['predicted']:.2f}", gain, f"{one['off']:+.0%}", *by_then)
     console.print(table)
-
-
-if __name__ == "__main__":
-    typer.run(main)

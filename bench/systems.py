@@ -242,7 +242,3 @@ def sizes_of(device: str, given: Sequence[str | None]) -> list[str]:
         if name not in SHAPES and (role, name) != (Role.JUDGE, NO_JUDGE):
             raise typer.BadParameter(f"{name!r} is not one of {', '.join(SHAPES)}", param_hint=f"--{role.value}")
     return sizes
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -222,7 +222,3 @@ def main(
     line = {name: {row: one.as_dict() for row, one in rows.items()} for name, rows in figures.items()}
     write_json(output, line)
     print_line(console, line)
-
-
-if __name__ == "__main__":
-    typer.run(main)

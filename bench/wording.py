@@ -140,7 +140,3 @@ def main(
     document = {"num_problems": num_problems, "num_samples": samples, "rows": made}
     write_json(output, document)
     print_line(console_of_any_width(), document)
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -379,7 +379,3 @@ def write_report(
     console.print(f"written: {out / 'report.html'}, report.md and report.json beside it", highlight=False)
     print_line(console, json_line(summaries))
     return summaries
-
-
-if __name__ == "__main__":
-    app()

@@ -115,7 +115,3 @@ def main(
     asked = [summary.data_set, mode, f"{summary.num_problems} problems", f"temperature {temperature:g}"]
     keep_json(output, ", ".join([*asked, *filter(None, what)]), found)
     print_line(console, found)
-
-
-if __name__ == "__main__":
-    typer.run(main)

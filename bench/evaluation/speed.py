@@ -34,7 +34,3 @@ def main(
     run_evaluation(settings, out, url=None, deployment=deployment_of("demo"), console=console, time_limit_s=time_limit_s)
     write_report([out], out, margin=DEFAULT_MARGIN, baseline=BASELINE, console=console)
     shutil.copy(out / "report.json", output)
-
-
-if __name__ == "__main__":
-    typer.run(main)

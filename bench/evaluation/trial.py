@@ -65,7 +65,3 @@ def main(
         run_evaluation(Settings(data, settled, seed=seed), folders[-1], url=None, deployment=spec, console=console)
     write_report(folders, out, margin=DEFAULT_MARGIN, baseline=BASELINE, console=console, title="Verifiers on trial")
     shutil.copy(out / "report.json", output)
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -149,7 +149,3 @@ def show(console: Console, rows: Sequence[Row]) -> None:
         speed = (f"{row.requests_per_s:.2f}", f"{row.tokens_per_s:.0f}", f"{row.first_token_ms:.0f}")
         table.add_row(*counts, *speed, f"{row.between_tokens_ms:.1f}", f"{row.latency_ms:.0f}", f"{row.latency_p99_ms:.0f}")
     console.print(table)
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -305,7 +305,3 @@ def _write(session: Session, found: summary.Found, settings: dict[str, object], 
     told = f"written to {output} and {plot}; in {session.results.folder} load.md, and a folder a point"
     session.console.print(told, highlight=False, soft_wrap=True)
     print_line(session.console, summary.line(whole))
-
-
-if __name__ == "__main__":
-    typer.run(main)
