@@ -1,4 +1,4 @@
-"""``lookahead eval``, ``report`` and ``bench-systems``: commands of ``bench/``, which a checkout has and a wheel has not."""
+"""``lookahead eval`` and ``report``: commands of ``bench/``, which a checkout has and a wheel has not."""
 
 from __future__ import annotations
 
@@ -26,14 +26,9 @@ def report_runs(context: typer.Context) -> None:
     _hand_on("bench.evaluation.command", "report", context)
 
 
-def bench_systems(context: typer.Context) -> None:
-    """Random models of real shapes with scripted acceptance: what the server makes of them (likewise)."""
-    _hand_on("bench.systems", "main", context)
-
-
 def add_to(app: typer.Typer) -> None:
-    """The three commands, by the names that people type."""
-    for name, command in (("eval", evaluate), ("report", report_runs), ("bench-systems", bench_systems)):
+    """The two commands, by the names that people type."""
+    for name, command in (("eval", evaluate), ("report", report_runs)):
         app.command(name, cls=Command, context_settings=_HANDED_ON, add_help_option=False)(command)
 
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import bench.evaluation.quality
 import bench.peers
-from lr_backend.cli.app import app
+from bench.__main__ import app
 
 pytestmark = pytest.mark.integration
 
@@ -20,7 +20,7 @@ def test_systems_run_from_random_weights_to_the_json_line(tmp_path: Path) -> Non
     sizes = ["--target", "3m", "--draft", "tiny", "--judge", "tiny"]  # with a slower target no draft is late by chance
     few = ["--questions", "2", "--steps", "4", "--alpha", "0", "--alpha", "1", "--depth", "2"]
 
-    result = CliRunner().invoke(app, ["bench-systems", *sizes, *few, "--output", str(tmp_path / "systems.json")])
+    result = CliRunner().invoke(app, ["systems", *sizes, *few, "--output", str(tmp_path / "systems.json")])
 
     assert result.exit_code == 0, result.output
     line = json.loads(result.output.strip().splitlines()[-1])

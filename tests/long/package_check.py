@@ -198,7 +198,7 @@ def check_editable(work: Path, elsewhere: Path, client: Path) -> None:
     (Path(packages) / "third_party.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
     # Without a compiler, which a second decoder is not worth.
     run([*pip, "--no-build-isolation", "--editable", str(work / "source"), str(client)], PROJECT, CC="false")
-    for command in ("eval", "report", "bench-systems"):
+    for command in ("eval", "report"):
         told = run([str(python.with_name("lookahead")), command, "--help"], elsewhere)
         expect(f"lookahead {command}" in told, f"from a checkout: lookahead {command}")
 

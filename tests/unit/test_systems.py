@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import bench.peers
+from bench.__main__ import app
 from bench.kit import hardware as hardware_module
 from bench.kit.hardware import Hardware
 from bench.kit.intervals import Estimate
@@ -27,7 +28,6 @@ from demo.problems import problems
 from demo.tokenizer import load_tokenizer
 from lr_backend.build.checkpoints import check_checkpoint
 from lr_backend.build.repository import build_repository
-from lr_backend.cli.app import app
 from lr_backend.embedded.checkpoint import tensor_shapes
 from lr_backend.embedded.config import EngineConfig
 from lr_backend.embedded.engine import EmbeddedEngine
@@ -176,7 +176,7 @@ def test_an_engine_may_draw_its_weights(tmp_path: Path) -> None:
 
 def test_the_command_refuses_what_it_does_not_know() -> None:
     for arguments, message in ((["--target", "9b"], "'9b' is not one of"), (["--device", "tpu"], "cpu or cuda")):
-        result = CliRunner().invoke(app, ["bench-systems", *arguments])
+        result = CliRunner().invoke(app, ["systems", *arguments])
         assert result.exit_code == 2
         assert message in result.output
 
