@@ -33,8 +33,6 @@ from bench.kit.stand import START_S, Stand, proxied, standing
 from lr_backend.build.base import Layout
 from lr_backend.serve.warmup import QUESTION
 
-REFUSED = (Overloaded.__name__, ServerUnreachable.__name__)
-"""Of which a proxy asks the next server: nothing was started."""
 ARRIVING_S = 0.2
 """A request that is sent so shortly before SIGTERM may find nobody. One that was sent earlier and loses its server is lost."""
 MODES = ("ar", "sd", "lr", "lr_sd", "auto")
