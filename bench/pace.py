@@ -63,7 +63,7 @@ EMBEDDED: Mapping[str, Row] = {
 KINDS: Mapping[str, tuple[str, Mapping[str, Row], Mapping[str, Any]]] = {
     "external": ("compiled engines", {**ROWS, **SD_ROWS}, {}),
     "inside": ("a target that drafts by itself", INSIDE, {"drafts_itself": True}),
-    "embedded": ("embedded engines", EMBEDDED, {"embedded": True}),
+    "embedded": ("embedded engines", EMBEDDED, {"shares_noise": True}),
 }
 """Name, title, rows, and how engines differ from compiled ones."""
 NUM_STEPS, NUM_STEPS_AT_A_BOUND = 200, 60

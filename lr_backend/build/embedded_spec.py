@@ -68,15 +68,15 @@ class EmbeddedDeployment(DeploymentSpec):
         paced_as: the deployment on GPUs for whose engines those with a ``pace`` stand: its models, parallelism and placement.
         card_sharing: what runs where roles of that one share cards: CUDA MPS, or nothing, and then they take turns.
         slow_motion: of engines with a pace: everything takes so many times as long, where this machine cannot keep the pace.
-        embedded: engines with a pace take the time of those that they stand for, and draw as the embedded engine does: with noise
-            that target and draft have in common.
+        shares_noise: engines with a pace take the time of those that they stand for, and draw as the embedded engine does: with
+            noise that target and draft have in common.
     """
 
     runtime: Literal["embedded"]
     paced_as: str = "qwen3-32b-apart"
     card_sharing: CardSharing = CardSharing.MPS
     slow_motion: float = Field(default=1.0, ge=1.0, le=100.0)
-    embedded: bool = False
+    shares_noise: bool = False
     target: EmbeddedEngineSpec
     draft: EmbeddedEngineSpec
     judge: EmbeddedEngineSpec
@@ -126,7 +126,7 @@ class EmbeddedDeployment(DeploymentSpec):
             return None
         pace = pace_of(stood_for(self.paced_as), role, engine.pace, drafts_itself=engine.holds_draft_model)
         # Logits of draft tokens serve upstream's rule for accepting them, not ours.
-        one_hot = pace.one_hot and not self.embedded
+        one_hot = pace.one_hot and not self.shares_noise
         return replace(pace, one_hot=one_hot, sharing=self.card_sharing, slow_motion=self.slow_motion)
 
     @property
@@ -138,7 +138,7 @@ class EmbeddedDeployment(DeploymentSpec):
         parts = ["real server, loop and models", label_of([find(pace.profile) for pace in paces.values()])]
         if own := [role.value for role in Role if role not in paces]:
             parts.append(f"{' and '.join(own)} at this machine's own pace")
-        if self.embedded:
+        if self.shares_noise:
             parts.append("target and draft draw with noise in common, as no compiled engine does")
         if self.slow_motion > 1.0:
             parts.append(f"in slow motion: all of it takes {self.slow_motion:g} times as long here")
@@ -157,7 +157,7 @@ class EmbeddedDeployment(DeploymentSpec):
     @property
     def coupled_noise(self) -> bool:
         # Where an engine stands for one of TensorRT-LLM's, seeds are used as that one would use them.
-        return self.embedded or (self.target.pace is None and self.draft.pace is None)
+        return self.shares_noise or (self.target.pace is None and self.draft.pace is None)
 
 
 EmbeddedDeployment.register("embedded")

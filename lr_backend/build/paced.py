@@ -24,7 +24,7 @@ def paced(
     like: str | None = None,
     *,
     drafts_itself: bool = False,
-    embedded: bool = False,
+    shares_noise: bool = False,
     slow_motion: float = 1.0,
 ) -> EmbeddedDeployment:
     """The same models, served as the deployment ``like`` would be served on ``system``.
@@ -35,7 +35,7 @@ def paced(
     Args:
         like: name of a deployment on GPUs; None: the one that ``spec`` stands for anyway.
         drafts_itself: the target drafts by itself, as an engine of the LLM API does.
-        embedded: engines take that time and draw as ours do, with noise that target and draft have in common.
+        shares_noise: engines take that time and draw as ours do, with noise that target and draft have in common.
         slow_motion: everything takes so many times as long.
 
     Raises:
@@ -47,8 +47,8 @@ def paced(
         raise ConfigError(f"{spec.name}: its target holds no draft model to draft with by itself")
     roles = {role.value: _role(spec, other, role, system, drafts_itself) for role in Role}
     server = spec.server.model_copy(update={"layout": Layout.PROCESS_A_ROLE, "thread_pool_size": other.server.thread_pool_size})
-    changed: dict[str, Any] = {"paced_as": like, "lookahead": _lookahead(spec, other, embedded), "server": server, **roles}
-    changed |= {"name": f"{spec.name}.{system}", "slow_motion": slow_motion, "embedded": embedded}
+    changed: dict[str, Any] = {"paced_as": like, "lookahead": _lookahead(spec, other, shares_noise), "server": server, **roles}
+    changed |= {"name": f"{spec.name}.{system}", "slow_motion": slow_motion, "shares_noise": shares_noise}
     try:
         fresh = EmbeddedDeployment.model_validate({**dict(spec), **{name: _plain(value) for name, value in changed.items()}})
     except ValidationError as error:
@@ -72,9 +72,9 @@ def _role(spec: EmbeddedDeployment, other: GpuDeployment, role: Role, system: st
     }
 
 
-def _lookahead(spec: EmbeddedDeployment, other: GpuDeployment, embedded: bool) -> dict[str, Any]:
+def _lookahead(spec: EmbeddedDeployment, other: GpuDeployment, shares_noise: bool) -> dict[str, Any]:
     own, theirs = spec.lookahead, other.lookahead
-    taken = () if embedded else OF_UNCOUPLED_ENGINES
+    taken = () if shares_noise else OF_UNCOUPLED_ENGINES
     limits = {name: value for name, value in theirs.get("limits", {}).items() if name in OF_THE_LIMITS}
     return {
         **{name: value for name, value in own.items() if name not in taken},

@@ -74,13 +74,13 @@ def test_only_engines_that_stand_for_none_of_tensorrt_llms_share_their_noise(fas
         assert (config.coupled_noise, config.draft_temperature) == (False, None)
 
 
-def test_embedded_engines_at_that_pace_share_their_noise(fast: EmbeddedDeployment) -> None:
-    embedded = paced(demo_spec(), SYSTEM, embedded=True)
-    config = embedded.loop_config()
+def test_engines_at_that_pace_share_their_noise_where_they_are_told_to(fast: EmbeddedDeployment) -> None:
+    sharing = paced(demo_spec(), SYSTEM, shares_noise=True)
+    config = sharing.loop_config()
     assert (config.coupled_noise, config.draft_temperature, config.lacks_mode(Mode.LOSSLESS)) == (True, None, None)
     assert config.limits == fast.loop_config().limits
     for role in Role:
-        assert pace(embedded, role) == replace(pace(fast, role), one_hot=False)
+        assert pace(sharing, role) == replace(pace(fast, role), one_hot=False)
     assert "target and draft draw with noise in common" in config.pace
     assert "noise" not in fast.pace_label
 
