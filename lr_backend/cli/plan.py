@@ -119,7 +119,6 @@ def plan(
     k: Annotated[list[int] | None, typer.Option(help="Depths to predict; by default 1 to 8.")] = None,
     width: Annotated[list[int] | None, typer.Option(help="Widths to predict; by default 1.")] = None,
     verdict: Annotated[float | None, typer.Option(help="Time of a verdict over that of a target step; by default 0.")] = None,
-    call: Annotated[float | None, typer.Option(help="Hand-over of an engine call over a target step; by default 0.")] = None,
     crowding: Annotated[
         float | None, typer.Option(help="Share by which a further sequence lengthens an iteration; by default 0.")
     ] = None,
@@ -131,7 +130,6 @@ def plan(
     step_tokens: Annotated[int | None, typer.Option(help="Mean length of a step; by default 24.")] = None,
     step_spread: Annotated[float | None, typer.Option(help="Steps vary by this share around it; by default 0.3.")] = None,
     steps: Annotated[int | None, typer.Option(help="Steps of an answer; by default 60.")] = None,
-    answer_tokens: Annotated[int | None, typer.Option(help="Tokens after the reasoning; by default none.")] = None,
     costs: Annotated[bool, typer.Option("--costs", help="Also the best row with each cost taken away, and all of them.")] = False,
     json_lines: Annotated[bool, typer.Option("--json", help="Print one JSON line a row instead of a table.")] = False,
 ) -> None:
@@ -140,10 +138,8 @@ def plan(
     Times come from --system, from --trace, or from --c and the like; how texts behave from --trace, --workload, or --alpha and
     the like. What is given by itself counts more than what is fitted or read.
     """
-    given = Overrides(
-        alpha, c, verdict, call, crowding, cores, step_tokens, step_spread, steps, answer_tokens, prompt_tokens, token_agreement
-    )
-    times = {"--c": c, "--verdict": verdict, "--call": call, "--crowding": crowding, "--cores": cores}
+    given = Overrides(alpha, c, verdict, crowding, cores, step_tokens, step_spread, steps, prompt_tokens, token_agreement)
+    times = {"--c": c, "--verdict": verdict, "--crowding": crowding, "--cores": cores}
     for option, value in times.items():
         if system is not None and value is not None:
             refuse(f"{option} is what --system says; give one of the two")

@@ -16,23 +16,21 @@ class Overrides:
     """What is given; None leaves it as it is.
 
     Attributes:
-        acceptance_rate, token_agreement, step_tokens, step_spread, num_steps, answer_tokens, prompt_tokens: as in
+        acceptance_rate, token_agreement, step_tokens, step_spread, num_steps, prompt_tokens: as in
             :class:`~lr_backend.emulated.workload.Workload`.
         crowding, num_cores: as in :class:`~lr_backend.hardware.machine.LinearTimes`.
         cost_ratio: time of a drafted step over that of a target step of as many tokens.
-        verdict_cost, call_cost: time of a verdict, and of an engine call beside its tokens, over that of a target step.
+        verdict_cost: time of a verdict over that of a target step.
     """
 
     acceptance_rate: float | None = None
     cost_ratio: float | None = None
     verdict_cost: float | None = None
-    call_cost: float | None = None
     crowding: float | None = None
     num_cores: float | None = None
     step_tokens: int | None = None
     step_spread: float | None = None
     num_steps: int | None = None
-    answer_tokens: int | None = None
     prompt_tokens: int | None = None
     token_agreement: float | None = None
 
@@ -52,11 +50,9 @@ class Overrides:
         Raises:
             ValueError: a value is out of range.
         """
-        step_s = step_tokens * times.target_token_s
         given = {
             "draft_token_s": None if self.cost_ratio is None else self.cost_ratio * times.target_token_s,
-            "verdict_s": None if self.verdict_cost is None else self.verdict_cost * step_s,
-            "call_s": None if self.call_cost is None else self.call_cost * step_s,
+            "verdict_s": None if self.verdict_cost is None else self.verdict_cost * step_tokens * times.target_token_s,
             "crowding": self.crowding,
             "num_cores": self.num_cores,
         }

@@ -290,13 +290,13 @@ def test_a_target_that_always_wins_the_race_leaves_nothing_to_fit() -> None:
 
 
 def test_what_is_given_stands_over_what_was_fitted() -> None:
-    given = Overrides(acceptance_rate=0.2, cost_ratio=0.5, verdict_cost=0.1, call_cost=0.05, step_tokens=10, num_cores=2.0)
+    given = Overrides(acceptance_rate=0.2, cost_ratio=0.5, verdict_cost=0.1, step_tokens=10, num_cores=2.0)
 
     workload = given.of_texts(BASE.workload)
     times = given.of_times(BASE.times, workload.step_tokens)
 
     assert (workload.acceptance_rate, workload.step_tokens, times.num_cores) == (0.2, 10, 2.0)
-    assert (times.draft_token_s, times.verdict_s, times.call_s) == pytest.approx((0.01, 0.02, 0.01))
+    assert (times.draft_token_s, times.verdict_s) == pytest.approx((0.01, 0.02))
     assert (Overrides().of_texts(BASE.workload), Overrides().of_times(BASE.times, 24)) == (BASE.workload, BASE.times)
     with pytest.raises(ValueError, match="acceptance_rate=2"):
         Overrides(acceptance_rate=2.0).of_texts(BASE.workload)
