@@ -22,7 +22,6 @@ from lr_client import (
     RequestTimeout,
     ServerUnreachable,
     TargetUnavailable,
-    TextEvent,
 )
 from lr_client.protocol import Collector
 
@@ -46,14 +45,13 @@ class Plan:
     turns: Mapping[str, Turn]
     rounds: Sequence[Sequence[Key]]
     seed: int
-    stream: bool
     trace: bool
     timeout_s: float
     endpoint: str = ""
     """As the answers name it."""
 
     def options(self, key: Key) -> Options:
-        return self.turns[key.turn].options(seed_of(self.seed, key), stream=self.stream, trace=self.trace)
+        return self.turns[key.turn].options(seed_of(self.seed, key), trace=self.trace)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,20 +84,17 @@ def ask(client: Client, plan: Plan, key: Key, pause: Callable[[float], None] = t
 def _ask_once(client: Client, plan: Plan, key: Key) -> AnswerRecord:
     options = plan.options(key)
     collector = Collector()
-    first_text_s = None
     started = time.perf_counter()
     late: dict[str, str] = {}
     with client.stream(plan.tasks[key.task].question, options, timeout_s=plan.timeout_s) as events:
         try:
             for event in events:
-                if first_text_s is None and isinstance(event, TextEvent):
-                    first_text_s = time.perf_counter() - started
                 collector.add(event)
         except RequestTimeout:
             late = {"finish_reason": TIMED_OUT}
     latency_s = time.perf_counter() - started
     assert options.seed is not None
-    record = answer_record(key, options.seed, collector.result(), latency_s, first_text_s if plan.stream else None)
+    record = answer_record(key, options.seed, collector.result(), latency_s)
     return record.model_copy(update={"endpoint": plan.endpoint, **late})
 
 

@@ -78,7 +78,6 @@ def evaluate(
         list[str] | None, typer.Option(help="A request field for all turns, such as max_depth=8. Repeat it.")
     ] = None,
     trace: Annotated[bool, typer.Option(help="Keep each answer's trace. It costs a little time, in every turn.")] = True,
-    stream: Annotated[bool, typer.Option(help="Ask for streams, and note when the first text came.")] = False,
     timeout_s: Annotated[float, typer.Option(help="Seconds that a request may take; later it is wrong.")] = DEFAULT_TIMEOUT_S,
     time_limit_s: Annotated[
         float | None, typer.Option(help="Ask no more after so many seconds; score and keep what is there.")
@@ -101,7 +100,6 @@ def evaluate(
             start=start,
             seed=seed,
             concurrency=concurrency,
-            stream=stream,
             trace=trace,
             timeout_s=timeout_s,
         ),
@@ -133,7 +131,6 @@ class Settings:
     start: int = 0
     seed: int = 0
     concurrency: int = 1
-    stream: bool = False
     trace: bool = True
     timeout_s: float = DEFAULT_TIMEOUT_S
 
@@ -145,7 +142,6 @@ class Settings:
             {turn.name: turn for turn in self.turns},
             list(rounds(ids, [turn.name for turn in self.turns], self.samples, self.concurrency)),
             self.seed,
-            self.stream,
             self.trace,
             self.timeout_s,
             endpoint,
@@ -172,7 +168,6 @@ class Settings:
             num_samples=self.samples,
             seed=self.seed,
             concurrency=self.concurrency,
-            stream=self.stream,
             trace=self.trace,
             endpoint=endpoint,
             served_hash=served_hash(deployment) if deployment is not None else "",

@@ -81,7 +81,6 @@ class RunRecord(_Record):
     num_samples: int
     seed: int
     concurrency: int
-    stream: bool
     trace: bool
     endpoint: str
     served_hash: str = ""
@@ -101,7 +100,6 @@ class RunRecord(_Record):
             "num_samples",
             "seed",
             "concurrency",
-            "stream",
             "trace",
             "served_hash",
             "code_hash",
@@ -116,7 +114,6 @@ class AnswerRecord(_Record):
     """One answer. Times are the client's, in seconds from submit.
 
     Attributes:
-        first_text_s: until the first text came; None where the answer was not streamed.
         endpoint: who was asked; a run may go on with another one.
         usage, steps, trace: as the server sent them.
     """
@@ -128,7 +125,6 @@ class AnswerRecord(_Record):
     text: str
     finish_reason: str
     latency_s: float
-    first_text_s: float | None = None
     endpoint: str = ""
     usage: dict[str, Any]
     steps: tuple[dict[str, Any], ...] = ()
@@ -184,7 +180,7 @@ class LatenessRecord(_Record):
     late_s: float
 
 
-def answer_record(key: Key, seed: int, result: Result, latency_s: float, first_text_s: float | None) -> AnswerRecord:
+def answer_record(key: Key, seed: int, result: Result, latency_s: float) -> AnswerRecord:
     """An answer as it is kept."""
     return AnswerRecord(
         task=key.task,
@@ -194,7 +190,6 @@ def answer_record(key: Key, seed: int, result: Result, latency_s: float, first_t
         text=result.text,
         finish_reason=result.finish_reason,
         latency_s=latency_s,
-        first_text_s=first_text_s,
         usage=asdict(result.usage),
         steps=tuple(asdict(step) for step in result.steps),
         trace=json.loads(result.trace) if result.trace else None,

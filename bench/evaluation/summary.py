@@ -135,9 +135,7 @@ class Row:
     p_value: float | None
     verdict: str | None
     latency_s: Mapping[str, float]
-    mean_latency_s: float
     first_step_s: Mapping[str, float]
-    first_text_s: Mapping[str, float]
     tokens_per_s: Estimate | None
     completion_tokens: float
     speedup: Estimate | None
@@ -299,7 +297,6 @@ def _provenance(run: Run) -> dict[str, Any]:
         "seed": one.seed,
         "num_samples": one.num_samples,
         "concurrency": one.concurrency,
-        "stream": one.stream,
         "trace": one.trace,
         "fingerprint": one.fingerprint,
         "served_hash": one.served_hash,
@@ -393,9 +390,7 @@ def _row(
         p_value=p_value,
         verdict=verdict,
         latency_s=percentiles(latencies),
-        mean_latency_s=sum(latencies) / len(latencies),
         first_step_s=percentiles([one.use.first_step_s for one in timed if one.use.first_step_s is not None]),
-        first_text_s=percentiles([one.record.first_text_s for one in timed if one.record.first_text_s is not None]),
         tokens_per_s=ratio_of_sums(list(rates.values())) if (rates := _rates(timed)) else None,
         completion_tokens=tokens / max(1, sum(map(_ended, group))),
         speedup=speedup,

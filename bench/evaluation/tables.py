@@ -70,7 +70,6 @@ SPEED = (
     Column("tokens/s (95 %)", lambda row: _rate(row.tokens_per_s), "of a whole request, by the client's clock"),
     Column("E2E p50 / p90 / p99, s", lambda row: seconds(row.latency_s), "submit to last event"),
     Column("first step p50 / p90 / p99, s", lambda row: seconds(row.first_step_s), "by the server's clock"),
-    Column("first text p50 / p90 / p99, s", lambda row: seconds(row.first_text_s), "by the client's clock, streamed"),
     Column(
         "ceiling",
         lambda row: times(row.ceiling),
@@ -134,7 +133,7 @@ def method(summary: Summary) -> list[str]:
     for run in summary.runs:
         found.append(
             f"{run['num_answers']} answers in {run['path']}: {run['endpoint']}, on {run['hardware']}; seed {run['seed']}, "
-            f"{run['num_samples']} sample(s), {run['concurrency']} in flight, {'streamed' if run['stream'] else 'not streamed'}, "
+            f"{run['num_samples']} sample(s), {run['concurrency']} in flight, not streamed, "
             f"{'with' if run['trace'] else 'without'} traces, {run['created']}."
         )
     if summary.num_failures:

@@ -31,8 +31,8 @@ class Turn:
     def speculates_steps(self) -> bool:
         return Mode(self.fields["mode"]).speculates_steps
 
-    def options(self, seed: int, *, stream: bool, trace: bool) -> Options:
-        return Options(**self.fields, seed=seed, stream=stream, trace=trace or None)
+    def options(self, seed: int, *, trace: bool) -> Options:
+        return Options(**self.fields, seed=seed, stream=False, trace=trace or None)
 
     def request(self, defaults: Mapping[str, Any] | None = None) -> LookaheadRequest:
         """The whole request, with a deployment's defaults where they are known."""

@@ -99,7 +99,7 @@ def run(
             scores[answers[-1].key] = ScoreRecord.of(answers[-1].key, _score(failed))
     record = RunRecord(
         data_set="demo", rule=Rule.BOXED, source="generated, seed 1", fingerprint="f", num_problems=num_problems, start=0,
-        turns=tuple(turns), num_samples=1, seed=0, concurrency=1, stream=False, trace=trace is not None, endpoint="localhost:1",
+        turns=tuple(turns), num_samples=1, seed=0, concurrency=1, trace=trace is not None, endpoint="localhost:1",
         hardware="a machine", created="2026-01-01", tasks=tuple(tasks),
     )  # fmt: skip
     return replace(Run(path, record, tuple(answers), scores, 0, FREE), **more)
@@ -128,7 +128,7 @@ def test_a_summary_has_the_figures_that_can_be_worked_out_by_hand() -> None:
     assert (lr.speedup.value, lr.speedup.low, lr.speedup.high) == pytest.approx((2.0, 2.0, 2.0))
     assert lr.token_speedup.value == pytest.approx(2.0) and sd.speedup.value == pytest.approx(1.25)
     assert lr.tokens_per_s.value == pytest.approx(1000 / 19.0)
-    assert lr.latency_s["p50"] == 2.0 and lr.first_step_s["p50"] == 0.5 and lr.first_text_s == {}
+    assert lr.latency_s["p50"] == 2.0 and lr.first_step_s["p50"] == 0.5
     assert (lr.step_acceptance_rate, sd.step_acceptance_rate) == (0.75, None)
     assert (sd.token_acceptance_rate, lr.token_acceptance_rate) == (0.4, None)
     assert (lr.completion_tokens, lr.passes_per_token, sd.passes_per_token) == (100.0, 1.0, 0.6)

@@ -164,14 +164,6 @@ def test_a_run_keeps_answers_steps_and_scores(server: FakeServer, data: DataSet,
     assert (run.data_set, run.rule, run.num_samples, run.endpoint) == ("demo", Rule.BOXED, 2, server.url)
 
 
-def test_a_streamed_answer_has_its_first_texts_time(server: FakeServer, data: DataSet, tmp_path: Path) -> None:
-    streamed = evaluate(server, tmp_path / "streamed", settings(data, stream=True)).answers()
-    whole = evaluate(server, tmp_path / "whole", settings(data)).answers()
-
-    assert all(0 < (one.first_text_s or 0) <= one.latency_s for one in streamed)
-    assert all(one.first_text_s is None for one in whole)
-
-
 @pytest.mark.parametrize(
     ("text", "more", "outcome"),
     [
