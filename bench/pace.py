@@ -28,9 +28,9 @@ from rich.table import Table
 
 from bench.kit.measure import LEARNS_FROM, Sample
 from bench.kit.output import PAGES, console_of_any_width, keep_json, print_line
-from bench.kit.pace import AHEAD, BASELINE, ROWS, SYSTEM, MeasuredHops, Paced, Row, compare, hops, learn, stage
+from bench.kit.pace import AHEAD, BASELINE, ROWS, SYSTEM, MeasuredHops, Paced, Row, compare, hops, learn, note_pace, stage
 from bench.kit.rows import PROBLEM_SEED
-from bench.kit.serving import demo_spec, late_by_row, together
+from bench.kit.serving import demo_spec, together
 from demo.problems import Problem, problems
 from lr_backend.errors import TraceError
 from lr_backend.hardware.machine import Machine
@@ -198,11 +198,7 @@ def show(console: Console, title: str, found: Paced, lines: Sequence[Agreement])
             "-" if line.low is None else f"{line.low:.2f} to {line.high:.2f}",
         )
     console.print(table)
-    console.print(f"[yellow]{found.spec.pace_label}[/]", highlight=False, soft_wrap=True)
-    console.print(f"[{'bold red' if found.lateness.void else 'dim'}]{found.lateness}[/]", highlight=False, soft_wrap=True)
-    console.print(f"[dim]{late_by_row(found.late_rows)}[/]", highlight=False, soft_wrap=True)
-    for one in hops(found):
-        console.print(f"[dim]{one}[/]", highlight=False)
+    note_pace(console, found)
 
 
 def _beside(predicted: float | None, line: Agreement) -> str:

@@ -20,7 +20,6 @@ from time import perf_counter
 from typing import Annotated, Any
 from zlib import crc32
 
-import numpy as np
 import torch
 import transformers
 import tritonclient.grpc as grpcclient
@@ -30,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
-from bench.kit.hardware import device_line
+from bench.kit.hardware import device_line, prompt_ids
 from bench.kit.intervals import Cluster, Estimate, ratio
 from bench.kit.measure import LEARNS_FROM, ModeReport, Sample, best_baseline, report
 from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
@@ -50,7 +49,7 @@ from demo.problems import Problem, check_answer, problems
 from demo.tokenizer import chat
 from lr_backend.build.base import Layout
 from lr_backend.build.spec import EmbeddedDeployment
-from lr_backend.contract import IntArray, encode_stop_words
+from lr_backend.contract import encode_stop_words
 from lr_backend.engine import GREEDY, EngineCall, Generation, Role, Sampling
 from lr_backend.loop.assemble import Engines
 from lr_backend.steps.rules import StepRules
@@ -194,10 +193,6 @@ def served(client: Client, mode: str, temperature: float) -> Ask:
         return Answer(result.text, result.usage.completion_tokens)
 
     return ask
-
-
-def prompt_ids(tokenizer: Any, problem: Problem) -> IntArray:
-    return np.asarray(tokenizer.encode(chat(problem.question), add_special_tokens=False), dtype=np.int32)
 
 
 def compare(contenders: Mapping[str, Ask], questions: Sequence[Problem], console: Console) -> list[Sample]:

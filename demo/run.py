@@ -32,7 +32,6 @@ from bench.kit.serving import (
     ask,
     demo_spec,
     engines_alone,
-    late_by_row,
     other_thread_counts,
     serving,
     thread_setting,
@@ -181,11 +180,7 @@ def at_production_pace(
         f"[dim]auto: the request that chooses nothing, after {LEARNS_FROM} others; {share:.0%} of what the loop gains where "
         "nothing but engines takes time[/]"
     )
-    console.print(f"[yellow]{found.spec.pace_label}[/]", highlight=False, soft_wrap=True)
-    console.print(f"[{'bold red' if found.lateness.void else 'dim'}]{found.lateness}[/]", highlight=False, soft_wrap=True)
-    console.print(f"[dim]{late_by_row(found.late_rows)}[/]", highlight=False, soft_wrap=True)
-    for one in pace.hops(found):
-        console.print(f"[dim]{one}[/]", highlight=False)
+    pace.note_pace(console, found)
     console.print()
     return found, trace
 

@@ -11,6 +11,7 @@ from importlib.metadata import version
 from math import ceil
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 import tritonclient.grpc as grpcclient
@@ -125,7 +126,11 @@ def cost_ratio(server: TritonServer, spec: EmbeddedDeployment, problem: Problem)
 
 def prompt_of(spec: EmbeddedDeployment, problem: Problem) -> IntArray:
     """A problem as the target is asked it."""
-    tokenizer = load_tokenizer(spec.checkpoint_dir(Role.TARGET))
+    return prompt_ids(load_tokenizer(spec.checkpoint_dir(Role.TARGET)), problem)
+
+
+def prompt_ids(tokenizer: Any, problem: Problem) -> IntArray:
+    """A problem as a model with this tokenizer is asked it."""
     return np.asarray(tokenizer.encode(chat(problem.question), add_special_tokens=False), dtype=np.int32)
 
 

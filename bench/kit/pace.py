@@ -20,7 +20,7 @@ from lr_client import Client
 from rich.console import Console
 
 from bench.kit.measure import LEARNS_FROM, ModeReport, Sample, report
-from bench.kit.serving import LatenessSince, ask, lateness_of, serving, together
+from bench.kit.serving import LatenessSince, ask, late_by_row, lateness_of, serving, together
 from bench.kit.turns import in_turns
 from demo.problems import Problem
 from lr_backend.build.paced import paced
@@ -190,6 +190,15 @@ def hops(found: Paced) -> list[MeasuredHops]:
             constant_ms = 1e3 * (constant.there_s + constant.back_s)
             result.append(MeasuredHops(role, len(on_the_way), fmean(on_the_way), float(p50), float(p99), constant_ms))
     return result
+
+
+def note_pace(console: Console, found: Paced) -> None:
+    """What must stand below a table of these figures: whose pace it was, how late the engines were, and how long calls took."""
+    console.print(f"[yellow]{found.spec.pace_label}[/]", highlight=False, soft_wrap=True)
+    console.print(f"[{'bold red' if found.lateness.void else 'dim'}]{found.lateness}[/]", highlight=False, soft_wrap=True)
+    console.print(f"[dim]{late_by_row(found.late_rows)}[/]", highlight=False, soft_wrap=True)
+    for one in hops(found):
+        console.print(f"[dim]{one}[/]", highlight=False)
 
 
 def _plain_calls(found: Paced, role: Role) -> Iterable[Call]:

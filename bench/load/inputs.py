@@ -16,6 +16,7 @@ from zlib import crc32
 
 import typer
 
+from bench.kit.output import write_json
 from bench.load.errors import LoadError
 from lr_backend.errors import ConfigError
 from lr_backend.fields import LOOKAHEAD_INPUTS
@@ -171,9 +172,7 @@ def main(
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
     path = output or INPUTS / f"{dataset}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    document = input_file(questions, max_tokens or longest)
-    path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_json(path, input_file(questions, max_tokens or longest))
     typer.echo(f"wrote {path}: {len(questions)} questions")
 
 
