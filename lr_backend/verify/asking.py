@@ -8,22 +8,26 @@ from collections.abc import Sequence
 import numpy as np
 
 from lr_backend.engine import Engine, EngineCall, Generation
-from lr_backend.errors import EngineError, EngineRejected, NotFinite
+from lr_backend.errors import EngineError, NotFinite
 from lr_backend.steps.step import StepTokenizer
 from lr_backend.verify.judge_prompt import parse_verdict
 from lr_backend.verify.verdict import Reason
 
 
 async def ask(engine: Engine, call: EngineCall, *, timeout_s: float | None, on_error: Reason) -> Generation | Reason:
-    """The engine's answer, or why there is none: ``on_error`` where the engine is at fault. None as the limit waits."""
+    """The engine's answer, or why there is none.
+
+    That is :attr:`Reason.TIMEOUT`, :attr:`Reason.GARBAGE` where it cannot compute this call, or else ``on_error``.
+
+    Args:
+        timeout_s: None waits without a limit.
+    """
     try:
         async with asyncio.timeout(timeout_s):
             return await engine.generate(call)
     except TimeoutError:
         return Reason.TIMEOUT
-    except EngineRejected:  # this pair alone, as it is too long
-        return Reason.CAPPED
-    except NotFinite:
+    except NotFinite:  # of this call alone
         return Reason.GARBAGE
     except EngineError:
         return on_error

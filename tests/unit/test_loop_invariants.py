@@ -136,7 +136,7 @@ DOUBTS = {
     "garbage": "garbage",
     "empty": "garbage",
     "not finite": "garbage",
-    "too long": "capped",
+    "refused": "judge_error",
     "error": "judge_error",
 }
 
@@ -157,7 +157,7 @@ def test_doubt_rejects_under_its_own_reason(doubt: str, salt: int, mode: Mode, o
     elif doubt == "empty":
         shuffled.judge.script = lambda context, seed: 8
     else:
-        error = {"not finite": NotFinite(), "too long": EngineRejected("too long"), "error": EngineUnavailable("down")}[doubt]
+        error = {"not finite": NotFinite(), "refused": EngineRejected("no such input"), "error": EngineUnavailable("down")}[doubt]
         shuffled.judge.fail = lambda call: error
 
     outcome = run_virtual(shuffled.answer(mode=mode))
@@ -165,7 +165,7 @@ def test_doubt_rejects_under_its_own_reason(doubt: str, salt: int, mode: Mode, o
     assert outcome.completion_ids == plain(world).completion_ids
     if shuffled.judge.calls:
         assert set(outcome.usage.num_steps_rejected) <= {DOUBTS[doubt], "marker", "capped"}
-    assert outcome.usage.degraded == (("judge",) if doubt == "error" and shuffled.judge.calls else ())
+    assert outcome.usage.degraded == (("judge",) if DOUBTS[doubt] == "judge_error" and shuffled.judge.calls else ())
 
 
 @pytest.mark.parametrize("is_dead", [False, True])
