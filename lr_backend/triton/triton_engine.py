@@ -1,8 +1,8 @@
 """An engine behind Triton: the loop's own, called by BLS, or another machine's, called by gRPC.
 
 What the contract makes us do by hand: a call that was sent cannot be taken back, only asked to stop by a second request of the
-same id, which "succeeds" even when nothing of that id runs. So a cancel is repeated until the call has come back, and the call
-keeps its place among those in flight until then.
+same id, which "succeeds" even when nothing of that id runs. So a cancel is repeated until the call has come back, while the
+engine hears it, and the call keeps its place among those in flight until then.
 
 A model whose process died answers each call, cancels too, after a second and one at a time; calls would pile up without end.
 So an engine that fails, or that does not let go of a cancelled call, is left alone for a while: its :class:`Breaker` is open.
@@ -50,8 +50,9 @@ FAILING_S, FEWEST_FAILURES, LONGEST_GAP_S = 30.0, 5, 600.0
 one it begins anew."""
 CANCEL_TIMEOUT_S, REMOTE_CANCEL_TIMEOUT_S = 0.5, 5.0
 """For a cancel to be answered. Of a server elsewhere others notice whether it lives; a network may be slow now and then."""
-MOST_UNHEARD = 1
-"""Cancels in a row that may go unheard: this process may have stood still for a moment. An engine that hears no more hangs."""
+MOST_CANCELS, MOST_UNHEARD = 2, 1
+"""Cancels of an engine at a time: each that is never answered holds one of Triton's threads, and the reserve has few. How often
+in a row they may go unheard: this process may have stood still for a moment. An engine that hears no more hangs."""
 RETRY_S, MOST_DOUBLINGS = 5.0, 6
 """How long an engine that is out of order is left alone before one call tries it again; how often that is doubled at most."""
 
@@ -80,7 +81,7 @@ class CallGate:
     that no more calls are in flight than there are threads.
 
     Attributes:
-        num_lost: calls that nobody waits for any more, and that Triton has not answered.
+        num_lost: calls that nobody waits for any more, and that Triton has not answered. Those of a part count in the whole.
     """
 
     def __init__(
@@ -267,9 +268,9 @@ class TritonEngine:
         self._tokens_per_block = tokens_per_block
         self._breaker = Breaker()
         self._num_answered = 0
-        self._cancels, self._num_unheard = asyncio.Lock(), 0
-        """One at a time: each that is never answered holds a thread of Triton's, and there is a reserve of few. How many went
-        unheard in a row."""
+        self._cancels = asyncio.Semaphore(MOST_CANCELS)
+        self._num_unheard, self._unheard_s = 0, -math.inf
+        """How often in a row cancels went unheard, and when that was seen last."""
         self._failing = Failing(self._watch)
         self._why_dead = ""
         self._asked: set[asyncio.Future[Any]] = set()
@@ -294,6 +295,7 @@ class TritonEngine:
         self._why_dead = ""
         self._breaker.close()
         self._failing.forget()
+        self._num_unheard = 0
 
     async def generate(self, call: EngineCall) -> Generation:
         # Calls that hang may hold all places for ever: so of those that come later one tries, and the others fail here.
@@ -320,7 +322,7 @@ class TritonEngine:
         """Whether this call is to find out if the engine works again. Raises: EngineUnavailable: it is not worth a call."""
         self._require_alive()
         tries = self._breaker.enter(self._called)
-        if tries:
+        if tries and not self._breaker.num_hung:  # else nothing more is asked of it before it answers
             self._num_unheard = min(self._num_unheard, MOST_UNHEARD)
         return tries
 
@@ -339,10 +341,13 @@ class TritonEngine:
         try:
             outputs = await self._ask(call.request_id, call.tensors(), wanted)
         except (EngineRejected, NotFinite):
+            self._num_unheard = 0
             raise
         except EngineError as error:
             if isinstance(error, EngineUnavailable):
                 self._trip(error.message)
+            else:
+                self._num_unheard = 0
             is_busy = Overloaded.code in error.message or is_full(error.message)  # a full queue passes
             if not self._why_dead and not is_busy:
                 self._failing.failed()
@@ -408,7 +413,10 @@ class TritonEngine:
             running.exception()  # nobody else asks for it any more
 
     async def _let_hang(self, running: asyncio.Task[Generation]) -> None:
-        """Ask no more: the engine neither lets go of this call nor answers another. Where the call cannot be ended, wait."""
+        """Ask no more: the engine neither lets go of this call nor answers another.
+
+        Where the call cannot be ended, this waits for it, or for the engine to answer again.
+        """
         was_open = self._breaker.is_open
         self._trip("it does not let go of a cancelled call, and answers no other")
         if self._is_remote:
@@ -418,8 +426,10 @@ class TritonEngine:
             return
         self._breaker.num_hung += 1
         self._watch.hangs(1)
+        num_answered = self._num_answered
         try:
-            await asyncio.wait({running})
+            while not running.done() and num_answered == self._num_answered:
+                await asyncio.wait({running}, timeout=LONGEST_PAUSE_S)
         finally:
             self._breaker.num_hung -= 1
             self._watch.hangs(-1)
@@ -432,12 +442,15 @@ class TritonEngine:
 
     async def _cancel(self, request_id: str) -> bool:
         """Ask once; False if not even that is answered. Where the engine is gone so is the call, and its own failure says so."""
+        clock = asyncio.get_running_loop().time
+        sent_s = clock()
         try:
             async with asyncio.timeout(self._cancel_timeout_s):
                 with suppress(EngineError):
                     await self._ask(request_id, cancel_tensors(), TOKEN_OUTPUTS)
         except TimeoutError:
-            self._num_unheard += 1
+            if sent_s >= self._unheard_s:  # what was sent beside the last says no more than that one
+                self._num_unheard, self._unheard_s = self._num_unheard + 1, clock()
             return False
         self._num_unheard = 0
         return True

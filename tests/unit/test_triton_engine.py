@@ -358,7 +358,8 @@ def test_of_a_draft_that_hangs_on_all_its_places_one_call_tries_again_and_the_ot
     run_virtual(main())
 
 
-def test_an_engine_that_hears_no_cancel_takes_few_threads_of_the_others() -> None:
+@pytest.mark.parametrize(("num_hung", "num_left"), [(12, 8), (2, 15)])
+def test_an_engine_that_hears_no_cancel_takes_few_threads_of_the_others(num_hung: int, num_left: int) -> None:
     """Its process stands still: a cancel that is never answered holds one of Triton's threads, as a call does."""
 
     async def main() -> None:
@@ -370,20 +371,65 @@ def test_an_engine_that_hears_no_cancel_takes_few_threads_of_the_others() -> Non
 
         draft = TritonEngine("draft", unanswered, gate.part(0.5), tokens_per_block=32)
         target = TritonEngine("target", healthy.infer, gate, tokens_per_block=32)
-        asked = [asyncio.create_task(draft.generate(call(str(number)))) for number in range(12)]
+        asked = [asyncio.create_task(draft.generate(call(str(number)))) for number in range(num_hung)]
         await asyncio.sleep(0.1)
         for each in asked:
             each.cancel()
-        await asyncio.sleep(60.0)
-        assert draft.out_of_order and gate.num_lost == 2, "two cancels in a row, and no more"
+        await asyncio.sleep(5.0)
+        assert draft.out_of_order and gate.num_lost == 4, "two cancels at a time, twice"
+        for number in range(3):  # each time another call tries
+            await asyncio.sleep(RETRY_S * 2**6)
+            tried = asyncio.create_task(draft.generate(call(f"later {number}")))
+            await asyncio.sleep(1.0)
+            tried.cancel()
+            await asyncio.sleep(60.0)
+        assert gate.num_lost == 4, "of an engine that has let go of no call nothing more is asked"
         for _ in range(2):  # what was lost takes the places of those that leave first
             healthy.max_running = 0
             await asyncio.gather(*(target.generate(call(str(number))) for number in range(20)))
-        assert healthy.max_running == 10
+        assert healthy.max_running == num_left
         for thread in threads:
             thread.set_result(tokens([1]))
         await draft.close()
         assert (gate.num_lost, gate.num_in_flight) == (0, 0)
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_an_engine_that_heard_no_cancel_and_is_back_is_asked_again(is_killed: bool) -> None:
+    async def main() -> None:
+        triton, deaf_until = ScriptedTriton(seconds=1e6), 3.0
+        clock = asyncio.get_running_loop().time
+
+        async def infer(model: str, request_id: str, inputs: Any, wanted: Any) -> dict[str, Any]:
+            if "stop" in inputs and clock() < deaf_until:
+                await asyncio.sleep(1e3)
+            return await triton.infer(model, request_id, inputs, wanted)
+
+        engine = TritonEngine("draft", infer, CallGate(9), tokens_per_block=32)
+        late = [asyncio.create_task(engine.generate(call(str(number)))) for number in range(6)]
+        await asyncio.sleep(0.5)
+        for each in late:
+            each.cancel()
+        await asyncio.sleep(3.0)
+        assert engine.out_of_order and len(triton.running) == 6
+        if is_killed:
+            engine.has_died("it is gone")
+            await asyncio.sleep(1.0)
+            engine.is_back()
+        else:
+            triton.running["5"].set()  # one ends by itself
+        await asyncio.sleep(10.0)
+        assert not engine.out_of_order and (is_killed or not triton.running)
+        late = [asyncio.create_task(engine.generate(call("later")))]
+        await asyncio.sleep(0.5)
+        late[0].cancel()
+        await asyncio.sleep(1.0)
+        assert "later" not in triton.running and not engine.out_of_order
+        for stopped in triton.running.values():
+            stopped.set()
+        await engine.close()
 
     run_virtual(main())
 
