@@ -397,11 +397,16 @@ def _drain(
 def _end_engines(server: TritonServer, models: Sequence[Role], keeper: StubKeeper, stop: StopRequest) -> int:
     """The end of a server without a step loop: by Triton itself, or where it would wait for nothing, by the engines' counts."""
     keeper.stop()
-    server.terminate()
     idle = Idleness(models, time.monotonic())
+    idle.lasts(server, time.monotonic())  # while all that it has is there to be counted
+    server.terminate()
+    look_s = time.monotonic()
     while server.running and not stop.impatient:
         time.sleep(_LOOK_S)
-        if idle.lasts(server, time.monotonic()) and (keeper.mended or idle.iterations):
+        if time.monotonic() < look_s + _WAKE_S:
+            continue
+        look_s = time.monotonic()
+        if idle.lasts(server, look_s) and (keeper.mended or idle.iterations):
             server.stop(0.0)
             return 0
     return server.stop(0.0) or 0

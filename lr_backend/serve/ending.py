@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from lr_backend.engine import Role
-from lr_backend.serve.server import ServerError
+from lr_backend.serve.server import ServerError, by_label
 
 COUNTS_AGE_S = 1.0
 """Of our engines' counts in Triton's metrics, at most: twice as long as they take to be refreshed."""
@@ -21,12 +21,15 @@ STILL_S = 15.0
 some seconds, and upstream counts them every second."""
 
 
-class Counts(Protocol):
-    """What a server's metrics say of its engines, by role. Both raise :class:`ServerError` where they do not answer."""
+OURS = ('lr_engine_running{role="([^"]*)"}', 'lr_engine_waiting{role="([^"]*)"}')
+COMPILED = 'nv_trt_llm_general_metrics{general_type="iteration_counter",model="([^"]*)"[^}]*}'
+"""Calls in flight, and iterations since an engine was loaded. By role: a model has the name of its role."""
 
-    def counter(self, name: str) -> Mapping[str, float]: ...
 
-    def iterations(self) -> Mapping[str, float]: ...
+class Metrics(Protocol):
+    """A server's. Raises :class:`ServerError` where they do not answer."""
+
+    def metrics(self) -> str: ...
 
 
 @dataclass
@@ -50,21 +53,22 @@ class Idleness:
     def __post_init__(self) -> None:
         self.still_since_s = self.told_s
 
-    def lasts(self, counts: Counts, now_s: float) -> bool:
+    def lasts(self, server: Metrics, now_s: float) -> bool:
         """Whether nothing is in flight any more."""
-        moves = self._moves(counts)
+        moves = self._moves(server)
         if moves:
             self.still_since_s = now_s
         if self.iterations:
             return now_s - self.still_since_s > STILL_S
         return not moves and now_s - self.told_s > COUNTS_AGE_S
 
-    def _moves(self, counts: Counts) -> bool:
+    def _moves(self, server: Metrics) -> bool:
         """What is not known may move."""
         try:
-            running, waiting = counts.counter("lr_engine_running"), counts.counter("lr_engine_waiting")
-            before, self.iterations = self.iterations, counts.iterations()
+            metrics = server.metrics()
         except ServerError:
             return True
+        running, waiting = (by_label(metrics, series) for series in OURS)
+        before, self.iterations = self.iterations, by_label(metrics, COMPILED)
         self.known |= (running.keys() & waiting.keys()) | self.iterations.keys()
         return not self.known >= set(self.roles) or any((*running.values(), *waiting.values())) or self.iterations != before

@@ -204,6 +204,11 @@ def _unescape(text: str) -> str:
     return text.strip().strip('"').replace("\\n", "\n").rstrip()
 
 
+def by_label(metrics: str, series: str) -> dict[str, float]:
+    """Values of the series that match a pattern, by the label that its group matches."""
+    return {match[1]: float(match[2]) for match in re.finditer(rf"^{series} (\S+)$", metrics, re.MULTILINE)}
+
+
 class TritonServer:
     """One tritonserver over one model repository. Not thread-safe; :meth:`stop` may be called any number of times."""
 
@@ -250,22 +255,18 @@ class TritonServer:
         Raises:
             ServerError: the server does not answer.
         """
-        return self._metrics(rf'{name}{{role="([^"]*)"}}')
+        return by_label(self.metrics(), rf'{name}{{role="([^"]*)"}}')
 
-    def iterations(self) -> dict[str, float]:
-        """Those of every compiled engine since it was loaded, by its model's name; up to a second old.
+    def metrics(self) -> str:
+        """Triton's metrics, and those of its models.
 
         Raises:
             ServerError: the server does not answer.
         """
-        return self._metrics(r'nv_trt_llm_general_metrics{general_type="iteration_counter",model="([^"]*)"[^}]*}')
-
-    def _metrics(self, series: str) -> dict[str, float]:
-        """Values of the series that match, by what the group in the pattern matches."""
         text = self._get("/metrics", self.ports.metrics)
         if text is None:
             raise ServerError("the server's metrics do not answer")
-        return {match[1]: float(match[2]) for match in re.finditer(rf"^{series} (\S+)$", text.decode(), re.MULTILINE)}
+        return text.decode()
 
     def lateness(self) -> dict[str, Lateness]:
         """Of every engine that has kept a pace until now; up to a second old.

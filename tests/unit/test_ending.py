@@ -14,19 +14,21 @@ from lr_backend.serve.server import ServerError
 
 @dataclass
 class Metrics:
-    """What a server's metrics say now; None: they do not answer."""
+    """What a server's metrics say now; ``running`` None: they do not answer."""
 
     running: Mapping[str, float] | None = field(default_factory=dict)
     waiting: Mapping[str, float] = field(default_factory=dict)
     compiled: Mapping[str, float] = field(default_factory=dict)
 
-    def counter(self, name: str) -> Mapping[str, float]:
+    def metrics(self) -> str:
         if self.running is None:
             raise ServerError("no answer")
-        return {"lr_engine_running": self.running, "lr_engine_waiting": self.waiting}[name]
-
-    def iterations(self) -> Mapping[str, float]:
-        return self.compiled
+        lines = [f'lr_engine_running{{role="{role}"}} {value}' for role, value in self.running.items()]
+        lines += [f'lr_engine_waiting{{role="{role}"}} {value}' for role, value in self.waiting.items()]
+        for model, value in self.compiled.items():
+            for kind, number in (("iteration_counter", value), ("timestamp", 1700074049)):
+                lines.append(f'nv_trt_llm_general_metrics{{general_type="{kind}",model="{model}",version="1"}} {number}')
+        return "\n".join(("# TYPE nv_trt_llm_general_metrics gauge", *lines, ""))
 
 
 IDLE = Metrics({"draft": 0.0}, {"draft": 0.0})

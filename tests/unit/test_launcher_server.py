@@ -307,21 +307,15 @@ def test_the_admin_key_reaches_the_server_and_its_variable_does_not(
     assert "LOOKAHEAD_ADMIN_KEY" not in Path(f"/proc/{pid}/environ").read_text()
 
 
-def test_metrics_are_read_by_role_and_by_compiled_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = (
-        "# TYPE nv_trt_llm_general_metrics gauge",
-        'nv_trt_llm_general_metrics{general_type="iteration_counter",model="target",version="1"} 41',
-        'nv_trt_llm_general_metrics{general_type="timestamp",model="target",version="1"} 1700074049',
-        'nv_trt_llm_general_metrics{general_type="iteration_counter",model="draft",version="1"} 1e+06',
-        'lr_engine_running{role="judge"} 2',
-    )
+def test_metrics_are_read_by_role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = TritonServer(tmp_path)
+    lines = ("# TYPE lr_engine_running gauge", 'lr_engine_running{role="judge"} 2', 'lr_engine_waiting{role="judge"} 1e+06')
     monkeypatch.setattr(server, "_get", lambda path, port: "\n".join(lines).encode())
-    assert server.iterations() == {"target": 41.0, "draft": 1e6}
     assert server.counter("lr_engine_running") == {"judge": 2.0}
+    assert server.counter("lr_engine_waiting") == {"judge": 1e6}
     monkeypatch.setattr(server, "_get", lambda path, port: None)
     with pytest.raises(ServerError, match="do not answer"):
-        server.iterations()
+        server.metrics()
 
 
 def test_an_early_death_shows_why_the_model_did_not_load(start: type[Started]) -> None:
