@@ -59,8 +59,8 @@ class Admission:
 
 
 def branches_of(limits: Limits) -> int:
-    """Calls that one request of width 1 may have in flight at an engine: ``max_depth``, and one more after a correction, where
-    the new root starts beside those that have lost and not yet ended. At width w there may be ``max_depth`` x w."""
+    """Calls that one request of width 1 may have in flight at an engine: ``max_depth``, and one more after a correction, until
+    those that have lost have ended."""
     return limits.max_depth + 1
 
 

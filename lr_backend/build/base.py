@@ -375,8 +375,8 @@ class DeploymentSpec(Section):
             raise ValueError("server.num_loops: one_process holds the engines and the loop in one, so there is one loop")
         limits = _checked_loop_config(self).limits
         if self.server.num_loops > min(limits.max_in_flight_requests, limits.max_in_flight_calls):
-            names = "max_in_flight_requests, thread_pool_size"
-            raise ValueError(f"server.num_loops: there are fewer requests or calls in flight ({names}) than processes")
+            less = f"lookahead.limits.max_in_flight_requests, or server.thread_pool_size less {CANCEL_RESERVE}"
+            raise ValueError(f"server.num_loops: each process needs a request and a call of its own, and {less} is below it")
         longest = limits.max_prompt_tokens + limits.max_tokens
         for role in (Role.TARGET, Role.DRAFT):
             if self.engine(role).max_seq_len < longest:

@@ -42,7 +42,7 @@ class Sampling:
 GREEDY = Sampling()
 
 DOUBT = 4e-4
-"""Of the probability of one-hot draft logits, what the drafted token lacks. In FP16 it then has 0.9995, the value next to 1.
+"""How much less than 1 a drafted token's probability is by its one-hot draft logits. In FP16 it then has 0.9995, next to 1.
 
 Upstream's kernel accepts where p(target) > r p(draft), and r may be exactly 1. With 1 on both sides a token that is certain would
 be rejected, and the rest that is drawn from instead would be zero divided by zero. p(target) has the same rounding.

@@ -210,7 +210,7 @@ def test_a_number_of_loops_that_cannot_be_is_refused(spec_path: Path, lines: str
 def test_there_are_no_more_processes_than_requests_for_them(spec_path: Path) -> None:
     edited(spec_path, "[lookahead.limits]", "[lookahead.limits]\nmax_in_flight_requests = 2")
     DeploymentSpec.load(edited(spec_path, "[server]", "[server]\nnum_loops = 2"))
-    with pytest.raises(ConfigError, match="fewer requests or calls in flight"):
+    with pytest.raises(ConfigError, match="each process needs a request and a call"):
         DeploymentSpec.load(edited(spec_path, "num_loops = 2", "num_loops = 3"))
 
 

@@ -38,8 +38,8 @@ def test_a_bill_is_valid_and_holds_what_the_image_is_locked_to(
     found = {canonicalize_name(each["name"]): each["version"] for each in document["components"]}
     assert found == locked(image)
     assert all(each["purl"].startswith("pkg:pypi/") for each in document["components"])
-    in_common = found.items() - pinned(OF_THE_LLM_API).items()
-    assert in_common <= pinned(ROOT / "constraints.txt").items(), "both images get one version of a package"
+    in_common = found.items() - pinned(OF_THE_LLM_API).items() - {("tritonclient", "2.71.0")}
+    assert in_common <= pinned(ROOT / "constraints.txt").items(), "both images get one version of a package, but for that"
 
 
 def test_a_bill_that_is_none_is_found(documents: dict[str, str], is_valid: Callable[[str], bool]) -> None:
