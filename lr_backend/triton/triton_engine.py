@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, Protocol, TypeVar
 
 import numpy.typing as npt
@@ -51,8 +51,9 @@ one it begins anew."""
 CANCEL_TIMEOUT_S, REMOTE_CANCEL_TIMEOUT_S = 0.5, 5.0
 """For a cancel to be answered. Of a server elsewhere others notice whether it lives; a network may be slow now and then."""
 MOST_CANCELS, MOST_UNHEARD = 2, 1
-"""Cancels of an engine at a time: each that is never answered holds one of Triton's threads, and the reserve has few. How often
-in a row they may go unheard: this process may have stood still for a moment. An engine that hears no more hangs."""
+"""Cancels of an engine at a time, but one once one went unheard: each that is never answered holds one of Triton's threads, and
+the reserve has few. How often in a row they may go unheard: this process may have stood still for a moment. An engine that hears
+no more hangs."""
 RETRY_S, MOST_DOUBLINGS = 5.0, 6
 """How long an engine that is out of order is left alone before one call tries it again; how often that is doubled at most."""
 
@@ -207,6 +208,7 @@ class Breaker:
     def __init__(self, retry_s: float = RETRY_S) -> None:
         self._first_s = retry_s
         self._tripped_at: float | None = None
+        self._is_counted = False
         self.num_hung = self.num_ended = 0
 
     def require_closed(self, name: str) -> None:
@@ -220,13 +222,25 @@ class Breaker:
         if self._tripped_at is None:
             return False
         self.trip()
+        self._is_counted = False
         return True
+
+    def untried(self) -> None:
+        """The call that was let through was not sent: the next one may try."""
+        if self._tripped_at is not None:
+            self._tripped_at = asyncio.get_running_loop().time() - self._retry_s
 
     def trip(self) -> None:
         self._tripped_at = asyncio.get_running_loop().time()
 
+    def ended(self) -> None:
+        """A call that the engine keeps is ended on this side. Of those of one try, or of the first many, one counts."""
+        self.num_ended += not self._is_counted
+        self._is_counted = True
+
     def close(self) -> None:
         self._tripped_at = None
+        self._is_counted = False
         self.num_ended = 0
 
     @property
@@ -268,7 +282,7 @@ class TritonEngine:
         self._tokens_per_block = tokens_per_block
         self._breaker = Breaker()
         self._num_answered = 0
-        self._cancels = asyncio.Semaphore(MOST_CANCELS)
+        self._cancels, self._alone = asyncio.Semaphore(MOST_CANCELS), asyncio.Lock()
         self._num_unheard, self._unheard_s = 0, -math.inf
         """How often in a row cancels went unheard, and when that was seen last."""
         self._failing = Failing(self._watch)
@@ -300,8 +314,13 @@ class TritonEngine:
     async def generate(self, call: EngineCall) -> Generation:
         # Calls that hang may hold all places for ever: so of those that come later one tries, and the others fail here.
         tries = self._enter()
-        # Cancelled while it waits here, a call was never sent and needs no cancel.
-        await self._gate.enter()
+        try:
+            # Cancelled while it waits here, a call was never sent and needs no cancel.
+            await self._gate.enter()
+        except BaseException:
+            if tries and not self._breaker.num_hung:  # else the gate is full of what hangs, and nobody would get in
+                self._breaker.untried()
+            raise
         try:
             if not tries:
                 self._enter()
@@ -396,7 +415,7 @@ class TritonEngine:
         # All that were sent before it may have their turns first, one after another at worst.
         lost_at = clock() + SILENCE_S + SLOW_TOKEN_S * sum(self._lengths.values())
         while not running.done():
-            async with self._cancels:
+            async with self._cancels, self._alone if self._num_unheard else nullcontext():
                 is_heard = running.done() or (self._num_unheard <= MOST_UNHEARD and await self._cancel(request_id))
             num_heard += is_heard
             await asyncio.wait({running}, timeout=pause_s if is_heard else 0.0)
@@ -407,6 +426,7 @@ class TritonEngine:
                 longest_s = SILENCE_S + SLOW_TOKEN_S * max(self._lengths.values())
                 if self._num_unheard > MOST_UNHEARD or clock() - silent_since >= longest_s:
                     await self._let_hang(running)
+                    lost_at = clock() + SILENCE_S + SLOW_TOKEN_S * sum(self._lengths.values())
             if clock() >= lost_at and num_heard >= ENOUGH_CANCELS and not running.done():
                 await self._give_up(request_id, running)
         if not running.cancelled():
@@ -417,10 +437,9 @@ class TritonEngine:
 
         Where the call cannot be ended, this waits for it, or for the engine to answer again.
         """
-        was_open = self._breaker.is_open
         self._trip("it does not let go of a cancelled call, and answers no other")
         if self._is_remote:
-            self._breaker.num_ended += not was_open  # of many calls at a time one counts
+            self._breaker.ended()
             running.cancel()
             await asyncio.wait({running})
             return
@@ -429,7 +448,7 @@ class TritonEngine:
         num_answered = self._num_answered
         try:
             while not running.done() and num_answered == self._num_answered:
-                await asyncio.wait({running}, timeout=LONGEST_PAUSE_S)
+                await asyncio.wait({running}, timeout=FIRST_PAUSE_S)
         finally:
             self._breaker.num_hung -= 1
             self._watch.hangs(-1)

@@ -358,7 +358,7 @@ def test_of_a_draft_that_hangs_on_all_its_places_one_call_tries_again_and_the_ot
     run_virtual(main())
 
 
-@pytest.mark.parametrize(("num_hung", "num_left"), [(12, 8), (2, 15)])
+@pytest.mark.parametrize(("num_hung", "num_left"), [(12, 9), (2, 16)])
 def test_an_engine_that_hears_no_cancel_takes_few_threads_of_the_others(num_hung: int, num_left: int) -> None:
     """Its process stands still: a cancel that is never answered holds one of Triton's threads, as a call does."""
 
@@ -376,14 +376,14 @@ def test_an_engine_that_hears_no_cancel_takes_few_threads_of_the_others(num_hung
         for each in asked:
             each.cancel()
         await asyncio.sleep(5.0)
-        assert draft.out_of_order and gate.num_lost == 4, "two cancels at a time, twice"
+        assert draft.out_of_order and gate.num_lost == 3, "two cancels at a time, and then one"
         for number in range(3):  # each time another call tries
             await asyncio.sleep(RETRY_S * 2**6)
             tried = asyncio.create_task(draft.generate(call(f"later {number}")))
             await asyncio.sleep(1.0)
             tried.cancel()
             await asyncio.sleep(60.0)
-        assert gate.num_lost == 4, "of an engine that has let go of no call nothing more is asked"
+        assert gate.num_lost == 3, "of an engine that has let go of no call nothing more is asked"
         for _ in range(2):  # what was lost takes the places of those that leave first
             healthy.max_running = 0
             await asyncio.gather(*(target.generate(call(str(number))) for number in range(20)))
@@ -392,6 +392,27 @@ def test_an_engine_that_hears_no_cancel_takes_few_threads_of_the_others(num_hung
             thread.set_result(tokens([1]))
         await draft.close()
         assert (gate.num_lost, gate.num_in_flight) == (0, 0)
+
+    run_virtual(main())
+
+
+def test_a_try_that_was_never_sent_leaves_it_to_the_next_call() -> None:
+    async def main() -> None:
+        gate, triton = CallGate(1), ScriptedTriton(seconds=1.0, error=EngineUnavailable("away"))
+        engine = TritonEngine("draft", triton.infer, gate, tokens_per_block=32, address="a:1")
+        with pytest.raises(EngineUnavailable):
+            await engine.generate(call())
+        triton.error = None
+        await asyncio.sleep(RETRY_S)
+        await gate.enter()  # somebody else's
+        trying = asyncio.create_task(engine.generate(call("a")))
+        await asyncio.sleep(0.1)
+        assert engine.out_of_order
+        trying.cancel()
+        await asyncio.gather(trying, return_exceptions=True)
+        gate.leave()
+        assert (await engine.generate(call("b"))).token_ids == (1, 2, 3)
+        await engine.close()
 
     run_virtual(main())
 
@@ -531,7 +552,7 @@ def test_a_replica_that_hangs_keeps_no_place_of_the_others() -> None:
                 await asyncio.sleep(0.5)
                 trying.cancel()
             assert (await well.generate(call(str(number)))).token_ids == (1, 2, 3)
-        assert hung.num_calls - 8 < 600 / SILENCE_S
+        assert hung.num_calls - 8 < 10, "each pause is twice the last"
         hung.seconds = 1.0
         await asyncio.sleep(64 * RETRY_S)
         assert (await sick.generate(call("well again"))).token_ids == (1, 2, 3)
