@@ -397,16 +397,17 @@ def _drain(
 def _end_engines(server: TritonServer, models: Sequence[Role], keeper: StubKeeper, stop: StopRequest) -> int:
     """The end of a server without a step loop: by Triton itself, or where it would wait for nothing, by the engines' counts."""
     keeper.stop()
-    idle = Idleness(models, time.monotonic())
+    dead = keeper.dead
+    idle = Idleness([role for role in models if role.value not in dead], time.monotonic())
     idle.lasts(server, time.monotonic())  # while all that it has is there to be counted
     server.terminate()
-    look_s = time.monotonic()
+    idle.still_since_s = look_s = time.monotonic()
     while server.running and not stop.impatient:
         time.sleep(_LOOK_S)
         if time.monotonic() < look_s + _WAKE_S:
             continue
         look_s = time.monotonic()
-        if idle.lasts(server, look_s) and (keeper.mended or idle.iterations):
+        if idle.lasts(server, look_s) and (keeper.mended or dead or idle.iterations):
             server.stop(0.0)
             return 0
     return server.stop(0.0) or 0

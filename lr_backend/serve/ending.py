@@ -37,30 +37,22 @@ class Idleness:
     """Whether a server's engines have stopped computing; to be looked at again and again.
 
     Attributes:
-        roles: the engines that it has.
-        told_s: when it was told to end.
-        still_since_s: when something moved last.
+        roles: the engines that it has, but for those that have died.
+        still_since_s: when it was told to end; later, when something moved last.
         iterations: of its compiled engines, as counted last.
         known: roles that were counted. What Triton has unloaded is counted no more, and has nothing in flight.
     """
 
     roles: Collection[Role]
-    told_s: float
-    still_since_s: float = field(init=False)
+    still_since_s: float
     iterations: Mapping[str, float] = field(default_factory=dict, init=False)
     known: set[str] = field(default_factory=set, init=False)
 
-    def __post_init__(self) -> None:
-        self.still_since_s = self.told_s
-
     def lasts(self, server: Metrics, now_s: float) -> bool:
-        """Whether nothing is in flight any more."""
-        moves = self._moves(server)
-        if moves:
+        """Whether nothing has moved for so long that nothing is in flight."""
+        if self._moves(server):
             self.still_since_s = now_s
-        if self.iterations:
-            return now_s - self.still_since_s > STILL_S
-        return not moves and now_s - self.told_s > COUNTS_AGE_S
+        return now_s - self.still_since_s > (STILL_S if self.iterations else COUNTS_AGE_S)
 
     def _moves(self, server: Metrics) -> bool:
         """What is not known may move."""
@@ -71,4 +63,5 @@ class Idleness:
         running, waiting = (by_label(metrics, series) for series in OURS)
         before, self.iterations = self.iterations, by_label(metrics, COMPILED)
         self.known |= (running.keys() & waiting.keys()) | self.iterations.keys()
-        return not self.known >= set(self.roles) or any((*running.values(), *waiting.values())) or self.iterations != before
+        busy = any(running.get(role) or waiting.get(role) for role in self.roles)
+        return busy or not self.known >= set(self.roles) or self.iterations != before

@@ -87,6 +87,11 @@ class StubKeeper:
         return LOOKAHEAD_MODEL not in self._dead and not self._hangs
 
     @property
+    def dead(self) -> frozenset[str]:
+        """Models whose process died, and that are not back."""
+        return frozenset(self._dead)
+
+    @property
     def drained(self) -> bool:
         """The step loop has answered everything, and begins nothing."""
         seats = self._server.seats
@@ -192,8 +197,8 @@ class StubKeeper:
             return
         self._say(f"{model} is back")
         num_lost = self._server.seats.most_lost
-        if 2 * num_lost > self._server.options.thread_pool_size:
-            self._lose(f"{num_lost} calls were lost with dead processes, more than half of what the step loop may have in flight")
+        if 2 * num_lost >= self._server.options.thread_pool_size:
+            self._lose(f"{num_lost} calls were lost with dead processes, half of what the step loop may have in flight")
 
     def _lose(self, why: str) -> None:
         self.why = why

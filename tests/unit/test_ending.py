@@ -53,14 +53,21 @@ def test_an_engine_of_ours_is_idle_once_its_counts_are_new() -> None:
 def test_what_is_in_flight_or_not_known_is_waited_for(metrics: Metrics) -> None:
     idle = Idleness([Role.DRAFT], 0.0)
     assert not any(idle.lasts(metrics, float(now_s)) for now_s in range(100))
-    assert idle.lasts(IDLE, 100.0)
+    assert not idle.lasts(IDLE, 99.0 + COUNTS_AGE_S)
+    assert idle.lasts(IDLE, 99.1 + COUNTS_AGE_S)
 
 
 def test_an_engine_that_triton_has_unloaded_is_idle() -> None:
     """Its counts go with it, and its last call may end just before."""
     idle = Idleness([Role.DRAFT], 0.0)
     assert not idle.lasts(Metrics({"draft": 1.0}, {"draft": 0.0}), 5.0)
-    assert idle.lasts(Metrics(), 5.1)
+    assert not idle.lasts(Metrics(), 5.0 + COUNTS_AGE_S)
+    assert idle.lasts(Metrics(), 5.1 + COUNTS_AGE_S)
+
+
+def test_what_a_dead_engine_had_counts_for_nothing() -> None:
+    idle = Idleness([], 0.0)
+    assert idle.lasts(Metrics({"draft": 3.0}, {"draft": 0.0}), COUNTS_AGE_S + 0.1)
 
 
 def test_a_compiled_engine_is_idle_once_it_has_made_no_iteration_for_long() -> None:
