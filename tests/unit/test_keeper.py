@@ -87,7 +87,7 @@ def test_while_one_model_loads_others_are_seen_to_die(silent: str, tmp_path: Pat
     keeper.stop()
 
 
-@pytest.mark.parametrize(("num_lost", "lasts"), [(0, True), (64, True), (65, False)])
+@pytest.mark.parametrize(("num_lost", "lasts"), [(0, True), (63, True), (64, False)])
 def test_a_server_that_has_lost_too_many_calls_ends_once_the_model_is_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_lost: int, lasts: bool
 ) -> None:
