@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from lr_backend.engine import Role
-from lr_backend.serve.server import ServerError, by_label
+from lr_backend.serve.server import ServerError, by_label, by_role
 
 COUNTS_AGE_S = 1.0
 """Of our engines' counts in Triton's metrics, at most: twice as long as they take to be refreshed."""
@@ -21,9 +21,8 @@ STILL_S = 15.0
 some seconds, and upstream counts them every second."""
 
 
-OURS = ('lr_engine_running{role="([^"]*)"}', 'lr_engine_waiting{role="([^"]*)"}')
-COMPILED = 'nv_trt_llm_general_metrics{general_type="iteration_counter",model="([^"]*)"[^}]*}'
-"""Calls in flight, and iterations since an engine was loaded. By role: a model has the name of its role."""
+ITERATIONS = 'nv_trt_llm_general_metrics{general_type="iteration_counter",model="([^"]*)"[^}]*}'
+"""Of a compiled engine since it was loaded. Its model has the name of its role."""
 
 
 class Metrics(Protocol):
@@ -60,8 +59,8 @@ class Idleness:
             metrics = server.metrics()
         except ServerError:
             return True
-        running, waiting = (by_label(metrics, series) for series in OURS)
-        before, self.iterations = self.iterations, by_label(metrics, COMPILED)
+        running, waiting = by_role(metrics, "lr_engine_running"), by_role(metrics, "lr_engine_waiting")
+        before, self.iterations = self.iterations, by_label(metrics, ITERATIONS)
         self.known |= (running.keys() & waiting.keys()) | self.iterations.keys()
         busy = any(running.get(role) or waiting.get(role) for role in self.roles)
         return busy or not self.known >= set(self.roles) or self.iterations != before

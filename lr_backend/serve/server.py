@@ -209,6 +209,11 @@ def by_label(metrics: str, series: str) -> dict[str, float]:
     return {match[1]: float(match[2]) for match in re.finditer(rf"^{series} (\S+)$", metrics, re.MULTILINE)}
 
 
+def by_role(metrics: str, name: str) -> dict[str, float]:
+    """The metric ``name`` of every engine, by its label ``role``."""
+    return by_label(metrics, rf'{name}{{role="([^"]*)"}}')
+
+
 class TritonServer:
     """One tritonserver over one model repository. Not thread-safe; :meth:`stop` may be called any number of times."""
 
@@ -255,7 +260,7 @@ class TritonServer:
         Raises:
             ServerError: the server does not answer.
         """
-        return by_label(self.metrics(), rf'{name}{{role="([^"]*)"}}')
+        return by_role(self.metrics(), name)
 
     def metrics(self) -> str:
         """Triton's metrics, and those of its models.
