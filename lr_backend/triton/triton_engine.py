@@ -412,8 +412,7 @@ class TritonEngine:
             await asyncio.wait({running}, timeout=after_s)
         clock, pause_s = asyncio.get_running_loop().time, FIRST_PAUSE_S
         silent_since, num_answered, num_heard = clock(), self._num_answered, 0
-        # All that were sent before it may have their turns first, one after another at worst.
-        lost_at = clock() + SILENCE_S + SLOW_TOKEN_S * sum(self._lengths.values())
+        lost_at = clock() + self._most_s
         while not running.done():
             async with self._cancels, self._alone if self._num_unheard else nullcontext():
                 is_heard = running.done() or (self._num_unheard <= MOST_UNHEARD and await self._cancel(request_id))
@@ -426,11 +425,16 @@ class TritonEngine:
                 longest_s = SILENCE_S + SLOW_TOKEN_S * max(self._lengths.values())
                 if self._num_unheard > MOST_UNHEARD or clock() - silent_since >= longest_s:
                     await self._let_hang(running)
-                    lost_at = clock() + SILENCE_S + SLOW_TOKEN_S * sum(self._lengths.values())
+                    lost_at = clock() + self._most_s
             if clock() >= lost_at and num_heard >= ENOUGH_CANCELS and not running.done():
                 await self._give_up(request_id, running)
         if not running.cancelled():
             running.exception()  # nobody else asks for it any more
+
+    @property
+    def _most_s(self) -> float:
+        """What a call may take: all that were sent before it may have their turns first, one after another at worst."""
+        return SILENCE_S + SLOW_TOKEN_S * sum(self._lengths.values())
 
     async def _let_hang(self, running: asyncio.Task[Generation]) -> None:
         """Ask no more: the engine neither lets go of this call nor answers another.
