@@ -142,6 +142,11 @@ class Seat:
         """The target has answered one of its calls."""
         self._seats.numbers[self._place + 4 * MAX_LOOPS] += 1
 
+    @property
+    def num_answered(self) -> int:
+        """Calls that the target has answered, of all processes, since the start."""
+        return self._seats.num_answered
+
     def hangs(self, by: int) -> None:
         """The target does not let go of one call more (1), or of one less (-1)."""
         self._seats.numbers[self._place + 5 * MAX_LOOPS] += by

@@ -136,6 +136,7 @@ class StubKeeper:
                 return
             self._look_for_hang()
             self._look_for_stillness()
+            self._look_for_loss()
             with self._state:
                 died = {self._watched.pop(descriptor) for descriptor in ended} - self._dead
             for descriptor in ended:  # only now: a number that is free may be the next process's
@@ -163,6 +164,12 @@ class StubKeeper:
         if any(now_s - since_s > STILL_S for since_s in self._still.values()):
             self._hangs = True
             self._lose(f"a process of the step loop with requests stands still: for {STILL_S:g} s it has done nothing")
+
+    def _look_for_loss(self) -> None:
+        num_lost = self._server.seats.most_lost
+        # While a model is started anew, what was asked of it just before its death is known may still be answered.
+        if not self._dead and 2 * num_lost >= self._server.options.thread_pool_size:
+            self._lose(f"{num_lost} calls were lost, half of what a process of the step loop may have in flight")
 
     def _have_died(self, models: set[str]) -> None:
         """Say so at once, and mend them meanwhile: others may die, or hang, before they are back."""
@@ -196,9 +203,6 @@ class StubKeeper:
                 self._lose(f"the process of {model} died and cannot be started anew: {error or type(error).__name__}")
             return
         self._say(f"{model} is back")
-        num_lost = self._server.seats.most_lost
-        if 2 * num_lost >= self._server.options.thread_pool_size:
-            self._lose(f"{num_lost} calls were lost with dead processes, half of what the step loop may have in flight")
 
     def _lose(self, why: str) -> None:
         self.why = why

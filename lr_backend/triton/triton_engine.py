@@ -39,8 +39,11 @@ still waits for its turn."""
 SILENCE_S = 10.0
 """An engine that does not let go of a call for so long, beyond what the longest call in flight may take, and answers no other
 meanwhile, is out of order. No iteration takes so long."""
-SLOW_TOKEN_S = 0.03
-"""What a token may take. An engine that is full of long calls answers none before the first of them is over."""
+SLOW_TOKEN_S, SLOWEST_TOKEN_S = 0.03, 0.3
+"""What a token may take, at most, unless calls of some length have lately taken longer; and where they have. An engine that is
+full of long calls answers none before the first of them is over."""
+FEWEST_TOKENS, PACE_WEIGHT = 16, 0.2
+"""Of the calls by which the pace is known, and what one of them weighs: a single one may have had to wait."""
 ENOUGH_CANCELS = 3
 """That the engine must have heard before a call is given up for lost, though it has had all the time that calls may take."""
 DRAFTS_SHARE, JUDGES_SHARE = 0.5, 0.25
@@ -158,6 +161,11 @@ class CallGate:
 
 class Watch(Protocol):
     """Somebody who ends what hangs for too long."""
+
+    @property
+    def num_answered(self) -> int:
+        """Calls that the engine has answered, as far as is known here: of other processes too."""
+        ...
 
     def answered(self) -> None:
         """A call was answered."""
@@ -281,7 +289,8 @@ class TritonEngine:
         self._gate = gate
         self._tokens_per_block = tokens_per_block
         self._breaker = Breaker()
-        self._num_answered = 0
+        self._token_s = SLOW_TOKEN_S
+        """What a token takes, in calls of some length, their wait for a turn and all."""
         self._cancels, self._alone = asyncio.Semaphore(MOST_CANCELS), asyncio.Lock()
         self._num_unheard, self._unheard_s = 0, -math.inf
         """How often in a row cancels went unheard, and when that was seen last."""
@@ -357,6 +366,8 @@ class TritonEngine:
     async def _run(self, call: EngineCall) -> Generation:
         wanted = TOKEN_OUTPUTS + (PERF_OUTPUTS if call.return_perf_metrics else ())
         wanted += ("output_log_probs",) if call.return_log_probs else ()
+        clock = asyncio.get_running_loop().time
+        sent_s = clock()
         try:
             outputs = await self._ask(call.request_id, call.tensors(), wanted)
         except (EngineRejected, NotFinite):
@@ -373,10 +384,12 @@ class TritonEngine:
             raise
         self._breaker.close()
         self._failing.forget()
-        self._num_answered += 1
         self._num_unheard = 0
         self._watch.answered()
-        return Generation.from_tensors(outputs, tokens_per_block=self._tokens_per_block)
+        generation = Generation.from_tensors(outputs, tokens_per_block=self._tokens_per_block)
+        if (num_tokens := len(generation.token_ids)) >= FEWEST_TOKENS:
+            self._token_s += PACE_WEIGHT * ((clock() - sent_s) / num_tokens - self._token_s)
+        return generation
 
     async def _ask(self, request_id: str, tensors: Arrays, wanted: tuple[str, ...]) -> dict[str, npt.NDArray[Any]]:
         """One request and its answer; a failure where the process dies meanwhile, of which Triton may say nothing."""
@@ -411,7 +424,7 @@ class TritonEngine:
         if after_s:
             await asyncio.wait({running}, timeout=after_s)
         clock, pause_s = asyncio.get_running_loop().time, FIRST_PAUSE_S
-        silent_since, num_answered, num_heard = clock(), self._num_answered, 0
+        silent_since, num_answered, num_heard = clock(), self._watch.num_answered, 0
         lost_at = clock() + self._most_s
         while not running.done():
             async with self._cancels, self._alone if self._num_unheard else nullcontext():
@@ -419,10 +432,10 @@ class TritonEngine:
             num_heard += is_heard
             await asyncio.wait({running}, timeout=pause_s if is_heard else 0.0)
             pause_s = min(2.0 * pause_s, LONGEST_PAUSE_S)
-            if num_answered != self._num_answered:  # a call that only waits for its turn is no sign of an engine that hangs
-                silent_since, num_answered = clock(), self._num_answered
+            if num_answered != self._watch.num_answered:  # a call that only waits for its turn is no sign of an engine that hangs
+                silent_since, num_answered = clock(), self._watch.num_answered
             elif not running.done():
-                longest_s = SILENCE_S + SLOW_TOKEN_S * max(self._lengths.values())
+                longest_s = SILENCE_S + self._slow_token_s * max(self._lengths.values())
                 if self._num_unheard > MOST_UNHEARD or clock() - silent_since >= longest_s:
                     await self._let_hang(running)
                     lost_at = clock() + self._most_s
@@ -432,9 +445,13 @@ class TritonEngine:
             running.exception()  # nobody else asks for it any more
 
     @property
+    def _slow_token_s(self) -> float:
+        return min(max(SLOW_TOKEN_S, self._token_s), SLOWEST_TOKEN_S)
+
+    @property
     def _most_s(self) -> float:
         """What a call may take: all that were sent before it may have their turns first, one after another at worst."""
-        return SILENCE_S + SLOW_TOKEN_S * sum(self._lengths.values())
+        return SILENCE_S + self._slow_token_s * sum(self._lengths.values())
 
     async def _let_hang(self, running: asyncio.Task[Generation]) -> None:
         """Ask no more: the engine neither lets go of this call nor answers another.
@@ -449,9 +466,9 @@ class TritonEngine:
             return
         self._breaker.num_hung += 1
         self._watch.hangs(1)
-        num_answered = self._num_answered
+        num_answered = self._watch.num_answered
         try:
-            while not running.done() and num_answered == self._num_answered:
+            while not running.done() and num_answered == self._watch.num_answered:
                 await asyncio.wait({running}, timeout=FIRST_PAUSE_S)
         finally:
             self._breaker.num_hung -= 1

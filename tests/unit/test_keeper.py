@@ -33,14 +33,21 @@ def silent() -> Iterator[str]:
         yield f"127.0.0.1:{listening.getsockname()[1]}"
 
 
+def server_of(directory: Path, url: str = "") -> Any:
+    """What the keeper sees of a server that runs: its seats, and where Triton listens."""
+    notices = directory / "notice"
+    common: dict[str, Any] = {"pid": None, "admin_key": "k", "running": True, "options": ServerOptions(thread_pool_size=128)}
+    return SimpleNamespace(http_url=url, notice_file=notices, seats=Seats.make(notices), **common)
+
+
 @pytest.mark.parametrize(("model", "drains"), [("draft", True), ("lookahead", False)])
 def test_a_model_that_is_not_let_go_is_lost_and_the_answers_in_flight_are_not(
     silent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, drains: bool
 ) -> None:
     monkeypatch.setattr(room, "UNLOAD_S", 0.1)
-    server = SimpleNamespace(pid=None, http_url=silent, admin_key="k", notice_file=tmp_path / "notice", running=True)
+    server = server_of(tmp_path, silent)
     said: list[str] = []
-    keeper = StubKeeper(server, said.append)  # type: ignore[arg-type]
+    keeper = StubKeeper(server, said.append)
     keeper._have_died({model})
     assert keeper.lost.wait(10.0) and keeper.can_drain is drains
     assert f"{model} is back" not in said and "died" in keeper.why
@@ -52,10 +59,9 @@ def test_a_server_that_is_to_stop_does_not_wait_for_a_model_that_loads(
 ) -> None:
     dead = subprocess.Popen(["sleep", "60"])
     monkeypatch.setattr(room, "stubs_of", lambda _: {"draft": [dead.pid]})
-    server = SimpleNamespace(pid=None, http_url=silent, admin_key="k", notice_file=tmp_path / "notice", running=True)
-    server.seats = Seats.make(server.notice_file)
+    server = server_of(tmp_path, silent)
     heard = threading.Event()
-    keeper = StubKeeper(server, lambda _: heard.set())  # type: ignore[arg-type]
+    keeper = StubKeeper(server, lambda _: heard.set())
     keeper.start()
     dead.kill()
     dead.wait()
@@ -68,12 +74,11 @@ def test_while_one_model_loads_others_are_seen_to_die(silent: str, tmp_path: Pat
     """Memory that is short takes one process after another."""
     processes = {name: subprocess.Popen(["sleep", "60"]) for name in ("draft", "judge", "lookahead")}
     monkeypatch.setattr(room, "stubs_of", lambda _: {name: [process.pid] for name, process in processes.items()})
-    server = SimpleNamespace(pid=None, http_url=silent, admin_key="k", notice_file=tmp_path / "notice", running=True)
-    server.seats = Seats.make(server.notice_file)
+    server = server_of(tmp_path, silent)
     posted: list[set[str]] = []
     monkeypatch.setattr(room, "post", lambda path, dead: posted.append(set(dead)))
     said: Queue[str] = Queue()
-    keeper = StubKeeper(server, said.put)  # type: ignore[arg-type]
+    keeper = StubKeeper(server, said.put)
     keeper.start()
     for name in ("draft", "judge"):
         processes[name].kill()
@@ -87,31 +92,39 @@ def test_while_one_model_loads_others_are_seen_to_die(silent: str, tmp_path: Pat
     keeper.stop()
 
 
-@pytest.mark.parametrize(("num_lost", "lasts"), [(0, True), (63, True), (64, False)])
-def test_a_server_that_has_lost_too_many_calls_ends_once_the_model_is_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_lost: int, lasts: bool
+@pytest.mark.parametrize(
+    ("num_lost", "dead", "lasts"), [(0, set(), True), (63, set(), True), (64, set(), False), (64, {"draft"}, True)]
+)
+def test_a_server_that_has_lost_too_many_calls_ends_once_every_model_is_back(
+    tmp_path: Path, num_lost: int, dead: set[str], lasts: bool
 ) -> None:
     """Each of them holds a thread of the step loop for good; without threads nothing is ever answered."""
-    monkeypatch.setattr(StubKeeper, "_call", lambda *_: None)
-    monkeypatch.setattr(room, "stubs_of", lambda _: {"draft": [os.getpid()]})
-    server = SimpleNamespace(pid=None, notice_file=tmp_path / "notice", running=True, options=ServerOptions(thread_pool_size=128))
-    server.seats = Seats.make(server.notice_file)
+    server = server_of(tmp_path)
     Seats.beside(server.notice_file).seat(1).lose(num_lost)
-    said: list[str] = []
-    keeper = StubKeeper(server, said.append)  # type: ignore[arg-type]
-    keeper._dead.add("draft")
-    keeper._mend("draft")
-    assert said[-1] == "draft is back"
-    assert keeper.lost.is_set() is not lasts
+    keeper = StubKeeper(server, lambda line: None)
+    keeper._dead |= dead
+    keeper.start()
+    assert keeper.lost.wait(0.1 if lasts else 10.0) is not lasts
     assert keeper.can_drain and (lasts or f"{num_lost} calls" in keeper.why)
     keeper.stop()
 
 
+def test_a_model_that_is_back_is_watched_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StubKeeper, "_call", lambda *_: None)
+    monkeypatch.setattr(room, "stubs_of", lambda _: {"draft": [os.getpid()]})
+    server = server_of(tmp_path)
+    said: list[str] = []
+    keeper = StubKeeper(server, said.append)
+    keeper._dead.add("draft")
+    keeper._mend("draft")
+    assert said == ["draft is back"] and keeper.mended and not keeper.dead and list(keeper._watched.values()) == ["draft"]
+    keeper.stop()
+
+
 def test_a_server_is_drained_once_no_process_of_the_loop_answers_any_more(tmp_path: Path) -> None:
-    server = SimpleNamespace(pid=None, http_url="", admin_key="k", notice_file=tmp_path / "notice", running=True)
-    server.seats = Seats.make(server.notice_file)
+    server = server_of(tmp_path)
     first, second = (Seats.beside(server.notice_file).seat(loop) for loop in range(2))
-    keeper = StubKeeper(server, lambda line: None)  # type: ignore[arg-type]
+    keeper = StubKeeper(server, lambda line: None)
     first.enter()
     second.enter()
     assert not keeper.drained and not first.ending
@@ -125,9 +138,8 @@ def test_a_server_is_drained_once_no_process_of_the_loop_answers_any_more(tmp_pa
 
 
 def test_a_server_that_answers_nothing_but_was_not_told_to_end_is_not_drained(tmp_path: Path) -> None:
-    server = SimpleNamespace(pid=None, http_url="", admin_key="k", notice_file=tmp_path / "notice", running=True)
-    server.seats = Seats.make(server.notice_file)
-    keeper = StubKeeper(server, lambda line: None)  # type: ignore[arg-type]
+    server = server_of(tmp_path)
+    keeper = StubKeeper(server, lambda line: None)
     assert not keeper.drained
     keeper.stop()
 
@@ -145,9 +157,8 @@ def test_a_target_that_hangs_ends_the_server_unless_it_goes_on(
 ) -> None:
     clock = iter([0.0, 29.0, 31.0, 60.0])
     monkeypatch.setattr(room, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    server = SimpleNamespace(pid=None, http_url="", admin_key="k", notice_file=tmp_path / "notice", running=True)
-    server.seats = Seats.make(server.notice_file)
-    keeper = StubKeeper(server, lambda line: None)  # type: ignore[arg-type]
+    server = server_of(tmp_path)
+    keeper = StubKeeper(server, lambda line: None)
     seat = server.seats.seat(1)
     server.seats.seat(0).answered()
     seat.hangs(1)
@@ -175,9 +186,8 @@ def test_a_process_of_the_loop_that_stands_still_ends_the_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[Seat], None], looks_s: Iterable[float], lost: bool
 ) -> None:
     """A plug-in that waits for the network in its event loop answers nobody, and Triton calls its model ready."""
-    server = SimpleNamespace(pid=None, http_url="", admin_key="k", notice_file=tmp_path / "notice", running=True)
-    server.seats = Seats.make(server.notice_file)
-    keeper = StubKeeper(server, lambda line: None)  # type: ignore[arg-type]
+    server = server_of(tmp_path)
+    keeper = StubKeeper(server, lambda line: None)
     still, lives = server.seats.seat(0), server.seats.seat(1)
     for seat in (still, lives):
         seat.enter()
@@ -196,9 +206,9 @@ def test_a_server_that_nobody_watches_any_more_ends(tmp_path: Path, monkeypatch:
     """No room for the notice of a death: the step loop is not told, so that its calls would hang."""
     dead = subprocess.Popen(["sleep", "60"])
     monkeypatch.setattr(room, "stubs_of", lambda _: {"draft": [dead.pid]})
-    server = SimpleNamespace(pid=None, http_url="", admin_key="k", notice_file=tmp_path / "gone" / "notice", running=True)
-    server.seats = Seats.make(tmp_path / "notice")
-    keeper = StubKeeper(server, lambda line: None)  # type: ignore[arg-type]
+    server = server_of(tmp_path)
+    server.notice_file = tmp_path / "gone" / "notice"
+    keeper = StubKeeper(server, lambda line: None)
     keeper.start()
     dead.kill()
     dead.wait()

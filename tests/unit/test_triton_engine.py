@@ -18,9 +18,12 @@ from lr_backend.triton.own_engines import Watched
 from lr_backend.triton.triton_engine import (
     FAILING_S,
     FEWEST_FAILURES,
+    FEWEST_TOKENS,
     LONGEST_GAP_S,
     RETRY_S,
     SILENCE_S,
+    SLOW_TOKEN_S,
+    SLOWEST_TOKEN_S,
     CallGate,
     TritonEngine,
     engine_error,
@@ -271,6 +274,61 @@ def test_an_engine_that_is_full_of_long_calls_does_not_hang() -> None:
         await asyncio.sleep(25.0)
         assert not engine.out_of_order
         assert (await long).token_ids == (1, 2, 3)
+        await engine.close()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("token_s", [0.08, 5.0])
+def test_an_engine_whose_tokens_take_long_is_given_the_time_that_they_take(token_s: float) -> None:
+    """As in a full batch of a smaller card, or in slow motion; but no engine has for ever."""
+    num, longest_s = 1024, SILENCE_S + 1024 * min(token_s, SLOWEST_TOKEN_S)
+
+    async def main() -> None:
+        stands = asyncio.Event()
+
+        async def infer(model: str, request_id: str, inputs: Any, wanted: Any) -> dict[str, Any]:
+            if "stop" not in inputs:
+                await asyncio.sleep(FEWEST_TOKENS * token_s)
+                if request_id == "lost":
+                    await stands.wait()
+            return tokens(list(range(FEWEST_TOKENS)))
+
+        engine = TritonEngine("target", infer, CallGate(4), tokens_per_block=32)
+        for number in range(40):
+            await engine.generate(call(str(number)))
+        lost = asyncio.create_task(engine.generate(replace(call("lost"), max_new_tokens=num)))
+        await asyncio.sleep(0.0)
+        lost.cancel()
+        await asyncio.sleep(longest_s - 2.0)
+        assert not engine.out_of_order
+        await asyncio.sleep(10.0)
+        assert engine.out_of_order
+        stands.set()
+        await engine.close()
+
+    run_virtual(main())
+
+
+def test_an_engine_that_answers_other_processes_of_the_loop_does_not_hang() -> None:
+    """Their calls may stand before a cancelled one, which ends only once it has had its turn."""
+
+    async def main() -> None:
+        seats, triton = Seats.alone(), ScriptedTriton(seconds=300.0, deaf=10**6)
+        engine = TritonEngine("target", triton.infer, CallGate(4), tokens_per_block=32, watch=seats.seat(0))
+        calls = [asyncio.create_task(engine.generate(replace(call(name), max_new_tokens=1024))) for name in "abcd"]
+        await asyncio.sleep(0.5)
+        calls[0].cancel()
+        for _ in range(6):
+            await asyncio.sleep(10.0)
+            seats.seat(1).answered()
+            assert not engine.out_of_order and seats.num_hung == 0
+        await asyncio.sleep(SILENCE_S + 1024 * SLOW_TOKEN_S + 5.0)
+        assert engine.out_of_order and seats.num_hung == 1, "nobody is answered any more"
+        seats.seat(1).answered()
+        await asyncio.sleep(1.0)
+        assert seats.num_hung == 0
+        await asyncio.gather(*calls, return_exceptions=True)
         await engine.close()
 
     run_virtual(main())
