@@ -13,10 +13,11 @@ from rich.table import Table
 from lr_backend.build.spec import DeploymentSpec
 from lr_backend.cli.errors import fail
 from lr_backend.cli.help import RolesOption, SpecOption, TritonOption
-from lr_backend.cli.ports import PORTS, HostOption, PortOption, by_option
+from lr_backend.cli.ports import OPENAI_PORT, PORTS, HostOption, PortOption, by_option
 from lr_backend.engine.address import ENGINE_KEY_VARIABLE, key_from
 from lr_backend.errors import LookaheadError
 from lr_backend.serve.remotes import check_remotes, why_refused
+from lr_backend.serve.server import Ports
 from lr_backend.serve.startup_check import Finding, Level, Needs, check, check_files, check_spawns, missing, probe
 
 PIPED_WIDTH = 120
@@ -30,6 +31,7 @@ def doctor(
     http_port: PortOption = PORTS.http,
     grpc_port: PortOption = PORTS.grpc,
     metrics_port: PortOption = PORTS.metrics,
+    openai_port: PortOption = OPENAI_PORT,
     tritonserver: TritonOption = None,
     role: RolesOption = None,
 ) -> None:
@@ -39,7 +41,8 @@ def doctor(
         deployment = deployment.only(role) if role else deployment
     except LookaheadError as error:
         fail(error)
-    needs = Needs.of(deployment, host, by_option(http_port, grpc_port, metrics_port))
+    openai = ("127.0.0.1", openai_port) if deployment.runs_loop else None
+    needs = Needs.of(deployment, by_option(host, Ports(http_port, grpc_port, metrics_port), openai))
     findings = (*check(probe(tritonserver, needs), needs), *check_spawns(needs.placements), *check_files(deployment))
     if deployment.runs_loop:
         findings += _remote_findings(deployment)

@@ -28,6 +28,7 @@ OpenaiSettingsOption = Annotated[
 ]
 
 
-def by_option(http: int, grpc: int, metrics: int) -> Mapping[str, int]:
-    """Ports by the options that say them."""
-    return {"--http-port": http, "--grpc-port": grpc, "--metrics-port": metrics}
+def by_option(host: str, triton: Ports, openai: tuple[str, int] | None) -> Mapping[str, tuple[str, int]]:
+    """Addresses by the options that say their ports. ``openai``: None where the server has no step loop, and no such API."""
+    ports = {"--http-port": triton.http, "--grpc-port": triton.grpc, "--metrics-port": triton.metrics}
+    return {option: (host, port) for option, port in ports.items()} | ({"--openai-port": openai} if openai is not None else {})

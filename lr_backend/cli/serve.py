@@ -58,7 +58,7 @@ from lr_backend.serve.mps import Mps
 from lr_backend.serve.nodes import Nodes, group_of, private_key
 from lr_backend.serve.remotes import wait_for_roles
 from lr_backend.serve.restrictions import admin_key, is_loopback, tls_arguments
-from lr_backend.serve.server import ServerError, ServerOptions, TritonServer, useful_lines
+from lr_backend.serve.server import Ports, ServerError, ServerOptions, TritonServer, useful_lines
 from lr_backend.serve.startup_check import Level, Machine, Needs, check, check_files, probe, require_ready, shared_cards
 from lr_backend.serve.warmup import QUESTION, WarmupAnswer, curl_line, warm_engines, warm_loops
 
@@ -139,8 +139,11 @@ def serve(
             machine = _ready_machine(
                 console,
                 deployment,
-                host,
-                by_option(http_port, grpc_port, metrics_port),
+                by_option(
+                    host,
+                    Ports(http_port, grpc_port, metrics_port),
+                    (settings.host, settings.port) if deployment.runs_loop else None,
+                ),
                 tritonserver,
                 ended if start_mps else None,
             )
@@ -227,8 +230,7 @@ def _engine_key(deployment: DeploymentSpec, host: str) -> str:
 def _ready_machine(
     console: Console,
     deployment: DeploymentSpec,
-    host: str,
-    ports: Mapping[str, int],
+    addresses: Mapping[str, tuple[str, int]],
     tritonserver: Path | None,
     ended: ExitStack | None = None,
 ) -> Machine:
@@ -240,7 +242,7 @@ def _ready_machine(
     Raises:
         ConfigError: all that is missing. Of a deployment on GPUs the build that follows checks the files.
     """
-    needs = Needs.of(deployment, host, ports)
+    needs = Needs.of(deployment, addresses)
     machine = probe(tritonserver, needs)
     if ended is not None and machine.mps is Mps.STOPPED and machine.visible_gpus and shared_cards(needs.placements):
         ended.callback(mps.stop, os.environ)

@@ -182,5 +182,6 @@ def _bound(host: str, port: int) -> socket.socket:
             made.close()
             raise
     except OSError as error:
-        raise ConfigError(f"the front end cannot listen on {host}:{port}: {error.strerror}") from error
+        why = f"the front end cannot listen on {host}:{port}: {error.strerror}; give another by --openai-port"
+        raise ConfigError(why) from error
     return made

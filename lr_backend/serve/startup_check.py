@@ -59,24 +59,23 @@ class Needs:
 
     Attributes:
         placements: which engines have GPUs to themselves.
-        ports: where the server is to listen, by the option that says so; 0 takes a free one.
+        addresses: where the server is to listen, by the option that says the port; port 0 takes a free one.
         num_loops: processes of the step loop; 0 where it runs elsewhere.
         hardware: the cards that the spec is for; None: it names none.
     """
 
     placements: tuple[Placement, ...] = ()
     decoder: Use = Use.NONE
-    host: str = "127.0.0.1"
-    ports: Mapping[str, int] = field(default_factory=dict)
+    addresses: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     num_loops: int = 1
     hardware: HardwareSpec | None = None
 
     @classmethod
-    def of(cls, deployment: DeploymentSpec, host: str = "127.0.0.1", ports: Mapping[str, int] | None = None) -> Needs:
+    def of(cls, deployment: DeploymentSpec, addresses: Mapping[str, tuple[str, int]] | None = None) -> Needs:
         """What one deployment asks for."""
         num_loops = deployment.server.num_loops if deployment.runs_loop else 0
         hardware = deployment.hardware if isinstance(deployment, GpuDeployment) else None
-        return cls(deployment.placements, _decoder_use(deployment), host, ports or {}, num_loops, hardware)
+        return cls(deployment.placements, _decoder_use(deployment), addresses or {}, num_loops, hardware)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +195,7 @@ def probe(tritonserver: Path | None, needs: Needs, environment: Mapping[str, str
     """This machine. ``tritonserver``: the binary that was asked for. GPUs are looked for where they are needed."""
     binary, no_stub = _find_server(tritonserver)
     backend = (binary.resolve().parent.parent if binary else Path("/opt/tritonserver")) / "backends" / "tensorrtllm"
-    taken = {port: why for port in needs.ports.values() if port and (why := _why_not_listen(needs.host, port))}
+    taken = {port: why for host, port in needs.addresses.values() if port and (why := _why_not_listen(host, port))}
     return Machine(
         tritonserver=binary,
         no_stub=no_stub,
@@ -354,7 +353,7 @@ def _tritonserver(machine: Machine) -> Finding:
 
 def _ports(machine: Machine, needs: Needs) -> list[Finding]:
     findings = []
-    for option, port in needs.ports.items():
+    for option, (_, port) in needs.addresses.items():
         if why := machine.taken_ports.get(port):
             remedy = f"give another by {option}; 0 takes a free one"
             findings.append(Finding(f"port {port}", why, Level.MISSING, remedy))

@@ -299,16 +299,16 @@ def test_a_taken_port_is_named_with_the_option_that_says_another() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        needs = Needs(ports={"--http-port": port, "--grpc-port": 0})
+        needs = Needs(addresses={"--openai-port": ("127.0.0.1", port), "--grpc-port": ("127.0.0.1", 0)})
         findings = check(probe(None, needs), needs)
     (finding,) = [each for each in findings if each.what == f"port {port}"]
     assert finding.level is Level.MISSING
-    assert "already in use" in finding.found and "--http-port" in finding.remedy
+    assert "already in use" in finding.found and "--openai-port" in finding.remedy
     assert not [each for each in findings if each.what == "port 0"]
 
 
 def test_an_address_of_another_machine_cannot_be_listened_on() -> None:
-    needs = Needs(host="192.0.2.1", ports={"--http-port": 8000})
+    needs = Needs(addresses={"--http-port": ("192.0.2.1", 8000)})
     (finding,) = [each for each in missing(check(probe(None, needs), needs)) if each.what == "port 8000"]
     assert "192.0.2.1 cannot be listened on" in finding.found
 
