@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from math import nan
 from pathlib import Path
 from typing import Annotated
@@ -37,7 +38,13 @@ USES_TEXTS = Workload(
 
 def build(
     spec: SpecOption = "demo",
-    role: Annotated[Role | None, typer.Option(help="Build this engine alone; keep the rest of an earlier build.")] = None,
+    role: Annotated[
+        list[Role] | None,
+        typer.Option(
+            help="Build this engine alone; keep the rest of an earlier build. If the spec has a url for it, "
+            "it is built for a server of its own, and the option may be repeated, as for serve."
+        ),
+    ] = None,
     output: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Where to; by default engines/built/<name>.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check and plan only. Engines on GPUs: render the repository if --output is given.")
@@ -52,14 +59,13 @@ def build(
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     try:
         deployment = DeploymentSpec.load(spec)
-        if role is not None and deployment.engine(role).url:
-            deployment, role = deployment.only([role]), None  # its server has a repository of its own
+        deployment, alone = _part(deployment, role or [])
         _check_decoder(console, deployment, dry_run)
         if isinstance(deployment, GpuDeployment):
             report = build_gpu_deployment(
                 deployment,
                 output,
-                role=role,
+                role=alone,
                 dry_run=dry_run,
                 resume=resume,
                 command=command,
@@ -68,12 +74,23 @@ def build(
                 tools=Toolchain(examples=examples),
             )
         else:
-            report = build_repository(deployment, output, role=role, dry_run=dry_run, command=command)
+            report = build_repository(deployment, output, role=alone, dry_run=dry_run, command=command)
     except LookaheadError as error:
         fail(error)
     if dry_run and isinstance(deployment, GpuDeployment):
         _print_uses(console, deployment)
     _print_report(console, report)
+
+
+def _part(deployment: DeploymentSpec, roles: Sequence[Role]) -> tuple[DeploymentSpec, Role | None]:
+    """What is built, and of that the one engine, if it is not all.
+
+    Raises:
+        ConfigError: several roles, and one of them is the step loop's own server's.
+    """
+    if len(set(roles)) == 1 and not deployment.engine(roles[0]).url:
+        return deployment, roles[0]
+    return (deployment.only(roles), None) if roles else (deployment, None)  # a server of roles has a repository of its own
 
 
 def _check_decoder(console: Console, deployment: DeploymentSpec, dry_run: bool) -> None:

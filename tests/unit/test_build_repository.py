@@ -159,3 +159,16 @@ def test_the_command_says_what_it_did_and_fails_in_one_line(spec: DeploymentSpec
     assert failed.output.count("\n") == 1
     assert "target:" in failed.output
     assert "tokenizer.json is missing" in failed.output
+
+
+def test_a_server_of_several_roles_is_built_where_serve_looks_for_it(spec: DeploymentSpec) -> None:
+    text = spec.path.read_text()
+    for role in ("draft", "judge"):
+        text = text.replace(f"[{role}]\n", f'[{role}]\nurl = "grpc://there:8001"\n')
+    spec.path.write_text(text)
+    served = DeploymentSpec.load(spec.path).only([Role.JUDGE, Role.DRAFT]).built_dir
+    both = CliRunner().invoke(app, ["build", "--spec", str(spec.path), "--role", "draft", "--role", "judge"])
+    assert both.exit_code == 0, both.output
+    assert sorted(path.name for path in served.iterdir()) == ["draft", "judge", "manifest.json"]
+    mixed = CliRunner().invoke(app, ["build", "--spec", str(spec.path), "--role", "draft", "--role", "target"])
+    assert mixed.exit_code == 1 and "target has no url in the spec" in mixed.output
