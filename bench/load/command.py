@@ -24,7 +24,7 @@ from rich.table import Table
 
 from bench.kit.hardware import device_line, processor_line
 from bench.kit.measure import LEARNS_FROM
-from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
+from bench.kit.output import PAGES, console_of_any_width, keep_json, print_line
 from bench.kit.served import code_hash, served_hash
 from bench.kit.serving import LatenessSince, demo_spec, serving, short_texts
 from bench.load import inputs, summary
@@ -39,6 +39,8 @@ from lr_backend.errors import LookaheadError
 from lr_backend.serve.server import TritonServer
 
 DEPLOYMENT = "qwen3-32b-apart"
+PUBLISHED = PAGES / "load.json"
+"""Its figures."""
 CONCURRENCY = (1, 4, 8, 16)
 RATE_SHARES = (0.5, 1.0)
 TOOLS = Path("out/tools")
@@ -216,9 +218,15 @@ def main(
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Throw away what was measured before.")] = False,
     folder: Annotated[Path, typer.Option(help="Where everything that was measured is kept.")] = Path("out/load"),
-    output: Annotated[Path, typer.Option(help="Where the figures go; the plot beside it.")] = PAGES / "load.json",
+    output: Annotated[
+        Path,
+        typer.Option(
+            help="Where the figures go, those of other runs stay, and the plot beside it. With --url or another --spec it is "
+            "load.json in the folder of what was measured, unless another is given."
+        ),
+    ] = PUBLISHED,
 ) -> None:
-    """Print a table and one JSON line; plot and figures beside the page, raw files in a folder."""
+    """Print a table and one JSON line; raw files, figures and a plot go to a folder."""
     errors = Console(stderr=True)
     session = Session(Results(folder, slow_motion), Limits(first_step_limit_s, latency_limit_s), console_of_any_width())
     settings: dict[str, object] = {}
@@ -267,7 +275,9 @@ def main(
         stopped = str(error)
     except KeyboardInterrupt:
         stopped = "interrupted"
-    _end(session, settings, stopped, output, errors)
+    run = f"{url or spec}, {', '.join(map(str, concurrency or CONCURRENCY))} in flight, slow motion {slow_motion:g}"
+    output = folder / PUBLISHED.name if output == PUBLISHED and (url or spec != DEPLOYMENT) else output
+    _end(session, settings, stopped, (output, ", ".join([run, *(mode or ())])), errors)
 
 
 def _starting(stack: ExitStack, served: DeploymentSpec, folder: Path, console: Console) -> TritonServer:
@@ -275,15 +285,15 @@ def _starting(stack: ExitStack, served: DeploymentSpec, folder: Path, console: C
         return stack.enter_context(serving(served, folder / "repository"))
 
 
-def _end(session: Session, settings: dict[str, object], stopped: str | None, output: Path, errors: Console) -> None:
-    """Write what was measured, and say what is missing: the exit status is 1 if anything is."""
+def _end(session: Session, settings: dict[str, object], stopped: str | None, kept_as: tuple[Path, str], errors: Console) -> None:
+    """Write what was measured, and say what is missing: the exit status is 1 if anything is. ``kept_as``: file and run."""
     try:
         found = session.results.figures(session.points, session.limits)
     except LoadError as error:
         errors.print(f"error: {error}; delete its folder to measure it again", style="red", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
     if found:
-        _write(session, found, settings, output)
+        _write(session, found, settings, *kept_as)
     for point, reason in session.failed.items():
         errors.print(f"failed: {point.name}: {reason}", style="red", highlight=False, markup=False, soft_wrap=True)
     if stopped is not None:
@@ -293,10 +303,10 @@ def _end(session: Session, settings: dict[str, object], stopped: str | None, out
         raise typer.Exit(1)
 
 
-def _write(session: Session, found: summary.Found, settings: dict[str, object], output: Path) -> None:
+def _write(session: Session, found: summary.Found, settings: dict[str, object], output: Path, run: str) -> None:
     """Table, plot, JSON and Markdown of what was measured; ends with the JSON line."""
     whole = summary.document(found, settings, session.limits, session.failed)
-    write_json(output, whole)
+    keep_json(output, run, whole)
     (session.results.folder / "load.md").write_text(summary.markdown(found), encoding="utf-8")
     plot = output.with_suffix(".png")
     draw(found, session.limits, f"{settings['server']}, {settings['device']}", plot)

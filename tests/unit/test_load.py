@@ -543,10 +543,15 @@ def test_a_server_that_refuses_a_mode_is_asked_in_the_others(
     result = CliRunner().invoke(app, [*given, "--mode", "lr_sd", "--mode", "sd"])
     assert result.exit_code == 0, result.output
     assert {mode for mode, _, _ in client.asked} == {"sd", "lr_sd"}
-    points = json.loads(output.read_text())["points"]
+    points = json.loads(output.read_text())["here, 1 in flight, slow motion 1, lr_sd, sd"]["points"]
     assert {point["mode"] for point in points} == {"sd", "lr_sd"}
     assert {point["rate"] for point in points} > {None}, "rates from what sd can answer"
     assert output.with_suffix(".png").is_file()
+
+    published = command.PUBLISHED.read_bytes()
+    again = CliRunner().invoke(app, [*given[:-2], "--mode", "sd"])
+    assert again.exit_code == 0 and (folder / "load.json").is_file(), again.output
+    assert command.PUBLISHED.read_bytes() == published, "of a server of one's own"
 
 
 def test_all_series_are_asked_where_no_mode_is_named() -> None:
