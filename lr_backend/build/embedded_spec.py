@@ -36,8 +36,10 @@ class EmbeddedEngineSpec(EmbeddedSettings, EngineSpec):  # type: ignore[misc]  #
 
     @model_validator(mode="after")
     def _holds_one_sequence(self) -> Self:
-        if self.max_tokens_in_paged_kv_cache < self.max_seq_len:
-            raise ValueError(f"max_tokens_in_paged_kv_cache must hold one sequence of max_seq_len = {self.max_seq_len}")
+        in_blocks = self.max_tokens_in_paged_kv_cache // self.tokens_per_block * self.tokens_per_block
+        if in_blocks < self.max_seq_len:
+            rule = f"one sequence of max_seq_len = {self.max_seq_len}, and is {in_blocks} in whole blocks"
+            raise ValueError(f"max_tokens_in_paged_kv_cache must hold {rule}")
         return self
 
     @property

@@ -363,7 +363,8 @@ def _require_memory(scenario: Scenario) -> None:
     """Raises: ConfigError: not even one answer fits the KV memory of target or draft."""
     longest = scenario.workload.prompt_tokens + scenario.workload.max_tokens
     for role in (Role.TARGET, Role.DRAFT):
-        kept = scenario.machine.places[role].kv_tokens
+        place = scenario.machine.places[role]
+        kept = place.kv_tokens // place.tokens_per_block * place.tokens_per_block
         if longest > kept:
             raise ConfigError(f"a question and its answer may have {longest} tokens, and the {role} has memory for {kept}")
 

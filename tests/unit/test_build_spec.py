@@ -75,6 +75,7 @@ def test_a_spec_outside_of_engines_is_its_own_root(tmp_path: Path) -> None:
         ("[server]", "[serve]", "serve"),
         ("max_num_tokens = 256", "max_num_tokens = 23", "at least max_batch_size"),
         ("max_tokens_in_paged_kv_cache = 8192", "max_tokens_in_paged_kv_cache = 2047", "must hold one sequence"),
+        ("max_tokens_in_paged_kv_cache = 8192", "max_tokens_in_paged_kv_cache = 2049\ntokens_per_block = 33", "2046 in whole"),
         ("num_threads = 1", "num_threads = 1\nkv_cache_free_mem_fraction = 1.5", "target.kv_cache_free_mem_fraction"),
         ("max_seq_len = 2048", "max_seq_len = 1279", "target.max_seq_len must hold"),
         ("max_tokens = 256", "max_tokenz = 256", "lookahead.limits.max_tokenz"),
