@@ -48,6 +48,14 @@ class Watched:
         await self._engine.close()
 
 
+def with_room(config: EngineConfig) -> EngineConfig:
+    """The same with a queue that holds a batch twice, however short the spec's is: calls of the loop wait before it.
+
+    One half is for them. The other is for those that were cancelled, which leave the queue between two iterations.
+    """
+    return config.model_copy(update={"max_queue_size": max(config.max_queue_size, 2 * config.max_batch_size)})
+
+
 class OwnEngines:
     """Loads and starts the engines; :meth:`close` ends them.
 
@@ -70,13 +78,12 @@ class OwnEngines:
 
     @staticmethod
     def _open(role: Role, parameters: Mapping[str, str], family: Any, watch: Watch, opened: ExitStack) -> Engine:
-        config = EngineConfig.from_parameters(parameters)
+        config = with_room(EngineConfig.from_parameters(parameters))
         engine = EmbeddedEngine(config)
         opened.callback(engine.close)
         metrics = engine_metrics(family, f"lookahead/{role.value}", engine.stats)
         opened.callback(metrics.close)
-        # The other half of the queue is for calls that were cancelled, which leave it between two iterations.
-        return Watched(InProcessEngine(engine), metrics, watch, max(config.max_batch_size, config.max_queue_size // 2))
+        return Watched(InProcessEngine(engine), metrics, watch, config.max_queue_size // 2)
 
     def close(self) -> None:
         """Fail what is in flight, and wait for the threads."""

@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 
 from lr_backend.contract import encode_stop_words
+from lr_backend.embedded.engine import EmbeddedEngine
 from lr_backend.engine import Engine, EngineCall
 from lr_backend.engine.inprocess import InProcessEngine
 from lr_backend.errors import EngineRejected, EngineUnavailable
-from tests.support.embedded_engines import Gate, prompt, tiny_checkpoint, tiny_engine
+from lr_backend.notice import Seats
+from lr_backend.triton.own_engines import Watched, with_room
+from tests.support.embedded_engines import Gate, engine_config, prompt, tiny_checkpoint, tiny_engine
 
 Body = Callable[[InProcessEngine], Awaitable[None]]
 
@@ -103,3 +106,29 @@ def test_closing_fails_what_is_in_flight(checkpoint: Path) -> None:
             await engine.generate(call("b"))
 
     run(checkpoint, body)
+
+
+def test_calls_of_the_loop_wait_before_the_queue_of_an_engine_in_its_process(checkpoint: Path) -> None:
+    """However short the queue of the spec is, and though others were cancelled and have not left it."""
+    config = with_room(engine_config(checkpoint, max_batch_size=4, max_queue_size=1))
+    assert with_room(engine_config(checkpoint, max_queue_size=256)).max_queue_size == 256
+
+    class Sheet:
+        def touch(self) -> None: ...
+
+    async def main() -> None:
+        inner = EmbeddedEngine(config)
+        engine = Watched(InProcessEngine(inner), Sheet(), Seats.alone().seat(0), config.max_queue_size // 2)  # type: ignore[arg-type]
+        gate = Gate(inner)
+        lost = [asyncio.create_task(engine.generate(call(f"lost-{number}"))) for number in range(4)]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        for each in lost:
+            each.cancel()
+        calls = [asyncio.create_task(engine.generate(call(str(number)))) for number in range(12)]
+        await asyncio.sleep(0.05)
+        gate.open()
+        assert {len(answer.token_ids) for answer in await asyncio.gather(*calls)} == {8}
+        await engine.close()
+
+    asyncio.run(main())
