@@ -209,10 +209,11 @@ class EmbeddedEngine:
             self._inbox.wait(lambda: prefill.done)
 
     def _compute(self, chunks: list[Chunk]) -> None:
-        """One iteration, or several in one call where all only decode and nobody waits."""
+        """One iteration, or several in one call where all only decode and nobody waits for what one of them computes."""
         # Sequences whose engine drafts report their tokens pass by pass.
         drafting = self._max_passes and any(chunk.sequence.request.num_draft_tokens for chunk in chunks)
-        ahead = self._runner.run_ahead(chunks, 1 if drafting else self._max_passes)
+        joins = self._scheduler.waiting and any(chunk.count > 1 for chunk in chunks)  # once this prompt is computed
+        ahead = self._runner.run_ahead(chunks, 1 if drafting or joins else self._max_passes)
         if ahead is None:
             self._counters.num_iterations += 1
             self._complete(chunks, lambda: self._runner.run(chunks))

@@ -233,6 +233,16 @@ def test_requests_that_arrive_together_share_what_one_of_them_computes(make_engi
         assert answer.token_ids == greedy(alone, (*prompt(80), token), 4)
 
 
+def test_who_waits_for_a_prefix_joins_as_soon_as_it_is_computed(make_engine: MakeEngine) -> None:
+    """And not when the other has filled its block."""
+    engine = make_engine(max_num_tokens=256, tokens_per_block=32)
+    gate = Gate(engine)
+    pending = [start(engine, request((*prompt(40), token), 20)) for token in range(2)]
+    gate.open()
+    assert [one.result().num_reused_tokens for one in pending] == [0, 40]
+    assert engine.stats().mean_batch_size > 1.8
+
+
 def test_a_decoding_sequence_is_reused_before_it_ends(engine: EmbeddedEngine) -> None:
     long = start(engine, request(prompt(20), 200))
     while engine.stats().num_tokens_decoded < 2:
