@@ -266,17 +266,15 @@ class _Reader:
         return ids[:length]
 
     def sampling(self) -> Sampling:
-        """Upstream's defaults: nothing given is greedy; top_k 0 and top_p <= 0 are off."""
-        names = ("temperature", "runtime_top_k", "runtime_top_p")
-        if not any(name in self._tensors for name in names):
-            return Sampling()
-        top_p = self.real("runtime_top_p", 1.0)
+        """Upstream's defaults: top_k 0 and top_p <= 0 are off, and where both are, whatever the temperature, it is greedy."""
+        top_p = self.real("runtime_top_p", 0.0)
         sampling = Sampling(
             temperature=self.real("temperature", 1.0),
             top_k=self.integer("runtime_top_k", default=0),
             top_p=1.0 if top_p <= 0.0 else top_p,
         )
-        return _checked_sampling(sampling)
+        checked = _checked_sampling(sampling)
+        return Sampling() if checked.top_k == 0 and top_p <= 0.0 else checked
 
     def end_id(self) -> int | None:
         end_id = self.integer("end_id", default=-1, least=-1)

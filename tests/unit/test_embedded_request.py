@@ -85,11 +85,13 @@ def test_input_lengths_cut_padding_off() -> None:
     [
         ({}, GREEDY),
         ({"runtime_top_k": 1}, Sampling(1.0, 1)),
-        ({"runtime_top_k": 0}, Sampling(1.0)),
-        ({"temperature": 0.5}, Sampling(0.5)),
+        ({"runtime_top_k": 0}, GREEDY),
+        ({"temperature": 0.5}, GREEDY),
+        ({"temperature": 0.5, "runtime_top_k": 3}, Sampling(0.5, 3)),
+        ({"temperature": 0.5, "runtime_top_p": 1.0}, Sampling(0.5)),
         ({"runtime_top_p": 0.5}, Sampling(1.0, 0, 0.5)),
-        ({"runtime_top_p": 0.0}, Sampling(1.0)),
-        ({"runtime_top_p": -1.0, "temperature": 2.0}, Sampling(2.0)),
+        ({"runtime_top_p": 0.0}, GREEDY),
+        ({"runtime_top_p": -1.0, "temperature": 2.0}, GREEDY),
         ({"temperature": 0.0, "runtime_top_p": 0.5}, Sampling(0.0, 0, 0.5)),
     ],
 )
