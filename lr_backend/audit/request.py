@@ -58,6 +58,10 @@ class RequestAudit:
         """The budget is spent."""
         return self.decides != self._name
 
+    def wants_pair(self, place: int) -> bool:
+        """What the verifier says of a step drafted here would be evidence that a spent budget can be won back by."""
+        return self.takes_only_equal and self._is_drawn(place)
+
     def allowed(self, verifier: Verifier) -> Verifier:
         """``verifier``, or while the budget is spent the exact one."""
         if not self.takes_only_equal:
@@ -77,7 +81,7 @@ class RequestAudit:
             return
         if verdict.reason is Reason.RISK_BUDGET:
             self._note_spent()
-        if audit_draw(self._seed, place) >= self._share:
+        if not self._is_drawn(place):
             return
         if verdict.accepted and verdict.reason not in SAME:
             self._num_taken += self._desk.offer(AuditCase(pair_of(), self._name, done=self._done))
@@ -99,6 +103,10 @@ class RequestAudit:
             "false_accept_rate_high": estimate.high if known else None,
             "risk_budget_spent": self._was_spent,
         }
+
+    def _is_drawn(self, place: int) -> bool:
+        """The step after so many tokens is one of those that are audited."""
+        return audit_draw(self._seed, place) < self._share
 
     def _note_spent(self) -> None:
         assert self._desk is not None

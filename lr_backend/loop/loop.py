@@ -280,7 +280,8 @@ class LookaheadLoop:
     @property
     def _depth(self) -> int:
         """How far to look ahead from here; 0: the target alone. A failed draft is never asked again."""
-        return 0 if self.ledger.draft_failed else self.policy.depth
+        audited = min(self.policy.max_depth, self.audit.wants_pair(len(self.answer.prefix)))
+        return 0 if self.ledger.draft_failed else max(self.policy.depth, audited)
 
     @property
     def _num_alone(self) -> int:

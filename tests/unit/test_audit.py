@@ -26,7 +26,8 @@ from lr_backend.clock import running_clock
 from lr_backend.config import AuditSettings
 from lr_backend.errors import EngineUnavailable, InvalidRequest
 from lr_backend.policy.acceptance import Acceptance
-from lr_backend.policy.policy import Learned
+from lr_backend.policy.policy import Learned, Measured
+from lr_backend.policy.trial import Way
 from lr_backend.request import FinishReason, LookaheadRequest, Origin, StepRecord, VerifierName
 from lr_backend.steps.step import Step, StepEnd
 from lr_backend.testing import ScriptedEngine, run_virtual
@@ -792,6 +793,25 @@ def test_while_it_is_spent_only_a_share_is_tried_and_only_what_the_verifier_woul
     assert num_tried == pytest.approx(TRICKLE * num_rejected, rel=0.5)
     assert len(world.judge.calls) == num_tried
     assert len(auditor.asked) == book.num_false_accepts
+
+
+def test_where_looking_ahead_does_not_pay_a_spent_budget_is_won_back_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else nothing is drafted any more, and nobody sees that the verifier is well again."""
+    monkeypatch.setattr(Measured, "_chosen", property(lambda self: Way(False, self._ways[-1].draft_tokens)))
+    desk = evidence(desk_of(ScriptedAuditor(), memory=40), num_right=0, num_false=40)
+
+    async def ask_until_won_back() -> int:
+        for seed in range(100):
+            if not desk.estimate(JUDGE).exceeds(0.4):
+                return seed
+            world = make_world(seed)
+            world.audits = desk
+            outcome = await world.answer(mode="auto", risk_budget=0.4, seed=seed, request_id=f"{seed}")
+            await desk.drain()
+            assert outcome.completion_ids == (await world.fresh().answer(mode="ar", stream=False)).completion_ids
+        raise AssertionError("it stays spent")
+
+    assert run_virtual(ask_until_won_back()) > 1
 
 
 @dataclass(frozen=True)
