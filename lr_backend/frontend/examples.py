@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 
 KEY_VARIABLE = "LOOKAHEAD_API_KEY"
 
@@ -16,7 +17,7 @@ def curl_line(url: str, model: str, question: str, *, keyed: bool) -> str:
 
 
 def python_line(url: str, model: str, question: str, *, keyed: bool, timeout_s: float) -> str:
-    """By OpenAI's client for Python, which else waits for 600 seconds, and asks again."""
+    """By OpenAI's client for Python, which else waits for 600 seconds, and asks again. ``python`` may be no command."""
     key = f'os.environ["{KEY_VARIABLE}"]' if keyed else '"none"'
     code = (
         f"{'import os; ' if keyed else ''}from openai import OpenAI; "
@@ -24,4 +25,4 @@ def python_line(url: str, model: str, question: str, *, keyed: bool, timeout_s: 
         f'asked = [dict(role="user", content={json.dumps(question)})]; '
         f"print(client.chat.completions.create(model={json.dumps(model)}, messages=asked).choices[0].message.content)"
     )
-    return f"python -c {shlex.quote(code)}"
+    return f"{shlex.quote(sys.executable)} -c {shlex.quote(code)}"

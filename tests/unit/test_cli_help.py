@@ -7,6 +7,7 @@ import io
 import os
 import re
 import shlex
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,7 +95,8 @@ def test_the_line_for_openais_client_waits_as_long_as_an_answer_may_take() -> No
     deployment: Any = SimpleNamespace(name="demo", runs_loop=True, remotes={}, loop_config=lambda: config)
     front: Any = SimpleNamespace(url="http://h:4/v1", settings=SimpleNamespace(keys_file=None))
     serve._say_served(Console(file=written, width=60), server, deployment, WarmupAnswer("", "stop", {}), front)
-    (line,) = (shlex.split(line) for line in written.getvalue().splitlines() if line.startswith("python -c"))
+    python = f"{shlex.quote(sys.executable)} -c"
+    (line,) = (shlex.split(line) for line in written.getvalue().splitlines() if line.startswith(python))
     (made,) = (call for call in ast.walk(ast.parse(line[2])) if isinstance(call, ast.Call) and ast.unparse(call.func) == "OpenAI")
     assert {word.arg: ast.literal_eval(word.value) for word in made.keywords}["timeout"] > 900 + 2 * GRACE_S
 
