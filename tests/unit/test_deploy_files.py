@@ -467,7 +467,7 @@ def test_the_page_names_files_that_exist(name: str) -> None:
 
 def test_the_page_runs_containers_as_the_compose_file_does() -> None:
     gpu = SERVICES["gpu"]
-    by_hand = PAGE[PAGE.index("docker run --detach") :].partition("\n\n")[0]
+    by_hand = PAGE[PAGE.index("    common=(") :].partition("\n\n")[0]
     assert f"--shm-size {gpu['shm_size'].removesuffix('b')}" in by_hand and f"--tmpfs {gpu['tmpfs'][0]}" in by_hand
     assert f"--stop-timeout {gpu['stop_grace_period'].removesuffix('s')}" in by_hand
     for limit, value in (("memlock", -1), ("stack", 67108864)):
