@@ -26,6 +26,7 @@ from lr_backend.frontend.settings import Settings
 from lr_backend.serve.warmup import QUESTION
 from lr_backend.triton.request_metrics import ENDS, end_of
 from lr_backend.verify import Reason
+from tests.support.fake_lookahead import FakeServer, Reply
 from tools.docs_site import pages
 
 PROJECT = Path(__file__).parents[2]
@@ -84,6 +85,14 @@ def test_a_printed_question_is_the_one_that_is_answered_right(page: Path) -> Non
 def test_the_pages_print_it() -> None:
     printed = {str(path.relative_to(PROJECT)) for path in PAGES if QUESTION in path.read_text(encoding="utf-8")}
     assert {"README.md", "client/README.md"} <= printed
+
+
+def test_the_lines_for_tritonclient_read_a_whole_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = re.findall(r"^```python\n(from queue .*?)^```", API.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    script = [Reply(text="one, "), Reply(text="two"), Reply(text="", finish="stop", usage={"completion_tokens": 2})]
+    with FakeServer({QUESTION: script}) as server:
+        exec(compile(code.replace("localhost:8001", server.url), "api.md", "exec"), {})
+    assert capsys.readouterr().out == 'one, two{"completion_tokens": 2}\n'
 
 
 @pytest.mark.skipif(not shutil.which("git"), reason="needs git")
