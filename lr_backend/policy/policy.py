@@ -88,7 +88,8 @@ class Learned:
 
         Args:
             of: the proposer, the verifier and the ways that the request has.
-            turn: in which the steps were begun. Those that outlast it say nothing: meanwhile others took another way.
+            turn: in which the steps were begun. Those that outlast it say nothing: meanwhile others took another way, or were
+                more or fewer.
         """
         if turn == self.trial(*of).turn:
             predicted = [predict(each) for each in of[-1]]
@@ -117,15 +118,17 @@ class Learned:
             case "committed", (load, proposer, verifier, ways, most_first, way, predicted, fresh, *about):
                 others = (proposer, verifier, _ways(ways))
                 predict = dict(zip(others[-1], predicted, strict=True)).__getitem__
-                # A process that has come late may have missed its beginning.
-                self._begin_trial(load, others, most_first=most_first)
+                # A process that has come late may have missed its beginning. It takes the others' way: it heeds no other's steps.
+                self._begin_trial(load, others, most_first=most_first, way=Way(*way))
                 self._trials[load, *others].committed(Way(*way), *about, predict=predict, fresh=fresh)
             case "decided", (verifier, accepted, log_prob):
                 self.acceptance[verifier].decided(accepted, log_prob)
             case _:
                 self.prices.learn(kind, *values)
 
-    def _begin_trial(self, load: int, others: tuple[str, str, tuple[Way, ...]], *, most_first: bool) -> None:
+    def _begin_trial(
+        self, load: int, others: tuple[str, str, tuple[Way, ...]], *, most_first: bool, way: Way | None = None
+    ) -> None:
         if (load, *others) in self._trials:
             return
         known = {key[0]: trial for key, trial in self._trials.items() if key[1:] == others and trial.num_spans}
@@ -133,7 +136,9 @@ class Learned:
         proposer, _, ways = others
         first = ways if most_first else ways[::-1]
         by_calls = proposer != ProposerName.ENGINE
-        self._trials[load, *others] = Trial(first, like, drafts_by_calls=by_calls, shares_cards=self._shares_cards)
+        trial = Trial(first, like, load=load, drafts_by_calls=by_calls, shares_cards=self._shares_cards)
+        trial.way = way or trial.way
+        self._trials[load, *others] = trial
 
     def learn_draft_length(
         self,
@@ -340,7 +345,7 @@ class Measured(RequestPolicy):
     @property
     def _turn_now(self) -> Turn:
         """What is done: the chosen way, but for steps that are taken for their price."""
-        return Turn(Way(self._chosen.ahead, self.uses_draft_tokens), self._trial.turn.num)
+        return self._trial.turn._replace(way=Way(self._chosen.ahead, self.uses_draft_tokens))
 
     @property
     def _share_sooner(self) -> float:

@@ -52,14 +52,16 @@ class Way(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """From one change of the way to the next.
+    """From one change of the way to the next, at one load.
 
     Attributes:
         num: changes before it.
+        load: as :class:`~lr_backend.policy.policy.Learned` counts it.
     """
 
     way: Way
     num: int
+    load: int
 
 
 Predict = Callable[[Way], float]
@@ -80,9 +82,15 @@ class Trial:
     """
 
     def __init__(
-        self, ways: Sequence[Way], like: Trial | None = None, *, drafts_by_calls: bool = True, shares_cards: bool = False
+        self,
+        ways: Sequence[Way],
+        like: Trial | None = None,
+        *,
+        load: int = 0,
+        drafts_by_calls: bool = True,
+        shares_cards: bool = False,
     ) -> None:
-        self._ways = tuple(ways)
+        self._ways, self._load = tuple(ways), load
         self._drafts_by_calls, self._shares_cards = drafts_by_calls, shares_cards
         self._like = like
         self._taken, self._off = ({way: Average(memory=MEMORY) for way in ways} for _ in range(2))
@@ -105,7 +113,7 @@ class Trial:
     @property
     def turn(self) -> Turn:
         """The way to take now, and since which change."""
-        return Turn(self.way, self._num_turns)
+        return Turn(self.way, self._num_turns, self._load)
 
     @property
     def num_spans(self) -> int:

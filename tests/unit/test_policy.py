@@ -418,7 +418,7 @@ def test_steps_that_were_begun_before_another_way_was_tried_count_for_none() -> 
     spans(trial, dict.fromkeys(of[-1], 1.0), 1, lambda way: 1.0 + (way == begun.way))  # the other way is tried
     tried = trial.turn
     spans(trial, dict.fromkeys(of[-1], 9.0), 1, lambda way: 1.0 + (way == tried.way))  # and left again
-    assert (tried.way, trial.turn) == (Way(False, False), Turn(begun.way, 2))
+    assert (tried.way, trial.turn) == (Way(False, False), Turn(begun.way, 2, load=0))
 
     for turn, num_spans in ((begun, 2), (trial.turn, 3)):
         shared.committed(of, turn, 90.0, 240, 2 * SPAN_STEPS, policy._predicted, fresh=True)
@@ -645,6 +645,29 @@ def test_a_process_that_has_missed_how_a_trial_began_goes_on_with_it(tmp_path: P
         policy.committed(10)
     late.catch_up()
     assert set(late._trials) == set(first._trials) and late._trials
+
+
+def test_a_process_that_has_missed_how_a_trial_began_takes_the_others_way() -> None:
+    """It would heed no step of theirs else, nor they of its own."""
+    late, about = Learned(Clock()), (90.0, 240, SPAN_STEPS, 64)
+    late._learn("committed", 6, "draft_model", JUDGE, WAYS, True, (False, False), [1.0] * len(WAYS), True, *about)
+    trial = late._trials[6, "draft_model", JUDGE, WAYS]
+    assert (trial.way, trial._num_steps) == (Way(False, False), SPAN_STEPS)
+
+
+def test_steps_that_were_begun_at_another_load_count_for_none() -> None:
+    """A call of the target alone that outlasts a burst was slow by the others' doing."""
+    shared = Learned(Clock())
+    policy = Measured(request(), shared, 0, JUDGE, can_draft=False)
+    of = (policy.request.proposer, JUDGE, (Way(False, False),))
+    with ExitStack() as burst:
+        for _ in range(8):
+            burst.enter_context(shared.prices.request())
+        begun = shared.trial(*of).turn
+    trial = shared.trial(*of)
+    for turn, num_spans in ((begun, 0), (trial.turn, 1)):
+        shared.committed(of, turn, 90.0, 240, 2 * SPAN_STEPS, policy._predicted, fresh=True)
+        assert trial.num_spans == num_spans
 
 
 def test_a_row_is_weighed_and_a_way_tried_by_the_requests_of_all_processes(tmp_path: Path) -> None:
