@@ -13,15 +13,17 @@ from lr_backend.verify.verdict import Reason, StepPair, Verdict, Verifier
 
 Stage = Callable[[StepPair], Verdict | None]
 """One look at a pair: its verdict, or None where it is undecided."""
+_UNREADABLE = "\ufffd"
+"""What a tokenizer writes for bytes that are no character, as where a step was cut inside one."""
 
 
 def same_text(pair: StepPair) -> Verdict | None:
     """Accepts the same words with other white space: tokens can cut one text in several ways. Rejects them where a line is
-    indented in another way: that is another program."""
+    indented in another way, which is another program, and where a part cannot be read, whose bytes may be any."""
     target, drafted = _lines(pair.target_text), _lines(pair.drafted_text)
     if [words for _, words in target] != [words for _, words in drafted]:
         return None
-    accepted = target == drafted
+    accepted = target == drafted and _UNREADABLE not in pair.target_text
     return Verdict(accepted, Reason.SAME_TEXT if accepted else Reason.DIFFERENT, verifier="same_text")
 
 
