@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from statistics import fmean
 from typing import Any
 
 from lr_client import StepRecord, Usage
@@ -430,21 +431,19 @@ def _rights(group: Iterable[_Answer]) -> dict[str, Cluster]:
 
 
 def _seconds(group: Iterable[_Answer]) -> dict[str, Cluster]:
-    """Seconds and answers by problem."""
-    found: dict[str, Cluster] = {}
+    """Seconds of an answer by problem. A problem counts once, however many answers to it there are."""
+    found: dict[str, list[float]] = defaultdict(list)
     for one in group:
-        before = found.get(one.record.task, Cluster(0.0, 0.0))
-        found[one.record.task] = Cluster(before.total + one.record.latency_s, before.weight + 1.0)
-    return found
+        found[one.record.task].append(one.record.latency_s)
+    return {task: Cluster(fmean(seconds), 1.0) for task, seconds in found.items()}
 
 
 def _rates(group: Iterable[_Answer]) -> dict[str, Cluster]:
-    """Tokens and seconds by problem, of answers that have ended: how much the others had written, nobody has said."""
-    found: dict[str, Cluster] = {}
+    """Tokens and seconds of an answer by problem, of those that have ended: how much the others had written, nobody has said."""
+    found: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for one in filter(_ended, group):
-        before = found.get(one.record.task, Cluster(0.0, 0.0))
-        found[one.record.task] = Cluster(before.total + one.use.completion_tokens, before.weight + one.record.latency_s)
-    return found
+        found[one.record.task].append((one.use.completion_tokens, one.record.latency_s))
+    return {task: Cluster(*map(fmean, zip(*answers, strict=True))) for task, answers in found.items()}
 
 
 def _ended(one: _Answer) -> bool:

@@ -138,6 +138,19 @@ def test_a_summary_has_the_figures_that_can_be_worked_out_by_hand() -> None:
     assert (found.baseline, found.num_problems, found.cost_ratio) == ("ar", 10, 0.25)
 
 
+def test_speeds_weigh_a_problem_once_however_many_answers_it_has() -> None:
+    one = run("ar", "lr", num_problems=3)  # the last one takes thrice as long as the first, and ``lr`` half of ``ar`` everywhere
+    answers = tuple(answer.model_copy(update={"sample": sample}) for answer in one.answers for sample in range(3))
+    kept = tuple(answer for answer in answers if (answer.turn, answer.task) != ("lr", "2") or answer.sample == 0)
+    (found,) = summarise([replace(one, answers=kept)])
+
+    lr = row(found, "lr")
+    assert (lr.num_answers, row(found, "ar").num_answers) == (7, 9)
+    for speedup in (lr.speedup, lr.token_speedup):
+        assert (speedup.value, speedup.low, speedup.high) == pytest.approx((2.0, 2.0, 2.0))
+    assert lr.tokens_per_s.value == pytest.approx(300 / 6.0)
+
+
 def test_a_step_and_token_ceiling_is_that_of_a_target_as_fast_as_the_best_sd() -> None:
     SECONDS["lr_sd"], ALPHA["lr_sd"] = 1.0, (3, 1)
     (found,) = summarise([run("ar", "sd", "lr", "lr_sd")])
