@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from lr_backend.clock import Clock
 from lr_backend.engine import Engine, EngineCall, Generation, Role
 from lr_backend.errors import EngineError, EngineTimeout
-from lr_backend.loop.tree import Decision, Node
+from lr_backend.loop.tree import Decision, Node, forget_prefixes
 from lr_backend.policy.prices import LONG_PROMPT
 from lr_backend.request import Mode, StepRecord, Usage, rate
 from lr_backend.steps.tokens import num_equal
@@ -192,6 +192,9 @@ class Ledger:
         self.num_engine_passes += len(generation.token_ids) - generation.num_accepted_tokens
 
     def step_committed(self, num_tokens: int, *, num_reasoning: int) -> None:
+        """Count a step. Nobody asks any more for the text before what its move has discarded."""
+        if (move := self.moves.get(self.num_steps)) is not None:
+            forget_prefixes(move.discarded)
         self.num_steps += 1
         self.committed_tokens += num_tokens
         self.reasoning_tokens += num_reasoning

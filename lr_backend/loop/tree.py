@@ -17,7 +17,7 @@ are rejected, the own branch becomes the root, and the corrected path is under w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -27,6 +27,8 @@ from lr_backend.contract import IntArray
 from lr_backend.request import Origin
 from lr_backend.steps.step import Step
 from lr_backend.verify.verdict import FAILED, Reason, Verdict, settle
+
+_NO_TOKENS = np.zeros(0, dtype=np.int32)
 
 
 class Drafting(StrEnum):
@@ -42,7 +44,7 @@ class Node:
     """One prefix. Compared by identity.
 
     Attributes:
-        prefix: token ids up to here, shape [N]. Of a child being drafted: its parent's.
+        prefix: token ids up to here, shape [N]. Of a child being drafted: its parent's. Empty behind the window.
         sibling: place among the children of its parent; lower ones win.
         drafted: the drafted step that led here; None for a prefix that ends with the target's own words.
         chance: that the drafted step will be accepted, as far as is known.
@@ -287,6 +289,7 @@ class Tree:
             if is_decided and node.own is not None:
                 lost += node.own.subtree()
                 node.own = None
+        forget_prefixes(lost)
         return lost
 
     @staticmethod
@@ -403,3 +406,9 @@ class Tree:
 def append(prefix: IntArray, step: Step) -> IntArray:
     """The prefix that a step leads to."""
     return np.concatenate([prefix, np.asarray(step.ids, dtype=np.int32)])
+
+
+def forget_prefixes(nodes: Iterable[Node]) -> None:
+    """Give back the tokens of nodes that have left the window: a trace keeps them, and each has a copy of the whole text."""
+    for node in nodes:
+        node.prefix = _NO_TOKENS

@@ -240,6 +240,22 @@ def test_at_most_max_depth_target_steps_run_and_drafting_runs_one_past_them(max_
     assert len(first_round) == max_depth
 
 
+@pytest.mark.parametrize("pattern", [0, 0b01100101, 2**DEPTH - 1])
+def test_a_trace_keeps_no_copies_of_the_text_before_each_node(pattern: int) -> None:
+    def alike(first: str, second: str) -> bool:
+        return bool(pattern >> (len(second.strip()) - 1) & 1)
+
+    world = World.of(_writer(TARGET_WORD), _writer(DRAFT_WORD), alike)
+    world.target.delay, world.draft.delay, world.judge.delay = (lambda call, _, s=s: s for s in (1.0, 0.1, 1.0))
+
+    ledger = run_virtual(world.answer(mode="lr", width=2, max_depth=3, temperature=0.6, trace=True)).ledger
+
+    kept = {span.job.node for span in ledger.spans if span.job is not None}
+    kept |= {node for move in ledger.moves.values() for node in (*move.position.subtree(), *move.discarded)}
+    assert len(kept) > 2 * DEPTH
+    assert sum(len(node.prefix) > 0 for node in kept) <= 1  # where the reasoning has ended
+
+
 def test_a_late_draft_is_not_waited_for() -> None:
     world = World.of(_writer(TARGET_WORD), _writer(DRAFT_WORD), lambda first, second: True)
     world.draft.delay = lambda call, num_tokens: 1e6
