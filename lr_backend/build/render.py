@@ -51,7 +51,9 @@ def lookahead_files(spec: DeploymentSpec, vocab_size: int) -> dict[str, str]:
     }
     files = _render_folder(TEMPLATES / LOOKAHEAD_MODEL, LOOKAHEAD_MODEL, values)
     config = spec.loop_config(vocab_size)
-    return {**files, f"{LOOKAHEAD_MODEL}/1/lookahead.json": config.model_dump_json(indent=2) + "\n"}
+    # A marker that nobody has named may be none of the target's tokens, and one that the spec names may not.
+    unnamed = {"think_open", "think_close"} - config.model_fields_set
+    return {**files, f"{LOOKAHEAD_MODEL}/1/lookahead.json": config.model_dump_json(indent=2, exclude=unnamed) + "\n"}
 
 
 def check_own_parts(spec: DeploymentSpec) -> tuple[str, ...]:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from lr_backend.config import LoopConfig
-from lr_backend.errors import CheckpointError
+from lr_backend.errors import CheckpointError, ConfigError
 from lr_backend.loop.assemble import Models
-from lr_backend.steps.rules import StepRules
-from lr_backend.verify.judge_prompt import JudgePrompt, judges_prefill, readable_step_tokens
+from lr_backend.steps.rules import StepRules, single_token
+from lr_backend.verify.judge_prompt import JudgePrompt, chat_template, judges_prefill, readable_step_tokens
 
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Names, before and since transformers 5, of the tokenizer that does what ``tokenizer.json`` says and nothing else."""
@@ -59,12 +59,13 @@ def load_models(config: LoopConfig) -> Models:
 
     Raises:
         CheckpointError: a tokenizer cannot be loaded.
-        ConfigError: a plug-in or the auditor's checker cannot be made.
+        ConfigError: a plug-in or the auditor's checker cannot be made, or a marker of the reasoning is not one token.
     """
     checker = config.audit.load_checker(config.root)
     own = config.make_parts()
     tokenizer = load_tokenizer(config.tokenizer_dir)
     judge_tokenizer = load_tokenizer(config.judge_tokenizer_dir)
+    _require_marks(config, tokenizer)
     rules = StepRules.from_tokenizer(
         tokenizer,
         end_ids(tokenizer, config.tokenizer_dir),
@@ -79,3 +80,19 @@ def load_models(config: LoopConfig) -> Models:
         prefill=judges_prefill(judge_tokenizer),
     )
     return Models(rules, tokenizer, prompt, judge_tokenizer, own.verifiers, own.proposers, checker)
+
+
+def _require_marks(config: LoopConfig, tokenizer: Any) -> None:
+    """A marker that the spec names, or that the chat template writes, is one token; else nothing would end the reasoning, and the
+    final answer would be accepted for its meaning.
+
+    Raises:
+        ConfigError: naming one that is not.
+    """
+    template = chat_template(tokenizer)
+    for name, text in (("think_open", config.think_open), ("think_close", config.think_close)):
+        if text and (name in config.model_fields_set or text in template) and single_token(tokenizer, text) is None:
+            raise ConfigError(
+                f"lookahead.{name}: {text!r} is not one token of the target's, so steps cannot tell the reasoning by it; with"
+                ' both markers "" they are speculated over the whole answer'
+            )

@@ -145,10 +145,15 @@ def closed_reasoning(tokenizer: PromptTokenizer, think_open: str | None, think_c
 
 def judges_prefill(tokenizer: PromptTokenizer) -> str:
     """What the verdict of a judge begins with. One whose chat template knows marks of reasoning would reason first."""
-    templates = getattr(tokenizer, "chat_template", None) or ""
-    template = str(templates.get("default", "") if isinstance(templates, Mapping) else templates)
+    template = chat_template(tokenizer)
     marks = next(((opened, closed) for opened, closed in THINK_MARKERS if closed in template), (None, None))
     return closed_reasoning(tokenizer, *marks)
+
+
+def chat_template(tokenizer: Any) -> str:
+    """Empty where the tokenizer has none."""
+    templates = getattr(tokenizer, "chat_template", None) or ""
+    return str(templates.get("default", "") if isinstance(templates, Mapping) else templates)
 
 
 def parse_verdict(token_text: str) -> bool | None:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
+from lr_backend.build.render import lookahead_files
+from lr_backend.build.spec import DeploymentSpec
+from lr_backend.config import LoopConfig
 from lr_backend.emulated.vocabulary import TOKENIZER_DIR
-from lr_backend.errors import CheckpointError
-from lr_backend.triton.models import load_tokenizer
+from lr_backend.errors import CheckpointError, ConfigError
+from lr_backend.triton.models import load_models, load_tokenizer
+from tests.support import tiny_models
 from tests.support.checkpoints import CHECKPOINTS
-from tests.support.tiny_models import make_checkpoint
+from tests.support.tiny_models import make_checkpoint, make_tiny_models, write_spec
 
 TEXT = "<think>\nMia has 12 apples.\n\n7 + 5 = 12, naïve </think> <|im_end|> \\boxed{12}"
 TURN = [{"role": "user", "content": "Why?"}]
@@ -59,3 +64,34 @@ def test_a_folder_without_a_tokenizer_is_refused_and_so_is_one_that_cannot_be_re
     (tmp_path / "broken" / "tokenizer_config.json").write_text("{", encoding="utf-8")
     with pytest.raises(CheckpointError, match="broken: the tokenizer cannot be loaded"):
         load_tokenizer(tmp_path / "broken")
+
+
+NAMED, NONE = 'think_open = "<think>"\nthink_close = "</think>"\n', 'think_open = ""\nthink_close = ""\n'
+
+
+@pytest.mark.parametrize(
+    ("named", "template", "refused"),
+    [
+        ("", "", None),
+        (NAMED, "", "think_open: '<think>' is not one token"),
+        ("", "{% if '</think>' in messages[0].content %}{% endif %}", "think_close: '</think>' is not one token"),
+        (NONE, "{% if '</think>' in messages[0].content %}{% endif %}", None),
+    ],
+)
+def test_a_marker_of_the_reasoning_that_is_meant_is_one_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str, template: str, refused: str | None
+) -> None:
+    monkeypatch.setattr(tiny_models, "THINK_TOKENS", ())
+    monkeypatch.setattr(tiny_models, "CHAT_TEMPLATE", tiny_models.CHAT_TEMPLATE + template)
+    path = write_spec(tmp_path / "engines" / "tiny.toml", make_tiny_models(tmp_path / "models"))
+    path.write_text(path.read_text(encoding="utf-8").replace("[lookahead.limits]", f"[lookahead]\n{named}[lookahead.limits]"))
+    rendered = lookahead_files(DeploymentSpec.load(path), 10)["lookahead/1/lookahead.json"]
+    config = LoopConfig.model_validate_json(rendered)
+    with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
+        assert load_models(config).rules.think_close_id is None
+
+
+def test_a_marker_that_is_one_token_is_taken(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path)
+    rules = load_models(LoopConfig(tokenizer_dir=checkpoint, judge_tokenizer_dir=checkpoint, think_close="</think>")).rules
+    assert None not in (rules.think_open_id, rules.think_close_id)
