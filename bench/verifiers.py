@@ -32,7 +32,7 @@ from bench.plug_ins.embedding_model import EmbeddingModel
 from bench.plug_ins.verifiers import Chance, Embedding, Grade
 from demo import second_domain
 from demo.judge_pairs import pairs
-from demo.problems import problems, same_meaning
+from demo.problems import problems
 from lr_backend.config import LoopConfig
 from lr_backend.engine.inprocess import InProcessEngine
 from lr_backend.request import LookaheadRequest, VerifierName
@@ -117,7 +117,7 @@ def drafted_cases(target: Model, draft: Model, num_problems: int, seed: int) -> 
 def checker_cases(target: Model, num_pairs: int, seed: int) -> list[Case]:
     """The judge's own kind of pairs: half in other words, half with one field changed."""
     found = islice(pairs(seed, "test", stray_rate=0.0), num_pairs)
-    return pair_cases(target, ((one.first, one.second, same_meaning(one.first, one.second)) for one in found), "checker")
+    return pair_cases(target, ((one.first, one.second, one.aligned, one.problem) for one in found), "checker")
 
 
 def second_cases(target: Model, num_pairs: int, seed: int) -> list[Case]:
@@ -125,13 +125,13 @@ def second_cases(target: Model, num_pairs: int, seed: int) -> list[Case]:
     return pair_cases(target, islice(second_domain.pairs(seed), num_pairs), "second")
 
 
-def pair_cases(target: Model, found: Iterable[tuple[str, str, bool]], name: str) -> list[Case]:
-    """Pairs (a step, another, whether they mean the same) as cases. There is no prefix but a full stop."""
+def pair_cases(target: Model, found: Iterable[tuple[str, str, bool, int]], name: str) -> list[Case]:
+    """Pairs (a step, another, whether they mean the same, of which problem) as cases. There is no prefix but a full stop."""
     prefix = np.asarray(target.encode("."), dtype=np.int32)
     cases = []
-    for index, (first, second, same) in enumerate(found):
+    for index, (first, second, same, problem) in enumerate(found):
         steps = [Step(tuple(target.encode(text)), StepEnd.DELIMITER) for text in (first, second)]
-        cases.append(Case(StepPair(steps[0], steps[1], first, second, f"{name}/{index}", prefix), same, index))
+        cases.append(Case(StepPair(steps[0], steps[1], first, second, f"{name}/{index}", prefix), same, problem))
     return cases
 
 

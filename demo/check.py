@@ -57,12 +57,11 @@ def judge_figures(judge: Model, count: int, seed: int) -> JudgeFigures:
     """The judge on ``count`` unseen pairs: half in other words, half with one field changed."""
     tested = list(islice(pairs(seed, "test", stray_rate=0.0), count))
     verdicts = [v is True for v in judge_all(judge, [(pair.first, pair.second) for pair in tested])]
-    aligned = [v for pair, v in zip(tested, verdicts, strict=True) if pair.aligned]
-    changed = [v for pair, v in zip(tested, verdicts, strict=True) if not pair.aligned]
+    judged = list(zip(tested, verdicts, strict=True))
     return JudgeFigures(
-        Share(sum(aligned) + len(changed) - sum(changed), count),
-        Share(sum(aligned), len(aligned)),
-        Share(sum(changed), len(changed)),
+        Share.of((pair.problem, v == pair.aligned) for pair, v in judged),
+        Share.of((pair.problem, v) for pair, v in judged if pair.aligned),
+        Share.of((pair.problem, v) for pair, v in judged if not pair.aligned),
     )
 
 

@@ -28,13 +28,14 @@ class Pair:
     """Two steps and the checker's verdict on them.
 
     ``fields``: for each field that ``second`` states, where its first mention ends (in characters) and whether ``first``
-    states the same; empty for two steps of different families.
+    states the same; empty for two steps of different families. ``problem``: the number of a made pair's problem.
     """
 
     first: str
     second: str
     aligned: bool
     fields: tuple[tuple[int, bool], ...] = ()
+    problem: int = 0
 
 
 def _other_number(rng: random.Random, number: int) -> int:
@@ -123,7 +124,7 @@ def pairs(
     ones: of a share ``subtle_rate`` of the changed it is a number, or who is who.
     """
     rng = random.Random(f"pairs-{split}-{seed}")
-    for steps in _steps(seed, split):
+    for problem, steps in enumerate(_steps(seed, split)):
         for step in steps:
             second = step
             if rng.random() < 0.5:
@@ -138,7 +139,7 @@ def pairs(
             else:
                 while two == one:
                     two = say(rng, second)
-            yield Pair(one, two, same_meaning(one, two), _fields(step, second, two))
+            yield Pair(one, two, same_meaning(one, two), _fields(step, second, two), problem)
 
 
 def drafted_pairs(draft: Model, seed: int, split: Split = "train") -> Iterator[Pair]:

@@ -239,14 +239,15 @@ def problems(seed: int) -> Iterator[Problem]:
             yield problem
 
 
-def pairs(seed: int) -> Iterator[tuple[str, str, bool]]:
-    """(step, another, whether they mean the same), without end: in other words, and in half of them with a field changed."""
+def pairs(seed: int) -> Iterator[tuple[str, str, bool, int]]:
+    """(step, another, whether they mean the same, of which problem), without end: in other words, and in half of them with a
+    field changed."""
     rng = random.Random(f"second-pairs-{seed}")
-    for problem in problems(seed):
+    for number, problem in enumerate(problems(seed)):
         for text, step in problem.steps:
             others = [template for template in STEPS[step.family] if phrase(template, step) != text]
             same = rng.random() < 0.5
-            yield text, phrase(rng.choice(others), step if same else _changed(rng, step)), same
+            yield text, phrase(rng.choice(others), step if same else _changed(rng, step)), same, number
 
 
 def _changed(rng: random.Random, step: Meaning) -> Meaning:

@@ -19,7 +19,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
 from bench.evaluation.summary import Row, Summary
-from bench.kit.intervals import wilson
 from lr_backend.request import Mode, VerifierName
 
 MODE_COLOURS: Mapping[str, str] = {Mode.AR: "ar", Mode.SD: "sd", Mode.LR: "lr", Mode.LR_SD: "lr-sd", Mode.AUTO: "auto"}
@@ -151,8 +150,8 @@ def by_position(summary: Summary) -> str | None:
     def draw(axes: Axes) -> None:
         for number, (row, found) in enumerate(rows):
             places = [one.index for one in found]
-            shares = [one.accepted / one.decided for one in found]
-            bounds = [wilson(share, one.decided) for share, one in zip(shares, found, strict=True)]
+            shares = [one.share.value for one in found]
+            bounds = [one.share.interval() for one in found]
             if len(rows) <= 3:
                 low, high = ([100.0 * one[side] for one in bounds] for side in (0, 1))
                 axes.fill_between(places, low, high, color=colour(row), alpha=0.13, linewidth=0)

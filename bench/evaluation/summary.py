@@ -86,11 +86,16 @@ def _hardware(document: Mapping[str, Any] | None) -> Hardware | None:
 
 @dataclass(frozen=True)
 class Position:
-    """How many drafted steps were accepted of those decided at one place of the answer."""
+    """How many drafted steps were accepted of those decided at one place of the answer. ``worth``: as of a share."""
 
     index: int
     accepted: int
     decided: int
+    worth: float | None
+
+    @property
+    def share(self) -> Share:
+        return Share(self.accepted, self.decided, self.worth)
 
 
 @dataclass(frozen=True)
@@ -406,7 +411,7 @@ def _row(
         checked=checked(steps, checker) if checker is not None and decided else None,
         audits=sum(use.num_audited for use in usages),
         false_accepts=sum(use.num_false_accepts for use in usages),
-        positions=positions(step for _, step in steps),
+        positions=positions(steps),
         latencies_s=latencies,
     )
 
@@ -509,12 +514,11 @@ def checked(steps: Iterable[tuple[str, StepRecord]], checker: StepChecker) -> Ch
     )
 
 
-def positions(steps: Iterable[StepRecord]) -> tuple[Position, ...]:
-    """Acceptance by place in the answer, from 0; ``late`` counts as not accepted."""
-    counts: dict[int, list[int]] = {}
-    for step in steps:
+def positions(steps: Iterable[tuple[str, StepRecord]]) -> tuple[Position, ...]:
+    """Acceptance by place in the answer, from 0, of steps each with its problem; ``late`` counts as not accepted."""
+    found: dict[int, list[tuple[str, bool]]] = defaultdict(list)
+    for task, step in steps:
         if compared(step) or step.reason == "late":
-            one = counts.setdefault(step.index, [0, 0])
-            one[0] += step.origin == "draft"
-            one[1] += 1
-    return tuple(Position(index, *counts[index]) for index in sorted(counts) if index < MAX_POSITIONS)
+            found[step.index].append((task, step.origin == "draft"))
+    shares = {index: Share.of(found[index]) for index in sorted(found) if index < MAX_POSITIONS}
+    return tuple(Position(index, one.hits, one.total, one.worth) for index, one in shares.items())

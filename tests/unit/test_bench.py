@@ -8,6 +8,8 @@ import os
 import sys
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -104,6 +106,14 @@ def test_a_verifiers_figures_count_what_it_accepts_and_what_it_should_not_have()
     assert figures.wrong.total == 2
     assert figures.ms_a_verdict == pytest.approx(2.0)
     assert figures.by == {"judge": 4}
+
+
+def test_pairs_of_one_problem_are_cases_of_one_problem() -> None:
+    target = cast(Model, SimpleNamespace(encode=lambda text: [1]))
+    for made in (bench.verifiers.checker_cases, bench.verifiers.second_cases):
+        cases = made(target, 60, 1)
+        figures = VerifierFigures.of(cases, [Verdict(True, Reason.JUDGE)] * 60, [])
+        assert cases[-1].problem < 20 and figures.accepted.worth == cases[-1].problem + 1
 
 
 def test_the_comparison_of_verifiers_runs_on_the_demo_models(tmp_path: Path) -> None:

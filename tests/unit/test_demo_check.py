@@ -12,6 +12,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from bench.kit.intervals import Share
+from demo import check
 from demo.check import Figure, report
 
 TARGET = Figure("target right", Share(467, 500), 0.92)
@@ -43,3 +44,14 @@ def test_a_missed_figure_fails_the_check_and_is_named(is_missed: bool) -> None:
     told = text.getvalue().splitlines()
     assert ("not as wanted: judge agrees" in told) is is_missed
     assert json.loads(told[-1])["judge agrees"]["share"] == (0.9 if is_missed else 1.0)
+
+
+def test_pairs_of_one_problem_are_no_independent_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "judge_all", lambda judge, steps: [True] * len(steps))
+
+    found = check.judge_figures(None, 200, 1)  # type: ignore[arg-type]
+
+    assert (found.agree.hits, found.agree.total) == (found.aligned_accepted.total, 200)
+    assert found.changed_accepted.hits == found.changed_accepted.total == 200 - found.aligned_accepted.total
+    # Of each problem there are many pairs, and all agree.
+    assert found.aligned_accepted.worth is not None and found.aligned_accepted.worth < found.aligned_accepted.total / 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections import Counter
 from dataclasses import fields
 from itertools import islice
 
@@ -151,6 +152,8 @@ def test_pairs_are_half_and_half_and_labelled_by_the_checker() -> None:
     assert 0.45 < sum(pair.aligned for pair in drawn) / len(drawn) < 0.55
     assert all(pair.aligned == same_meaning(pair.first, pair.second) for pair in drawn)
     assert all(pair.first != pair.second for pair in drawn)
+    made, num_pairs = islice(problems(0, slip_rate=0.15), drawn[-1].problem), Counter(pair.problem for pair in drawn)
+    assert [num_pairs[number] for number in range(drawn[-1].problem)] == [len(problem.steps) for problem in made]
 
 
 def test_drafted_pairs_are_what_a_judge_is_asked_half_of_them_to_be_rejected() -> None:

@@ -330,10 +330,17 @@ def test_verdicts_are_held_against_the_checker() -> None:
     silent.append(step(9, "correction", "a", "b", "exact", "risk_budget"))
     assert checked([("a", one) for one in (*steps, *silent)], alike) == found
     assert checked([("a", one) for one in steps[5:]], str.__eq__) is None
-    assert positions(steps) == (
-        Position(0, 1, 1), Position(1, 1, 1), Position(2, 0, 1), Position(3, 0, 1), Position(4, 1, 1), Position(5, 1, 1),
-        Position(6, 0, 1),
-    )  # fmt: skip
+    accepted = [1, 1, 0, 0, 1, 1, 0]
+    assert positions(("a", one) for one in steps) == tuple(Position(index, num, 1, 1.0) for index, num in enumerate(accepted))
+
+
+def test_acceptance_by_position_has_an_interval_by_problem() -> None:
+    steps = [(task, step(0, origin, "a", "A", "judge")) for task, origin in (("a", "draft"), ("b", "correction"))]
+
+    (once,), (often,) = positions(steps), positions(steps * 16)
+
+    assert (often.share.value, often.decided) == (0.5, 32)
+    assert often.share.interval() == pytest.approx(once.share.interval(), abs=0.1)
 
 
 def test_an_answer_that_was_given_up_counts_with_its_seconds_and_without_tokens(trace: Trace) -> None:

@@ -64,9 +64,11 @@ def test_problems_are_right_and_seeded() -> None:
 def test_pairs_are_what_they_say() -> None:
     found = list(islice(pairs(1), 600))
 
-    assert all(same_meaning(first, second) == same for first, second, same in found)
-    assert 0.4 < sum(same for *_, same in found) / len(found) < 0.6
-    assert not any(first == second for first, second, _ in found)
+    assert all(same_meaning(first, second) == same for first, second, same, _ in found)
+    assert 0.4 < sum(same for *_, same, _ in found) / len(found) < 0.6
+    assert not any(first == second for first, second, *_ in found)
+    made = [text for problem in islice(problems(1), found[-1][3]) for text, _ in problem.steps]
+    assert made == [first for first, *_, problem in found if problem < found[-1][3]]
 
 
 def test_the_demo_worlds_steps_are_read_too() -> None:
