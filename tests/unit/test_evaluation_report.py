@@ -6,7 +6,6 @@ import io
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from html.parser import HTMLParser
 from typing import Any
 
 import pytest
@@ -28,6 +27,7 @@ from lr_backend.hardware.lateness import Lateness
 from lr_backend.policy.formulas import ceiling
 from lr_backend.request import LookaheadRequest
 from lr_backend.trace.schema import Trace
+from tests.support.markup import read
 from tests.support.traces import NUM_STEPS, numbered_world, traced
 
 HOSTILE = '</title></svg><script>alert("1")</script> & <img src=x onerror=y> {{ 7 * 7 }} [red]'
@@ -360,43 +360,6 @@ def test_an_answer_that_was_given_up_counts_with_its_seconds_and_without_tokens(
 
 
 # What is written ---------------------------------------------------------------------------------------------------
-
-
-class Reader(HTMLParser):
-    """Collects a page's elements and ids; fails where tags do not match."""
-
-    VOID = frozenset({"meta", "line", "rect", "br"})
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: list[str] = []
-        self._open: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        if tag not in self.VOID:
-            self._open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self._open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.texts.append(data)
-
-    def close(self) -> None:
-        super().close()
-        assert not self._open
-
-
-def read(html: str) -> Reader:
-    reader = Reader()
-    reader.feed(html)
-    reader.close()
-    return reader
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from lr_backend.trace.html import lay_out, milliseconds, page
 from lr_backend.trace.intervals import at_least
 from lr_backend.trace.report import report
 from lr_backend.trace.schema import Trace
+from tests.support.markup import read
 from tests.support.traces import NUM_STEPS, numbered_world, traced
 
 HOSTILE = '</title></svg><script>alert("1")</script> ]]> & <img src=x onerror=y> {{ 7 * 7 }} [red]'
@@ -36,43 +36,6 @@ def hostile(trace: Trace) -> Trace:
     steps = tuple(record.model_copy(update=texts) for record in trace.steps)
     request = trace.request.model_copy(update={"text_input": HOSTILE})
     return trace.model_copy(update={"steps": steps, "request": request, "request_id": HOSTILE})
-
-
-class Reader(HTMLParser):
-    """Collects a page's elements and text; fails where tags do not match."""
-
-    VOID = frozenset({"meta", "line", "rect"})
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: list[str] = []
-        self._open: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        if tag not in self.VOID:
-            self._open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self._open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.texts.append(data)
-
-    def close(self) -> None:
-        super().close()
-        assert not self._open
-
-
-def read(html: str) -> Reader:
-    reader = Reader()
-    reader.feed(html)
-    reader.close()
-    return reader
 
 
 def test_the_page_shows_every_call_and_step(trace: Trace) -> None:
