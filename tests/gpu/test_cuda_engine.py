@@ -16,13 +16,11 @@ from transformers import AutoModelForCausalLM
 
 from lr_backend.embedded.engine import EmbeddedEngine
 from lr_backend.embedded.reference.model import DecoderModel
-from lr_backend.embedded.reference.runner import ReferenceRunner
-from lr_backend.embedded.scheduler import Chunk
-from lr_backend.embedded.sequence import Sequence
 from lr_backend.engine import Sampling
 from lr_backend.engine.drawing import next_tokens
 from lr_backend.engine.noise import gumbel_noise, noise_bits, noise_keys
 from tests.support.embedded_engines import MakeEngine, ask, engines, prompt, request, tiny_checkpoint
+from tests.support.reference_models import logits_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -45,19 +43,6 @@ def make_engine(checkpoint: Path) -> Iterator[MakeEngine]:
 
 def answers(engine: EmbeddedEngine, count: int = 60) -> list[tuple[int, ...]]:
     return [answer.token_ids for answer in ask(engine, *(request(one, count) for one in PROMPTS))]
-
-
-def logits_of(model: DecoderModel, tokens: tuple[int, ...], counts: list[int]) -> torch.Tensor:
-    """Logits of all positions, computed in chunks of these sizes."""
-    runner = ReferenceRunner(model, num_blocks=64, tokens_per_block=8)
-    sequence = Sequence(0, request(tokens), lambda result: None, (), 1, 8)
-    sequence.table.blocks = list(range(63, -1, -1))
-    parts = []
-    for count in counts:
-        logits, _ = runner.run([Chunk(sequence, sequence.num_computed, count, count)])
-        sequence.num_computed += count
-        parts.append(logits)
-    return torch.cat(parts)
 
 
 def test_greedy_tokens_are_those_of_the_processor(make_engine: MakeEngine) -> None:

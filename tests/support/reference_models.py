@@ -1,4 +1,4 @@
-"""Random models of transformers, to compare the engine's own computation with."""
+"""Random models of transformers, and logits of theirs and of the engine's own computation, to compare them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from tests.support.embedded_engines import VOCAB
+from lr_backend.embedded.reference.model import DecoderModel
+from lr_backend.embedded.reference.runner import ReferenceRunner
+from lr_backend.embedded.scheduler import Chunk
+from lr_backend.embedded.sequence import Sequence
+from tests.support.embedded_engines import VOCAB, request
 
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -69,3 +73,16 @@ def logits_of_reference(model: Any, tokens: tuple[int, ...]) -> torch.Tensor:
     with torch.no_grad():
         logits: torch.Tensor = model(torch.tensor([tokens])).logits[0]
     return logits
+
+
+def logits_of(model: DecoderModel, tokens: tuple[int, ...], counts: list[int]) -> torch.Tensor:
+    """Logits of all positions, computed in chunks of these sizes."""
+    runner = ReferenceRunner(model, num_blocks=64, tokens_per_block=8)
+    sequence = Sequence(0, request(tokens), lambda result: None, (), 1, 8)
+    sequence.table.blocks = list(range(63, -1, -1))
+    parts = []
+    for count in counts:
+        logits, _ = runner.run([Chunk(sequence, sequence.num_computed, count, count)])
+        sequence.num_computed += count
+        parts.append(logits)
+    return torch.cat(parts)

@@ -14,12 +14,9 @@ import torch
 from lr_backend.embedded.checkpoint import read_spec
 from lr_backend.embedded.native.model import NativeModel
 from lr_backend.embedded.reference.model import DecoderModel
-from lr_backend.embedded.reference.runner import ReferenceRunner
-from lr_backend.embedded.scheduler import Chunk
-from lr_backend.embedded.sequence import Sequence
 from lr_backend.errors import CheckpointError
 from tests.support.embedded_engines import KERNELS, ask, prompt, request, tiny_checkpoint, tiny_engine
-from tests.support.reference_models import logits_of_reference, reference_model
+from tests.support.reference_models import logits_of, logits_of_reference, reference_model
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 untied": ("qwen3", {}),
@@ -43,19 +40,6 @@ def reference(name: str) -> Any:
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> DecoderModel:
     return DecoderModel.load(folder, dtype=dtype, device="cpu", max_seq_len=256)
-
-
-def logits_of(model: DecoderModel, tokens: tuple[int, ...], counts: list[int]) -> torch.Tensor:
-    """Logits of all positions, computed in chunks of these sizes."""
-    runner = ReferenceRunner(model, num_blocks=40, tokens_per_block=4)
-    sequence = Sequence(0, request(tokens), lambda result: None, (), 1, 4)
-    sequence.table.blocks = list(range(39, 0, -1))
-    parts = []
-    for count in counts:
-        logits, _ = runner.run([Chunk(sequence, sequence.num_computed, count, count)])
-        sequence.num_computed += count
-        parts.append(logits)
-    return torch.cat(parts)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
