@@ -21,6 +21,7 @@ import pytest
 from lr_backend.serve.nodes import GROUP_SIZE, KEY_VARIABLE, LEADER_ADDRESS, WORKER_INDEX
 from tests.support import fake_triton, pods
 from tests.support.pods import BOUND_S, DOMAIN, NAMES, USER, Pods
+from tests.support.waiting import all_ended
 
 ROOT = Path(__file__).resolve().parents[2]
 WHY_NOT = pods.missing()
@@ -131,15 +132,6 @@ def world() -> Iterator[World]:
         made.pods.end()
 
 
-def all_ended(descriptors: list[int]) -> bool:
-    deadline = time.monotonic() + BOUND_S
-    try:
-        return all(select.select([each], [], [], max(0.0, deadline - time.monotonic()))[0] for each in descriptors)
-    finally:
-        for each in descriptors:
-            os.close(each)
-
-
 def test_ranks_fill_the_leader_then_the_node_and_a_node_that_is_told_to_end_waits_for_them(world: World) -> None:
     world.start()
     world.until_said(0, "ready")
@@ -159,7 +151,7 @@ def test_ranks_fill_the_leader_then_the_node_and_a_node_that_is_told_to_end_wait
     assert world.pods.leader.stdin is not None
     world.pods.leader.stdin.close()
     assert "stopped with 0" in world.until_said(0, "stopped with")
-    assert all_ended(descriptors)
+    assert all_ended(descriptors, BOUND_S)
     assert world.pods.node.wait(BOUND_S) == 0
     assert "the leader's ranks have ended" in world.said(1)
 
@@ -184,7 +176,7 @@ def test_when_one_dies_the_group_ends(world: World, strike: Callable[[World], No
     world.until_said(1, "the leader's ranks are here")
     descriptors = [os.pidfd_open(pid) for pid, _ in world.ranks()]
     strike(world)
-    assert all_ended(descriptors), world.said(0)
+    assert all_ended(descriptors, BOUND_S), world.said(0)
     world.pods.leader.wait(BOUND_S)
     world.pods.node.wait(BOUND_S)
     if strike is not kill_leader:

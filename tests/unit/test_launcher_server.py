@@ -23,6 +23,7 @@ from lr_backend.serve.guard import remove_shared_memory
 from lr_backend.serve.launch import LaunchPlan
 from lr_backend.serve.server import Ports, ServerError, ServerOptions, TritonServer, free_ports, useful_lines
 from tests.support import fake_mpirun, fake_triton
+from tests.support.waiting import all_ended
 
 BOUND_S = 30.0
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,16 +70,6 @@ def until_written(path: Path) -> str:
         assert time.monotonic() < deadline, f"{path.name} never came"
         select.select([], [], [], 0.01)
     return path.read_text()
-
-
-def all_ended(process_fds: list[int]) -> bool:
-    """Whether every process has ended within the bound."""
-    deadline = time.monotonic() + BOUND_S
-    try:
-        return all(select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0] for fd in process_fds)
-    finally:
-        for fd in process_fds:
-            os.close(fd)
 
 
 @pytest.fixture
