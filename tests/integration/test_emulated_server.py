@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 from lr_client import Client, Options, Result
-from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+from tritonclient.utils import InferenceServerException
 
 from bench.kit.serving import serving
 from lr_backend.build.emulated_spec import EmulatedDeployment, emulated
@@ -20,6 +20,7 @@ from lr_backend.emulated.vocabulary import VOCABULARY
 from lr_backend.emulated.workload import Workload
 from lr_backend.engine import EngineCall, Role
 from lr_backend.serve.server import TritonServer
+from lr_backend.triton.remote_engine import grpc_inputs
 from tests.support.frontend import frontend
 from tests.support.observed import settled
 from tests.support.texts import whole_text
@@ -75,14 +76,6 @@ def ask(client: Client, number: int, **fields: Any) -> Result:
 def text_of_target(number: int) -> str:
     whole = whole_text(Texts(WORKLOAD, 0), number)[WORKLOAD.prompt_tokens :]
     return VOCABULARY.decode(whole.tolist(), skip_special_tokens=True)
-
-
-def tensors(call: EngineCall) -> list[grpcclient.InferInput]:
-    found = []
-    for name, array in call.tensors().items():
-        found.append(grpcclient.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype)))
-        found[-1].set_data_from_numpy(array)
-    return found
 
 
 def becomes(value: Callable[[], float], wanted: Callable[[float], bool]) -> float:
@@ -146,13 +139,13 @@ def test_a_refusal_is_internal_in_upstreams_words_and_the_next_request_is_served
 ) -> None:
     longest = spec.engine(Role.TARGET).max_seq_len
     with pytest.raises(InferenceServerException) as refused:
-        triton.infer("target", tensors(EngineCall("", np.full(longest, 9, np.int32), 4)))
+        triton.infer("target", grpc_inputs(EngineCall("", np.full(longest, 9, np.int32), 4).tensors()))
     assert refused.value.status() == "StatusCode.INTERNAL"
     said = f"Prompt length ({longest}) exceeds maximum input length ({longest - 1}). Set log level to info and check"
     assert said in refused.value.message()
 
     prompt = Texts(WORKLOAD, 0).prompt(4)
-    answer = triton.infer("target", tensors(EngineCall("", prompt, 3))).as_numpy("output_ids")
+    answer = triton.infer("target", grpc_inputs(EngineCall("", prompt, 3).tensors())).as_numpy("output_ids")
     assert answer.ravel().tolist() == whole_text(Texts(WORKLOAD, 0), 4)[len(prompt) : len(prompt) + 3].tolist()
     again = ask(client, 4, mode="lr", verifier="exact")
     assert again.text == text_of_target(4)
@@ -170,7 +163,7 @@ def test_a_refused_request_leaves_the_eight_in_flight_untouched(
         while len(refusals) < 2 or not all(one.done() for one in asked):
             for role in (Role.TARGET, Role.DRAFT):
                 with pytest.raises(InferenceServerException) as refused:
-                    triton.infer(role.value, tensors(EngineCall("", np.full(longest, 9, np.int32), 4)))
+                    triton.infer(role.value, grpc_inputs(EngineCall("", np.full(longest, 9, np.int32), 4).tensors()))
                 refusals.append(str(refused.value.status()))
         answers = [one.result() for one in asked]
     assert len(refusals) >= 2 and set(refusals) == {"StatusCode.INTERNAL"}
@@ -189,7 +182,7 @@ def test_a_client_that_goes_away_frees_what_it_held(server: TritonServer, triton
     failures: list[Exception | None] = []
     call = triton.async_infer(
         "target",
-        tensors(EngineCall("", Texts(WORKLOAD, 0).prompt(5), 16_000)),
+        grpc_inputs(EngineCall("", Texts(WORKLOAD, 0).prompt(5), 16_000).tensors()),
         callback=lambda result, error: failures.append(error),
     )
     assert becomes(running, lambda now: now == 1.0) == 1.0
