@@ -97,7 +97,12 @@ _PATTERNS: Mapping[str, str] = {
 }  # fmt: skip
 
 
-def _pattern(template: str) -> re.Pattern[str]:
+def phrasings(steps: Mapping[str, tuple[str, ...]], fields: Mapping[str, str]) -> tuple[tuple[str, re.Pattern[str]], ...]:
+    """(family, pattern) of every template in ``steps``; ``fields`` has what each field can say."""
+    return tuple((family, _pattern(template, fields)) for family, templates in steps.items() for template in templates)
+
+
+def _pattern(template: str, fields: Mapping[str, str]) -> re.Pattern[str]:
     """A regular expression that matches exactly what ``template`` can say; repeated fields must repeat."""
     seen: set[str] = set()
 
@@ -106,7 +111,7 @@ def _pattern(template: str) -> re.Pattern[str]:
         if field in seen:
             return f"(?P={field})"
         seen.add(field)
-        return f"(?P<{field}>{_PATTERNS[field]})"
+        return f"(?P<{field}>{fields[field]})"
 
     return re.compile(re.sub(r"\\{([a-z])\\}", group, re.escape(template)))
 
@@ -114,7 +119,7 @@ def _pattern(template: str) -> re.Pattern[str]:
 @cache
 def patterns() -> tuple[tuple[str, re.Pattern[str]], ...]:
     """(family, pattern) of every phrasing."""
-    return tuple((family, _pattern(template)) for family, templates in STEPS.items() for template in templates)
+    return phrasings(STEPS, _PATTERNS)
 
 
 @cache

@@ -139,20 +139,7 @@ def phrase(template: str, meaning: Meaning) -> str:
 @cache
 def patterns() -> tuple[tuple[str, re.Pattern[str]], ...]:
     """(family, pattern) of every phrasing."""
-    return tuple((family, _pattern(template)) for family, templates in STEPS.items() for template in templates)
-
-
-def _pattern(template: str) -> re.Pattern[str]:
-    seen: set[str] = set()
-
-    def group(match: re.Match[str]) -> str:
-        name = match[1]
-        if name in seen:
-            return f"(?P={name})"
-        seen.add(name)
-        return f"(?P<{name}>{'|'.join(NAMES) if name in 'smt' else '0|[1-9][0-9]{0,3}'})"
-
-    return re.compile(re.sub(r"\\{([a-z])\\}", group, re.escape(template)))
+    return demo_world.phrasings(STEPS, dict.fromkeys("smt", "|".join(NAMES)) | dict.fromkeys("abr", "0|[1-9][0-9]{0,3}"))
 
 
 def meaning(step_text: str) -> Meaning | None:
