@@ -193,16 +193,6 @@ def compute(a: int, op: str, b: int) -> int | None:
     return None
 
 
-def is_right(step_text: str) -> bool:
-    """Whether a step is readable and its arithmetic holds. Steps without arithmetic hold."""
-    read = meaning(step_text)
-    if read is None:
-        return False
-    if read.family == "who":
-        return read.a > read.b
-    return not read.op or compute(read.a, read.op, read.b) == read.result
-
-
 def boxed(text: str) -> str | None:
     """The content of the last ``\\boxed{}`` in ``text``, or None."""
     found: list[str] = re.findall(r"\\boxed\{([^{}]*)\}", text)

@@ -170,12 +170,6 @@ def same_step(a: str, b: str) -> bool:
     return same_meaning(first, second) or demo_world.same_meaning(first, second)
 
 
-def is_right(step_text: str) -> bool:
-    """Whether a step is readable and its arithmetic holds. Steps without arithmetic hold."""
-    read = meaning(step_text)
-    return read is not None and (read.family not in OPERATOR or compute(read.a, OPERATOR[read.family], read.b) == read.r)
-
-
 def _draw(rng: random.Random) -> Problem | None:
     """One problem, or None where a lead left the bounds."""
     people = rng.sample(NAMES, 5)

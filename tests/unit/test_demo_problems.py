@@ -21,7 +21,6 @@ from demo.problems import (
     boxed,
     check_answer,
     compute,
-    is_right,
     meaning,
     patterns,
     phrase,
@@ -34,6 +33,7 @@ from demo.problems import (
 from demo.sentences import FRACTIONS, ITEMS, NAMES, OPERATOR, STEPS
 from lr_backend.verify.numeric import veto
 from tests.support.checkpoints import CHECKPOINTS
+from tests.support.right_steps import is_right
 
 ROLES = ("target", "draft", "judge")
 TEMPLATES = [(family, template) for family, templates in STEPS.items() for template in templates]

@@ -29,11 +29,12 @@ from demo.lessons import (  # noqa: E402
     recital,
     verdict_ids,
 )
-from demo.problems import is_right, meaning, problems  # noqa: E402
+from demo.problems import meaning, problems  # noqa: E402
 from demo.sentences import NAMES  # noqa: E402
 from demo.tokenizer import chat, train_tokenizer  # noqa: E402
 from demo.train import RECIPES, TaughtHead, build_model, draft_for, main, rate_factor, shared_tokenizer  # noqa: E402
 from lr_backend.verify.judge_prompt import JudgePrompt  # noqa: E402
+from tests.support.right_steps import is_right  # noqa: E402
 
 
 @pytest.fixture(scope="module")
