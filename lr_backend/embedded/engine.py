@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -107,17 +107,7 @@ class EmbeddedEngine:
 
     def stats(self) -> EngineStats:
         """Counters and gauges now; cheap, and consistent up to one iteration."""
-        scheduler, cache = self._scheduler, self._scheduler.cache
-        return EngineStats(
-            **asdict(self._counters),
-            num_tokens_reused=scheduler.num_reused_tokens,
-            num_preemptions=scheduler.num_preemptions,
-            num_waiting=len(self._inbox) + len(scheduler.waiting),
-            num_running=len(scheduler.running),
-            num_blocks_used=cache.num_held,
-            num_blocks_cached=cache.num_cached,
-            num_blocks_free=cache.num_free,
-        )
+        return self._scheduler.stats(self._counters, len(self._inbox))
 
     def check_integrity(self) -> None:
         """Check the KV block accounting between two iterations.

@@ -9,11 +9,12 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Self
 
 from lr_backend.embedded.kv_cache import KvCache
 from lr_backend.embedded.sequence import Sequence
+from lr_backend.embedded.stats import Counters, EngineStats
 
 MIN_SHARED_TOKENS = 24
 """A request waits for another that is just computing its prefix if that saves at least so many tokens."""
@@ -53,6 +54,19 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         return not self.waiting and not self.running
+
+    def stats(self, counters: Counters, num_outside: int = 0) -> EngineStats:
+        """Counters and gauges now; ``num_outside``: sequences that wait and are not added yet."""
+        return EngineStats(
+            **asdict(counters),
+            num_tokens_reused=self.num_reused_tokens,
+            num_preemptions=self.num_preemptions,
+            num_waiting=num_outside + len(self.waiting),
+            num_running=len(self.running),
+            num_blocks_used=self.cache.num_held,
+            num_blocks_cached=self.cache.num_cached,
+            num_blocks_free=self.cache.num_free,
+        )
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)

@@ -6,7 +6,7 @@ end are the embedded engine's; tokens are taken from feeds. No clock and no thre
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Self
 
 from lr_backend.contract import IntArray
@@ -185,17 +185,7 @@ class Timeline:
 
     def stats(self) -> EngineStats:
         """Counters and gauges now."""
-        scheduler, cache = self._scheduler, self._scheduler.cache
-        return EngineStats(
-            **asdict(self.counters),
-            num_tokens_reused=scheduler.num_reused_tokens,
-            num_preemptions=scheduler.num_preemptions,
-            num_waiting=len(scheduler.waiting),
-            num_running=len(scheduler.running),
-            num_blocks_used=cache.num_held,
-            num_blocks_cached=cache.num_cached,
-            num_blocks_free=cache.num_free,
-        )
+        return self._scheduler.stats(self.counters)
 
     def check_integrity(self) -> None:
         """Raises: AssertionError: naming what does not add up among the blocks."""
