@@ -16,7 +16,14 @@ from typing import Any, Literal
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from lr_backend.build.admission import iteration_sizes
-from lr_backend.build.checkpoints import CheckpointInfo, check_checkpoint, check_same_vocabulary, read_header, weight_files
+from lr_backend.build.checkpoints import (
+    CheckpointInfo,
+    check_checkpoint,
+    check_same_vocabulary,
+    json_object,
+    read_header,
+    weight_files,
+)
 from lr_backend.build.shapes import ModelShape, known_models, shape_from_config
 from lr_backend.engine import Role
 from lr_backend.errors import CheckpointError, ConfigError
@@ -153,7 +160,7 @@ def _read(role: Role, folder: Path) -> Model:
         raise CheckpointError(f"--{role} {folder} is not a folder: download it first (hf download NAME --local-dir DIR)")
     try:
         info = check_checkpoint(folder)
-        shape = shape_from_config(_json(folder / "config.json"), str(folder))
+        shape = shape_from_config(json_object(folder / "config.json"), str(folder))
         tensors = [tensor for path in weight_files(folder) for tensor in read_header(path).values()]
     except CheckpointError as error:
         remedy = "these are served: Qwen3, Qwen2.5 and Llama checkpoints in the Hugging Face layout, with their tokenizer"
@@ -165,18 +172,10 @@ def _read(role: Role, folder: Path) -> Model:
         role=role,
         info=info,
         shape=shape,
-        generation=_json(generation) if generation.is_file() else {},
+        generation=json_object(generation) if generation.is_file() else {},
         stored_bytes=stored,
         in_bfloat16=all(tensor.dtype == "BF16" for tensor in tensors if len(tensor.shape) > 1),
     )
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    return value if isinstance(value, dict) else {}
 
 
 # ---------------------------------------------------------------------------------------------------------------- embedded engine
