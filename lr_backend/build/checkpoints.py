@@ -59,6 +59,12 @@ class CheckpointInfo:
     vocabulary: Mapping[str, int]
     files: tuple[Path, ...]
 
+    @property
+    def in_words(self) -> str:
+        millions = self.num_parameters / 1e6
+        size = f"{millions / 1e3:.2f} B" if millions >= 1e3 else f"{millions:.2f} M"
+        return f"{self.architecture}, {size} parameters, vocabulary {self.vocab_size}, {self.max_positions} positions"
+
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:

@@ -94,7 +94,7 @@ class GpuPlan:
             spec=self.spec,
             output=self.output,
             checked=(
-                *(_line(role, info) for role, info in self.infos.items()),
+                *(f"{role}: {info.in_words}" for role, info in self.infos.items()),
                 *(f"{role}: calibration texts in {folder}" for role, folder in self.calibration.items() if folder.is_dir()),
                 *self.own_parts,
             ),
@@ -472,13 +472,6 @@ def _manifest(plan: GpuPlan, command: str, dry_run: bool) -> dict[str, Any]:
         "fingerprint": sha256_text(material),
         "command": command,
     }
-
-
-def _line(role: Role, info: CheckpointInfo) -> str:
-    billions = info.num_parameters / 1e9
-    return (
-        f"{role}: {info.architecture}, {billions:.2f} B parameters, vocabulary {info.vocab_size}, {info.max_positions} positions"
-    )
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

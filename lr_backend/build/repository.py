@@ -70,7 +70,7 @@ def build_repository(
         infos = {each: _check_role(spec, each, weights_needed=each in spec.roles_here) for each in asked_about}
         if Role.TARGET in infos and Role.DRAFT in infos:
             check_same_vocabulary(infos[Role.TARGET], infos[Role.DRAFT])
-        checked = tuple(_line(each, info) for each, info in infos.items())
+        checked = tuple(f"{each}: {info.in_words}" for each, info in infos.items())
         vocab_size = next(iter(infos.values())).vocab_size
     files: dict[str, str] = {}
     for each in roles:
@@ -105,13 +105,6 @@ def _check_role(spec: EmbeddedDeployment, role: Role, *, weights_needed: bool) -
 def _emulated_line(spec: EmulatedDeployment, role: Role) -> str:
     engine = spec.engine(role)
     return f"{role}: {spec.engine_pace(role).label}, emulated, {engine.max_tokens_in_paged_kv_cache} tokens of KV"
-
-
-def _line(role: Role, info: CheckpointInfo) -> str:
-    millions = info.num_parameters / 1e6
-    return (
-        f"{role}: {info.architecture}, {millions:.2f} M parameters, vocabulary {info.vocab_size}, {info.max_positions} positions"
-    )
 
 
 def _manifest(
