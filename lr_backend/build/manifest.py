@@ -40,9 +40,7 @@ def probe_platform() -> Platform:
     return Platform(installed("tensorrt-llm"), installed("tensorrt"), gpus)
 
 
-def mismatches(
-    manifest: Mapping[str, Any], running: Platform, gpu_device_ids: Mapping[str, Sequence[int]] | None = None
-) -> tuple[str, ...]:
+def mismatches(manifest: Mapping[str, Any], running: Platform, gpu_device_ids: Mapping[str, Sequence[int]]) -> tuple[str, ...]:
     """Why the engines of a repository's manifest cannot be served here, one sentence each; empty where they can.
 
     Args:
@@ -62,7 +60,7 @@ def mismatches(
         except (KeyError, TypeError, ValueError) as error:
             found.append(f"{role}: the manifest's entry is damaged: {error!r}")
             continue
-        here = (gpu_device_ids or {}).get(role, ids)
+        here = gpu_device_ids.get(role, ids)
         found += [f"{role}: {reason}" for reason in _differences(built, running, ids, here)]
         missing = [name for name in products if not (directory / name).is_file()]
         if missing:
@@ -70,9 +68,7 @@ def mismatches(
     return tuple(found)
 
 
-def require_servable(
-    manifest: Mapping[str, Any], running: Platform, gpu_device_ids: Mapping[str, Sequence[int]] | None = None
-) -> None:
+def require_servable(manifest: Mapping[str, Any], running: Platform, gpu_device_ids: Mapping[str, Sequence[int]]) -> None:
     """Refuse engines that this machine cannot run. ``gpu_device_ids`` as in :func:`mismatches`.
 
     Raises:

@@ -146,7 +146,7 @@ def test_the_manifest_says_what_everything_came_from(spec: GpuDeployment, tools:
     assert [step["name"] for step in target["steps"]] == ["convert", "compile"]
     assert "--speculative_decoding_mode draft_tokens_external --max_draft_len 8" in target["steps"][1]["command"]
     assert all(step["duration_s"] >= 0 for step in target["steps"])
-    assert mismatches(manifest, hopper()) == ()
+    assert mismatches(manifest, hopper(), {}) == ()
 
 
 def test_a_failed_step_names_its_log_and_a_resumed_build_goes_on_there(spec: GpuDeployment, tools: FakeTools) -> None:
@@ -418,14 +418,14 @@ def test_a_dry_run_needs_nothing_and_says_what_it_waits_for(tmp_path: Path, tool
         "manifest.json",
     }
     assert not (tmp_path / "out.engines").exists()
-    assert mismatches(manifest_of(rendered), hopper()) == ("the repository comes from a dry run: its engines were not built",)
+    assert mismatches(manifest_of(rendered), hopper(), {}) == ("the repository comes from a dry run: its engines were not built",)
 
 
 def test_a_dry_run_never_overwrites_a_real_repository(spec: GpuDeployment, tools: FakeTools) -> None:
     report = build(spec, tools)
     with pytest.raises(ConfigError, match="a dry run renders into another --output"):
         build(spec, tools, dry_run=True, output=report.output)
-    assert mismatches(manifest_of(report), hopper()) == ()
+    assert mismatches(manifest_of(report), hopper(), {}) == ()
 
 
 def test_what_was_built_can_be_planned_again(spec: GpuDeployment, tools: FakeTools) -> None:

@@ -28,8 +28,8 @@ def manifest(tmp_path: Path) -> dict[str, Any]:
 
 
 def test_the_same_machine_serves_what_it_built(manifest: dict[str, Any]) -> None:
-    assert mismatches(manifest, hopper()) == ()
-    assert mismatches(manifest, hopper(8)) == (), "more GPUs than it was built on"
+    assert mismatches(manifest, hopper(), {}) == ()
+    assert mismatches(manifest, hopper(8), {}) == (), "more GPUs than it was built on"
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_the_same_machine_serves_what_it_built(manifest: dict[str, Any]) -> None
     ],
 )
 def test_what_differs_is_said(manifest: dict[str, Any], running: Platform, said: list[str]) -> None:
-    assert list(mismatches(manifest, running)) == said
+    assert list(mismatches(manifest, running, {})) == said
 
 
 def test_an_engine_may_move_to_cards_like_those_it_was_built_on(manifest: dict[str, Any]) -> None:
@@ -68,7 +68,7 @@ def test_an_engine_may_move_to_cards_like_those_it_was_built_on(manifest: dict[s
 
 def test_an_engine_that_is_gone_is_said(manifest: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "rank0.engine").unlink()
-    assert mismatches(manifest, hopper()) == (f"target: {tmp_path} lacks rank0.engine",)
+    assert mismatches(manifest, hopper(), {}) == (f"target: {tmp_path} lacks rank0.engine",)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_an_engine_that_is_gone_is_said(manifest: dict[str, Any], tmp_path: Path
     ],
 )
 def test_a_damaged_manifest_serves_nothing(manifest: dict[str, Any], damage: dict[str, Any], said: str) -> None:
-    (found,) = mismatches({**manifest, **damage}, hopper())
+    (found,) = mismatches({**manifest, **damage}, hopper(), {})
     assert said in found
 
 
