@@ -82,14 +82,12 @@ def llm_arguments(config: LlmApiConfig, upstream: Upstream) -> dict[str, Any]:
     }
 
 
-def make_llm(config: LlmApiConfig, upstream: Upstream | None = None) -> Any:
+def make_llm(config: LlmApiConfig, upstream: Upstream) -> Any:
     """Load the model; takes minutes.
 
     Raises:
-        ConfigError: TensorRT-LLM is missing, or it refuses the checkpoint or a setting.
+        ConfigError: TensorRT-LLM refuses the checkpoint or a setting.
     """
-    config.check_checkpoint()
-    upstream = upstream or load_upstream()
     try:
         return upstream.LLM(**llm_arguments(config, upstream))
     except ConfigError:
