@@ -36,8 +36,8 @@ class Acceptance:
         """The same of the last few steps: luck, or a change that has come."""
         return self.rate if self._lately.count < LATELY else self._lately.value or 0.0
 
-    def chance(self, log_prob: float | None) -> float:
-        """Of one drafted step, by the draft's log-probability of it where that is known."""
+    def chance(self, log_prob: float) -> float:
+        """Of one drafted step, by the draft's log-probability of it once that says something."""
         known = self.confidence.chance(log_prob)
         return self.rate if known is None else known
 

@@ -33,10 +33,10 @@ class Confidence:
         self._log_probs[place], self._accepted[place] = log_prob, accepted
         self._num_decided += 1
 
-    def chance(self, log_prob: float | None) -> float | None:
+    def chance(self, log_prob: float) -> float | None:
         """Probability, in [0, 1], that a drafted step will be accepted; None while little is known."""
         known = min(self._num_decided, MEMORY)
-        if log_prob is None or known < LEAST_VERDICTS:
+        if known < LEAST_VERDICTS:
             return None
         accepted = self._accepted[:known]
         nearest = np.argpartition(np.abs(self._log_probs[:known] - log_prob), NEIGHBOURS)[:NEIGHBOURS]

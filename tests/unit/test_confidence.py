@@ -50,10 +50,6 @@ def test_before_enough_is_known_log_probabilities_say_nothing() -> None:
     assert confidence.chance(SURE) == 0.0
 
 
-def test_an_engine_that_says_no_log_probabilities_leaves_it_open() -> None:
-    assert learned().chance(None) is None
-
-
 def test_it_tells_sure_steps_from_unsure_ones() -> None:
     confidence = learned()
     sure, unsure = confidence.chance(SURE + 0.1), confidence.chance(UNSURE - 0.1)
@@ -98,11 +94,11 @@ def test_no_step_is_taken_for_certain() -> None:
     assert acceptance.rate == MAX_ALPHA
 
 
-def test_a_steps_chance_is_the_rate_where_nothing_else_is_known() -> None:
+def test_a_steps_chance_is_the_rate_until_more_is_known() -> None:
     acceptance = Acceptance()
+    assert acceptance.chance(SURE) == acceptance.rate
     for number in range(3 * LEAST_VERDICTS):
         acceptance.decided(number % 3 == 0, SURE if number % 3 == 0 else UNSURE)
-    assert acceptance.chance(None) == acceptance.rate
     assert acceptance.chance(SURE) > 0.8
     assert acceptance.chance(UNSURE) < 0.2
 
