@@ -63,10 +63,10 @@ def colour(row: Row) -> str:
     return _STAND_INS[series(row)]
 
 
-def svg(name: str, width: float, height: float, draw: Callable[[Axes], None]) -> str:
+def svg(name: str, draw: Callable[[Axes], None]) -> str:
     """One plot as an ``<svg>`` element. ``name`` makes its ids differ from those of other plots of the page."""
     with mpl.rc_context({**STYLE, "svg.hashsalt": name}):
-        figure = Figure(figsize=(width, height), layout="constrained")
+        figure = Figure(figsize=(7.0, 4.2), layout="constrained")
         FigureCanvasSVG(figure)
         figure.patch.set_alpha(0.0)
         axes = figure.add_subplot()
@@ -105,7 +105,7 @@ def plane(summary: Summary) -> str | None:
         axes.margins(0.08)
         _legend(axes, len(rows))
 
-    return svg("plane", 7.0, 4.2, draw)
+    return svg("plane", draw)
 
 
 def latency(summary: Summary) -> str:
@@ -137,7 +137,7 @@ def latency(summary: Summary) -> str:
         axes.set_ylabel("answers, %")
         _legend(axes, len(rows))
 
-    return svg("latency", 7.0, 4.2, draw)
+    return svg("latency", draw)
 
 
 def by_position(summary: Summary) -> str | None:
@@ -166,7 +166,7 @@ def by_position(summary: Summary) -> str | None:
         axes.set_ylabel("accepted, % of those decided")
         _legend(axes, len(rows))
 
-    return svg("position", 7.0, 4.2, draw)
+    return svg("position", draw)
 
 
 def trial(summary: Summary) -> str | None:
@@ -199,7 +199,7 @@ def trial(summary: Summary) -> str | None:
         axes.margins(y=0.08)
         _legend(axes, len(rows) + 1)
 
-    return svg("trial", 7.0, 4.2, draw)
+    return svg("trial", draw)
 
 
 def _legend(axes: Axes, num: int) -> None:

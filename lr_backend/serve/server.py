@@ -186,7 +186,7 @@ def free_ports(options: ServerOptions) -> Ports:
             each.close()
 
 
-def useful_lines(log: str, limit: int = 12) -> str:
+def useful_lines(log: str) -> str:
     """What a person needs from a server's log: why models failed or nodes were not reached, else its last lines."""
     models: dict[str, list[str]] = {}  # models often fail for one reason, which is said once
     for match in _REASON.finditer(log):
@@ -197,7 +197,7 @@ def useful_lines(log: str, limit: int = 12) -> str:
     if reasons:
         return "\n".join(dict.fromkeys(reasons))
     lines = [line for line in log.splitlines() if line.strip() and not _TABLE.match(line)]
-    return "\n".join(lines[-limit:])
+    return "\n".join(lines[-12:])
 
 
 def _unescape(text: str) -> str:

@@ -63,16 +63,16 @@ def ranges(numbers: Sequence[int]) -> str:
     return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else f"{part[0]}" for part in parts)
 
 
-def probe_spawn(launcher: Sequence[str], environment: Mapping[str, str], count: int, python: str = sys.executable) -> Spawned:
+def probe_spawn(launcher: Sequence[str], environment: Mapping[str, str], count: int) -> Spawned:
     """Start ``count`` processes. ``launcher``: what stands before the program, such as ``mpirun -n 1``; empty: nothing."""
     if importlib.util.find_spec("mpi4py") is None:
         return Spawned(left_out="this Python has no mpi4py")
     try:
         # The file itself, by no name of the package: what is started does not depend on where it lies.
-        command = [*launcher, python, os.path.abspath(__file__), str(count)]
+        command = [*launcher, sys.executable, os.path.abspath(__file__), str(count)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     except FileNotFoundError:
-        return Spawned(left_out=f"there is no {launcher[0] if launcher else python}")
+        return Spawned(left_out=f"there is no {launcher[0] if launcher else sys.executable}")
     except (OSError, subprocess.TimeoutExpired) as error:
         return Spawned(failure=f"{type(error).__name__}: {error}")
     return read_answer(done.stdout, done.stderr)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -195,7 +194,7 @@ def test_what_mpi_says_when_it_starts_none_is_passed_on(mpi: dict[str, str]) -> 
 
 def test_without_mpi4py_it_is_left_out_with_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spawn_probe.importlib.util, "find_spec", lambda name: None)
-    spawned = probe_spawn((), {}, 1, sys.executable)
+    spawned = probe_spawn((), {}, 1)
     assert spawned.left_out == "this Python has no mpi4py"
     finding = spawn_finding("ranks", spawned, {})
     assert finding.level is Level.WARNING and finding.found == "not tried: this Python has no mpi4py" and finding.remedy
