@@ -408,7 +408,6 @@ def _render(
     common = {
         **values,
         "name": naming.name,
-        "base": "the folder above engines/",
         "limits": limits,
         "last_drafts": last_drafts,
         "think_open": think_open,
