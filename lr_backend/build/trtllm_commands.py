@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lr_backend.build.gpu_spec import TrtllmEngineSpec
-from lr_backend.contract import LOGITS_DTYPE
+from lr_backend.contract import LOGITS_DTYPE, NUMPY_DTYPES
 from lr_backend.engine import Role
 
 CONVERTERS = {
@@ -19,7 +19,6 @@ CONVERTERS = {
     "LlamaForCausalLM": "models/core/llama/convert_checkpoint.py",
 }
 QUANTIZER = "quantization/quantize.py"
-LOGITS_FLAG = {"FP32": "float32", "FP16": "float16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +175,7 @@ def build_command(engine: TrtllmEngineSpec, dirs: EngineDirs, tools: Toolchain) 
             max_seq_len=engine.max_seq_len,
             max_beam_width=1,
             # The verification's buffers and the pbtxt's logits_datatype are of this type.
-            logits_dtype=LOGITS_FLAG[LOGITS_DTYPE],
+            logits_dtype=NUMPY_DTYPES[LOGITS_DTYPE].__name__,
             gpt_attention_plugin="auto",
             # TensorRT's own kernels are the faster ones for FP8, the plugin's for the rest.
             gemm_plugin="disable" if quantized else "auto",

@@ -17,7 +17,6 @@ from lr_backend.engine import Role
 from lr_backend.errors import TraceError
 from lr_backend.request import FinishReason, LookaheadRequest, StepRecord, Usage
 
-SCHEMA = "lookahead-trace"
 VERSION = 2
 
 
