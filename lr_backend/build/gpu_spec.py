@@ -18,7 +18,7 @@ from lr_backend.contract import EMBEDDED_ENGINE_INPUTS, TensorSpec
 from lr_backend.engine import Role
 from lr_backend.request import ProposerName
 
-Runtime = Literal["tensorrtllm", "llmapi"]
+GpuRuntime = Literal["tensorrtllm", "llmapi"]
 EXECUTOR_WORKER = "/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker"
 """Where the NGC image has the process that orchestrator mode starts for each rank."""
 
@@ -316,7 +316,7 @@ GpuRole = Annotated[TrtllmEngineSpec | LlmapiEngineSpec, Field(discriminator="ru
 class GpuDeployment(DeploymentSpec):
     """Three models on NVIDIA GPUs."""
 
-    runtime: Runtime
+    runtime: GpuRuntime
     hardware: HardwareSpec
     target: GpuRole
     draft: GpuRole

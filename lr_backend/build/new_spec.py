@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -24,6 +24,7 @@ from lr_backend.build.checkpoints import (
     read_header,
     weight_files,
 )
+from lr_backend.build.gpu_spec import GpuRuntime
 from lr_backend.build.shapes import ModelShape, known_models, shape_from_config
 from lr_backend.engine import Role
 from lr_backend.errors import CheckpointError, ConfigError
@@ -52,7 +53,6 @@ on virtual cores (``docs/benchmarks/loop_limit.md``)."""
 
 _COMMENTED = re.compile(r"^(?P<setting>[a-z_]+ = .*?) +# (?P<comment>.*)$", re.MULTILINE)
 
-GpuRuntime = Literal["tensorrtllm", "llmapi"]
 GPU_DRAFTS: Mapping[GpuRuntime, int] = {"tensorrtllm": 8, "llmapi": 0}
 
 

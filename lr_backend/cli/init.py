@@ -15,10 +15,10 @@ import typer
 from rich.console import Console
 
 from lr_backend.build.admission import admissions, branches_that_join, require_admission
+from lr_backend.build.gpu_spec import GpuRuntime
 from lr_backend.build.memory import estimate, require_fit, require_tensors
 from lr_backend.build.new_spec import (
     Cards,
-    GpuRuntime,
     Host,
     Models,
     Naming,
