@@ -49,11 +49,9 @@ class Plan:
     timeout_s: float
     endpoint: str = ""
     """As the answers name it."""
-    shares_seeds: bool = False
-    """All turns ask a problem with one seed."""
 
     def options(self, key: Key) -> Options:
-        return self.turns[key.turn].options(seed_of(self.seed, key, shared=self.shares_seeds), trace=self.trace)
+        return self.turns[key.turn].options(seed_of(self.seed, key), trace=self.trace)
 
 
 @dataclass(frozen=True, slots=True)

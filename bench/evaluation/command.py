@@ -130,7 +130,6 @@ class Settings:
     samples: int = 1
     start: int = 0
     seed: int = 0
-    shares_seeds: bool = False
     concurrency: int = 1
     trace: bool = True
     timeout_s: float = DEFAULT_TIMEOUT_S
@@ -146,7 +145,6 @@ class Settings:
             self.trace,
             self.timeout_s,
             endpoint,
-            self.shares_seeds,
         )
 
     def record(self, endpoint: str, deployment: EmbeddedDeployment | None = None) -> RunRecord:
@@ -169,7 +167,6 @@ class Settings:
             ),
             num_samples=self.samples,
             seed=self.seed,
-            shares_seeds=self.shares_seeds,
             concurrency=self.concurrency,
             trace=self.trace,
             endpoint=endpoint,

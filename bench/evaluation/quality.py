@@ -1,8 +1,8 @@
 """Whether the default mode keeps the target's quality.
 
-The target alone (``ar``) and mode ``auto`` answer the same problems with the same seeds. Where engines draw by seed and
-position, their answers differ by what lookahead does alone, and not by luck. A loss over the margin is excluded where the whole
-95 % interval of the paired difference lies above minus the margin. A run of ``lookahead eval``: it goes on where it was stopped.
+The target alone (``ar``) and mode ``auto`` answer the same problems, each with seeds of its own. A loss over the margin is
+excluded where the whole 95 % interval of the paired difference lies above minus the margin. A run of ``lookahead eval``: it goes
+on where it was stopped.
 """
 
 from __future__ import annotations
@@ -98,8 +98,7 @@ def main(
     out = out or Path("out") / "-".join(["quality", *asked])
     common = {**option_fields(option or ()), **answer_limit(max_tokens, url), "temperature": temperature}
     data = load(dataset, seed=DATA_SEED, end=num_problems)
-    modes = turns((BASELINE, mode), (), common)
-    settings = Settings(data, modes, samples=samples, seed=seed, shares_seeds=True, concurrency=concurrency)
+    settings = Settings(data, turns((BASELINE, mode), (), common), samples=samples, seed=seed, concurrency=concurrency)
     deployment = None if url else deployment_of(spec)
     if deployment is not None and pace is not None:
         deployment = paced(deployment, pace)

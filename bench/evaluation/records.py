@@ -80,7 +80,6 @@ class RunRecord(_Record):
     turns: tuple[TurnRecord, ...]
     num_samples: int
     seed: int
-    shares_seeds: bool = False
     concurrency: int
     trace: bool
     endpoint: str
@@ -100,7 +99,6 @@ class RunRecord(_Record):
             "start",
             "num_samples",
             "seed",
-            "shares_seeds",
             "concurrency",
             "trace",
             "served_hash",

@@ -80,13 +80,9 @@ def option_fields(given: Sequence[str]) -> dict[str, Any]:
     return fields
 
 
-def seed_of(run_seed: int, key: Key, *, shared: bool = False) -> int:
-    """The seed of one request. No two turns share one: they would write the same text and find it in each other's KV cache.
-
-    Args:
-        shared: they do. Nothing is timed then. Where noise is drawn by seed and position, they differ by what they do alone.
-    """
-    digest = hashlib.sha256(f"{run_seed}/{key.task}/{'' if shared else key.turn}/{key.sample}".encode()).digest()
+def seed_of(run_seed: int, key: Key) -> int:
+    """The seed of one request. No two turns share one: they would write the same text and find it in each other's KV cache."""
+    digest = hashlib.sha256(f"{run_seed}/{key.task}/{key.turn}/{key.sample}".encode()).digest()
     return int.from_bytes(digest[:6], "big")
 
 
