@@ -38,6 +38,7 @@ from bench.kit.measure import LEARNS_FROM, ModeReport, Sample, best_baseline, lo
 from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
 from bench.kit.rows import AS_IT_IS, PROBLEM_SEED, Change, Row, ask, compare
 from bench.kit.serving import (
+    TEMPERATURE,
     LatenessSince,
     demo_spec,
     engines_alone,
@@ -300,9 +301,9 @@ def _number(value: float | None) -> str:
 # The run -----------------------------------------------------------------------------------------------------------
 
 
-def check(client: Client, row: Row, questions: Sequence[Problem], temperature: float) -> Checked:
+def check(client: Client, row: Row, questions: Sequence[Problem]) -> Checked:
     """Ask a few problems again, with records of the steps; not timed."""
-    answers = (ask(client, row, problem, index, temperature, trace=True)[1] for index, problem in enumerate(questions))
+    answers = (ask(client, row, problem, index, trace=True)[1] for index, problem in enumerate(questions))
     return Checked.of(answer.steps for answer in answers)
 
 
@@ -333,7 +334,6 @@ def main(
     slow_motion: Annotated[
         float, typer.Option(min=1.0, max=100.0, help="With --pace: this machine takes so many times as long.")
     ] = 1.0,
-    temperature: Annotated[float, typer.Option(min=0.0, max=5.0)] = 0.6,
     output: Annotated[Path, typer.Option(help="Where the figures go; at a pace, by default to ablation_paced.json.")] = PUBLISHED,
     page: Annotated[Path | None, typer.Option(help="Where the table goes as Markdown.")] = None,
 ) -> None:
@@ -367,7 +367,7 @@ def main(
         clients = {change: stack.enter_context(Client(server.grpc_url)) for change, server in servers.items()}
         for row in rows:  # a row that is refused fails here and not in the middle of the run
             for problem in learned if row.fields["mode"] == "auto" else learned[:1]:
-                ask(clients[row.change], row, problem, 0, temperature)
+                ask(clients[row.change], row, problem, 0)
         late_since = {change: LatenessSince(server) for change, server in servers.items()} if pace else {}
         turns: dict[str, list[Lateness]] = {row.name: [] for row in rows} if pace else {}
 
@@ -377,24 +377,24 @@ def main(
 
         samples = [
             replace(sample, latency_s=sample.latency_s / slow_motion)
-            for sample in compare(clients, rows, questions, temperature, console, answered)
+            for sample in compare(clients, rows, questions, console, answered)
         ]
         late_rows = {name: together(of_row) for name, of_row in turns.items()}
         lateness = together(list(late_rows.values()))
         stepwise = [row for row in rows if row.request(config).mode.speculates_steps]
         with console.status("checking what was accepted"):
-            checked = {row.name: check(clients[row.change], row, questions[:num_checked], temperature) for row in stepwise}
+            checked = {row.name: check(clients[row.change], row, questions[:num_checked]) for row in stepwise}
     samples, baseline = best_baseline(samples)
     setting = baseline if baseline != BASELINE or pace else thread_setting(spec.target.num_threads)
     result = lines(rows, samples, hardware, config, checked, late_rows)
-    show(console, result, f"{num_problems} problems at temperature {temperature:g}, one at a time, over {setting}")
+    show(console, result, f"{num_problems} problems at temperature {TEMPERATURE:g}, one at a time, over {setting}")
     console.print(f"[dim]{hardware_line(hardware) if hardware is not None else f'{spec.pace_label}; {lateness}'}[/]")
     if late_rows:
         console.print(f"[dim]{late_by_row(late_rows)}[/]", highlight=False, soft_wrap=True)
     paced_on = {"pace": spec.pace_label, "late_share": lateness.share, "void": lateness.void}
     document = {
         "num_problems": num_problems,
-        "temperature": temperature,
+        "temperature": TEMPERATURE,
         "baseline": setting,
         **({"hardware": hardware.as_dict()} if hardware is not None else paced_on),
         "rows": [line.as_dict() for line in result],

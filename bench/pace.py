@@ -30,7 +30,7 @@ from bench.kit.measure import LEARNS_FROM, Sample
 from bench.kit.output import PAGES, console_of_any_width, keep_json, print_line
 from bench.kit.pace import AHEAD, BASELINE, ROWS, SYSTEM, MeasuredHops, Paced, Row, compare, hops, learn, note_pace, stage
 from bench.kit.rows import PROBLEM_SEED
-from bench.kit.serving import demo_spec, together
+from bench.kit.serving import TEMPERATURE, demo_spec, together
 from demo.problems import Problem, problems
 from lr_backend.errors import TraceError
 from lr_backend.hardware.machine import Machine
@@ -250,7 +250,6 @@ def main(
     system: Annotated[str, typer.Option(help="Whose pace.")] = SYSTEM,
     paced_as: Annotated[str | None, typer.Option(help="The deployment that is stood for, instead of the demo's own.")] = None,
     slow_motion: Annotated[float | None, typer.Option(min=1.0, max=100.0, help="By default what this machine needs.")] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, max=5.0)] = 0.6,
     compiled_only: Annotated[bool, typer.Option("--compiled-only", help="Leave out the other kinds of engines.")] = False,
     output: Annotated[Path, typer.Option(help="Where the figures go.")] = PAGES / "pace.json",
 ) -> None:
@@ -259,10 +258,10 @@ def main(
     asked = list(islice(problems(PROBLEM_SEED, "test"), 2 + num_problems + LEARNS_FROM))
     measured: dict[str, Paced] = {}
     for name, (kind, rows, options) in list(KINDS.items())[: 1 if compiled_only else None]:
-        found, learned = _measure(console, rows, asked, system, temperature, like=paced_as, slow_motion=slow_motion, **options)
+        found, learned = _measure(console, rows, asked, system, like=paced_as, slow_motion=slow_motion, **options)
         slow_motion = found.spec.slow_motion
         lines = agreements(found)
-        show(console, f"{kind}: {num_problems} problems, temperature {temperature:g}, one at a time", found, lines)
+        show(console, f"{kind}: {num_problems} problems, temperature {TEMPERATURE:g}, one at a time", found, lines)
         told = document(found, lines, "auto" if "auto" in rows else "sd")
         if learned:
             told["auto_first_ms_a_token"] = first_ms = _ms_a_token(learned[:FIRST])
@@ -274,15 +273,15 @@ def main(
 
 
 def _measure(
-    console: Console, rows: Mapping[str, Row], asked: Sequence[Problem], system: str, temperature: float, **options: Any
+    console: Console, rows: Mapping[str, Row], asked: Sequence[Problem], system: str, **options: Any
 ) -> tuple[Paced, list[Sample]]:
     """Also the answers by which the server has learned."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lookahead-pace-")))
         with console.status("starting Triton"):
             on = stack.enter_context(stage(demo_spec(), system, asked[:2], folder, console, rows=rows, **options))
-        learned = learn(on, asked[-LEARNS_FROM:], temperature, console) if "auto" in rows else []
-        return compare(on, asked[2:-LEARNS_FROM], temperature, console, rows), learned
+        learned = learn(on, asked[-LEARNS_FROM:], console) if "auto" in rows else []
+        return compare(on, asked[2:-LEARNS_FROM], console, rows), learned
 
 
 def _ms_a_token(samples: Sequence[Sample]) -> float:

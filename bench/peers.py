@@ -37,6 +37,7 @@ from bench.kit.serving import (
     ALONE,
     MAX_TOKENS,
     REQUEST_TIMEOUT_S,
+    TEMPERATURE,
     demo_spec,
     other_thread_counts,
     serving,
@@ -50,7 +51,7 @@ from demo.tokenizer import chat
 from lr_backend.build.base import Layout
 from lr_backend.build.spec import EmbeddedDeployment
 from lr_backend.contract import encode_stop_words
-from lr_backend.engine import GREEDY, EngineCall, Generation, Role, Sampling
+from lr_backend.engine import EngineCall, Generation, Role, Sampling
 from lr_backend.loop.assemble import Engines
 from lr_backend.steps.rules import StepRules
 from lr_backend.triton.models import end_ids, load_models
@@ -60,6 +61,7 @@ MODES = ("ar", "sd", "lr", "lr_sd", "auto")
 PROBLEM_SEED = 3030
 BASELINE = "ar"
 TOP_K, TOP_P = 20, 0.95
+SAMPLING = Sampling(TEMPERATURE, TOP_K, TOP_P)
 LOOKUP_TOKENS = 8
 SYNCHRONOUS = "synchronous LR"
 DIRECT = "target, asked directly"
@@ -77,10 +79,6 @@ class Answer:
 
 Ask = Callable[[Problem, int], Answer]
 """(problem, seed) -> its answer."""
-
-
-def sampling_of(temperature: float) -> Sampling:
-    return Sampling(temperature, TOP_K, TOP_P) if temperature else GREEDY
 
 
 class TransformersPeer:
@@ -125,8 +123,8 @@ class TransformersPeer:
 class DirectTarget:
     """The target's engine through Triton, one call an answer, without the ``lookahead`` model."""
 
-    def __init__(self, client: grpcclient.InferenceServerClient, tokenizer: Any, ends: Sequence[int], sampling: Sampling) -> None:
-        self._client, self._tokenizer, self._sampling = client, tokenizer, sampling
+    def __init__(self, client: grpcclient.InferenceServerClient, tokenizer: Any, ends: Sequence[int]) -> None:
+        self._client, self._tokenizer = client, tokenizer
         self._stop_words = encode_stop_words([(token,) for token in ends])
         self._outputs = [grpcclient.InferRequestedOutput(name) for name in ("output_ids", "sequence_length")]
 
@@ -135,7 +133,7 @@ class DirectTarget:
             request_id="",
             input_ids=prompt_ids(self._tokenizer, problem),
             max_new_tokens=MAX_TOKENS,
-            sampling=self._sampling,
+            sampling=SAMPLING,
             seed=seed,
             stop_words=self._stop_words,
         )
@@ -161,7 +159,7 @@ class SynchronousPeer:
 
 
 @contextmanager
-def synchronous_peer(url: str, spec: EmbeddedDeployment, sampling: Sampling, max_depth: int) -> Iterator[SynchronousPeer]:
+def synchronous_peer(url: str, spec: EmbeddedDeployment, max_depth: int) -> Iterator[SynchronousPeer]:
     models = load_models(spec.loop_config())
     ends = end_ids(models.tokenizer, spec.checkpoint_dir(Role.TARGET))
     # The reference knows no end of the reasoning: its steps end at blank lines alone.
@@ -178,17 +176,17 @@ def synchronous_peer(url: str, spec: EmbeddedDeployment, sampling: Sampling, max
     with asyncio.Runner() as runner:
         engines = runner.run(connect())
         try:
-            procedure = SynchronousLookahead(engines, texts, sampling, max_depth, MAX_TOKENS)
+            procedure = SynchronousLookahead(engines, texts, SAMPLING, max_depth, MAX_TOKENS)
             yield SynchronousPeer(procedure, runner)
         finally:
             runner.run(disconnect(engines))
 
 
-def served(client: Client, mode: str, temperature: float) -> Ask:
+def served(client: Client, mode: str) -> Ask:
     """One mode of a server, as one uninterrupted answer."""
 
     def ask(problem: Problem, seed: int) -> Answer:
-        options = Options(mode=mode, stream=False, max_tokens=MAX_TOKENS, temperature=temperature, seed=seed)
+        options = Options(mode=mode, stream=False, max_tokens=MAX_TOKENS, temperature=TEMPERATURE, seed=seed)
         result = client.ask(problem.question, options, timeout_s=REQUEST_TIMEOUT_S)
         return Answer(result.text, result.usage.completion_tokens)
 
@@ -259,7 +257,6 @@ def everyone(
     spec: EmbeddedDeployment,
     trial: Sequence[Problem],
     learned: Sequence[Problem],
-    temperature: float,
     max_depth: int,
     folder: Path,
     console: Console,
@@ -269,24 +266,24 @@ def everyone(
     with ExitStack() as stack:
         with console.status("starting Triton with lookahead, target, draft and judge"):
             server = stack.enter_context(serving(spec, folder / "all"))
-        tokenizer, sampling = load_models(spec.loop_config()).tokenizer, sampling_of(temperature)
-        peer = TransformersPeer(spec, tokenizer, temperature)
+        tokenizer = load_models(spec.loop_config()).tokenizer
+        peer = TransformersPeer(spec, tokenizer, TEMPERATURE)
         threads = peer.best_threads(trial)
         client = stack.enter_context(Client(server.grpc_url))
         connection = stack.enter_context(grpcclient.InferenceServerClient(server.grpc_url))
-        direct = DirectTarget(connection, tokenizer, end_ids(tokenizer, spec.checkpoint_dir(Role.TARGET)), sampling)
-        synchronous = stack.enter_context(synchronous_peer(server.grpc_url, spec, sampling, max_depth))
-        contenders: dict[str, Ask] = {BASELINE: served(client, BASELINE, temperature)}
+        direct = DirectTarget(connection, tokenizer, end_ids(tokenizer, spec.checkpoint_dir(Role.TARGET)))
+        synchronous = stack.enter_context(synchronous_peer(server.grpc_url, spec, max_depth))
+        contenders: dict[str, Ask] = {BASELINE: served(client, BASELINE)}
         for count in other_thread_counts(spec):
             other = stack.enter_context(serving(with_threads(spec, count), folder / f"ar-{count}", only=ALONE))
-            contenders[thread_setting(count)] = served(stack.enter_context(Client(other.grpc_url)), BASELINE, temperature)
+            contenders[thread_setting(count)] = served(stack.enter_context(Client(other.grpc_url)), BASELINE)
         contenders |= {
             DIRECT: direct.ask,
             GENERATE: peer.ask,
             ASSISTED: lambda problem, seed: peer.ask(problem, seed, assistant_model=peer.draft),
             LOOKUP: lambda problem, seed: peer.ask(problem, seed, prompt_lookup_num_tokens=LOOKUP_TOKENS),
             SYNCHRONOUS: synchronous.ask,
-            **{mode: served(client, mode, temperature) for mode in MODES if mode != BASELINE},
+            **{mode: served(client, mode) for mode in MODES if mode != BASELINE},
         }
         for ask in contenders.values():  # one that cannot run fails here, and not in the middle
             ask(trial[0], 0)
@@ -298,7 +295,6 @@ def everyone(
 
 def main(
     num_problems: Annotated[int, typer.Option("--problems", min=1)] = 60,
-    temperature: Annotated[float, typer.Option(min=0.0, max=5.0)] = 0.6,
     max_depth: Annotated[int, typer.Option(min=1, max=8, help="Target steps in flight, of the synchronous procedure too.")] = 4,
     output: Annotated[Path, typer.Option(help="Where the figures go.")] = PAGES / "peers.json",
 ) -> None:
@@ -313,18 +309,18 @@ def main(
     asked, trial, learned = questions[:num_problems], questions[num_problems:-LEARNS_FROM], questions[-LEARNS_FROM:]
     with (
         tempfile.TemporaryDirectory(prefix="lookahead-peers-") as folder,
-        everyone(spec, trial, learned, temperature, max_depth, Path(folder), console) as found,
+        everyone(spec, trial, learned, max_depth, Path(folder), console) as found,
     ):
         samples, baseline = best_baseline(compare(found.contenders, asked, console), BASELINE)
     rows = report(samples, BASELINE)
     ratios = {name: rate_ratio(samples, name) for name in rows}
-    show(console, rows, ratios, f"{num_problems} problems at temperature {temperature:g}, one at a time")
+    show(console, rows, ratios, f"{num_problems} problems at temperature {TEMPERATURE:g}, one at a time")
     alpha = found.synchronous.num_accepted / max(1, found.synchronous.num_compared)
     told = f"baseline: {baseline}; transformers {transformers.__version__} at {found.transformers_threads} thread(s)"
     console.print(f"[dim]{told}; the synchronous procedure accepted {alpha:.0%} of its drafted steps[/]")
     result = {
         "num_problems": num_problems,
-        "temperature": temperature,
+        "temperature": TEMPERATURE,
         "max_depth": max_depth,
         "baseline": baseline,
         "transformers": transformers.__version__,

@@ -28,7 +28,7 @@ from bench.kit.hardware import acceptance_of_each, measure_hardware
 from bench.kit.measure import ModeReport, report
 from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
 from bench.kit.rows import AS_IT_IS, PROBLEM_SEED, Row, ask, compare
-from bench.kit.serving import demo_spec, serving
+from bench.kit.serving import TEMPERATURE, demo_spec, serving
 from bench.kit.turns import in_turns
 from demo.problems import Problem, problems
 from lr_backend.build.base import Layout
@@ -59,7 +59,7 @@ def row_of(max_depth: int, width: int) -> Row:
     return Row(f"depth {max_depth}, width {width}", {**FIXED, "max_depth": max_depth, "width": width})
 
 
-def record(client: Client, questions: Sequence[Problem], temperature: float, console: Console) -> list[Trace]:
+def record(client: Client, questions: Sequence[Problem], console: Console) -> list[Trace]:
     """Traces of every recorded row on every problem.
 
     Raises:
@@ -67,7 +67,7 @@ def record(client: Client, questions: Sequence[Problem], temperature: float, con
     """
     found = []
     for index, problem, row in in_turns(RECORDED, questions, "recording", console):
-        _, result = ask(client, row, problem, index, temperature, trace=True)
+        _, result = ask(client, row, problem, index, trace=True)
         if result.trace is None:
             raise TraceError("the server sent no trace")
         found.append(Trace.from_json(result.trace))
@@ -125,7 +125,6 @@ def main(
         float | None,
         typer.Option(min=1.0, help="Cores that roles and calls share; by default the machine's, or fewer if it behaves so."),
     ] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, max=5.0)] = 0.6,
     output: Annotated[Path, typer.Option(help="Where the figures go.")] = PAGES / "planner.json",
 ) -> None:
     """Print a table, and one JSON line a row."""
@@ -138,14 +137,14 @@ def main(
         server = stack.enter_context(serving(spec, folder))
         client = stack.enter_context(Client(server.grpc_url))
         for row in (*RECORDED, *rows):  # a row that is refused fails here
-            ask(client, row, first, 0, temperature)
+            ask(client, row, first, 0)
         # Two roles may not slow each other down where two and the hand-over of a call do.
         cores = cores or measure_hardware(server, spec, first).num_cores or os.cpu_count()
-        fitted = fit(record(client, questions[:num_recorded], temperature, console), cores)
-        samples = compare({AS_IT_IS: client}, (BASELINE, *rows), questions[num_recorded:], temperature, console)
+        fitted = fit(record(client, questions[:num_recorded], console), cores)
+        samples = compare({AS_IT_IS: client}, (BASELINE, *rows), questions[num_recorded:], console)
     scenario = fitted.scenario
     lines = lines_of(scenario, report(samples, BASELINE.name))
-    show(console, f"{num_recorded} problems recorded, {num_problems} others measured, temperature {temperature:g}", lines)
+    show(console, f"{num_recorded} problems recorded, {num_problems} others measured, temperature {TEMPERATURE:g}", lines)
     without = {one.without: round(one.speedup, 4) for one in losses(scenario, Policy(max_depth=LOSSES_AT))}
     found = {"scenario": asdict(fitted), "rows": lines, f"depth {LOSSES_AT} without": without}
     write_json(output, found)

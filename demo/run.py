@@ -29,6 +29,7 @@ from bench.kit.serving import (
     ALONE,
     MAX_TOKENS,
     REQUEST_TIMEOUT_S,
+    TEMPERATURE,
     ask,
     demo_spec,
     engines_alone,
@@ -69,12 +70,12 @@ def ceilings(rows: Mapping[str, ModeReport], c: float, max_depth: int) -> dict[s
     return found
 
 
-def show_one(client: Client, problem: Problem, temperature: float, console: Console) -> Trace | None:
+def show_one(client: Client, problem: Problem, console: Console) -> Trace | None:
     """Stream one answer step by step, coloured by origin, by steps and draft tokens throughout; returns its trace."""
     console.rule("[bold]one question, live, at production pace: lr_sd")
     console.print(f"[bold]{problem.question}[/]\n", highlight=False)
     renderer = ConsoleRenderer(console, legend=True)
-    options = Options(max_tokens=MAX_TOKENS, temperature=temperature, seed=1, trace=True, **pace.ROWS["lr_sd"])
+    options = Options(max_tokens=MAX_TOKENS, temperature=TEMPERATURE, seed=1, trace=True, **pace.ROWS["lr_sd"])
     recorded = None
     try:
         with client.stream(problem.question, options, timeout_s=REQUEST_TIMEOUT_S) as stream:
@@ -93,13 +94,13 @@ def show_one(client: Client, problem: Problem, temperature: float, console: Cons
 
 
 def compare(
-    clients: Mapping[str, Client], baselines: Mapping[str, Client], questions: list[Problem], temperature: float, console: Console
+    clients: Mapping[str, Client], baselines: Mapping[str, Client], questions: list[Problem], console: Console
 ) -> list[Sample]:
     """Every mode on every problem, in turns whose order rotates."""
     turns = [*((mode, client, mode) for mode, client in clients.items()), *((name, c, "ar") for name, c in baselines.items())]
     samples = []
     for index, problem, (name, client, mode) in in_turns(turns, questions, "at this CPU's own pace", console):
-        samples.append(ask(client, problem, {"mode": mode}, temperature, index, name=name)[0])
+        samples.append(ask(client, problem, {"mode": mode}, index, name=name)[0])
     return samples
 
 
@@ -153,7 +154,6 @@ def at_production_pace(
     spec: EmbeddedDeployment,
     questions: list[Problem],
     num_problems: int | None,
-    temperature: float,
     console: Console,
     folder: Path,
 ) -> tuple[pace.Paced, Trace | None]:
@@ -167,12 +167,12 @@ def at_production_pace(
         if stage.spec.slow_motion > 1.0:
             slower = f"in slow motion: {stage.spec.slow_motion:g} times as long here; tables have the hardware's seconds"
             console.print(f"[dim]{slower}[/]", highlight=False)
-        trace = show_one(stage.client, questions[0], temperature, console)
+        trace = show_one(stage.client, questions[0], console)
         fewer = max(LEAST_PACED_PROBLEMS, int(PACED_PROBLEMS / stage.spec.slow_motion))
         asked = questions[1 : 1 + (num_problems or fewer)]
-        pace.learn(stage, questions[-LEARNS_FROM:], temperature, console)
-        found = pace.compare(stage, asked, temperature, console)
-    like = f"{len(asked)} problems at production pace, temperature {temperature:g}, one at a time"
+        pace.learn(stage, questions[-LEARNS_FROM:], console)
+        found = pace.compare(stage, asked, console)
+    like = f"{len(asked)} problems at production pace, temperature {TEMPERATURE:g}, one at a time"
     console.print(table(found.rows, like))
     share = found.realised_share("auto")
     console.print("[dim]speedup: seconds of ar, one uninterrupted request with nothing else running, over the row's;[/]")
@@ -189,7 +189,6 @@ def on_this_cpu(
     spec: EmbeddedDeployment,
     questions: list[Problem],
     learned: list[Problem],
-    temperature: float,
     console: Console,
     folder: Path,
 ) -> dict[str, Any]:
@@ -210,13 +209,13 @@ def on_this_cpu(
                 baselines[thread_setting(threads)] = stack.enter_context(Client(other.grpc_url))
             for index in range(WARM_UP_PROBLEMS):
                 for mode in MODES:
-                    ask(client, questions[0], {"mode": mode}, temperature, index)
+                    ask(client, questions[0], {"mode": mode}, index)
                 for other_client in baselines.values():
-                    ask(other_client, questions[0], {"mode": "ar"}, temperature, index)
+                    ask(other_client, questions[0], {"mode": "ar"}, index)
         with console.status("auto learns what pays"):
             for index, problem in enumerate(learned):
-                ask(client, problem, {"mode": "auto"}, temperature, index)
-        samples = compare(dict.fromkeys(MODES, client), baselines, questions[1:], temperature, console)
+                ask(client, problem, {"mode": "auto"}, index)
+        samples = compare(dict.fromkeys(MODES, client), baselines, questions[1:], console)
     samples, baseline = best_baseline(samples)
     rows = {mode: found for mode, found in report(samples, "ar").items() if mode in MODES}
     setting = baseline if baseline != "ar" else thread_setting(spec.target.num_threads)
@@ -228,7 +227,6 @@ def on_this_cpu(
 def main(
     num_problems: Annotated[int, typer.Option("--problems", min=1, help="At this CPU's own pace.")] = 12,
     paced_problems: Annotated[int | None, typer.Option(min=1, help="At production pace; by default 6 to 12.")] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, max=5.0)] = 0.6,
     output: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("out/demo.json"),
     layout: Annotated[Layout | None, typer.Option(help="Of processes at this CPU's own pace.")] = None,
 ) -> None:
@@ -238,12 +236,12 @@ def main(
     questions = list(islice(problems(PROBLEM_SEED, "test"), most))
     with tempfile.TemporaryDirectory(prefix="lookahead-demo-") as name:
         folder = Path(name)
-        found, trace = at_production_pace(demo_spec(), questions, paced_problems, temperature, console, folder / "paced")
+        found, trace = at_production_pace(demo_spec(), questions, paced_problems, console, folder / "paced")
         asked, learned = questions[: num_problems + 1], questions[-LEARNS_FROM:]
-        own = on_this_cpu(demo_spec(layout), asked, learned, temperature, console, folder)
+        own = on_this_cpu(demo_spec(layout), asked, learned, console, folder)
     paced = found.as_dict()
     modes = {mode: paced["modes"][mode] | figure for mode, figure in figures(found.rows).items()}
-    write_json(output, {"temperature": temperature, **own, "pace": {**paced, "modes": modes}})
+    write_json(output, {"temperature": TEMPERATURE, **own, "pace": {**paced, "modes": modes}})
     console.print(f"written to {output}")
     if trace is not None:
         timeline = output.with_name(TIMELINE)

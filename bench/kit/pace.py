@@ -66,9 +66,9 @@ class Stage:
     server: TritonServer
     client: Client
 
-    def ask(self, problem: Problem, row: str, fields: Row, temperature: float, index: int) -> tuple[Sample, Trace | None]:
+    def ask(self, problem: Problem, row: str, fields: Row, index: int) -> tuple[Sample, Trace | None]:
         """One answer with its trace; its seconds are those of the hardware that is stood for."""
-        sample, result = ask(self.client, problem, {**fields, "trace": True}, temperature, index, name=row, timeout_s=TIMEOUT_S)
+        sample, result = ask(self.client, problem, {**fields, "trace": True}, index, name=row, timeout_s=TIMEOUT_S)
         trace = Trace.from_json(result.trace) if result.trace else None
         return replace(sample, latency_s=sample.latency_s / self.spec.slow_motion), trace
 
@@ -233,7 +233,7 @@ def stage(
             for index, problem in enumerate(probes):
                 before = found.lateness()  # of the last problem alone: the first ones warm up
                 for row, fields in rows.items():
-                    found.ask(problem, row, {**fields, **PROBE}, 0.6, index)
+                    found.ask(problem, row, {**fields, **PROBE}, index)
             lateness = found.lateness() - before
             if slow_motion == tried[-1] or lateness.share <= PROBE_LATE_SHARE:
                 yield found
@@ -241,22 +241,20 @@ def stage(
             console.print(f"[dim]{lateness.share:.1%} late on this machine: slower motion[/]")
 
 
-def learn(on: Stage, questions: Sequence[Problem], temperature: float, console: Console) -> list[Sample]:
+def learn(on: Stage, questions: Sequence[Problem], console: Console) -> list[Sample]:
     """Let the server find out what pays on these, as a request that chooses nothing asks them; its answers."""
     turns = in_turns(("auto",), questions, "auto learns what pays", console)
-    return [on.ask(problem, "learns", {}, temperature, index)[0] for index, problem, _ in turns]
+    return [on.ask(problem, "learns", {}, index)[0] for index, problem, _ in turns]
 
 
-def compare(
-    on: Stage, questions: Sequence[Problem], temperature: float, console: Console, rows: Mapping[str, Row] = ROWS
-) -> Paced:
+def compare(on: Stage, questions: Sequence[Problem], console: Console, rows: Mapping[str, Row] = ROWS) -> Paced:
     """Every row on every problem, in turns whose order rotates. Behind each turn stands the second that its lateness takes."""
     samples: list[Sample] = []
     traces: dict[str, list[Trace]] = {row: [] for row in rows}
     turns: dict[str, list[Lateness]] = {row: [] for row in rows}
     late_since = LatenessSince(on.server)
     for index, problem, row in in_turns(tuple(rows), questions, "at production pace", console):
-        sample, trace = on.ask(problem, row, rows[row], temperature, index)
+        sample, trace = on.ask(problem, row, rows[row], index)
         turns[row].append(late_since())
         samples.append(sample)
         if trace is not None:

@@ -64,21 +64,18 @@ class Row:
         return LookaheadRequest.parse({**config.defaults, **self.fields, "text_input": "any"})
 
 
-def ask(
-    client: Client, row: Row, problem: Problem, index: int, temperature: float, *, trace: bool = False
-) -> tuple[Sample, Result]:
+def ask(client: Client, row: Row, problem: Problem, index: int, *, trace: bool = False) -> tuple[Sample, Result]:
     """One answer, timed by the client."""
     # Rows with one seed would write much the same text, and those that come later find it in the KV cache.
     seed = crc32(f"{row.name}/{index}".encode())
     fields = {**row.fields, "trace": trace or None}
-    return serving.ask(client, problem, fields, temperature, index, seed=seed, name=row.name)
+    return serving.ask(client, problem, fields, index, seed=seed, name=row.name)
 
 
 def compare(
     clients: Mapping[Change, Client],
     rows: Sequence[Row],
     questions: Sequence[Problem],
-    temperature: float,
     console: Console,
     answered: Callable[[Row], None] = lambda row: None,
 ) -> list[Sample]:
@@ -88,6 +85,6 @@ def compare(
     """
     samples = []
     for index, problem, row in in_turns(rows, questions, "rows in turn", console):
-        samples.append(ask(clients[row.change], row, problem, index, temperature)[0])
+        samples.append(ask(clients[row.change], row, problem, index)[0])
         answered(row)
     return samples

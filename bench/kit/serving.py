@@ -27,6 +27,7 @@ from lr_backend.serve.server import ServerError, ServerOptions, TritonServer
 from lr_backend.triton.metrics import REFRESH_S
 
 MAX_TOKENS = 640
+TEMPERATURE = 0.6
 START_S = 180.0
 REQUEST_TIMEOUT_S = 120.0
 ALONE = ("target", "lookahead")
@@ -173,7 +174,6 @@ def ask(
     client: Client,
     problem: Problem,
     fields: Mapping[str, Any],
-    temperature: float,
     index: int,
     *,
     seed: int | None = None,
@@ -187,7 +187,7 @@ def ask(
         seed: by default that number.
         name: of the sample; by default the mode that the server answered in.
     """
-    usual = {"stream": False, "max_tokens": MAX_TOKENS, "temperature": temperature, "seed": index if seed is None else seed}
+    usual = {"stream": False, "max_tokens": MAX_TOKENS, "temperature": TEMPERATURE, "seed": index if seed is None else seed}
     options = Options(**{**usual, **fields})
     started = time.perf_counter()
     result = client.ask(problem.question, options, timeout_s=timeout_s)

@@ -56,10 +56,10 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         found.append(spec.slow_motion)
         yield SlowServer(spec.slow_motion, 2.0)
 
-    def ask(client: Any, problem: Any, fields: Any, temperature: float, index: int, timeout_s: float) -> Any:
+    def ask(client: Any, problem: Any, fields: Any, index: int, timeout_s: float) -> Any:
         raise AssertionError("the stage asks")
 
-    def counted(stage: pace.Stage, problem: Any, row: str, fields: Any, temperature: float, index: int) -> tuple[Sample, None]:
+    def counted(stage: pace.Stage, problem: Any, row: str, fields: Any, index: int) -> tuple[Sample, None]:
         assert isinstance(stage.server, SlowServer)
         stage.server.num_asked += 1
         return Sample(row, index, True, 1.0, Usage(completion_tokens=10)), None
@@ -104,7 +104,7 @@ def test_each_row_is_late_by_itself(tried: list[float], tmp_path: Path, monkeypa
     with pace.stage(demo_spec(), pace.SYSTEM, PROBES, tmp_path, QUIET, slow_motion=1.0) as stage:
         monkeypatch.setattr(pace.Stage, "ask", ask)
         monkeypatch.setattr(SlowServer, "lateness", lateness)
-        found = pace.compare(stage, PROBES, 0.6, QUIET)
+        found = pace.compare(stage, PROBES, QUIET)
 
     assert found.late_rows["ar"] == Lateness(20.0, 0.0)
     assert found.late_rows["lr"] == (Lateness() if silent else Lateness(20.0, 1.0))
@@ -117,9 +117,9 @@ def test_what_was_late_before_the_comparison_does_not_count(tried: list[float], 
         assert isinstance(stage.server, SlowServer)
         stage.server.late_s = 0.0
         stage.server.num_asked = 0
-        pace.learn(stage, PROBES, 0.6, QUIET)
+        pace.learn(stage, PROBES, QUIET)
         assert stage.server.num_asked == len(PROBES)
-        found = pace.compare(stage, PROBES, 0.6, QUIET)
+        found = pace.compare(stage, PROBES, QUIET)
     assert found.lateness == Lateness(10.0 * len(PROBES) * len(pace.ROWS), 0.0)
     assert found.rows.keys() == pace.ROWS.keys()
     assert {row.total for row in found.rows.values()} == {len(PROBES)}
