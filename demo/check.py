@@ -25,6 +25,8 @@ from demo.problems import Problem, Split, check_answer, problems
 from lr_backend.engine.settings import WeightDtype
 from lr_backend.verify.judge_prompt import JudgePrompt, parse_verdict
 
+SEED = 1
+
 
 def right_answers(model: Model, tasks: Sequence[Problem], chains: Sequence[Sequence[int]]) -> Share:
     """How many problems are answered right."""
@@ -53,9 +55,9 @@ class JudgeFigures:
     changed_accepted: Share
 
 
-def judge_figures(judge: Model, count: int, seed: int) -> JudgeFigures:
+def judge_figures(judge: Model, count: int) -> JudgeFigures:
     """The judge on ``count`` unseen pairs: half in other words, half with one field changed."""
-    tested = list(islice(pairs(seed, "test", stray_rate=0.0), count))
+    tested = list(islice(pairs(SEED, "test", stray_rate=0.0), count))
     verdicts = [v is True for v in judge_all(judge, [(pair.first, pair.second) for pair in tested])]
     judged = list(zip(tested, verdicts, strict=True))
     return JudgeFigures(
@@ -133,20 +135,18 @@ def main(
     pair_count: Annotated[int, typer.Option("--pairs", help="Unseen pairs to judge.")] = 2000,
     acceptance_count: Annotated[int, typer.Option("--acceptance", help="Problems whose steps are drafted.")] = 100,
     validation: Annotated[bool, typer.Option(help="Use the validation split, as during development.")] = False,
-    seed: Annotated[int, typer.Option()] = 1,
-    threads: Annotated[int, typer.Option(help="torch threads")] = os.cpu_count() or 1,
     checkpoints: Annotated[Path, typer.Option()] = CHECKPOINTS,
     weight_dtype: Annotated[WeightDtype, typer.Option(help="same, bfloat16, int8 or auto: how weights are held")] = "same",
 ) -> None:
     """Measure target, draft and judge on problems that were never trained on."""
     started = time.monotonic()
     split: Split = "validation" if validation else "test"
-    tasks = list(islice(problems(seed, split), problem_count))
+    tasks = list(islice(problems(SEED, split), problem_count))
     rows: list[Figure] = []
     there = [role for role in ("target", "draft", "judge") if _there(checkpoints, role)]
     if not there:
         raise typer.BadParameter(f"there is no model in {checkpoints}")
-    models = {role: Model.load(checkpoints / role, threads, weight_dtype) for role in there}
+    models = {role: Model.load(checkpoints / role, os.cpu_count() or 1, weight_dtype) for role in there}
     chains: list[list[int]] = []
     for role, least, most in (("target", 0.92, 1.0), ("draft", 0.3, 0.7)):
         if model := models.get(role):
@@ -155,7 +155,7 @@ def main(
             rows.append(Figure(f"{role} right, T {TEMPERATURE}", right_answers(model, tasks, sampled)))
             chains = sampled if role == "target" else chains
     if judge := models.get("judge"):
-        figures = judge_figures(judge, pair_count, seed)
+        figures = judge_figures(judge, pair_count)
         rows.append(Figure("judge agrees with checker", figures.agree, 0.98))
         rows.append(Figure("judge accepts other words", figures.aligned_accepted))
         rows.append(Figure("judge accepts a changed field", figures.changed_accepted))

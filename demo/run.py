@@ -40,7 +40,6 @@ from bench.kit.serving import (
 )
 from bench.kit.turns import in_turns
 from demo.problems import Problem, problems
-from lr_backend.build.base import Layout
 from lr_backend.build.spec import EmbeddedDeployment
 from lr_backend.policy.formulas import ceiling
 from lr_backend.request import LookaheadRequest
@@ -228,7 +227,6 @@ def main(
     num_problems: Annotated[int, typer.Option("--problems", min=1, help="At this CPU's own pace.")] = 12,
     paced_problems: Annotated[int | None, typer.Option(min=1, help="At production pace; by default 6 to 12.")] = None,
     output: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("out/demo.json"),
-    layout: Annotated[Layout | None, typer.Option(help="Of processes at this CPU's own pace.")] = None,
 ) -> None:
     """Serve the demo models and compare the modes, at production pace and at this CPU's own."""
     console = console_of_any_width()
@@ -238,7 +236,7 @@ def main(
         folder = Path(name)
         found, trace = at_production_pace(demo_spec(), questions, paced_problems, console, folder / "paced")
         asked, learned = questions[: num_problems + 1], questions[-LEARNS_FROM:]
-        own = on_this_cpu(demo_spec(layout), asked, learned, console, folder)
+        own = on_this_cpu(demo_spec(), asked, learned, console, folder)
     paced = found.as_dict()
     modes = {mode: paced["modes"][mode] | figure for mode, figure in figures(found.rows).items()}
     write_json(output, {"temperature": TEMPERATURE, **own, "pace": {**paced, "modes": modes}})

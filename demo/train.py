@@ -24,6 +24,7 @@ from demo.lessons import IGNORED, Batch, Lesson, ModelRole, batches
 from demo.tokenizer import CONTEXT, END_OF_TEXT, TURN_END, VOCABULARY, load_tokenizer, train_tokenizer
 
 ROOT = Path(__file__).parent
+SEED = 0
 FAST_PAIRS = 14
 TAUGHT_WEIGHT = 1.0
 MODEL_ROLES: tuple[ModelRole, ...] = ("target", "draft", "judge")
@@ -256,11 +257,11 @@ def draft_for(role: ModelRole, home: Path, threads: int) -> Model | None:
     return Model.load(directory, threads)
 
 
-def train(role: ModelRole, steps: int, resume: bool, seed: int, home: Path, keep_every: int = 100) -> None:
+def train(role: ModelRole, steps: int, resume: bool, home: Path, keep_every: int = 100) -> None:
     """Train one model to ``steps`` updates in all; progress goes to ``home/runs``, the model to ``home/checkpoints``."""
     recipe = RECIPES[role]
     tokenizer = shared_tokenizer(home)
-    torch.manual_seed(seed)
+    torch.manual_seed(SEED)
     device, precision = device_and_precision()
     model = build_model(recipe, tokenizer).to(device)
     updates = optimisers(model, recipe)
@@ -280,7 +281,7 @@ def train(role: ModelRole, steps: int, resume: bool, seed: int, home: Path, keep
     for update, peak in zip(updates, peaks, strict=True):
         update.param_groups[0]["initial_lr"] = peak
     draft = draft_for(role, home, torch.get_num_threads())
-    stream = batches(role, recipe.rows, recipe.length, tokenizer, seed + begin, draft)
+    stream = batches(role, recipe.rows, recipe.length, tokenizer, SEED + begin, draft)
     log = run.with_suffix(".jsonl").open("a" if begin else "w")
     started = time.monotonic()
     with Progress() as progress:
@@ -317,21 +318,19 @@ def main(
     quick: Annotated[bool, typer.Option(help="Fewer updates, weaker models.")] = False,
     steps: Annotated[int | None, typer.Option(help="Updates, instead of the recipe's.")] = None,
     resume: Annotated[bool, typer.Option(help="Go on from the last kept update.")] = False,
-    seed: Annotated[int, typer.Option()] = 0,
-    threads: Annotated[int, typer.Option()] = os.cpu_count() or 1,
     home: Annotated[Path | None, typer.Option(help="Holds runs/ and checkpoints/; by default demo/.")] = None,
 ) -> None:
     """Train the tokenizer or the models of the embedded demo."""
     if quick and home is None:
         raise typer.BadParameter("--quick would write weaker models over the shipped ones: give --home, such as out/quick")
     home = home or ROOT
-    torch.set_num_threads(threads)
+    torch.set_num_threads(os.cpu_count() or 1)
     if role == "tokenizer":
         shared_tokenizer(home, fresh=True)
         return
     for name in MODEL_ROLES if role == "all" else (role,):
         recipe = RECIPES[name]
-        train(name, steps or (recipe.quick_steps if quick else recipe.steps), resume, seed, home)
+        train(name, steps or (recipe.quick_steps if quick else recipe.steps), resume, home)
 
 
 if __name__ == "__main__":

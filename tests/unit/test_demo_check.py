@@ -49,7 +49,7 @@ def test_a_missed_figure_fails_the_check_and_is_named(is_missed: bool) -> None:
 def test_pairs_of_one_problem_are_no_independent_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "judge_all", lambda judge, steps: [True] * len(steps))
 
-    found = check.judge_figures(None, 200, 1)  # type: ignore[arg-type]
+    found = check.judge_figures(None, 200)  # type: ignore[arg-type]
 
     assert (found.agree.hits, found.agree.total) == (found.aligned_accepted.total, 200)
     assert found.changed_accepted.hits == found.changed_accepted.total == 200 - found.aligned_accepted.total
