@@ -20,7 +20,7 @@ from rich.table import Table
 
 from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
 from bench.kit.serving import LatenessSince, serving, short_texts
-from lr_backend.build.emulated_spec import EmulatedDeployment, emulated
+from lr_backend.build.emulated_spec import DEFAULT_WORKLOAD, EmulatedDeployment, emulated
 from lr_backend.build.pace import machine_of, stood_for
 from lr_backend.emulated.texts import Texts
 from lr_backend.hardware.lateness import Lateness
@@ -29,7 +29,7 @@ from lr_backend.plan.equal_gpus import DRAFT_TOKENS
 from lr_backend.plan.simulation import Policy, Scenario, ms_a_token, simulate
 from lr_backend.request import Mode
 
-DEPLOYMENT = "qwen3-32b-apart"
+DEPLOYMENT, SYSTEM = "qwen3-32b-apart", "h200_sxm"
 LOADS = (1, 4, 8)
 JUDGED: Mapping[str, Any] = {"verifier": "judge"}
 ROWS: Mapping[str, Policy] = {
@@ -116,19 +116,17 @@ def _ask(url: str, texts: Texts, policy: Policy, numbers: range) -> float:
 
 
 def main(
-    system: Annotated[str, typer.Option(help="Whose pace.")] = "h200_sxm",
     slow_motion: Annotated[float, typer.Option(min=1.0, max=100.0, help="So many times as long as there.")] = 6.0,
     loads: Annotated[list[int] | None, typer.Option("--load", min=1, help="Requests in flight; by default 1, 4 and 8.")] = None,
-    workload: Annotated[str, typer.Option(help="By name or file.")] = "qwen3-gsm8k",
     output: Annotated[Path, typer.Option(help="Where the figures go.")] = PAGES / "emulation.json",
 ) -> None:
     """Print a table and one line of JSON."""
     console = console_of_any_width()
     with tempfile.TemporaryDirectory(prefix="lookahead-emulation-") as name:
         folder = Path(name)
-        deployment = emulated(DEPLOYMENT, system, short_texts(workload, NUM_STEPS, folder), slow_motion=slow_motion)
+        deployment = emulated(DEPLOYMENT, SYSTEM, short_texts(DEFAULT_WORKLOAD, NUM_STEPS, folder), slow_motion=slow_motion)
         found = measure(deployment, folder / "repository", loads or LOADS)
-    table = Table(title=f"{DEPLOYMENT} emulated on {system}: ms a token, the wall's clock and the virtual one")
+    table = Table(title=f"{DEPLOYMENT} emulated on {SYSTEM}: ms a token, the wall's clock and the virtual one")
     for name in ("in flight", "mode", "wall", "virtual", "off", "late"):
         table.add_column(name, justify="left" if name == "mode" else "right")
     for one in found:

@@ -33,7 +33,7 @@ from lr_client import Client, Options
 from rich.console import Console
 from rich.table import Table
 
-from bench.emulation import DEPLOYMENT, ROWS, TIMEOUT_S
+from bench.emulation import DEPLOYMENT, ROWS, SYSTEM, TIMEOUT_S
 from bench.kit.engines_apart import EnginesApart, Sets, request_id
 from bench.kit.hardware import processor_line
 from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
@@ -59,7 +59,6 @@ from lr_backend.triton.models import load_models
 from lr_backend.triton.service import LookaheadService
 from lr_backend.triton.threads import share_interpreter
 
-SYSTEM = "h200_sxm"
 LOADS = (1, 4, 8, 16, 32, 64, 128)
 MODES = ("lr", "lr_sd")
 A_SET = 8
@@ -478,7 +477,6 @@ def quiet() -> None:
 def main(
     loads: Annotated[list[int] | None, typer.Option("--load", min=1, help="Requests in flight; by default 1 to 128.")] = None,
     modes: Annotated[list[str] | None, typer.Option("--mode", help="lr or lr_sd; by default both.")] = None,
-    triton: Annotated[bool, typer.Option(help="Serve by a real Triton too, with one process of the loop and with two.")] = True,
     steps: Annotated[int, typer.Option(min=2, help="Of an answer's reasoning.")] = NUM_STEPS,
     output: Annotated[Path, typer.Option(help="Where the figures go.")] = PAGES / "loop_limit.json",
 ) -> None:
@@ -495,7 +493,7 @@ def main(
         instances = [
             through_triton(slow, folder / f"{mode}.{count}", count, mode, TRITON_LOAD)
             for mode, count in TRITON_RUNS
-            if triton and mode in chosen
+            if mode in chosen
         ]
         measured = list(measure(setting_of(texts), chosen, sorted(loads or LOADS), console))
         rows, more = on_both_clocks(texts, measured)

@@ -41,7 +41,7 @@ from lr_backend.request import Mode
 from lr_backend.steps.rules import StepRules
 from lr_backend.steps.step import StepEnd
 
-DEPLOYMENT = "qwen3-32b-apart"
+DEPLOYMENT, SYSTEM = "qwen3-32b-apart", "h200_sxm"
 NUM_STEPS = 40
 """Of a text."""
 SCORE_QUESTION_TOKENS = 80
@@ -117,14 +117,10 @@ def _question() -> IntArray:
     return np.full(SCORE_QUESTION_TOKENS, FIRST_WORD, dtype=np.int32)
 
 
-def compare(system: str, workload: Workload, num_texts: int) -> list[Peer]:
-    """Every contender over the same texts.
-
-    Raises:
-        ConfigError: there is no such system.
-    """
+def compare(workload: Workload, num_texts: int) -> list[Peer]:
+    """Every contender over the same texts."""
     spec = stood_for(DEPLOYMENT)
-    machines = (machine_of(spec, system, drafts_itself=by_itself) for by_itself in (False, True))
+    machines = (machine_of(spec, SYSTEM, drafts_itself=by_itself) for by_itself in (False, True))
     outside, inside = (Scenario.of(spec.loop_config(), workload, one, prompts_are_cached=True) for one in machines)
     found = [
         Peer(name, runtime, tuple(_served(inside if runtime == LLM_API else outside, policy, seed) for seed in range(num_texts)))
@@ -148,16 +144,15 @@ def _asked(scenario: Scenario, seed: int, work: Callable[[Engines, Texts], Await
 
 
 def main(
-    system: Annotated[str, typer.Option(help="Whose pace.")] = "h200_sxm",
     workload: Annotated[str, typer.Option(help="By name or file.")] = "qwen3-gsm8k",
     num_texts: Annotated[int, typer.Option("--texts", min=1)] = 6,
     output: Annotated[Path, typer.Option(help="Where the figures go.")] = PAGES / "pace_peers.json",
 ) -> None:
     """Print a table and one line of JSON."""
-    found = compare(system, replace(Workload.load(workload), num_steps=NUM_STEPS), num_texts)
-    profiles = [find(pace_of(stood_for(DEPLOYMENT), role, system).profile) for role in Role]
+    found = compare(replace(Workload.load(workload), num_steps=NUM_STEPS), num_texts)
+    profiles = [find(pace_of(stood_for(DEPLOYMENT), role, SYSTEM).profile) for role in Role]
     console = console_of_any_width()
-    table = Table(title=f"{DEPLOYMENT} on {system}, workload {workload}, one request, {num_texts} texts of {NUM_STEPS} steps")
+    table = Table(title=f"{DEPLOYMENT} on {SYSTEM}, workload {workload}, one request, {num_texts} texts of {NUM_STEPS} steps")
     for name in ("contender", "runtime", "ms a token", "over ar (range over texts)"):
         table.add_column(name, justify="left" if name in ("contender", "runtime") else "right")
     alone = min((one for one in found if one.name.startswith("ar")), key=lambda one: one.ms_a_token)
@@ -167,7 +162,7 @@ def main(
     console.print(table)
     console.print(f"[yellow]the loop is real, texts are scripted, no model; {label_of(profiles)}[/]", soft_wrap=True)
     told, low, high = ({name: gain[place] for name, gain in gains.items()} for place in range(3))
-    settings = {"label": label_of(profiles), "system": system, "workload": workload}
+    settings = {"label": label_of(profiles), "system": SYSTEM, "workload": workload}
     document = {**settings, "speedup": told, "speedup_low": low, "speedup_high": high}
     write_json(output, document)
     print_line(console, told)

@@ -63,6 +63,8 @@ BASELINE = "ar"
 TOP_K, TOP_P = 20, 0.95
 SAMPLING = Sampling(TEMPERATURE, TOP_K, TOP_P)
 LOOKUP_TOKENS = 8
+MAX_DEPTH = 4
+"""Target steps in flight, of the synchronous procedure too."""
 SYNCHRONOUS = "synchronous LR"
 DIRECT = "target, asked directly"
 GENERATE, ASSISTED, LOOKUP = "transformers generate", "transformers assisted", "transformers prompt lookup"
@@ -159,7 +161,7 @@ class SynchronousPeer:
 
 
 @contextmanager
-def synchronous_peer(url: str, spec: EmbeddedDeployment, max_depth: int) -> Iterator[SynchronousPeer]:
+def synchronous_peer(url: str, spec: EmbeddedDeployment) -> Iterator[SynchronousPeer]:
     models = load_models(spec.loop_config())
     ends = end_ids(models.tokenizer, spec.checkpoint_dir(Role.TARGET))
     # The reference knows no end of the reasoning: its steps end at blank lines alone.
@@ -176,7 +178,7 @@ def synchronous_peer(url: str, spec: EmbeddedDeployment, max_depth: int) -> Iter
     with asyncio.Runner() as runner:
         engines = runner.run(connect())
         try:
-            procedure = SynchronousLookahead(engines, texts, SAMPLING, max_depth, MAX_TOKENS)
+            procedure = SynchronousLookahead(engines, texts, SAMPLING, MAX_DEPTH, MAX_TOKENS)
             yield SynchronousPeer(procedure, runner)
         finally:
             runner.run(disconnect(engines))
@@ -257,7 +259,6 @@ def everyone(
     spec: EmbeddedDeployment,
     trial: Sequence[Problem],
     learned: Sequence[Problem],
-    max_depth: int,
     folder: Path,
     console: Console,
 ) -> Iterator[Everyone]:
@@ -272,7 +273,7 @@ def everyone(
         client = stack.enter_context(Client(server.grpc_url))
         connection = stack.enter_context(grpcclient.InferenceServerClient(server.grpc_url))
         direct = DirectTarget(connection, tokenizer, end_ids(tokenizer, spec.checkpoint_dir(Role.TARGET)))
-        synchronous = stack.enter_context(synchronous_peer(server.grpc_url, spec, max_depth))
+        synchronous = stack.enter_context(synchronous_peer(server.grpc_url, spec))
         contenders: dict[str, Ask] = {BASELINE: served(client, BASELINE)}
         for count in other_thread_counts(spec):
             other = stack.enter_context(serving(with_threads(spec, count), folder / f"ar-{count}", only=ALONE))
@@ -295,7 +296,6 @@ def everyone(
 
 def main(
     num_problems: Annotated[int, typer.Option("--problems", min=1)] = 60,
-    max_depth: Annotated[int, typer.Option(min=1, max=8, help="Target steps in flight, of the synchronous procedure too.")] = 4,
     output: Annotated[Path, typer.Option(help="Where the figures go.")] = PAGES / "peers.json",
 ) -> None:
     """Print a table and one JSON line."""
@@ -303,13 +303,13 @@ def main(
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     spec = demo_spec(Layout.PROCESS_A_ROLE)
-    defaults = {**spec.lookahead["defaults"], "max_depth": max_depth}
+    defaults = {**spec.lookahead["defaults"], "max_depth": MAX_DEPTH}
     spec = spec.model_copy(update={"lookahead": {**spec.lookahead, "defaults": defaults}})
     questions = list(islice(problems(PROBLEM_SEED, "test"), num_problems + THREAD_TRIAL_PROBLEMS + LEARNS_FROM))
     asked, trial, learned = questions[:num_problems], questions[num_problems:-LEARNS_FROM], questions[-LEARNS_FROM:]
     with (
         tempfile.TemporaryDirectory(prefix="lookahead-peers-") as folder,
-        everyone(spec, trial, learned, max_depth, Path(folder), console) as found,
+        everyone(spec, trial, learned, Path(folder), console) as found,
     ):
         samples, baseline = best_baseline(compare(found.contenders, asked, console), BASELINE)
     rows = report(samples, BASELINE)
@@ -321,7 +321,7 @@ def main(
     result = {
         "num_problems": num_problems,
         "temperature": TEMPERATURE,
-        "max_depth": max_depth,
+        "max_depth": MAX_DEPTH,
         "baseline": baseline,
         "transformers": transformers.__version__,
         "transformers_threads": found.transformers_threads,

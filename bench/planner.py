@@ -121,10 +121,6 @@ def lines_of(scenario: Scenario, found: Mapping[str, ModeReport]) -> list[dict[s
 def main(
     num_recorded: Annotated[int, typer.Option("--recorded", min=2, help="Problems to fit to.")] = 40,
     num_problems: Annotated[int, typer.Option("--problems", min=1, help="Other problems, answered by every row.")] = 60,
-    cores: Annotated[
-        float | None,
-        typer.Option(min=1.0, help="Cores that roles and calls share; by default the machine's, or fewer if it behaves so."),
-    ] = None,
     output: Annotated[Path, typer.Option(help="Where the figures go.")] = PAGES / "planner.json",
 ) -> None:
     """Print a table, and one JSON line a row."""
@@ -139,7 +135,7 @@ def main(
         for row in (*RECORDED, *rows):  # a row that is refused fails here
             ask(client, row, first, 0)
         # Two roles may not slow each other down where two and the hand-over of a call do.
-        cores = cores or measure_hardware(server, spec, first).num_cores or os.cpu_count()
+        cores = measure_hardware(server, spec, first).num_cores or os.cpu_count()
         fitted = fit(record(client, questions[:num_recorded], console), cores)
         samples = compare({AS_IT_IS: client}, (BASELINE, *rows), questions[num_recorded:], console)
     scenario = fitted.scenario

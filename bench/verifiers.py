@@ -42,6 +42,7 @@ from lr_backend.verify.cascade import CascadeVerifier, numeric_veto
 from lr_backend.verify.judge_prompt import JudgePrompt, judges_prefill
 
 TEMPERATURE = 0.6
+SEED = 1
 COSINES = (0.85, 0.9, 0.95, 0.99)
 GRADES = (7.0, 9.0)
 
@@ -182,7 +183,6 @@ def main(
     checkpoints: Annotated[Path, typer.Option(help="folder of target, draft and judge")] = CHECKPOINTS,
     embedding_dir: Annotated[Path | None, typer.Option(help="a sentence-transformers checkpoint; without: no such rows")] = None,
     judge_dir: Annotated[Path | None, typer.Option("--judge", help="another judge, for instance one of half the size")] = None,
-    seed: Annotated[int, typer.Option()] = 1,
     threads: Annotated[int, typer.Option(help="torch threads")] = os.cpu_count() or 1,
     output: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("out/verifiers.json"),
 ) -> None:
@@ -202,9 +202,9 @@ def main(
         plug_ins=plug_ins(embedding_dir),
     )
     sets = {
-        "drafted": drafted_cases(target, models["draft"], num_problems, seed),
-        "changed": checker_cases(target, num_pairs, seed),
-        "second domain": second_cases(target, num_pairs, seed),
+        "drafted": drafted_cases(target, models["draft"], num_problems, SEED),
+        "changed": checker_cases(target, num_pairs, SEED),
+        "second domain": second_cases(target, num_pairs, SEED),
     }
 
     async def all_rows() -> dict[str, dict[str, VerifierFigures]]:

@@ -115,11 +115,10 @@ def _by_problem(each: Rights) -> list[Cluster]:
 def main(
     num_problems: Annotated[int, typer.Option("--problems", min=1)] = 2000,
     samples: Annotated[int, typer.Option(min=1, help="Answers to each problem in each row.")] = 3,
-    threads: Annotated[int, typer.Option(help="torch threads")] = os.cpu_count() or 1,
     output: Annotated[Path, typer.Option(help="Where the figures go.")] = PAGES / "wording.json",
 ) -> None:
     """Print a table, and one JSON line."""
-    target, draft = (Model.load(CHECKPOINTS / role, threads) for role in ("target", "draft"))
+    target, draft = (Model.load(CHECKPOINTS / role, os.cpu_count() or 1) for role in ("target", "draft"))
     tasks = list(islice(problems(DATA_SEED, "test"), num_problems))
     rows = {"the target alone": None, "drafted at temperature 0": 0.0, f"drafted at {TEMPERATURE:g}": TEMPERATURE}
     headings = ("", "right", "95 %", "less the target alone, points (95 %)", "of each sample", "steps accepted")

@@ -47,8 +47,6 @@ def main(
     verifiers: Annotated[str, typer.Option(help="Such as judge,chance_50; by default all that can be served.")] = "",
     embedding_dir: Annotated[Path | None, typer.Option(help="A sentence-transformers folder; without: no such rows.")] = None,
     temperature: Annotated[float, typer.Option(min=0.0, max=5.0)] = 0.6,
-    seed: Annotated[int, typer.Option()] = 0,
-    domain: Annotated[list[str] | None, typer.Option(help="demo or second; by default both.")] = None,
     out: Annotated[Path, typer.Option(help="A run directory for each domain, and the report.")] = Path("out/trial"),
     output: Annotated[Path, typer.Option(help="Where the report's figures go too.")] = PAGES / "trial.json",
 ) -> None:
@@ -59,9 +57,9 @@ def main(
     common = {"max_tokens": MAX_TOKENS, "temperature": temperature}
     settled = turns((BASELINE, "lr"), chosen_verifiers(verifiers, taken_on), common)
     folders = []
-    for name in domain or DOMAINS:
+    for name in DOMAINS:
         data = load(name, seed=DATA_SEED, end=num_problems)
         folders.append(out / name)
-        run_evaluation(Settings(data, settled, seed=seed), folders[-1], url=None, deployment=spec, console=console)
+        run_evaluation(Settings(data, settled), folders[-1], url=None, deployment=spec, console=console)
     write_report(folders, out, margin=DEFAULT_MARGIN, baseline=BASELINE, console=console, title="Verifiers on trial")
     shutil.copy(out / "report.json", output)

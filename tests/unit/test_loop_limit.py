@@ -10,9 +10,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bench.emulation import DEPLOYMENT
+from bench.emulation import DEPLOYMENT, SYSTEM
 from bench.kit.engines_apart import EnginesApart, OneOfSet, Sets, request_id
-from bench.loop_limit import SYSTEM, Found, Instances, Row, Setting, carried, on_the_virtual_clock, table_of
+from bench.loop_limit import Found, Instances, Row, Setting, carried, on_the_virtual_clock, table_of
 from lr_backend.build.emulated_spec import emulated
 from lr_backend.emulated.texts import Texts
 from lr_backend.emulated.workload import Workload
