@@ -40,6 +40,7 @@ from lr_backend.serve.nodes import Nodes
 
 COMPILED, LLM_API = "tensorrtllm", "llmapi"
 MPIRUN = ("mpirun", "--allow-run-as-root", "--bind-to", "none")
+"""Up to its first ``-n``."""
 ONE_RANK = ("-n", "1")
 COMPILED_ENVIRONMENT = {"TRTLLM_KVCACHE_TRANSFER_BUFFER_SIZE": "0B"}
 """Upstream's backend has every rank keep two buffers of 512 MB on its card, to exchange keys and values with other servers, which
@@ -49,6 +50,7 @@ ORCHESTRATOR_ENVIRONMENT = {
     "TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES": "1",
     **COMPILED_ENVIRONMENT,
     **UNBOUND,
+    **UNBOUND_BY_MPIRUN,
 }
 
 
@@ -100,13 +102,12 @@ class LaunchPlan:
 PLAIN = LaunchPlan()
 
 
-def launch_plan(placements: Sequence[Placement], *, num_gpus: int | None = None, mpirun: Sequence[str] = MPIRUN) -> LaunchPlan:
+def launch_plan(placements: Sequence[Placement], *, num_gpus: int | None = None) -> LaunchPlan:
     """The plan for a deployment's engines.
 
     Args:
         placements: one for each role; a role on the embedded engine counts as none.
         num_gpus: GPUs that the server sees; None: as many as the placements name.
-        mpirun: the command up to its first ``-n``; empty: an MPI that needs none (orchestrator mode only).
     """
     compiled = [each for each in placements if each.runtime == COMPILED]
     on_gpus = [each for each in placements if each.runtime in (COMPILED, LLM_API)]
@@ -118,14 +119,10 @@ def launch_plan(placements: Sequence[Placement], *, num_gpus: int | None = None,
     named = 1 + max((device for each in on_gpus for device in each.gpu_device_ids), default=-1)
     pools = tuple(f"--cuda-memory-pool-byte-size={device}:0" for device in range(num_gpus or named))
     arguments += ("--pinned-memory-pool-byte-size=0", "--enable-peer-access=false", *pools)
-    launcher = tuple(mpirun)
     if len(compiled) == 1:
         (only,) = compiled
         workers = (only.role.value,) if only.tp_size > 1 else ()
-        return LaunchPlan(
-            LaunchMode.LEADER, COMPILED_ENVIRONMENT, arguments, launcher or MPIRUN, only.tp_size, workers, only.num_nodes
-        )
+        return LaunchPlan(LaunchMode.LEADER, COMPILED_ENVIRONMENT, arguments, MPIRUN, only.tp_size, workers, only.num_nodes)
     # Each engine spawns its workers as it is loaded, by a collective call over this one process: MPI allows one at a time.
     arguments += ("--model-load-thread-count=1",)
-    environment = {**ORCHESTRATOR_ENVIRONMENT, **(UNBOUND_BY_MPIRUN if launcher else {})}
-    return LaunchPlan(LaunchMode.ORCHESTRATOR, environment, arguments, launcher)
+    return LaunchPlan(LaunchMode.ORCHESTRATOR, ORCHESTRATOR_ENVIRONMENT, arguments, MPIRUN)

@@ -11,7 +11,7 @@ from lr_backend.build.placement import Placement
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError
 from lr_backend.mpi import UNBOUND, UNBOUND_BY_MPIRUN
-from lr_backend.serve.launch import COMPILED_ENVIRONMENT, ORCHESTRATOR_ENVIRONMENT, PLAIN, LaunchMode, launch_plan
+from lr_backend.serve.launch import COMPILED_ENVIRONMENT, PLAIN, LaunchMode, launch_plan
 from lr_backend.serve.restrictions import KEY_VARIABLE, admin_key, unseen_arguments, without_key
 from lr_backend.serve.server import ServerOptions, TritonServer
 
@@ -66,14 +66,6 @@ def test_one_compiled_engine_is_led_by_its_own_ranks() -> None:
 def test_llm_api_engines_start_their_own_ranks() -> None:
     plan = launch_plan([on(TARGET, "llmapi", 0, 1), on(DRAFT, "llmapi", 2), on(JUDGE, "llmapi", 3)])
     assert (plan.mode, plan.launcher, plan.environment) == (LaunchMode.PLAIN, (), {})
-
-
-def test_mpirun_can_be_left_out_or_replaced() -> None:
-    engines = [on(TARGET, "tensorrtllm", 0), on(DRAFT, "tensorrtllm", 1)]
-    alone = launch_plan(engines, mpirun=())
-    assert (alone.launcher, alone.environment) == ((), ORCHESTRATOR_ENVIRONMENT), "what only mpirun understands is not said"
-    assert launch_plan(engines, mpirun=("srun",)).launcher == ("srun",)
-    assert launch_plan(engines[:1], mpirun=()).launcher, "leader mode is mpirun"
 
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "PMI_RANK": "0", "PMIX_RANK": "0", "OMPI_COMM_WORLD_RANK": "1"}

@@ -321,7 +321,7 @@ def test_a_server_over_machines_is_started_by_the_plan(tmp_path: Path, key: Path
         (tmp_path / name).chmod(0o755)
     (tmp_path / "repository").mkdir()
     nodes = Nodes.prepare(("lr-target-0-1.lr-target.prod",), 2, key, tmp_path)
-    plan = launch_plan([TARGET], mpirun=(str(tmp_path / "mpirun"),)).across(nodes)
+    plan = replace(launch_plan([TARGET]), launcher=(str(tmp_path / "mpirun"),)).across(nodes)
     options = ServerOptions(
         tritonserver=tmp_path / "tritonserver", plan=replace(plan, num_ranks=1), environment={"FAKE_PIDS": str(tmp_path / "pids")}
     )
