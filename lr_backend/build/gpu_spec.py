@@ -25,7 +25,7 @@ EXECUTOR_WORKER = "/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker"
 FP8_CAPABILITY = 8.9
 """Ada and newer have FP8 units."""
 LEAST_CAPABILITY = 8.0
-"""External draft tokens need Ampere or newer (TensorRT-LLM's draft-target example)."""
+"""External draft tokens need Ampere or newer (TensorRT-LLM's draft-target example), and so does bfloat16."""
 
 WHOLE = 0.99
 """Of what is free, beside a KV budget in tokens. Upstream takes the smaller of the two, and 0.9 where no share is given: this

@@ -32,8 +32,6 @@ from lr_backend.serve.mounts import probe_without_exec
 from lr_backend.serve.mps import CONTROL, Mps, probe_mps
 from lr_backend.serve.spawn_probe import Spawned, probe_spawn
 
-LEAST_CAPABILITY = (8, 0)
-"""Of ``draft_tokens_external`` and of bfloat16."""
 SHM_BYTES = 2 << 30
 """Tensors of up to 120 calls at a time between server and Python models; Docker gives 64 MB unless told otherwise."""
 STACK_BYTES = 64 << 20
@@ -430,12 +428,12 @@ def _gpus(machine: Machine, placements: Sequence[Placement], hardware: HardwareS
 
 def _unfit(gpu: Gpu, hardware: HardwareSpec | None) -> Iterator[str]:
     """Why this card cannot serve what is made for ``hardware``, with what to do."""
+    if hardware is None:
+        return
     others = "choose a spec for these cards, or write one (lookahead init)"
-    if _capability(gpu.compute_capability) < LEAST_CAPABILITY:
-        yield f"compute capability {'.'.join(map(str, LEAST_CAPABILITY))} (Ampere) or newer is needed"
-    elif hardware is not None and gpu.compute_capability != hardware.compute_capability:
+    if gpu.compute_capability != hardware.compute_capability:
         yield f"the spec is for compute capability {hardware.compute_capability}: {others}"
-    if hardware is not None and gpu.memory_mib < hardware.least_memory_mib:
+    if gpu.memory_mib < hardware.least_memory_mib:
         yield f"the spec is for cards of {hardware.gpu_memory_gib:g} GiB: {others}"
 
 
@@ -462,11 +460,6 @@ def _shared_cards(machine: Machine, placements: Sequence[Placement]) -> list[Fin
     if machine.mps is Mps.ABSENT:
         remedy = f"{CONTROL} comes with NVIDIA's driver, into containers by NVIDIA_DRIVER_CAPABILITIES=compute,utility; {remedy}"
     return [Finding(what, f"{machine.mps}: {cost}", Level.WARNING, remedy)]
-
-
-def _capability(text: str) -> tuple[int, ...]:
-    parts = text.split(".")
-    return tuple(int(part) for part in parts) if all(part.isdigit() for part in parts) else ()
 
 
 def _limits(machine: Machine) -> list[Finding]:

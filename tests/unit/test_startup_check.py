@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lr_backend.build.placement import Placement
-from lr_backend.build.spec import DeploymentSpec
+from lr_backend.build.spec import DeploymentSpec, HardwareSpec
 from lr_backend.cli.app import app
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError
@@ -99,7 +99,8 @@ def test_the_llm_api_needs_neither_backend_nor_mpirun_and_the_embedded_engine_no
     ],
 )
 def test_each_shortfall_is_named_with_what_was_found(change: dict[str, Any], what: str, says: str) -> None:
-    (finding,) = missing(check(replace(GOOD, **change), Needs(tuple(COMPILED))))
+    hardware = HardwareSpec(gpu="H200", num_gpus=4, gpu_memory_gib=139.8, compute_capability="9.0")
+    (finding,) = missing(check(replace(GOOD, **change), Needs(tuple(COMPILED), hardware=hardware)))
     assert (finding.what, finding.found) == (what, says)
     assert finding.remedy
 
