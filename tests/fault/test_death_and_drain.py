@@ -233,9 +233,12 @@ def test_a_target_that_hangs_ends_the_server(tmp_path: Path, monkeypatch: pytest
     with keeping({SEVERAL: path}, tmp_path) as kept, Client(kept.server.grpc_url, timeout_s=READY_S) as client:
         assert not client.ask("What follows?", OPTIONS).usage.degraded
         os.kill(stubs_of(kept.server.pid)["target"][0], signal.SIGSTOP)
-        with pytest.raises(TargetUnavailable):
-            client.ask("What follows?", OPTIONS)
-        assert kept.keeper.lost.wait(READY_S) and "the target hangs" in kept.keeper.why
+        # Triton may also fail the calls of a process that stands still. Then it takes several to tell.
+        deadline = time.monotonic() + READY_S
+        while not kept.keeper.lost.wait(1.0) and time.monotonic() < deadline:
+            with pytest.raises(TargetUnavailable):
+                client.ask("What follows?", OPTIONS)
+        assert "the target hangs" in kept.keeper.why
         assert not kept.keeper.can_drain
         kept.server.stop(0.0)
 
