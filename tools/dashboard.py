@@ -80,12 +80,15 @@ async def under_load(stand: Stand, seconds: float) -> None:
                     continue
                 turn = next(turns)
                 try:
-                    await client.chat.completions.create(
+                    answer = await client.chat.completions.create(
                         model=model,
                         messages=[{"role": "user", "content": next(questions).question}],
                         seed=turn,
+                        stream=True,  # two panels are of steps that somebody waits for
                         extra_body={"lookahead": {"mode": MODES[turn % len(MODES)], "audit_rate": AUDIT_RATE}},
                     )
+                    async for _ in answer:
+                        pass
                 except APIError:  # the server counts it
                     await asyncio.sleep(PAUSE_S)
 
