@@ -59,7 +59,7 @@ class RequestAudit:
         return self.decides != self._name
 
     def wants_pair(self, place: int) -> bool:
-        """What the verifier says of a step drafted here would be evidence that a spent budget can be won back by."""
+        """The budget is spent, and a step that is drafted after ``place`` tokens helps to win it back."""
         return self.takes_only_equal and self._is_drawn(place)
 
     def allowed(self, verifier: Verifier) -> Verifier:

@@ -51,7 +51,7 @@ def lookahead_files(spec: DeploymentSpec, vocab_size: int) -> dict[str, str]:
     }
     files = _render_folder(TEMPLATES / LOOKAHEAD_MODEL, LOOKAHEAD_MODEL, values)
     config = spec.loop_config(vocab_size)
-    # A marker that nobody has named may be none of the target's tokens, and one that the spec names may not.
+    # A marker that the spec names must be one of the target's tokens. A default need not, so it is left out here.
     unnamed = {"think_open", "think_close"} - config.model_fields_set
     return {**files, f"{LOOKAHEAD_MODEL}/1/lookahead.json": config.model_dump_json(indent=2, exclude=unnamed) + "\n"}
 

@@ -40,10 +40,10 @@ SILENCE_S = 10.0
 """An engine that does not let go of a call for so long, beyond what the longest call in flight may take, and answers no other
 meanwhile, is out of order. No iteration takes so long."""
 SLOW_TOKEN_S, SLOWEST_TOKEN_S = 0.03, 0.3
-"""What a token may take, at most, unless calls of some length have lately taken longer; and where they have. An engine that is
-full of long calls answers none before the first of them is over."""
+"""What a token may take: so long at any time, and as long as tokens have lately taken, up to the second. An engine that is full
+of long calls answers none before the first of them is over."""
 FEWEST_TOKENS, PACE_WEIGHT = 16, 0.2
-"""Of the calls by which the pace is known, and what one of them weighs: a single one may have had to wait."""
+"""Shorter calls say nothing of the pace. A longer one weighs so much, since it alone may have had to wait."""
 ENOUGH_CANCELS = 3
 """That the engine must have heard before a call is given up for lost, though it has had all the time that calls may take."""
 DRAFTS_SHARE, JUDGES_SHARE = 0.5, 0.25
@@ -54,9 +54,9 @@ one it begins anew."""
 CANCEL_TIMEOUT_S, REMOTE_CANCEL_TIMEOUT_S = 0.5, 5.0
 """For a cancel to be answered. Of a server elsewhere others notice whether it lives; a network may be slow now and then."""
 MOST_CANCELS, MOST_UNHEARD = 2, 1
-"""Cancels of an engine at a time, but one once one went unheard: each that is never answered holds one of Triton's threads, and
-the reserve has few. How often in a row they may go unheard: this process may have stood still for a moment. An engine that hears
-no more hangs."""
+"""Cancels of an engine at a time; after one that went unheard they go one by one. Each that is never answered holds one of
+Triton's threads, and the reserve has few. How often in a row they may go unheard: this process may have stood still for a moment.
+An engine that hears no more hangs."""
 RETRY_S, MOST_DOUBLINGS = 5.0, 6
 """How long an engine that is out of order is left alone before one call tries it again; how often that is doubled at most."""
 
