@@ -1,4 +1,4 @@
-"""Specs of the runtime ``emulated``: a deployment on GPUs without the GPUs and without weights.
+"""The runtime ``emulated``: a deployment on GPUs without the GPUs and without weights. No file says it: :func:`emulated` does.
 
 Engines take the time, keep the rules and hold the KV memory of the deployment that is emulated; scripted texts stand in for its
 models'. Loop, server and contract are the real ones.
@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError
 
 from lr_backend.build.base import DeploymentSpec, EngineSpec
+from lr_backend.build.gpu_spec import GpuDeployment
 from lr_backend.build.pace import drafts_with_its_draft, kv_tokens, pace_of, stood_for
 from lr_backend.contract import EMBEDDED_ENGINE_INPUTS, TensorSpec
 from lr_backend.emulated.texts import DRAFT_TEMPERATURE, Script
@@ -23,7 +24,6 @@ from lr_backend.engine import Role
 from lr_backend.errors import ConfigError, first_error
 from lr_backend.hardware.pace import EnginePace
 from lr_backend.hardware.profile import find, label_of
-from lr_backend.hardware.sharing import CardSharing
 
 DEFAULT_WORKLOAD = "qwen3-gsm8k"
 MAX_QUEUE_SIZE = 4096
@@ -34,12 +34,11 @@ class EmulatedEngineSpec(EngineSpec):
     """One role, with the sizes of the engine that is emulated. Sizes are in tokens, but for ``max_batch_size``: sequences."""
 
     checkpoint: Path = TOKENIZER_DIR
-    max_queue_size: int | None = Field(default=MAX_QUEUE_SIZE, ge=1)
-    max_batch_size: int = Field(ge=1)
-    max_num_tokens: int = Field(ge=1)
-    max_draft_len: int = Field(default=0, ge=0)
-    max_tokens_in_paged_kv_cache: int = Field(ge=64)
-    enable_kv_cache_reuse: bool = True
+    max_batch_size: int
+    max_num_tokens: int
+    max_draft_len: int
+    max_tokens_in_paged_kv_cache: int
+    enable_kv_cache_reuse: bool
 
     @property
     def num_drafts(self) -> int:
@@ -68,69 +67,22 @@ class EmulatedDeployment(DeploymentSpec):
     """A deployment on GPUs, emulated. Engines, limits and defaults are that one's.
 
     Attributes:
-        emulates: which one, by name or by the path of its file.
+        emulates: which one, by the path of its file.
         system: on which cards: ``h200_sxm`` and so on.
         workload: how its texts behave: a published one by name, or a file.
-        card_sharing: what runs where roles share cards: CUDA MPS, or nothing, and then they take turns.
         drafts_itself: its target does, as an engine of the LLM API.
         slow_motion: everything takes so many times as long, where this machine cannot keep the pace.
     """
 
-    runtime: Literal["emulated"]
-    emulates: str = "qwen3-32b-apart"
-    system: str = "h200_sxm"
-    workload: str = DEFAULT_WORKLOAD
-    card_sharing: CardSharing = CardSharing.MPS
-    drafts_itself: bool = False
-    slow_motion: float = Field(default=1.0, ge=1.0, le=100.0)
+    runtime: Literal["emulated"] = "emulated"
+    emulates: str
+    system: str
+    workload: str
+    drafts_itself: bool
+    slow_motion: float = Field(ge=1.0, le=100.0)
     target: EmulatedEngineSpec
     draft: EmulatedEngineSpec
     judge: EmulatedEngineSpec
-
-    @model_validator(mode="before")
-    @classmethod
-    def _take_over(cls, raw: Any) -> Any:
-        """What the file does not say is as in the deployment that is emulated."""
-        if not isinstance(raw, Mapping):
-            return raw
-        spec = stood_for(str(raw.get("emulates", "qwen3-32b-apart")))
-        try:
-            if drafts_with_its_draft(spec):
-                raw = {**raw, "drafts_itself": True}
-            kept = kv_tokens(spec, str(raw.get("system", "h200_sxm")), drafts_itself=bool(raw.get("drafts_itself")))
-        except ConfigError as error:
-            raise ValueError(error.message) from error
-        sections = {name: raw.get(name, {}) for name in ("lookahead", "server", *(role.value for role in Role))}
-        if bad := [name for name, section in sections.items() if not isinstance(section, Mapping)]:
-            raise ValueError(f"{bad[0]} must be a table")
-        roles = {}
-        for role in Role:
-            engine = spec.engine(role)
-            names = ("max_seq_len", "tokens_per_block", "max_batch_size", "max_num_tokens", "enable_kv_cache_reuse")
-            sizes = {name: getattr(engine, name) for name in names}
-            if engine.max_queue_size is not None:
-                sizes["max_queue_size"] = engine.max_queue_size
-            sizes |= {"max_draft_len": engine.num_drafts, "max_tokens_in_paged_kv_cache": kept[role]}
-            roles[role.value] = {**sizes, **sections[role.value]}
-        # Token ids are few: what they say of their chances needs no rows of the vocabulary. Their time is charged all the same.
-        loop = {**spec.lookahead, "draft_logits": "none", "draft_temperature": DRAFT_TEMPERATURE}
-        if raw.get("drafts_itself"):
-            loop = _over(loop, {"defaults": {"proposer": "engine"}})
-        timeouts = spec.loop_config().timeouts.model_dump()
-        slower = {name: seconds * float(raw.get("slow_motion", 1.0)) for name, seconds in timeouts.items()}
-        loop = _over({**loop, "timeouts": slower}, sections["lookahead"])
-        # Whoever emulates has not the cores of that machine: one process of the loop, unless more are asked for.
-        server = _over({**spec.server.model_dump(), "num_loops": 1}, sections["server"])
-        return {**raw, **roles, "lookahead": loop, "server": server}
-
-    @model_validator(mode="after")
-    def _known(self) -> Self:
-        """Raises: ConfigError: no such profile or workload; a workload's file is read when it is known where the spec lies."""
-        for role in Role:
-            self.engine_pace(role)
-        if not self.workload.endswith(".toml"):
-            Workload.load(self.workload)
-        return self
 
     def engine(self, role: Role) -> EmulatedEngineSpec:
         engine: EmulatedEngineSpec = getattr(self, role.value)
@@ -142,8 +94,7 @@ class EmulatedDeployment(DeploymentSpec):
     @property
     def texts(self) -> Workload:
         """Raises: ConfigError: there is no such workload, or it contradicts itself."""
-        path = Path(self.workload)
-        return Workload.load(self.root / path if path.suffix == ".toml" and not path.is_absolute() else self.workload)
+        return Workload.load(self.workload)
 
     def engine_pace(self, role: Role) -> EnginePace:
         """At whose pace a role's engine runs.
@@ -153,7 +104,7 @@ class EmulatedDeployment(DeploymentSpec):
         """
         drafts_itself = self.drafts_itself and role is Role.TARGET
         pace = pace_of(stood_for(self.emulates), role, self.system, drafts_itself=drafts_itself)
-        return replace(pace, sharing=self.card_sharing, slow_motion=self.slow_motion)
+        return replace(pace, slow_motion=self.slow_motion)
 
     def engine_parameters(self, role: Role, model_dir: Path) -> dict[str, str]:
         parameters = super().engine_parameters(role, model_dir)
@@ -181,34 +132,62 @@ class EmulatedDeployment(DeploymentSpec):
         return "; ".join(parts)
 
 
-def _over(taken: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """What is given, over what is taken over: table by table."""
-    merged = {**taken, **given}
-    tables = [name for name in given if isinstance(given[name], Mapping) and isinstance(taken.get(name), Mapping)]
-    return {**merged, **{name: _over(taken[name], given[name]) for name in tables}}
-
-
-EmulatedDeployment.register("emulated")
-
-
-def emulated(spec_name: str, system: str, workload: str | None = None, **settings: Any) -> EmulatedDeployment:
+def emulated(spec_name: str, system: str, workload: str | None = None, *, slow_motion: float = 1.0) -> EmulatedDeployment:
     """A deployment on GPUs by its name, emulated on a system.
 
     Args:
         workload: by name or file; None: the default one.
-        settings: more of :class:`EmulatedDeployment`.
 
     Raises:
         ConfigError: there is no such deployment, workload, or profile.
     """
     spec = stood_for(spec_name)
-    chosen = {"emulates": str(spec.path), "system": system, "workload": workload or DEFAULT_WORKLOAD, **settings}
-    if chosen["workload"].endswith(".toml"):
-        chosen["workload"] = str(Path(chosen["workload"]).resolve())
+    texts = workload or DEFAULT_WORKLOAD
+    drafts_itself = drafts_with_its_draft(spec)
+    kept = kv_tokens(spec, system)
     try:
-        found = EmulatedDeployment.model_validate({"name": f"{spec.name}.{system}", "runtime": "emulated", **chosen})
+        found = EmulatedDeployment(
+            name=f"{spec.name}.{system}",
+            emulates=str(spec.path),
+            system=system,
+            workload=str(Path(texts).resolve()) if texts.endswith(".toml") else texts,
+            drafts_itself=drafts_itself,
+            slow_motion=slow_motion,
+            lookahead=_lookahead(spec, slow_motion, drafts_itself=drafts_itself),
+            # Whoever emulates has not the cores of that machine.
+            server=spec.server.model_copy(update={"num_loops": 1}),
+            target=_engine(spec, Role.TARGET, kept),
+            draft=_engine(spec, Role.DRAFT, kept),
+            judge=_engine(spec, Role.JUDGE, kept),
+        )
     except ValidationError as error:
         raise ConfigError(f"{spec.name} cannot be emulated: {first_error(error)}") from error
     found._path = spec.path
     Workload.load(found.workload)
     return found
+
+
+def _engine(spec: GpuDeployment, role: Role, kept: Mapping[Role, int]) -> EmulatedEngineSpec:
+    engine = spec.engine(role)
+    return EmulatedEngineSpec(
+        max_seq_len=engine.max_seq_len,
+        tokens_per_block=engine.tokens_per_block,
+        max_queue_size=engine.max_queue_size or MAX_QUEUE_SIZE,
+        max_batch_size=engine.max_batch_size,
+        max_num_tokens=engine.max_num_tokens,
+        max_draft_len=engine.num_drafts,
+        max_tokens_in_paged_kv_cache=kept[role],
+        enable_kv_cache_reuse=engine.enable_kv_cache_reuse,
+    )
+
+
+def _lookahead(spec: GpuDeployment, slow_motion: float, *, drafts_itself: bool) -> dict[str, Any]:
+    timeouts = spec.loop_config().timeouts.model_dump()
+    return {
+        **spec.lookahead,
+        # Token ids are few: what they say of their chances needs no rows of the vocabulary. Their time is charged all the same.
+        "draft_logits": "none",
+        "draft_temperature": DRAFT_TEMPERATURE,
+        "defaults": {**spec.lookahead.get("defaults", {}), **({"proposer": "engine"} if drafts_itself else {})},
+        "timeouts": {name: seconds * slow_motion for name, seconds in timeouts.items()},
+    }

@@ -189,8 +189,7 @@ def _paced(
         if like is not None:
             raise ConfigError(f"--paced-as: {deployment.name} is emulated as what it is")
         return emulated(str(deployment.path), system, workload, slow_motion=slow_motion)
-    if not isinstance(deployment, EmbeddedDeployment):
-        raise ConfigError(f"--pace: {deployment.name} has one already")
+    assert isinstance(deployment, EmbeddedDeployment), deployment.runtime
     if workload is not None:
         raise ConfigError(
             f"--workload: {deployment.name} has models that write its texts; a deployment on GPUs is emulated with it"

@@ -280,15 +280,7 @@ def test_a_server_that_is_to_end_answers_what_it_has_and_refuses_what_comes(
     assert not lost
 
 
-ALONE = """
-name = "alone"
-runtime = "emulated"
-emulates = "qwen3-32b-apart"
-system = "h200_sxm"
-workload = "qwen3-gsm8k"
-[target]
-url = "grpc://127.0.0.1:1"
-"""
+ALONE = '[target]\nurl = "grpc://127.0.0.1:1"\npace = "h200_sxm"\n'
 
 
 @dataclass
@@ -317,9 +309,11 @@ class Alone:
 
 
 @pytest.fixture
-def alone(tmp_path: Path) -> Iterator[Alone]:
+def alone(specs: dict[str, Path], tmp_path: Path) -> Iterator[Alone]:
     spec, printed = tmp_path / "alone.toml", tmp_path / "output"
-    spec.write_text(ALONE, encoding="utf-8")
+    text = specs[Layout.PROCESS_A_ROLE].read_text(encoding="utf-8")
+    text = text.replace("[target]\n", ALONE).replace("exit_timeout_s = 5", "exit_timeout_s = 30")
+    spec.write_text(text, encoding="utf-8")
     command = [str(Path(sys.executable).with_name("lookahead")), "serve", "--spec", str(spec), "--role", "target"]
     command += [word for port in ("http", "grpc", "metrics") for word in (f"--{port}-port", "0")]
     with printed.open("w") as file, subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT) as serving:

@@ -69,7 +69,7 @@ def test_a_spec_outside_of_engines_is_its_own_root(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ('"embedded"', '"embeded"', "runtime 'embeded' is not one of embedded, emulated, llmapi, tensorrtllm"),
+        ('"embedded"', '"embeded"', "runtime 'embeded' is not one of embedded, llmapi, tensorrtllm"),
         ("num_threads = 1", "num_thread = 1", "target.num_thread"),
         ("num_threads = 1", "num_threads = 0", "target.num_threads"),
         ("[server]", "[serve]", "serve"),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,27 +30,6 @@ from tests.support.paced import TARGET
 SYSTEM = "h200_sxm"
 LIKE = DeploymentSpec.load("qwen3-32b-apart")
 assert isinstance(LIKE, GpuDeployment)
-
-Write = Callable[..., Path]
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Write:
-    """A spec file of these lines, below a project root of its own."""
-
-    def written(*lines: str) -> Path:
-        path = tmp_path / "engines" / "mine.toml"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("\n".join(['name = "mine"', 'runtime = "emulated"', *lines]) + "\n")
-        return path
-
-    return written
-
-
-def load(path: Path) -> EmulatedDeployment:
-    spec = DeploymentSpec.load(path)
-    assert isinstance(spec, EmulatedDeployment)
-    return spec
 
 
 @pytest.fixture(scope="module")
@@ -118,22 +96,22 @@ def test_a_policy_that_evicts_reserves_nothing() -> None:
     assert not machine_of(evicting, SYSTEM).places[Role.TARGET].rules.reserves_kv_in_full
 
 
-def test_a_target_that_drafts_by_itself_is_one_of_the_llm_api(write: Write) -> None:
-    spec = load(write("drafts_itself = true"))
+def test_a_target_that_drafts_by_itself_is_one_of_the_llm_api() -> None:
+    spec = emulated("qwen3-32b-llmapi", SYSTEM)
     pace = spec.engine_pace(Role.TARGET)
     assert (pace.runtime, pace.rules) == (Runtime.LLMAPI, OWN_RULES)
     assert pace.draft is not None
     assert spec.engine_drafts and spec.loop_config().engine_drafts
-    assert spec.engine_pace(Role.JUDGE).runtime is Runtime.COMPILED
+    assert spec.engine_pace(Role.JUDGE).draft is None
 
 
 def test_roles_on_one_card_know_of_one_another(tmp_path: Path) -> None:
-    spec = emulated("qwen3-8b-24gb", "l40s", card_sharing=CardSharing.TIME_SLICES)
+    spec = emulated("qwen3-8b-24gb", "l40s")
     for role in Role:
         found = EnginePace.from_json(spec.engine_parameters(role, tmp_path)["pace"])
         assert found == spec.engine_pace(role)
         assert found.cards == {role.value: (0,) for role in Role}
-        assert found.sharing is CardSharing.TIME_SLICES
+        assert found.sharing is CardSharing.MPS
 
 
 def test_the_label_says_that_there_is_no_model(plain: EmulatedDeployment) -> None:
@@ -145,26 +123,18 @@ def test_the_label_says_that_there_is_no_model(plain: EmulatedDeployment) -> Non
     assert slow.engine_pace(Role.JUDGE).slow_motion == 2.0
 
 
-def test_a_spec_file_takes_over_what_it_does_not_say(write: Write) -> None:
-    spec = load(write('system = "h100_sxm"', "[draft]", "max_batch_size = 5", "[lookahead.defaults]", 'mode = "lr"'))
-    assert spec.engine(Role.DRAFT).max_batch_size == 5
-    assert spec.engine(Role.DRAFT).max_num_tokens == LIKE.engine(Role.DRAFT).max_num_tokens  # type: ignore[union-attr]
-    assert spec.engine(Role.TARGET).max_tokens_in_paged_kv_cache == kv_tokens(LIKE, "h100_sxm")[Role.TARGET]
-    assert spec.loop_config().defaults == {**LIKE.loop_config().defaults, "mode": "lr"}
-
-
 def test_times_that_a_request_may_take_are_in_slow_motion_too() -> None:
     slow, plain = (emulated("qwen3-32b-apart", SYSTEM, slow_motion=factor).loop_config().timeouts for factor in (4.0, 1.0))
     assert slow.model_dump() == {name: 4.0 * seconds for name, seconds in plain.model_dump().items()}
 
 
 def test_a_draft_inside_the_engine_takes_memory_and_calls_bring_it_no_draft_tokens(tmp_path: Path) -> None:
-    spec = emulated("qwen3-32b-apart", SYSTEM, drafts_itself=True)
-    assert spec.loop_config().defaults["proposer"] == "engine"
     alone, beside = (kv_tokens(LIKE, SYSTEM, drafts_itself=one)[Role.TARGET] for one in (False, True))
     assert alone / 2 < beside < alone
-    assert spec.engine(Role.TARGET).max_tokens_in_paged_kv_cache == beside
-    engine = open_engine(EngineConfig.from_parameters(spec.engine_parameters(Role.TARGET, tmp_path)))
+    spec = emulated("qwen3-32b-llmapi", SYSTEM)
+    assert spec.loop_config().defaults["proposer"] == "engine"
+    on_its_own = replace(spec.engine_pace(Role.TARGET), cards={}).as_json()
+    engine = open_engine(EngineConfig.from_parameters({**spec.engine_parameters(Role.TARGET, tmp_path), "pace": on_its_own}))
     try:
         with pytest.raises(EngineRejected, match="the LLM API takes none"):
             engine.submit(request((5, 6), 3, draft_ids=(7, 8)), lambda result: None)
@@ -172,12 +142,9 @@ def test_a_draft_inside_the_engine_takes_memory_and_calls_bring_it_no_draft_toke
         engine.close()
 
 
-def test_a_workload_is_named_or_a_file_beside_the_spec(write: Write) -> None:
-    assert load(write()).texts == published()["qwen3-gsm8k"]
-    assert load(write('workload = "r1-gpqa"')).texts == published()["r1-gpqa"]
-    path = write('workload = "texts.toml"')
-    (path.parent.parent / "texts.toml").write_text("acceptance_rate = 0.7\n")
-    assert load(path).texts == Workload(0.7)
+def test_a_workload_is_named(plain: EmulatedDeployment) -> None:
+    assert plain.texts == published()["qwen3-gsm8k"]
+    assert emulated("qwen3-32b-apart", SYSTEM, "r1-gpqa").texts == published()["r1-gpqa"]
 
 
 def test_a_workload_file_may_lie_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,49 +156,33 @@ def test_a_workload_file_may_lie_anywhere(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("lines", "said"),
-    [
-        (['system = "h300"'], "how much memory a card of h300 has is not known; known: h100_sxm, h200_sxm, b200_sxm, l40s"),
-        (['system = "l40s"'], "there is no hardware profile of Qwen3-32B at TP 2 in bfloat16 on l40s"),
-        (['emulates = "gpt-5"'], "whose pace it is: no deployment spec named 'gpt-5'; known: "),
-        (['emulates = "demo"'], "whose pace it is: demo.toml: the runtime 'embedded' is no GpuDeployment"),
-        (['workload = "essays"'], "no workload named 'essays'; known: "),
-        (["slow_motion = 0.5"], "slow_motion: "),
-        (["speed = 2"], "speed: "),
-        (["target = 5"], "target must be a table"),
-        (['lookahead = "fast"'], "lookahead must be a table"),
-        (["[target]", 'weights = "none"'], "target.weights: "),
-        (["[target]", "max_seq_len = 100"], "target.max_seq_len must hold limits.max_prompt_tokens + limits.max_tokens"),
-        (["[lookahead.defaults]", 'mode = "fast"'], "lookahead.defaults.mode="),
-        (["[server]", 'layout = "one_process"'], "server.layout: one_process needs the runtime embedded"),
-    ],
-)
-def test_what_cannot_be_is_refused_in_one_line(write: Write, lines: list[str], said: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        DeploymentSpec.load(write(*lines))
-    assert "\n" not in refused.value.message
-    assert re.sub("^mine.toml: ", "", refused.value.message).startswith(said)
-
-
-@pytest.mark.parametrize(
     ("spec", "system", "workload", "said"),
     [
-        ("qwen3-32b-apart", "h300", None, "qwen3-32b-apart cannot be emulated: how much memory a card of h300 has is not known"),
-        ("qwen3-32b-apart", SYSTEM, "essays", "no workload named 'essays'"),
+        ("qwen3-32b-apart", "h300", None, "how much memory a card of h300 has is not known; known: h100_sxm, h200_sxm, b200_sxm"),
+        ("qwen3-32b-apart", "l40s", None, "there is no hardware profile of Qwen3-32B at TP 2 in bfloat16 on l40s"),
+        ("qwen3-32b-apart", SYSTEM, "essays", "no workload named 'essays'; known: "),
+        ("qwen3-32b-apart", SYSTEM, "none.toml", "workload none.toml cannot be read: "),
+        ("gpt-5", SYSTEM, None, "whose pace it is: no deployment spec named 'gpt-5'; known: "),
         ("demo", SYSTEM, None, "whose pace it is: demo.toml: the runtime 'embedded' is no GpuDeployment"),
     ],
 )
-def test_so_is_what_a_command_asks_for(spec: str, system: str, workload: str | None, said: str) -> None:
+def test_what_cannot_be_is_refused_in_one_line(spec: str, system: str, workload: str | None, said: str) -> None:
     with pytest.raises(ConfigError) as refused:
         emulated(spec, system, workload)
     assert "\n" not in refused.value.message
     assert refused.value.message.startswith(said)
 
 
-def test_a_workload_file_that_is_not_there_is_missed_when_the_repository_is_built(write: Write, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^workload none.toml cannot be read: "):
-        build_repository(load(write('workload = "none.toml"')), tmp_path / "repository")
-    assert not (tmp_path / "repository").exists()
+def test_slow_motion_is_no_time_lapse() -> None:
+    with pytest.raises(ConfigError, match=r"^qwen3-32b-apart cannot be emulated: slow_motion: "):
+        emulated("qwen3-32b-apart", SYSTEM, slow_motion=0.5)
+
+
+def test_no_spec_file_says_it(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('name = "mine"\nruntime = "emulated"\n')
+    with pytest.raises(ConfigError, match="runtime 'emulated' is not one of embedded, llmapi, tensorrtllm"):
+        DeploymentSpec.load(path)
 
 
 def test_times_over_other_keys_and_values_than_the_memory_holds_are_no_pace() -> None:
