@@ -109,7 +109,7 @@ profiles: venv ## the pace of H100, H200, B200 and L40S, anew from NVIDIA's kern
 	$(PYTHON) -m venv $(VENV)-profiles
 	$(VENV)-profiles/bin/pip install --quiet --disable-pip-version-check -c tools/constraints-profiles.txt aiconfigurator-core
 	$(BIN)/python tools/hardware_profiles.py wanted > $(VENV)-profiles/wanted.json
-	$(VENV)-profiles/bin/python tools/hardware_profiles.py write $(VENV)-profiles/wanted.json --output lr_backend/hardware/profiles
+	$(VENV)-profiles/bin/python tools/hardware_profiles.py write $(VENV)-profiles/wanted.json
 
 eval-quality: venv ## does mode auto keep what ar gets right, where it looks ahead? 6,000 demo problems (75 minutes)
 	$(BIN)/python -m bench quality --pace h200_sxm --problems 6000

@@ -32,8 +32,8 @@ from lr_backend.emulated.workload import Workload, published
 from lr_backend.engine import Role
 from lr_backend.hardware.cost import ProfileCosts
 from lr_backend.hardware.machine import Hops, Machine, Place
-from lr_backend.hardware.overheads import Bound, Overheads
-from lr_backend.hardware.profile import PROFILES, Profile, ProfileKey, find, label_of
+from lr_backend.hardware.overheads import Bound, Constant, Overheads, at
+from lr_backend.hardware.profile import Profile, ProfileKey, find, label_of
 from lr_backend.plan.simulation import Policy, Prediction, Scenario, simulate
 from lr_backend.request import Mode
 
@@ -100,7 +100,25 @@ RERUN_SETTING = Setting("h200_sxm", 6, replace(PAPERS, max_depth=4))
 
 # What it is emulated with ----------------------------------------------------------------------------------------------
 
-VLLM_PROFILES = PROFILES / "vllm"
+VLLM_PROFILES = Path(__file__).parent / "inputs" / "vllm"
+VLLM_LOOP_MS = Constant(
+    1.7,
+    0.7,
+    3.0,
+    "measured minus table of Qwen3-32B on H100 at 8 and 16 sequences, vLLM 0.12.0 (silicon_sample.csv): median of 24",
+)
+VLLM_LOOKUP_MS = Constant(
+    0.5,
+    0.1,
+    2.0,
+    "assumed: n-gram lookup and rejection of an iteration; the lookup alone took 1.5 to 2.2 ms in Python (vLLM PR 9333)",
+)
+VLLM_CALL_MS = Constant(
+    3.0, 1.0, 6.0, "assumed: a request to AsyncLLM and its answer cross two processes each, in Python, beside a loop that polls"
+)
+VLLM_HTTP_MS = Constant(
+    4.0, 2.0, 8.0, "assumed: the same by an OpenAI client through the API server: JSON, tokenizer and two more event loops"
+)
 JUDGE = ("Qwen2.5-7B-Instruct", 1)
 MODELS: Mapping[str, Mapping[Role, tuple[str, int]]] = {
     "r1": {
@@ -126,9 +144,30 @@ def profile_of(system: str, pair: str, role: Role) -> Profile:
     return find(ProfileKey(system, model, tp_size, "bfloat16"), VLLM_PROFILES)
 
 
+def overheads_of(profile: Profile, *, looks_up: bool = False, http: bool = False, bound: Bound = Bound.VALUE) -> Overheads:
+    """An engine of vLLM's first generation of V1: graphs of all but attention, and host work that does not overlap.
+
+    Its loop was measured at several parallelisms and does not grow with them.
+
+    Args:
+        looks_up: it drafts by looking up n-grams, whether it finds any or not.
+        http: it is called through its API server, not in process.
+    """
+    return Overheads(
+        profile,
+        replays_graphs=True,
+        poll_ms=None,
+        loop_ms=at(VLLM_LOOP_MS, bound) + (at(VLLM_LOOKUP_MS, bound) if looks_up else 0.0),
+        loop_samples=True,
+        bound=bound,
+        replays_joins=True,
+        call_ms=at(VLLM_CALL_MS, bound) + (at(VLLM_HTTP_MS, bound) if http else 0.0),
+    )
+
+
 def place_of(profile: Profile, num_draft_tokens: int, *, http: bool, bound: Bound = Bound.VALUE) -> Place:
     """An engine of vLLM's with this profile; ``num_draft_tokens``: of an n-gram, 0 for none."""
-    overheads = Overheads.vllm(profile, looks_up=num_draft_tokens > 0, http=http, bound=bound)
+    overheads = overheads_of(profile, looks_up=num_draft_tokens > 0, http=http, bound=bound)
     hop_s = overheads.hop_ms / 1e3
     return Place(
         ProfileCosts(profile, overheads),

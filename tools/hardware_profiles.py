@@ -1,12 +1,12 @@
 """Write the hardware profiles: how long NVIDIA's kernel tables say that one iteration takes (``make profiles``).
 
     python tools/hardware_profiles.py wanted > wanted.json                       # in the project's own environment
-    python tools/hardware_profiles.py write wanted.json --output FOLDER          # in one that holds aiconfigurator-core
+    python tools/hardware_profiles.py write wanted.json                          # in one that holds aiconfigurator-core
 
 Two steps, because the tables need numpy 2 and Triton's Python backend needs numpy 1. ``wanted`` lists the models of every
 deployment in ``engines/``, each with the parallelism and dtype that its spec gives it, and those that the paper was measured
-with, as vLLM serves them. ``write`` asks the tables for each of them on each system and writes one JSON document, for vLLM in a
-folder of that name; :mod:`lr_backend.hardware.profile` reads those with plain code.
+with, as vLLM serves them. ``write`` asks the tables for each of them on each system and writes one JSON document, for vLLM into
+``bench/``; :mod:`lr_backend.hardware.profile` reads those with plain code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import logging
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ import yaml
 
 SCHEMA, VERSION = "lookahead-hardware-profile", 1
 PACKAGE = "aiconfigurator-core"
+CHECKOUT = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
@@ -36,17 +37,19 @@ class Framework:
     Attributes:
         title: as people call it.
         deployed: what is stood for; the tables are of a later release.
-        folder: of its profiles, below that of all.
+        folder: of its profiles.
     """
 
     title: str
     deployed: str
-    folder: str = ""
+    folder: Path
 
 
 FRAMEWORKS = {
-    "trtllm": Framework("TensorRT-LLM", "TensorRT-LLM 1.2.1"),
-    "vllm": Framework("vLLM", "vLLM 0.8.3 (the paper) and 0.10.1 (its authors' second run)", "vllm"),
+    "trtllm": Framework("TensorRT-LLM", "TensorRT-LLM 1.2.1", CHECKOUT / "lr_backend" / "hardware" / "profiles"),
+    "vllm": Framework(
+        "vLLM", "vLLM 0.8.3 (the paper) and 0.10.1 (its authors' second run)", CHECKOUT / "bench" / "inputs" / "vllm"
+    ),
 }
 """By the tables' own name."""
 
@@ -323,42 +326,39 @@ def _compact(document: Mapping[str, Any]) -> str:
     return "\n".join(lines(document, "")) + "\n"
 
 
-def write(entries: Sequence[Mapping[str, Any]], output: Path, say: Callable[[str], None]) -> None:
+def write(entries: Sequence[Mapping[str, Any]]) -> None:
     """One file an entry, and none of an earlier run beside them; what is there stays until all are made."""
     made: dict[Path, str] = {}
     for entry in entries:
         document = profile(entry)
-        name = Path(
-            FRAMEWORKS[entry["framework"]].folder,
-            f"{entry['system']}.{entry['model'].rpartition('/')[2]}.tp{entry['tp_size']}.{entry['dtype']}.json",
-        )
-        if name in made:
+        name = f"{entry['system']}.{entry['model'].rpartition('/')[2]}.tp{entry['tp_size']}.{entry['dtype']}.json"
+        path = FRAMEWORKS[entry["framework"]].folder / name
+        if path in made:
             raise SystemExit(
                 f"{name}: two entries, which differ in the dtype of their KV cache alone; a name has no place for it"
             )
-        made[name] = _compact(document)
-        say(f"{name}: a decode of one sequence of 1,000 tokens {document['checks'][0]['ms']:.2f} ms")
-    for folder in {output / name.parent for name in made}:
+        made[path] = _compact(document)
+        first_ms = document["checks"][0]["ms"]
+        sys.stdout.write(f"{path.relative_to(CHECKOUT)}: a decode of one sequence of 1,000 tokens {first_ms:.2f} ms\n")
+    for folder in {path.parent for path in made}:
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.glob("*.json"):
             old.unlink()
-    for name, text in made.items():
-        (output / name).write_text(text, encoding="utf-8")
+    for path, text in made.items():
+        path.write_text(text, encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("wanted")
-    writing = commands.add_parser("write")
-    writing.add_argument("wanted", type=Path)
-    writing.add_argument("--output", type=Path, required=True)
+    commands.add_parser("write").add_argument("wanted", type=Path)
     arguments = parser.parse_args()
     if arguments.command == "wanted":
         sys.stdout.write(json.dumps(wanted(), indent=1) + "\n")
         return
     logging.disable(logging.WARNING)
-    write(json.loads(arguments.wanted.read_text(encoding="utf-8")), arguments.output, lambda line: sys.stdout.write(line + "\n"))
+    write(json.loads(arguments.wanted.read_text(encoding="utf-8")))
 
 
 if __name__ == "__main__":

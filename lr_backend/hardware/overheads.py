@@ -100,27 +100,6 @@ LLMAPI_ROUND_MS = Constant(
 )
 LLMAPI_DRAFT_STEP_MS = Constant(0.05, 0.02, 0.10, "assumed: argmax and updates within the graph (drafting_loops.py)")
 
-# vLLM, with which the paper was measured -----------------------------------------------------------------------------------
-
-VLLM_LOOP_MS = Constant(
-    1.7,
-    0.7,
-    3.0,
-    "measured minus table of Qwen3-32B on H100 at 8 and 16 sequences, vLLM 0.12.0 (silicon_sample.csv): median of 24",
-)
-VLLM_LOOKUP_MS = Constant(
-    0.5,
-    0.1,
-    2.0,
-    "assumed: n-gram lookup and rejection of an iteration; the lookup alone took 1.5 to 2.2 ms in Python (vLLM PR 9333)",
-)
-VLLM_CALL_MS = Constant(
-    3.0, 1.0, 6.0, "assumed: a request to AsyncLLM and its answer cross two processes each, in Python, beside a loop that polls"
-)
-VLLM_HTTP_MS = Constant(
-    4.0, 2.0, 8.0, "assumed: the same by an OpenAI client through the API server: JSON, tokenizer and two more event loops"
-)
-
 # Cards that are shared -------------------------------------------------------------------------------------------------
 
 TIME_SLICE_SWITCH_SHARE = Constant(
@@ -141,8 +120,8 @@ class Overheads:
         poll_ms: ``recv_poll_period_ms``, at which orchestrator and leader look for messages; None: there is no orchestrator.
         loop_ms: of each iteration, whatever is in it.
         loop_samples: ``loop_ms`` was measured with sampling and the accounting of requests in it.
-        replays_joins: iterations in which requests join replay graphs too.
-        call_ms: of each call, on its way there and back, beside messages.
+        replays_joins: iterations in which requests join replay graphs too. vLLM's do, which ``python -m bench paper`` stands for.
+        call_ms: of each call, on its way there and back, beside messages; vLLM's too.
     """
 
     profile: Profile
@@ -164,29 +143,6 @@ class Overheads:
         """An engine of the LLM API: graphs, host work that overlaps, no orchestrator."""
         loop_ms = _loop_ms(LLMAPI_LOOP_MS, profile, bound)
         return cls(profile, replays_graphs=True, poll_ms=None, loop_ms=loop_ms, loop_samples=True, bound=bound)
-
-    @classmethod
-    def vllm(cls, profile: Profile, *, looks_up: bool = False, http: bool = False, bound: Bound = Bound.VALUE) -> Self:
-        """An engine of vLLM's first generation of V1: graphs of all but attention, and host work that does not overlap.
-
-        Its loop was measured at several parallelisms and does not grow with them.
-
-        Args:
-            looks_up: it drafts by looking up n-grams, whether it finds any or not.
-            http: it is called through its API server, not in process.
-        """
-        loop_ms = at(VLLM_LOOP_MS, bound) + (at(VLLM_LOOKUP_MS, bound) if looks_up else 0.0)
-        call_ms = at(VLLM_CALL_MS, bound) + (at(VLLM_HTTP_MS, bound) if http else 0.0)
-        return cls(
-            profile,
-            replays_graphs=True,
-            poll_ms=None,
-            loop_ms=loop_ms,
-            loop_samples=True,
-            bound=bound,
-            replays_joins=True,
-            call_ms=call_ms,
-        )
 
     def iteration_ms(self, kernels_ms: float, num_joins: int, num_decodes: int, num_draft_tokens: int) -> float:
         """An iteration with all that it takes beside its kernels.

@@ -13,12 +13,27 @@ import typer
 from typer.testing import CliRunner
 
 from bench import paper
-from bench.paper import RERUN_SETTING, TABLE, VLLM_PROFILES, Emulation, Gain, Published, Row, machine_of, summary
+from bench.paper import (
+    RERUN_SETTING,
+    TABLE,
+    VLLM_CALL_MS,
+    VLLM_HTTP_MS,
+    VLLM_LOOKUP_MS,
+    VLLM_LOOP_MS,
+    VLLM_PROFILES,
+    Emulation,
+    Gain,
+    Published,
+    Row,
+    machine_of,
+    overheads_of,
+    summary,
+)
 from lr_backend.build.spec import PACKAGE_ROOT
 from lr_backend.emulated.workload import published
 from lr_backend.engine import Role
 from lr_backend.hardware.cost import Iteration, Join, ProfileCosts
-from lr_backend.hardware.overheads import VLLM_CALL_MS, VLLM_HTTP_MS, VLLM_LOOKUP_MS, VLLM_LOOP_MS, Bound, Overheads
+from lr_backend.hardware.overheads import Bound
 from lr_backend.hardware.profile import ProfileKey, available, find
 from lr_backend.plan.simulation import Policy, Scenario, simulate
 from lr_backend.request import Mode
@@ -46,7 +61,7 @@ def test_every_role_has_a_profile_of_vllms_kernels(system: str, pair: str, role:
     profile = paper.profile_of(system, pair, role)
     assert profile.source["database"] == "vLLM 0.24.0" and "vLLM 0.8.3" in profile.source["deployed"]
     assert "vLLM 0.24.0; not a run on" in profile.label
-    costs = ProfileCosts(profile, Overheads.vllm(profile))
+    costs = ProfileCosts(profile, overheads_of(profile))
     for check in profile.checks:
         if "num_decodes" in check:
             iteration = Iteration((), int(check["num_decodes"]), int(check["num_decodes"] * check["kv_tokens"]))
@@ -74,18 +89,18 @@ def test_these_profiles_are_not_offered_to_whoever_serves() -> None:
 
 
 def test_what_vllm_adds_to_its_kernels() -> None:
-    plain, looking_up = (Overheads.vllm(TARGET, looks_up=looks_up) for looks_up in (False, True))
+    plain, looking_up = (overheads_of(TARGET, looks_up=looks_up) for looks_up in (False, True))
     kernels_ms = ProfileCosts(TARGET, plain).kernels_ms(DECODE)
     assert plain.iteration_ms(kernels_ms, 0, 1, 0) == pytest.approx(kernels_ms + VLLM_LOOP_MS.value)
     assert looking_up.loop_ms - plain.loop_ms == pytest.approx(VLLM_LOOKUP_MS.value)
     # Graphs serve iterations with joins too: no launches one by one, as the LLM API has them there.
     assert plain.iteration_ms(5.0, 1, 1, 0) < replace(plain, replays_joins=False).iteration_ms(5.0, 1, 1, 0)
     assert plain.hop_ms == VLLM_CALL_MS.value / 2.0
-    assert Overheads.vllm(TARGET, http=True).hop_ms == (VLLM_CALL_MS.value + VLLM_HTTP_MS.value) / 2.0
+    assert overheads_of(TARGET, http=True).hop_ms == (VLLM_CALL_MS.value + VLLM_HTTP_MS.value) / 2.0
 
 
 def test_the_ends_of_its_constants_hold_the_middle() -> None:
-    found = [Overheads.vllm(TARGET, looks_up=True, http=True, bound=bound) for bound in (Bound.LOW, Bound.VALUE, Bound.HIGH)]
+    found = [overheads_of(TARGET, looks_up=True, http=True, bound=bound) for bound in (Bound.LOW, Bound.VALUE, Bound.HIGH)]
     for values in ([one.loop_ms for one in found], [one.hop_ms for one in found]):
         assert values == sorted(set(values))
 
