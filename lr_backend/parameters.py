@@ -26,8 +26,6 @@ class EngineParameters(BaseModel):
 
     engine_name: ClassVar[str]
     """As messages call it."""
-    fixed: ClassVar[Mapping[str, tuple[str, ...]]]
-    """Upstream's keys that leave this engine no choice, and the values they may have, in lower case."""
 
     checkpoint_dir: Path
     exclude_input_in_output: bool = False
@@ -40,25 +38,17 @@ class EngineParameters(BaseModel):
             raise ConfigError(_in_words(error)) from error
 
     @classmethod
-    def from_parameters(cls, parameters: Mapping[str, str], **defaults: Any) -> Self:
-        """Settings from ``parameters`` (text to text). ``defaults`` hold where a key is absent.
-
-        Keys are field names, or upstream's where :data:`UPSTREAM_KEYS` has one. Keys of :attr:`fixed` are checked and dropped.
+    def from_parameters(cls, parameters: Mapping[str, str]) -> Self:
+        """Settings from ``parameters`` (text to text). Keys are field names, or upstream's where :data:`UPSTREAM_KEYS` has one.
 
         Raises:
             ConfigError: naming the key that is unknown, missing, malformed or out of range.
         """
         names = {UPSTREAM_KEYS.get(name, name): name for name in cls.model_fields}
-        values = dict(defaults)
+        values: dict[str, Any] = {}
         for key, text in parameters.items():
-            if key in cls.fixed:
-                if text.lower() not in cls.fixed[key]:
-                    raise ConfigError(f"{key}={text!r}: this engine has only {' or '.join(cls.fixed[key])}")
-                continue
             if key not in names:
                 raise ConfigError(f"{key}={text!r}: not a parameter of {cls.engine_name}")
-            if not text or text.startswith("${"):
-                raise ConfigError(f"{key}={text!r}: not filled in")
             is_flag = cls.model_fields[names[key]].annotation is bool
             values[names[key]] = _flag(key, text) if is_flag else text
         if "checkpoint_dir" not in values:

@@ -51,16 +51,8 @@ class EmbeddedEngineSpec(EmbeddedSettings, EngineSpec):  # type: ignore[misc]  #
         return EMBEDDED_ENGINE_INPUTS
 
     def parameters(self, model_dir: Path) -> dict[str, str]:
-        """The engine's settings, and upstream's keys that leave it no choice."""
-        return {
-            "gpt_model_type": "inflight_fused_batching",
-            "batch_scheduler_policy": "max_utilization",
-            "enable_chunked_context": "true",
-            "max_beam_width": "1",
-            "FORCE_CPU_ONLY_INPUT_TENSORS": "yes",
-            **as_parameters({"checkpoint_dir": model_dir, "exclude_input_in_output": True}),
-            **as_parameters({name: getattr(self, name) for name in EmbeddedSettings.model_fields}),
-        }
+        settings = {name: getattr(self, name) for name in EmbeddedSettings.model_fields}
+        return as_parameters({"checkpoint_dir": model_dir, "exclude_input_in_output": True, **settings})
 
 
 class EmbeddedDeployment(DeploymentSpec):

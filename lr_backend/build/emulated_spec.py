@@ -24,6 +24,7 @@ from lr_backend.engine import Role
 from lr_backend.errors import ConfigError, first_error
 from lr_backend.hardware.pace import EnginePace
 from lr_backend.hardware.profile import find, label_of
+from lr_backend.parameters import as_parameters
 
 DEFAULT_WORKLOAD = "qwen3-gsm8k"
 MAX_QUEUE_SIZE = 4096
@@ -49,18 +50,8 @@ class EmulatedEngineSpec(EngineSpec):
         return EMBEDDED_ENGINE_INPUTS
 
     def parameters(self, model_dir: Path) -> dict[str, str]:
-        numbers = ("tokens_per_block", "max_batch_size", "max_num_tokens", "max_queue_size", "max_seq_len", "max_draft_len")
-        return {
-            "gpt_model_type": "inflight_fused_batching",
-            "gpt_model_path": str(model_dir),
-            "max_tokens_in_paged_kv_cache": str(self.max_tokens_in_paged_kv_cache),
-            "enable_kv_cache_reuse": str(self.enable_kv_cache_reuse).lower(),
-            "enable_chunked_context": "true",
-            "exclude_input_in_output": "true",
-            "max_beam_width": "1",
-            "FORCE_CPU_ONLY_INPUT_TENSORS": "yes",
-            **{name: str(getattr(self, name)) for name in numbers},
-        }
+        settings = self.model_dump(exclude={"url", "checkpoint"})
+        return as_parameters({"checkpoint_dir": model_dir, "exclude_input_in_output": True, **settings})
 
 
 class EmulatedDeployment(DeploymentSpec):

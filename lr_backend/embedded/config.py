@@ -29,13 +29,6 @@ class EngineConfig(EmbeddedSettings, EngineParameters):
     """
 
     engine_name: ClassVar = "the embedded engine"
-    fixed: ClassVar = {
-        "max_beam_width": ("1",),
-        "gpt_model_type": ("inflight_fused_batching", "inflight_batching"),
-        "batch_scheduler_policy": ("max_utilization",),
-        "enable_chunked_context": ("true", "1"),
-        "FORCE_CPU_ONLY_INPUT_TENSORS": ("yes", "no"),
-    }
 
     speculative_model_dir: Path | None = None
     speculative_weight_dtype: WeightDtype = "auto"

@@ -46,11 +46,6 @@ class LlmApiConfig(EngineParameters):
     """
 
     engine_name: ClassVar = "the LLM API engine"
-    fixed: ClassVar = {
-        "max_beam_width": ("1",),
-        "gpt_model_type": ("inflight_fused_batching", "inflight_batching"),
-        "FORCE_CPU_ONLY_INPUT_TENSORS": ("yes",),
-    }
 
     tp_size: int = Field(default=1, ge=1)
     gpu_device_ids: Annotated[tuple[int, ...], BeforeValidator(_split)] = ()

@@ -13,7 +13,6 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hmac import compare_digest
-from pathlib import Path
 from typing import Any, Protocol
 
 import structlog
@@ -21,7 +20,7 @@ import structlog
 from lr_backend.engine.address import LOOP_KEY_VARIABLE, LOOP_PARAMETER
 from lr_backend.engine.inprocess import Submits
 from lr_backend.engine.request import EngineRequest, EngineResponse
-from lr_backend.errors import EngineRejected, InvalidRequest, LookaheadError
+from lr_backend.errors import EngineRejected, LookaheadError
 from lr_backend.notice import NOTICE_VARIABLE
 from lr_backend.triton.client_watch import ClientWatch, WatchedClient
 
@@ -124,25 +123,9 @@ class ContractModel:
         return EngineRequest.from_tensors(request.request_id(), tensors, exclude_input=self._exclude_input)
 
 
-def model_parameters(model_config: Mapping[str, Any], model_dir: Path) -> dict[str, str]:
-    """The ``parameters`` of a parsed ``config.pbtxt``; a relative ``gpt_model_path`` is taken from the model's folder."""
-    parameters = {key: value["string_value"] for key, value in model_config.get("parameters", {}).items()}
-    path = parameters.get("gpt_model_path", "")
-    if path and not path.startswith("${"):
-        parameters["gpt_model_path"] = str(model_dir / path)
-    return parameters
-
-
-def batch_size_default(model_config: Mapping[str, Any]) -> dict[str, Any]:
-    """``max_batch_size`` of the file, which holds where no parameter says otherwise."""
-    size = int(model_config.get("max_batch_size", 0))
-    return {"max_batch_size": size} if size > 0 else {}
-
-
-def require_one_response(model_config: Mapping[str, Any]) -> None:
-    """Raises: InvalidRequest: the file promises a stream."""
-    if (model_config.get("model_transaction_policy") or {}).get("decoupled"):
-        raise InvalidRequest("decoupled", True, "the engine sends one response a request: decoupled must be false")
+def model_parameters(args: Mapping[str, str]) -> dict[str, str]:
+    """The ``parameters`` of a model's ``config.pbtxt``, from what Triton gives its ``initialize``."""
+    return {key: value["string_value"] for key, value in json.loads(args["model_config"])["parameters"].items()}
 
 
 def _check_caller(request: Any) -> None:

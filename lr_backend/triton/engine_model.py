@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import triton_python_backend_utils as pb_utils
 
@@ -16,7 +15,7 @@ from lr_backend.emulated.open import open_engine
 from lr_backend.errors import LookaheadError
 from lr_backend.logs import configure_libraries
 from lr_backend.triton.client_watch import CLIENT_LOOK_S, ClientWatch
-from lr_backend.triton.contract_model import LOOP_KEY, ContractModel, batch_size_default, model_parameters, require_one_response
+from lr_backend.triton.contract_model import LOOP_KEY, ContractModel, model_parameters
 from lr_backend.triton.engine_metrics import engine_metrics
 from lr_backend.triton.threads import end_lightly, share_interpreter
 
@@ -24,18 +23,16 @@ if TYPE_CHECKING:
     from lr_backend.embedded.engine import EmbeddedEngine
 
 
-def engine_config(model_config: Mapping[str, Any], model_dir: Path) -> EngineConfig:
-    """Engine settings from a parsed ``config.pbtxt``: its parameters and ``max_batch_size``.
-
-    Engines that share cards meet on a file beside their models.
+def engine_config(args: Mapping[str, str]) -> EngineConfig:
+    """Engine settings from what Triton gives a model. Engines that share cards meet on a file beside their models.
 
     Raises:
         ConfigError: naming what is wrong.
     """
-    config = EngineConfig.from_parameters(model_parameters(model_config, model_dir), **batch_size_default(model_config))
+    config = EngineConfig.from_parameters(model_parameters(args))
     if config.pace is None or not config.pace.cards:
         return config
-    return config.model_copy(update={"pace": replace(config.pace, board=model_dir.parent / BOARD)})
+    return config.model_copy(update={"pace": replace(config.pace, board=Path(args["model_repository"]).parent / BOARD)})
 
 
 BOARD = "cards.board"
@@ -53,10 +50,8 @@ class TritonPythonModel(ContractModel):
         configure_libraries(knows_texts=False)
         share_interpreter()
         end_lightly()
-        model_config = json.loads(args["model_config"])
         try:
-            require_one_response(model_config)
-            self._config = engine_config(model_config, Path(args.get("model_repository", ".")))
+            self._config = engine_config(args)
             self._engine = open_engine(self._config)
         except LookaheadError as error:
             raise pb_utils.TritonModelException(error.public()) from error

@@ -5,12 +5,9 @@ One instance, one process: which GPUs it sees is decided by its environment befo
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
@@ -22,17 +19,8 @@ from lr_backend.llmapi.stats import DRAFT_COUNTERS, GAUGES, LlmApiStats
 from lr_backend.llmapi.upstream import load_upstream, make_llm
 from lr_backend.logs import configure_libraries
 from lr_backend.triton.client_watch import CLIENT_LOOK_S, ClientWatch
-from lr_backend.triton.contract_model import LOOP_KEY, ContractModel, batch_size_default, model_parameters, require_one_response
+from lr_backend.triton.contract_model import LOOP_KEY, ContractModel, model_parameters
 from lr_backend.triton.engine_metrics import counters_of, engine_metrics
-
-
-def llmapi_config(model_config: Mapping[str, Any], model_dir: Path) -> LlmApiConfig:
-    """Engine settings from a parsed ``config.pbtxt``: its parameters and ``max_batch_size``.
-
-    Raises:
-        ConfigError: naming what is wrong.
-    """
-    return LlmApiConfig.from_parameters(model_parameters(model_config, model_dir), **batch_size_default(model_config))
 
 
 class TritonPythonModel(ContractModel):
@@ -44,10 +32,8 @@ class TritonPythonModel(ContractModel):
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the checkpoint and start the engine. A failure here keeps the model from becoming ready."""
         configure_libraries(knows_texts=False)
-        model_config = json.loads(args["model_config"])
         try:
-            require_one_response(model_config)
-            self._config = llmapi_config(model_config, Path(args.get("model_repository", ".")))
+            self._config = LlmApiConfig.from_parameters(model_parameters(args))
             self._config.check_checkpoint()
             packages = own_packages()
             wanted = engine_environment(os.environ, self._config.gpu_device_ids, packages)

@@ -131,13 +131,14 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
 
     def model(**rules: Any) -> Any:
         parameters = {
-            "gpt_model_path": ".",
+            "gpt_model_path": str(tmp_path),
+            "max_batch_size": "4",
             "max_seq_len": "8192",
             "max_tokens_in_paged_kv_cache": "16384",
             "pace": replace(TARGET, rules=replace(UpstreamRules(), **rules)).as_json(),
             "script": Script(Role.TARGET, Workload(0.5)).as_json(),
         }
-        config = {"max_batch_size": 4, "parameters": {key: {"string_value": value} for key, value in parameters.items()}}
+        config = {"parameters": {key: {"string_value": value} for key, value in parameters.items()}}
         made.append(module.TritonPythonModel())
         arguments = {"model_config": json.dumps(config), "model_name": "target", "model_repository": str(tmp_path)}
         made[-1].initialize(arguments)

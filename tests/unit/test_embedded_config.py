@@ -19,19 +19,14 @@ def test_parameters_are_read_under_upstreams_names() -> None:
     config = EngineConfig.from_parameters(
         {
             "gpt_model_path": "/models/target",
-            "gpt_model_type": "inflight_fused_batching",
             "max_tokens_in_paged_kv_cache": "4096",
             "kv_cache_free_gpu_mem_fraction": "0.9",
             "enable_kv_cache_reuse": "FALSE",
             "exclude_input_in_output": "true",
-            "max_beam_width": "1",
-            "batch_scheduler_policy": "max_utilization",
             "num_threads": "2",
             "max_batch_size": "4",
             "dtype": "bfloat16",
-        },
-        max_batch_size=99,
-        max_queue_size=7,
+        }
     )
     expected = EngineConfig(
         Path("/models/target"),
@@ -40,7 +35,6 @@ def test_parameters_are_read_under_upstreams_names() -> None:
         max_tokens_in_paged_kv_cache=4096,
         kv_cache_free_mem_fraction=0.9,
         max_batch_size=4,
-        max_queue_size=7,
         enable_kv_cache_reuse=False,
         exclude_input_in_output=True,
     )
@@ -54,12 +48,8 @@ def test_parameters_are_read_under_upstreams_names() -> None:
         ("kv_cache_free_gpu_mem_fraction", "most"),
         ("sink_token_length", "4"),
         ("checkpoint_dir", "/models/target"),
-        ("max_beam_width", "2"),
-        ("gpt_model_type", "V1"),
-        ("batch_scheduler_policy", "guaranteed_no_evict"),
         ("max_batch_size", "many"),
         ("max_batch_size", "0"),
-        ("max_batch_size", "${triton_max_batch_size}"),
         ("enable_kv_cache_reuse", "yes"),
         ("use_cuda_graphs", "true"),
         ("weight_dtype", "float16"),
@@ -73,8 +63,6 @@ def test_parameters_are_read_under_upstreams_names() -> None:
         ("max_draft_len", "-1"),
         ("max_num_tokens", "31"),
         ("max_tokens_in_paged_kv_cache", "63"),
-        ("gpt_model_path", "${engine_dir}"),
-        ("gpt_model_path", ""),
     ],
 )
 def test_refusals_name_the_key(key: str, value: str) -> None:

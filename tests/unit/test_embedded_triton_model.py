@@ -41,23 +41,19 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def arguments(repository: Path, **changes: Any) -> dict[str, str]:
+def arguments(repository: Path, **changes: str) -> dict[str, str]:
     parameters = {
-        "gpt_model_path": "1/checkpoint",
+        "gpt_model_path": str(repository / "1" / "checkpoint"),
+        "max_batch_size": "4",
         "max_seq_len": "256",
         "max_tokens_in_paged_kv_cache": "1024",
         "max_num_tokens": "64",
         "max_draft_len": "8",
         "num_threads": "1",
         "max_queue_size": "3",
-        **changes.pop("parameters", {}),
-    }
-    config = {
-        "max_batch_size": 4,
-        "model_transaction_policy": {"decoupled": False},
-        "parameters": {key: {"string_value": value} for key, value in parameters.items()},
         **changes,
     }
+    config = {"parameters": {key: {"string_value": value} for key, value in parameters.items()}}
     return {"model_config": json.dumps(config), "model_name": "target", "model_repository": str(repository)}
 
 
@@ -223,10 +219,8 @@ def test_finalize_answers_what_is_in_flight(module: Any, repository: Path) -> No
 @pytest.mark.parametrize(
     ("message", "changes"),
     [
-        ("decoupled", {"model_transaction_policy": {"decoupled": True}}),
-        ("no_such_key", {"parameters": {"no_such_key": "1"}}),
-        ("elsewhere", {"parameters": {"gpt_model_path": "elsewhere"}}),
-        ("gpt_model_path", {"parameters": {"gpt_model_path": "${engine_dir}"}}),
+        ("no_such_key", {"no_such_key": "1"}),
+        ("elsewhere", {"gpt_model_path": "elsewhere"}),
     ],
 )
 def test_what_is_wrong_keeps_the_model_from_loading(message: str, changes: Any, module: Any, repository: Path) -> None:

@@ -38,10 +38,8 @@ def test_all_parameters_of_a_config_file_are_read() -> None:
             "kv_cache_dtype": "fp8", "max_batch_size": "32", "max_num_tokens": "4096", "max_queue_size": "7",
             "max_seq_len": "16384", "max_tokens_in_paged_kv_cache": "65536", "kv_cache_free_gpu_mem_fraction": "0.4",
             "tokens_per_block": "64", "enable_kv_cache_reuse": "false", "enable_chunked_context": "0",
-            "sampler": "TRTLLMSampler", "coupled_noise": "true", "exclude_input_in_output": "true", "max_beam_width": "1",
-            "gpt_model_type": "inflight_fused_batching", "max_draft_len": "0",
+            "sampler": "TRTLLMSampler", "coupled_noise": "true", "exclude_input_in_output": "true", "max_draft_len": "0",
         },
-        max_batch_size=1,
     )  # fmt: skip
     assert config == LlmApiConfig(
         Path("/models/target"), tp_size=2, gpu_device_ids=(2, 3), dtype="bfloat16", kv_cache_dtype="fp8",
@@ -54,9 +52,9 @@ def test_all_parameters_of_a_config_file_are_read() -> None:
 @pytest.mark.parametrize(
     ("key", "text"),
     [
-        ("no_such_key", "1"), ("max_draft_len", "8"), ("max_beam_width", "2"), ("tp_size", "two"), ("tp_size", "0"),
+        ("no_such_key", "1"), ("max_draft_len", "8"), ("tp_size", "two"), ("tp_size", "0"),
         ("gpu_device_ids", "0,1"), ("dtype", "int8"), ("kv_cache_free_gpu_mem_fraction", "1.0"), ("enable_kv_cache_reuse", "yes"),
-        ("gpt_model_path", "${engine_dir}"), ("sampler", "greedy"), ("max_tokens_in_paged_kv_cache", "100"),
+        ("sampler", "greedy"), ("max_tokens_in_paged_kv_cache", "100"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_by_name(key: str, text: str) -> None:

@@ -57,12 +57,9 @@ def arguments(tmp_path: Path, **parameters: str) -> dict[str, str]:
     folder = tmp_path / "1" / "checkpoint"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text("{}")
-    values = {"gpt_model_path": "1/checkpoint", "max_seq_len": "256", "max_queue_size": "3", **parameters}
-    config = {
-        "max_batch_size": 4,
-        "model_transaction_policy": {"decoupled": False},
-        "parameters": {key: {"string_value": value} for key, value in values.items()},
-    }
+    sizes = {"max_batch_size": "4", "max_seq_len": "256", "max_queue_size": "3"}
+    values = {"gpt_model_path": str(folder), **sizes, **parameters}
+    config = {"parameters": {key: {"string_value": value} for key, value in values.items()}}
     return {"model_config": json.dumps(config), "model_name": "target", "model_repository": str(tmp_path)}
 
 

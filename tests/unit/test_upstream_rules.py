@@ -348,14 +348,15 @@ def model(modules: dict[str, ModuleType], internal: bool, tmp_path: Path) -> Ite
     """An engine of scripted texts behind the contract."""
     pace = replace(TARGET, rules=replace(UpstreamRules(), fails_as_internal=internal))
     parameters = {
-        "gpt_model_path": ".",
+        "gpt_model_path": str(tmp_path),
+        "max_batch_size": "4",
         "max_seq_len": "1024",
         "max_draft_len": "8",
         "max_tokens_in_paged_kv_cache": "4096",
         "pace": pace.as_json(),
         "script": Script(Role.TARGET, Workload(0.5)).as_json(),
     }
-    config = {"max_batch_size": 4, "parameters": {key: {"string_value": value} for key, value in parameters.items()}}
+    config = {"parameters": {key: {"string_value": value} for key, value in parameters.items()}}
     made = modules["engine_model"].TritonPythonModel()
     made.initialize({"model_config": json.dumps(config), "model_name": "target", "model_repository": str(tmp_path)})
     yield made
