@@ -64,7 +64,6 @@ class EngineCall:
         draft_logits: shape [K, vocabulary]; see :func:`one_hot_logits`.
         num_draft_tokens: tokens that the engine's own draft model may write for each pass of the target; 0: none. For engines of
             which :class:`~lr_backend.config.LoopConfig` says so. The tokens that come back are the same.
-        min_tokens: no stop word ends the call before this many tokens.
     """
 
     request_id: str
@@ -75,7 +74,6 @@ class EngineCall:
     stop_words: IntArray | None = None
     draft_ids: IntArray | None = None
     draft_logits: npt.NDArray[Any] | None = None
-    min_tokens: int = 0
     return_log_probs: bool = False
     return_perf_metrics: bool = False
     """Ask for the counts and times of :class:`Generation` beyond its tokens; they cost a few output tensors."""
@@ -107,7 +105,6 @@ class EngineCall:
             "stop_words_list": self.stop_words,
             "draft_input_ids": self.draft_ids,
             "draft_logits": self.draft_logits,
-            "min_tokens": self.min_tokens or None,
             "num_draft_tokens": self.num_draft_tokens or None,
             "return_log_probs": self.return_log_probs or None,
             "return_perf_metrics": self.return_perf_metrics or None,

@@ -64,6 +64,7 @@ class EngineRequest:
         draft_logits: float32 [K, vocabulary], as the contract has them; drafts are verified by drawing, which does not need them.
         num_draft_tokens: tokens that the engine's own draft model may propose for each pass; 0: none.
         end_id: never emitted, ends the run; None: there is none.
+        min_tokens: before so many the end token is not drawn. Stop words end a run at any time, as upstream's do.
         exclude_input: the answer leaves the prompt out.
         stop: this is no run but the cancelling of another of the same id.
     """
@@ -139,7 +140,6 @@ class EngineRequest:
             draft_logits=None if call.draft_logits is None else _checked_draft_logits(call.draft_logits, len(draft_ids)),
             num_draft_tokens=call.num_draft_tokens,
             stop_words=StopWords() if call.stop_words is None else _stop_words(np.asarray(call.stop_words)),
-            min_tokens=call.min_tokens,
             return_log_probs=call.return_log_probs,
             return_perf_metrics=call.return_perf_metrics,
         )

@@ -12,8 +12,8 @@ def cut_at_end(
 ) -> tuple[list[int], bool]:
     """Those of the new tokens that are emitted, and whether the run ends with them.
 
-    An end token is not emitted. A stop word is emitted, and ends a run that has at least ``min_tokens``. Stop words are matched
-    within the output, never across the end of the prompt.
+    An end token is not emitted. A stop word is emitted. Stop words are matched within the output, never across the end of the
+    prompt.
 
     Args:
         num_output: tokens that were emitted before.
@@ -24,7 +24,7 @@ def cut_at_end(
     for count, token in enumerate(emitted):
         if token == request.end_id:
             return emitted[:count], True
-        if token in words.last_tokens and num_output + count + 1 >= request.min_tokens:
+        if token in words.last_tokens:
             before = tail[max(0, len(tail) + count + 1 - words.longest) :] if count + 1 < words.longest else ()
             if words.end([*before, *emitted[max(0, count + 1 - words.longest) : count + 1]]):
                 return emitted[: count + 1], True

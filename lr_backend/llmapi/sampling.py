@@ -10,10 +10,11 @@ as of 1.2 and of main in August 2026):
   laid beside one. So ``draft_input_ids`` is refused by name. :mod:`~lr_backend.llmapi.speculation` has what the engine drafts
   by itself.
 - **Stop words** are token ids one by one (``stop_token_ids``) or strings that the tokenizer turns into ids of its own choice.
-  Words of several ids have no public way in, and ``min_tokens`` only holds back the end id, not them. So every word is matched
-  on the stream, by :func:`lr_backend.engine.stopping.cut_at_end` as in the embedded engine; the engine gets the single ids
-  as well where that is exact, so that it stops by itself.
-- **The end id** is emitted by the PyTorch flow. It is asked to ignore it (``ignore_eos``) and gets it as a stop id.
+  Words of several ids have no public way in. So every word is matched on the stream, by
+  :func:`lr_backend.engine.stopping.cut_at_end` as in the embedded engine; the engine gets the single ids as well, so that it
+  stops by itself.
+- **The end id** is emitted by the PyTorch flow. It is asked to ignore it (``ignore_eos``) and gets it as a stop id, which
+  ``min_tokens`` does not hold back. So that is refused beside an end id; without one it means nothing.
 - **Seeds**: 1.2's default sampler draws from one generator for all requests; a request's seed is passed on and counts only where
   ``sampler`` is ``TRTLLMSampler``. With ``coupled_noise`` it counts everywhere, as a logits processor draws.
 - **Log-probabilities** are those of the k likeliest tokens. The drawn one is among them if k >= ``top_k``. The one-model EAGLE-3
@@ -46,6 +47,8 @@ def check_request(request: EngineRequest, config: LlmApiConfig) -> int:
     """
     if request.draft_ids or request.draft_logits is not None:
         raise EngineRejected("draft_input_ids: the LLM API takes no draft tokens with a request")
+    if request.min_tokens and request.end_id is not None:
+        raise EngineRejected("min_tokens: this engine cannot hold back end_id")
     _check_own_drafts(request, config)
     num_prompt = len(request.input_ids)
     if num_prompt >= config.max_seq_len:
@@ -92,8 +95,6 @@ def sampling_arguments(request: EngineRequest, config: LlmApiConfig, max_new_tok
 
 def engine_stop_ids(request: EngineRequest) -> list[int]:
     """Single tokens at which the engine itself may stop without ever stopping too early; the stream finds the rest."""
-    if request.min_tokens > 1:
-        return [] if request.end_id is None else [request.end_id]
     ids = {word[0] for word in request.stop_words.words if len(word) == 1}
     ids |= set() if request.end_id is None else {request.end_id}
     return sorted(ids) if len(ids) <= MAX_STOP_IDS else []

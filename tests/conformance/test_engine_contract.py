@@ -206,15 +206,6 @@ def test_log_probabilities_stand_beside_the_tokens(endpoint: Endpoint) -> None:
     endpoint.run(body)
 
 
-def test_no_stop_word_ends_a_run_before_min_tokens(endpoint: Endpoint) -> None:
-    async def body(engine: Engine) -> None:
-        full = await plain(engine, 8)
-        answer = await engine.generate(call("a", 8, stop_words=encode_stop_words([[token] for token in set(full)]), min_tokens=5))
-        assert answer.token_ids == full[:5]
-
-    endpoint.run(body)
-
-
 def test_a_prompt_that_is_too_long_is_refused_and_the_next_is_served(endpoint: Endpoint) -> None:
     if not endpoint.limits_length:
         pytest.skip("a script has no longest context")

@@ -74,17 +74,14 @@ def test_a_stop_word_does_not_reach_into_the_prompt(engine: EmbeddedEngine) -> N
     assert answer.token_ids == full
 
 
-def test_stop_words_count_from_min_tokens_on(engine: EmbeddedEngine) -> None:
-    full = greedy(engine, prompt(9), 12)
-    answer = ask(engine, request(prompt(9), 12, stop_words=((full[2],), (full[7],)), min_tokens=8))[0]
-    assert answer.token_ids == full[:8]
-
-
 def test_no_end_token_before_min_tokens(engine: EmbeddedEngine) -> None:
     end_id = greedy(engine, prompt(9), 1)[0]
     answer = ask(engine, request(prompt(9), 12, end_id=end_id, min_tokens=4))[0]
     assert len(answer.token_ids) >= 4
     assert end_id not in answer.token_ids
+    word = answer.token_ids[1:2]
+    stopped = ask(engine, request(prompt(9), 12, end_id=end_id, min_tokens=4, stop_words=(word,)))[0]
+    assert stopped.token_ids == answer.token_ids[: answer.token_ids.index(*word) + 1], "stop words do not wait, as upstream's"
 
 
 def test_output_is_silently_reduced_to_max_seq_len(make_engine: MakeEngine) -> None:
@@ -107,9 +104,7 @@ class CountedWord(tuple[int, ...]):
         return super().__hash__()
 
 
-def by_the_rule(
-    words: Any, end_id: int | None, min_tokens: int, output: list[int], new: list[int], limit: int
-) -> tuple[list[int], bool]:
+def by_the_rule(words: Any, end_id: int | None, output: list[int], new: list[int], limit: int) -> tuple[list[int], bool]:
     """What is emitted of ``new``, word by word and token by token."""
     emitted: list[int] = []
     for token in new:
@@ -118,7 +113,7 @@ def by_the_rule(
         emitted.append(token)
         written = [*output, *emitted]
         stopped = any(written[-len(word) :] == list(word) for word in words)
-        if (stopped and len(written) >= min_tokens) or len(written) >= limit:
+        if stopped or len(written) >= limit:
             return emitted, True
     return emitted, False
 
@@ -128,15 +123,12 @@ def by_the_rule(
     new=st.lists(st.integers(0, 3), min_size=1, max_size=6),
     words=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4).map(tuple), max_size=5).map(tuple),
     end_id=st.none() | st.integers(0, 3),
-    min_tokens=st.integers(0, 8),
     room=st.integers(1, 8),
 )
-def test_a_run_is_cut_where_the_rule_says(
-    output: list[int], new: list[int], words: Any, end_id: int | None, min_tokens: int, room: int
-) -> None:
-    asked = request((1,), stop_words=words, end_id=end_id, min_tokens=min_tokens)
+def test_a_run_is_cut_where_the_rule_says(output: list[int], new: list[int], words: Any, end_id: int | None, room: int) -> None:
+    asked = request((1,), stop_words=words, end_id=end_id)
     limit = len(output) + room
-    assert cut_at_end(asked, len(output), output, new, limit) == by_the_rule(words, end_id, min_tokens, output, new, limit)
+    assert cut_at_end(asked, len(output), output, new, limit) == by_the_rule(words, end_id, output, new, limit)
 
 
 def test_a_token_costs_the_same_whatever_the_number_of_stop_words() -> None:

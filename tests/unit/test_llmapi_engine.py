@@ -106,10 +106,11 @@ def test_the_end_token_is_swallowed_and_ends_the_run(make: Make) -> None:
     assert fake(engine).seen[-1].stop_token_ids == [4]
 
 
-def test_no_stop_word_counts_before_min_tokens(make: Make) -> None:
-    engine = make(scripted(lambda context, draw: 7))
-    assert ask(engine, (7,), min_tokens=4).token_ids == (7,) * 4
-    assert ask(engine, (7,), min_tokens=4, count=3).token_ids == (7,) * 3
+def test_min_tokens_hold_no_stop_word_back_and_are_refused_beside_an_end_token(make: Make) -> None:
+    engine = make()
+    assert ask(engine, (3,), min_tokens=8).token_ids == (0, 1, 2, 3)
+    with pytest.raises(EngineRejected, match="min_tokens"):
+        ask(engine, end_id=4, min_tokens=1)
 
 
 def test_a_cancel_of_the_same_id_ends_the_run_with_what_it_has(make: Make) -> None:
