@@ -119,7 +119,7 @@ class ScriptedEngine:
             log_probs.append(self.log_prob(before))
             written.append(token)
             context.append(token)
-            if any(written[-len(stop) :] == stop for stop in stops):
+            if any(context[-len(stop) :] == stop for stop in stops):
                 break
             if drafts:
                 if len(written) > len(drafts) or token != drafts[len(written) - 1]:

@@ -36,7 +36,7 @@ def _take_tokens(new: NewTokens, counters: Counters, now_ns: int) -> bool:
     """Append those of a sequence's new tokens that are emitted; returns whether it ended."""
     sequence = new.sequence
     num_output = sequence.num_generated
-    tail = sequence.tokens[len(sequence.tokens) - min(num_output, sequence.request.stop_words.longest) :]
+    tail = sequence.tokens[max(0, len(sequence.tokens) - sequence.request.stop_words.longest) :]
     emitted, ended = cut_at_end(sequence.request, num_output, tail, new.token_ids, sequence.max_new_tokens)
     sequence.tokens += emitted
     sequence.num_computed = min(sequence.num_computed + new.num_stored, len(sequence.tokens))

@@ -12,12 +12,12 @@ def cut_at_end(
 ) -> tuple[list[int], bool]:
     """Those of the new tokens that are emitted, and whether the run ends with them.
 
-    An end token is not emitted. A stop word is emitted. Stop words are matched within the output, never across the end of the
-    prompt.
+    An end token is not emitted. A stop word is emitted. It may begin in the prompt, as upstream's may: a word of which one call
+    writes the beginning and the next one the end is seen.
 
     Args:
         num_output: tokens that were emitted before.
-        tail: the last of these, as many as the longest stop word has, or all if there are fewer.
+        tail: the last tokens of prompt and output, at least as many as the longest stop word has, or all if there are fewer.
     """
     words = request.stop_words
     emitted = list(new_tokens[: max(1, max_new_tokens - num_output)])

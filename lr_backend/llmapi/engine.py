@@ -54,6 +54,12 @@ class _Run:
     tokens: list[int] = field(default_factory=list)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
 
+    @property
+    def tail(self) -> list[int]:
+        """The last tokens of prompt and output, in which a stop word may have begun."""
+        missing = self.request.stop_words.longest - len(self.tokens)
+        return [*self.request.input_ids[-missing:], *self.tokens] if missing > 0 else self.tokens
+
 
 class LlmApiEngine:
     """Serves one model. All public methods may be called from any thread."""
@@ -218,7 +224,7 @@ class LlmApiEngine:
                 continue
             run.last_token_ns = time.monotonic_ns()
             run.first_token_ns = run.first_token_ns or run.last_token_ns
-            emitted, ended = cut_at_end(run.request, len(run.tokens), run.tokens, fresh, run.max_new_tokens)
+            emitted, ended = cut_at_end(run.request, len(run.tokens), run.tail, fresh, run.max_new_tokens)
             run.tokens.extend(emitted)
             if ended:
                 self._count_dropped(len(fresh) - len(emitted))

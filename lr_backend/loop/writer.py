@@ -1,7 +1,9 @@
 """Writing one step with one engine, in one call or in several.
 
 The engine contract gives no finish reason, so the tokens decide: a step is complete when its rules find an end in what is
-written so far; anything shorter means *continue* (draft tokens may be dropped, calls may come back short).
+written so far; anything shorter means *continue* (draft tokens may be dropped, calls may come back short). A call also
+comes back short where its first tokens complete a stop word that begins in the prefix; whether the step ends there, its own text
+says.
 """
 
 from __future__ import annotations

@@ -87,6 +87,15 @@ def test_a_stop_word_ends_the_run_and_is_kept(endpoint: Endpoint) -> None:
     endpoint.run(body)
 
 
+def test_a_stop_word_may_begin_in_the_prompt(endpoint: Endpoint) -> None:
+    async def body(engine: Engine) -> None:
+        full = await plain(engine, 8)
+        stopped = await engine.generate(call("a", 8, stop_words=encode_stop_words([[*PROMPT[-2:], *full[:2]]])))
+        assert stopped.token_ids == full[:2]
+
+    endpoint.run(body)
+
+
 def needs_drafts(endpoint: Endpoint) -> None:
     if not endpoint.drafts:
         pytest.skip("this engine takes no draft tokens")

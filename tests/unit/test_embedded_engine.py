@@ -68,10 +68,13 @@ def test_a_stop_word_ends_and_is_kept(engine: EmbeddedEngine) -> None:
     assert answer.token_ids == full[:6]
 
 
-def test_a_stop_word_does_not_reach_into_the_prompt(engine: EmbeddedEngine) -> None:
+def test_a_stop_word_may_begin_in_the_prompt(engine: EmbeddedEngine) -> None:
     full = greedy(engine, prompt(9), 6)
-    answer = ask(engine, request(prompt(9), 6, stop_words=((prompt(9)[-1], full[0]),)))[0]
-    assert answer.token_ids == full
+    for count in (1, 2):
+        word = (*prompt(9)[count - 3 :], *full[:count])
+        assert ask(engine, request(prompt(9), 6, stop_words=(word,)))[0].token_ids == full[:count]
+        verified = ask(engine, request(prompt(9), 6, draft_ids=full[:5], stop_words=(word,)))[0]
+        assert (verified.token_ids, verified.num_accepted_tokens) == (full[:count], count)
 
 
 def test_no_end_token_before_min_tokens(engine: EmbeddedEngine) -> None:
@@ -104,31 +107,38 @@ class CountedWord(tuple[int, ...]):
         return super().__hash__()
 
 
-def by_the_rule(words: Any, end_id: int | None, output: list[int], new: list[int], limit: int) -> tuple[list[int], bool]:
+def by_the_rule(words: Any, end_id: int | None, before: list[int], new: list[int], room: int) -> tuple[list[int], bool]:
     """What is emitted of ``new``, word by word and token by token."""
     emitted: list[int] = []
     for token in new:
         if token == end_id:
             return emitted, True
         emitted.append(token)
-        written = [*output, *emitted]
-        stopped = any(written[-len(word) :] == list(word) for word in words)
-        if stopped or len(written) >= limit:
+        written = [*before, *emitted]
+        if any(written[-len(word) :] == list(word) for word in words) or len(emitted) >= room:
             return emitted, True
     return emitted, False
 
 
+TOKENS = st.lists(st.integers(0, 3), max_size=5)
+
+
 @given(
-    output=st.lists(st.integers(0, 3), max_size=5),
+    asked=TOKENS,
+    output=TOKENS,
     new=st.lists(st.integers(0, 3), min_size=1, max_size=6),
     words=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4).map(tuple), max_size=5).map(tuple),
     end_id=st.none() | st.integers(0, 3),
     room=st.integers(1, 8),
 )
-def test_a_run_is_cut_where_the_rule_says(output: list[int], new: list[int], words: Any, end_id: int | None, room: int) -> None:
-    asked = request((1,), stop_words=words, end_id=end_id)
-    limit = len(output) + room
-    assert cut_at_end(asked, len(output), output, new, limit) == by_the_rule(words, end_id, output, new, limit)
+def test_a_run_is_cut_where_the_rule_says(
+    asked: list[int], output: list[int], new: list[int], words: Any, end_id: int | None, room: int
+) -> None:
+    """Whether tokens stand in the prompt or in the output."""
+    before, run = [*asked, *output], request(asked, stop_words=words, end_id=end_id)
+    expected = by_the_rule(words, end_id, before, new, room)
+    assert cut_at_end(run, len(output), before, new, len(output) + room) == expected
+    assert cut_at_end(run, len(output), before[len(before) - min(4, len(before)) :], new, len(output) + room) == expected
 
 
 def test_a_token_costs_the_same_whatever_the_number_of_stop_words() -> None:

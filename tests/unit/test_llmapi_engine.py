@@ -84,6 +84,12 @@ def test_a_stop_word_of_several_tokens_is_found_on_the_stream(make: Make) -> Non
     until(lambda: bool(fake(engine).aborted))
 
 
+def test_a_stop_word_may_begin_in_the_prompt(make: Make) -> None:
+    engine = make()
+    assert ask(engine, (PROMPT[-1], 0)).token_ids == (0,)
+    assert ask(engine, (*PROMPT[-2:], 0, 1, 2)).token_ids == (0, 1, 2)
+
+
 def test_many_stop_tokens_are_matched_here(make: Make) -> None:
     engine = make()
     assert ask(engine, *((token,) for token in range(6, 300))).token_ids == (0, 1, 2, 3, 4, 5, 6)

@@ -28,14 +28,15 @@ from lr_backend.propose.proposal import NOTHING, Room
 from lr_backend.steps.rules import StepRules
 from lr_backend.steps.segment import BLANK_LINE
 from lr_backend.steps.step import Step, StepEnd
-from lr_backend.testing import ScriptedEngine, run_virtual
+from lr_backend.testing import Script, ScriptedEngine, run_virtual
 from lr_backend.trace.schema import Purpose
 from tests.support.examples import answers
 from tests.support.traces import taking
 from tests.support.world import FickleEngine
 
-END, BREAK = 999, 300
+END, BREAK, NEWLINE = 999, 300, 500
 RULES = StepRules.build(BLANK_LINE, {BREAK: "\n\n"}, [END])
+WITH_PAIRS = StepRules.build(BLANK_LINE, {BREAK: "\n\n", NEWLINE: "\n"}, [END])
 PREFIX: IntArray = np.arange(10, dtype=np.int32)
 
 
@@ -121,6 +122,28 @@ def test_plain_calls_grow_while_a_lookup_finds_nothing() -> None:
     engine = ScriptedEngine(counting)
     run_virtual(writer(engine, Lookup(NGram())).speculate(PREFIX, 200, RULES.of_step))
     assert [recorded.call.max_new_tokens for recorded in engine.calls] == [4, 8, 16, 32, MOST_PLAIN, MOST_PLAIN, 12]
+
+
+def saying(*ids: int) -> Script:
+    return lambda context, seed: ids[len(context) - len(PREFIX)]
+
+
+def test_a_delimiter_that_two_calls_write_ends_the_second_at_once() -> None:
+    engine = ScriptedEngine(saying(10, 11, NEWLINE, NEWLINE, 12, 13))
+    made = writer(engine, Proposing(proposal=Proposal(plain_tokens=3)))
+    step = run_virtual(made.speculate(PREFIX, 30, WITH_PAIRS.of_step))
+    assert (step.ids, step.end) == ((10, 11, NEWLINE, NEWLINE), StepEnd.DELIMITER)
+    assert engine.total_tokens == 4, "nothing is written that nobody reads"
+
+
+@pytest.mark.parametrize("source", [None, Proposing(proposal=NOTHING)])
+def test_a_call_that_the_prefix_and_one_token_end_is_gone_on_with(source: object) -> None:
+    engine, prefix = ScriptedEngine(saying(NEWLINE, 10, 11, BREAK)), np.array([*PREFIX[:-1], NEWLINE], np.int32)
+    made = writer(engine, source)
+    write = made.write if source is None else made.speculate
+    step = run_virtual(write(prefix, 30, WITH_PAIRS.of_step))
+    assert (step.ids, step.end) == ((NEWLINE, 10, 11, BREAK), StepEnd.DELIMITER), "a step ends by its own text"
+    assert [len(recorded.call.input_ids) for recorded in engine.calls] == [10, 11]
 
 
 def test_a_single_token_is_not_speculated_on() -> None:
