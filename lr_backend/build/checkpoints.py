@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lr_backend.engine.checkpoint import json_object, read_vocabulary
 from lr_backend.errors import CheckpointError
 
 ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")
@@ -100,7 +101,7 @@ def check_checkpoint(directory: Path, *, weights_needed: bool = True) -> Checkpo
     if weights_needed:
         _require_tensors(tensors, architecture, num_layers, bool(config.get("tie_word_embeddings", False)), directory)
         _require_shapes(tensors, vocab_size, directory)
-    vocabulary = _vocabulary(directory)
+    vocabulary = read_vocabulary(directory)
     if vocabulary and max(vocabulary.values()) >= vocab_size:
         raise CheckpointError(f"{directory}: the tokenizer has ids beyond the model's vocabulary of {vocab_size}")
     _require_chat_template(directory)
@@ -131,19 +132,6 @@ def check_same_vocabulary(target: CheckpointInfo, draft: CheckpointInfo) -> None
         for token in differing[:3]
     )
     raise CheckpointError(f"target and draft must share a vocabulary; {len(differing)} tokens differ: {shown}")
-
-
-def json_object(path: Path) -> dict[str, Any]:
-    """Raises: CheckpointError: the file is missing, cannot be read, or holds something else."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} is not a JSON object")
-    return value
 
 
 def _architecture(config: Mapping[str, Any], directory: Path) -> str:
@@ -243,25 +231,6 @@ def _require_shapes(tensors: Mapping[str, StoredTensor], vocab_size: int, direct
             raise CheckpointError(
                 f"{directory}: {name} has shape {tensors[name].shape}, config.json says vocab_size {vocab_size}"
             )
-
-
-def _vocabulary(directory: Path) -> dict[str, int]:
-    """Every token of ``tokenizer.json`` with its id, whatever kind of model it holds."""
-    path = directory / "tokenizer.json"
-    content = json_object(path)
-    model = content.get("model")
-    listed = model.get("vocab") if isinstance(model, dict) else None
-    try:
-        if isinstance(listed, dict):
-            vocabulary = {str(token): int(number) for token, number in listed.items()}
-        elif isinstance(listed, list):
-            vocabulary = {str(entry[0]): number for number, entry in enumerate(listed)}
-        else:
-            raise CheckpointError(f"{path} holds no vocabulary")
-        vocabulary |= {str(token["content"]): int(token["id"]) for token in content.get("added_tokens") or ()}
-    except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} is malformed: {error!r}") from error
-    return vocabulary
 
 
 def _require_chat_template(directory: Path) -> None:

@@ -20,13 +20,13 @@ from lr_backend.build.checkpoints import (
     CheckpointInfo,
     check_checkpoint,
     check_same_vocabulary,
-    json_object,
     read_header,
     weight_files,
 )
 from lr_backend.build.gpu_spec import GpuRuntime
 from lr_backend.build.shapes import ModelShape, known_models, shape_from_config
 from lr_backend.engine import Role
+from lr_backend.engine.checkpoint import json_object
 from lr_backend.errors import CheckpointError, ConfigError
 from lr_backend.steps.rules import THINK_MARKERS
 

@@ -9,9 +9,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lr_backend.build.checkpoints import ARCHITECTURES, json_object, read_header, weight_files
+from lr_backend.build.checkpoints import ARCHITECTURES, read_header, weight_files
 from lr_backend.build.gpu_spec import GpuDeployment
 from lr_backend.engine import Role
+from lr_backend.engine.checkpoint import json_object
 from lr_backend.errors import CheckpointError
 
 KNOWN_MODELS = Path(__file__).with_name("known_models.toml")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from lr_backend.embedded.checkpoint import ModelSpec, read_spec
+from lr_backend.embedded.checkpoint import ModelSpec, num_token_ids, read_spec
 from lr_backend.embedded.config import EngineConfig
 from lr_backend.embedded.memory import free_bytes, with_kv_budget
 from lr_backend.embedded.native.drafter import Drafter
@@ -61,7 +61,8 @@ def _open_native(config: EngineConfig) -> tuple[EngineConfig, Runner]:
     )
     pool = {"num_blocks": config.num_blocks, "tokens_per_block": config.tokens_per_block}
     drafter = Drafter(draft, **pool, min_chance=config.speculative_min_chance) if draft else None
-    return config, NativeRunner(native, **pool, drafter=drafter)
+    num_ids = num_token_ids(config.checkpoint_dir, native.spec)
+    return config, NativeRunner(native, **pool, num_ids=num_ids, drafter=drafter)
 
 
 def _open_reference(config: EngineConfig) -> tuple[EngineConfig, Runner]:
@@ -73,7 +74,8 @@ def _open_reference(config: EngineConfig) -> tuple[EngineConfig, Runner]:
     else:
         model = DecoderModel.load(folder, dtype=dtype, device=config.device, max_seq_len=config.max_seq_len)
     config = with_kv_budget(config, [model.spec], free_bytes(config.device))
-    return config, ReferenceRunner(model, num_blocks=config.num_blocks, tokens_per_block=config.tokens_per_block)
+    pool = {"num_blocks": config.num_blocks, "tokens_per_block": config.tokens_per_block}
+    return config, ReferenceRunner(model, **pool, num_ids=num_token_ids(folder, model.spec))
 
 
 def _draft_model(config: EngineConfig, spec: ModelSpec) -> NativeModel | None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from lr_backend.engine.checkpoint import json_object, read_vocabulary
 from lr_backend.errors import CheckpointError
 
 ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")
@@ -58,14 +59,7 @@ def read_spec(checkpoint_dir: Path) -> ModelSpec:
         CheckpointError: no or broken ``config.json``, or something in it that this engine does not compute.
     """
     path = checkpoint_dir / "config.json"
-    try:
-        config = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path} is not a JSON object")
+    config = json_object(path)
     architecture = (config.get("architectures") or ["none"])[0]
     if architecture not in ARCHITECTURES:
         raise CheckpointError(f"{path}: architecture {architecture} is not one of {', '.join(ARCHITECTURES)}")
@@ -77,6 +71,18 @@ def read_spec(checkpoint_dir: Path) -> ModelSpec:
     if spec.num_heads % spec.num_kv_heads or spec.head_dim % 2:
         raise CheckpointError(f"{path}: {spec.num_heads} heads over {spec.num_kv_heads} of size {spec.head_dim} do not fit")
     return spec
+
+
+def num_token_ids(checkpoint_dir: Path, spec: ModelSpec) -> int:
+    """How many ids there are to be drawn: the tokenizer's, which the width of the logits exceeds; without one, that width.
+
+    Raises:
+        CheckpointError: ``tokenizer.json`` is malformed.
+    """
+    if not (checkpoint_dir / "tokenizer.json").is_file():
+        return spec.vocab_size
+    highest = max(read_vocabulary(checkpoint_dir).values(), default=spec.vocab_size)
+    return min(highest + 1, spec.vocab_size)
 
 
 def check_length(spec: ModelSpec, max_seq_len: int, checkpoint_dir: Path) -> None:

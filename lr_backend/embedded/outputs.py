@@ -16,7 +16,7 @@ from lr_backend.embedded.sequence import NewTokens
 def choose_tokens(logits: Tensor, outputs: Items[Output]) -> list[NewTokens]:
     """New tokens of every output, and none of one that needs a row which is not finite.
 
-    Rows behind a draft token that does not stand are of no account. ``logits`` float32 [R, V] may be changed in place.
+    Rows behind a draft token that does not stand are of no account. ``logits`` float32 [R, ids] may be changed in place.
     """
     finite = torch.isfinite(logits.sum(dim=1)).tolist()
     num_finite = [_num_leading(finite[one.first : one.first + one.chunk.num_logits]) for one in outputs]
@@ -47,9 +47,10 @@ def _forbid_early_ends(logits: Tensor, outputs: Iterable[Output]) -> None:
     for output in outputs:
         sequence = output.chunk.sequence
         missing = sequence.request.min_tokens - sequence.num_generated
-        if missing > 0 and sequence.request.end_id is not None:
+        end_id = sequence.request.end_id
+        if missing > 0 and end_id is not None and end_id < logits.shape[1]:
             last = output.first + min(missing, output.chunk.num_logits)
-            logits[output.first : last, sequence.request.end_id] = float("-inf")
+            logits[output.first : last, end_id] = float("-inf")
 
 
 def _new_tokens(logits: Tensor, output: Output, num_rows: int, token_ids: list[int]) -> NewTokens:

@@ -64,7 +64,10 @@ class Runner(Protocol):
         ...
 
     def run(self, chunks: Items[Chunk]) -> tuple[Tensor, list[Output]]:
-        """Logits, float32 [R, vocabulary], and which rows are whose; keys and values of all tokens are stored."""
+        """Logits, float32 [R, ids], and which rows are whose; keys and values of all tokens are stored.
+
+        Of the ids that there are alone: rows may lie further apart, as checkpoints pad the vocabulary.
+        """
         ...
 
     def run_ahead(self, chunks: Items[Chunk], max_passes: int | None = None) -> tuple[list[NewTokens], int] | None:

@@ -41,7 +41,7 @@ class Draw:
 def drawn_tokens(logits: Tensor, draws: Items[Draw]) -> list[list[int]]:
     """The tokens of each draw: its draft tokens as long as they equal what is drawn, and then the token that is drawn.
 
-    ``logits``: float32 [R, vocabulary]. On a CPU it is done in C: torch needs dozens of calls for it, which cost more
+    ``logits``: float32 [R, ids]. On a CPU it is done in C: torch needs dozens of calls for it, which cost more
     than they compute.
     """
     native = library() if logits.device.type == "cpu" else None
@@ -93,10 +93,11 @@ def _drawn_natively(native: CDLL, logits: Tensor, draws: Items[Draw]) -> list[li
         sampling, count = SamplingStruct.of(draw.sampling, draw.seed), len(draw.drafts)
         described[index] = _Draw(sampling, draw.row, draw.position, count, place)
         place += 8 * count
-    vocab_size = logits.shape[1]
-    candidates = np.empty(vocab_size, dtype=np.int64)
-    rows = logits.contiguous()  # held until it is read
-    native.draw_tokens(rows.data_ptr(), vocab_size, ctypes.addressof(described), len(draws), candidates.ctypes.data)
+    num_ids = logits.shape[1]
+    candidates = np.empty(num_ids, dtype=np.int64)
+    rows = logits if logits.stride(1) == 1 else logits.contiguous()  # held until it is read
+    places = ctypes.addressof(described), len(draws), candidates.ctypes.data
+    native.draw_tokens(rows.data_ptr(), rows.stride(0), num_ids, *places)
     return [[*draw.drafts[: one.num_accepted], one.next_token] for draw, one in zip(draws, described, strict=True)]
 
 

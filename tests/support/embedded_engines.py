@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -44,6 +45,14 @@ def tiny_checkpoint(folder: Path, **changes: Any) -> Path:
         "gain": 2.0,
     }
     return write_random_checkpoint(folder, **shape | changes)
+
+
+def padded_checkpoint(folder: Path, num_ids: int, **changes: Any) -> Path:
+    """The same model with a tokenizer of fewer ids than its logits are wide."""
+    tiny_checkpoint(folder, **changes)
+    vocabulary = {f"word {token}": token for token in range(num_ids)}
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
+    return folder
 
 
 def poison(folder: Path, token: int) -> None:

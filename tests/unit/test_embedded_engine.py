@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from lr_backend.embedded.engine import EmbeddedEngine
 from lr_backend.engine import Sampling
 from lr_backend.engine.stopping import cut_at_end
+from lr_backend.errors import CheckpointError
 from tests.support.embedded_engines import (
     KERNELS,
     VOCAB,
@@ -21,10 +24,12 @@ from tests.support.embedded_engines import (
     ask,
     engines,
     greedy,
+    padded_checkpoint,
     prompt,
     request,
     start,
     tiny_checkpoint,
+    tiny_engine,
 )
 
 SAMPLED = Sampling(temperature=0.8)
@@ -210,6 +215,55 @@ def test_a_long_prompt_is_chunked_and_its_drafts_stay_together(make_engine: Make
     full = greedy(make_engine(), prompt(100), 8)
     answer = ask(engine, request(prompt(100), 8, draft_ids=full[:7]))[0]
     assert answer.token_ids == full
+
+
+# A tokenizer of fewer ids than the logits are wide
+
+NUM_IDS = 24
+
+
+@pytest.fixture(scope="module")
+def padded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return padded_checkpoint(tmp_path_factory.mktemp("padded"), NUM_IDS, head_dim=16)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(5.0), Sampling(2.0, 50, 0.95)])
+def test_no_id_beyond_the_tokenizers_is_drawn(make_engine: MakeEngine, padded: Path, sampling: Sampling) -> None:
+    whole = make_engine()
+    engine = tiny_engine(padded, kernels=whole.config.kernels)
+    firsts = [request(prompt(9, seed), 1, sampling=sampling, seed=seed) for seed in range(60)]
+    of_whole, drawn = ([answer.token_ids[0] for answer in ask(one, *firsts)] for one in (whole, engine))
+    assert max(drawn) < NUM_IDS <= max(of_whole)
+    if not sampling.top_k:  # what is left out changes no draw that it has not won
+        assert all(one == other for one, other in zip(drawn, of_whole, strict=True) if other < NUM_IDS)
+    run = request(prompt(9), 40, sampling=sampling, seed=3)
+    full = ask(engine, run)[0].token_ids
+    assert (len(full), max(full) < NUM_IDS) == (40, True)
+    for drafts in (full[:5], (*full[:3], VOCAB - 1, 0)):
+        right = min(5, drafts.index(VOCAB - 1) if VOCAB - 1 in drafts else 5)
+        assert ask(engine, replace(run, draft_ids=drafts))[0].token_ids == full[: right + 1]
+    assert ask(engine, replace(run, end_id=VOCAB - 1, min_tokens=4))[0].token_ids == full
+    engine.close()
+
+
+def test_log_probabilities_are_of_the_ids_that_there_are(make_engine: MakeEngine, padded: Path) -> None:
+    """In a verification, which is drawn apart from the decoding, as well."""
+    engine = tiny_engine(padded, kernels=make_engine().config.kernels)
+    asked = request(prompt(9), 6, sampling=Sampling(5.0), return_log_probs=True)
+    plain = ask(engine, asked)[0]
+    verified = ask(engine, replace(asked, draft_ids=plain.token_ids[:5]))[0]
+    assert verified.log_probs == pytest.approx(plain.log_probs, abs=1e-4)
+    ways = [ask(engine, replace(asked, max_new_tokens=1, seed=seed))[0] for seed in range(600)]
+    found = {answer.token_ids[0]: answer.log_probs[0] for answer in ways}
+    assert sum(map(math.exp, found.values())) == pytest.approx(1.0, abs=0.1)
+    engine.close()
+
+
+def test_a_tokenizer_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
+    folder = padded_checkpoint(tmp_path, NUM_IDS)
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json holds no vocabulary"):
+        tiny_engine(folder)
 
 
 # Prefix reuse and the batch

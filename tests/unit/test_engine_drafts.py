@@ -36,6 +36,7 @@ from tests.support.embedded_engines import (
     ask,
     cancel,
     engines,
+    padded_checkpoint,
     prompt,
     request,
     start,
@@ -116,6 +117,21 @@ def test_a_draft_that_is_the_target_is_always_right(
     ]
     for answer in ask(engine, *drafted(continued, 6)):
         assert answer.num_accepted_tokens == answer.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(5.0)])
+@pytest.mark.parametrize("min_chance", [0.0, 0.05])
+def test_drafts_have_no_id_beyond_the_tokenizers(tmp_path: Path, sampling: Sampling, min_chance: float) -> None:
+    folder = padded_checkpoint(tmp_path, 24, head_dim=16)
+    itself = {"speculative_model_dir": folder, "speculative_weight_dtype": "same"}
+    engine = tiny_engine(folder, **itself, speculative_min_chance=min_chance)
+    asked = questions(sampling)
+    plain = ask(engine, *asked)
+    answers = ask(engine, *drafted(asked, 4))
+    assert words(answers) == words(plain)
+    assert max(token for answer in answers for token in answer.token_ids) < 24
+    assert all(answer.num_accepted_tokens == answer.num_draft_tokens for answer in answers), "both leave out the same"
+    engine.close()
 
 
 @pytest.mark.parametrize(("most", "rows"), [(0, 3), (7, 5), (64, 256)])

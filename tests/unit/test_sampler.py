@@ -187,10 +187,11 @@ def test_rows_of_a_batch_do_not_see_each_other(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.usefixtures("kernels")
-def test_rows_need_not_lie_side_by_side() -> None:
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0), Sampling(1.0, top_k=5), Sampling(1.0, top_p=0.9)])
+def test_rows_need_not_lie_side_by_side(sampling: Sampling) -> None:
     wide = torch.zeros(200, 3, 61)
-    wide[:, 1, 17] = 99.0
-    assert drawn_tokens(wide[:, 1], [Draw(row, row, Sampling(1.0), 0) for row in range(200)]) == [[17]] * 200
+    wide[:, 1, 17], wide[:, 1, 50] = 99.0, 999.0
+    assert drawn_tokens(wide[:, 1, :40], [Draw(row, row, sampling, 0) for row in range(200)]) == [[17]] * 200
 
 
 @pytest.mark.usefixtures("kernels")

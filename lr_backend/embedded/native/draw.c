@@ -201,11 +201,12 @@ double draw_chance(const float *logits, int64_t vocab_size, const Sampling *samp
     return fmin(1.0, 1.0 / total);
 }
 
-/* The tokens of each draw from logits [rows, vocabulary]: draft tokens stand as long as each is what is drawn in its place. */
-void draw_tokens(const float *logits, int64_t vocab_size, Draw *draws, int64_t num_draws, void *candidates) {
+/* The tokens of each draw from rows of logits that begin stride numbers apart: draft tokens stand as long as each is what is
+ * drawn in its place. */
+void draw_tokens(const float *logits, int64_t stride, int64_t vocab_size, Draw *draws, int64_t num_draws, void *candidates) {
     for (Draw *one = draws; one < draws + num_draws; one++) {
-        const float *row = logits + one->row * vocab_size;
-        for (one->num_accepted = 0;; one->num_accepted++, row += vocab_size) {
+        const float *row = logits + one->row * stride;
+        for (one->num_accepted = 0;; one->num_accepted++, row += stride) {
             one->next_token = draw_token(row, vocab_size, &one->sampling, one->position + one->num_accepted, candidates);
             if (one->num_accepted == one->num_drafts || one->next_token != one->drafts[one->num_accepted]) break;
         }

@@ -60,7 +60,7 @@ def library() -> ctypes.CDLL | None:
     opened.decoder_run.restype = size
     opened.decoder_run.argtypes = (pointer, pointer, pointer, size)
     opened.draw_tokens.restype = None
-    opened.draw_tokens.argtypes = (pointer, size, pointer, size, pointer)
+    opened.draw_tokens.argtypes = (pointer, size, size, pointer, size, pointer)
     opened.noise_at.restype = None
     opened.noise_at.argtypes = (ctypes.c_uint64, size, pointer, size, pointer, pointer)
     return opened

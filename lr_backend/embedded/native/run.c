@@ -28,6 +28,7 @@ typedef struct {
 
 typedef struct {
     int64_t num_sequences, max_passes;
+    int64_t num_ids;        /* token ids that there are; logits are at least as wide, and what is beyond is not looked at */
     const Model *draft;     /* NULL: nobody drafts */
     const Pool *draft_pool; /* the draft's keys and values, in blocks of the same numbers */
     double min_chance;      /* drafting ends where all drafts of a pass together are less likely than this to stand */
@@ -82,7 +83,7 @@ static void begin(Rows *rows) { rows->num_chunks = rows->num_rows = rows->num_lo
 /* Draft tokens for one pass: those of sequence s begin at drafts + s * width, and there are num_drafted[s]. */
 static void draft_ahead(const Run *run, Rows *rows, int64_t width, int64_t *drafts, int64_t *num_drafted, double *chances,
                         int64_t num_threads) {
-    int64_t vocab_size = run->draft->head.num_outputs;
+    int64_t stride = run->draft->head.num_outputs, num_ids = run->num_ids;
     begin(rows);
     for (int64_t s = 0; s < run->num_sequences; s++) {
         Sequence *one = run->sequences + s;
@@ -98,12 +99,12 @@ static void draft_ahead(const Run *run, Rows *rows, int64_t width, int64_t *draf
         for (int64_t c = 0; c < num_chunks; c++) {
             int64_t s = rows->members[c];
             Sequence *one = run->sequences + s;
-            const float *logits = run->logits + c * vocab_size;
+            const float *logits = run->logits + c * stride;
             /* A draft model whose logits are not finite drafts nothing. */
-            if (!is_finite(logits, vocab_size)) continue;
+            if (!is_finite(logits, num_ids)) continue;
             int64_t position = one->start + one->count + at;
-            int64_t token = draw_token(logits, vocab_size, &one->sampling, position, run->candidates);
-            if (run->min_chance > 0.0) chances[s] *= draw_chance(logits, vocab_size, &one->sampling, position, token);
+            int64_t token = draw_token(logits, num_ids, &one->sampling, position, run->candidates);
+            if (run->min_chance > 0.0) chances[s] *= draw_chance(logits, num_ids, &one->sampling, position, token);
             if (chances[s] < run->min_chance) continue;
             drafts[s * width + at] = token;
             num_drafted[s] = at + 1;
@@ -114,16 +115,16 @@ static void draft_ahead(const Run *run, Rows *rows, int64_t width, int64_t *draf
     }
 }
 
-/* Draw the tokens of one sequence from the logits of its last token and of its drafts, as long as the drafts are what is drawn.
- * Returns whether the run may have to end, as it has to for logits that are not finite. */
-static int draw(const Run *run, Sequence *one, const float *logits, int64_t vocab_size, const int64_t *drafts, int64_t num_drafts) {
-    int64_t known = one->count;
-    for (int64_t i = 0; i <= num_drafts; i++, logits += vocab_size) {
-        if (!is_finite(logits, vocab_size)) return one->is_broken = 1;
-        int64_t token = draw_token(logits, vocab_size, &one->sampling, one->start + one->count, run->candidates);
+/* Draw the tokens of one sequence from the logits of its last token and of its drafts, rows that begin stride numbers apart, as
+ * long as the drafts are what is drawn. Returns whether the run may have to end, as it has to for logits that are not finite. */
+static int draw(const Run *run, Sequence *one, const float *logits, int64_t stride, const int64_t *drafts, int64_t num_drafts) {
+    int64_t known = one->count, num_ids = run->num_ids;
+    for (int64_t i = 0; i <= num_drafts; i++, logits += stride) {
+        if (!is_finite(logits, num_ids)) return one->is_broken = 1;
+        int64_t token = draw_token(logits, num_ids, &one->sampling, one->start + one->count, run->candidates);
         int stands = i < num_drafts && token == drafts[i];
         one->tokens[one->count] = token;
-        if (one->log_probs) one->log_probs[one->count] = (double)logits[token] - log_total(logits, vocab_size);
+        if (one->log_probs) one->log_probs[one->count] = (double)logits[token] - log_total(logits, num_ids);
         one->count++, one->room--;
         one->num_accepted += i > 0;
         if (one->seen > known + i + stands) one->seen = known + i + stands;
@@ -137,7 +138,7 @@ static int draw(const Run *run, Sequence *one, const float *logits, int64_t voca
 /* Decode until a sequence draws a token that may end it, until one has too little room or is broken, until somebody waits, or for
  * max_passes. Returns the number of passes. */
 int64_t decoder_run(const Model *model, const Pool *pool, const Run *run, int64_t num_threads) {
-    int64_t count = run->num_sequences, vocab_size = model->head.num_outputs, width = 0;
+    int64_t count = run->num_sequences, stride = model->head.num_outputs, width = 0;
     for (int64_t s = 0; s < count; s++) width = run->sequences[s].max_drafts > width ? run->sequences[s].max_drafts : width;
     int64_t *num_drafted = run->work, *drafts = num_drafted + count, *lists = drafts + count * width;
     Rows rows = {.starts = lists, .counts = lists + count, .first_blocks = lists + 2 * count, .logit_counts = lists + 3 * count,
@@ -157,8 +158,8 @@ int64_t decoder_run(const Model *model, const Pool *pool, const Run *run, int64_
         compute(model, pool, run, &rows, num_threads);
         const float *logits = run->logits;
         for (int64_t s = 0; s < count; s++) {
-            ended |= draw(run, run->sequences + s, logits, vocab_size, drafts + s * width, num_drafted[s]);
-            logits += (1 + num_drafted[s]) * vocab_size;
+            ended |= draw(run, run->sequences + s, logits, stride, drafts + s * width, num_drafted[s]);
+            logits += (1 + num_drafted[s]) * stride;
         }
         if (ended || pass == run->max_passes || *run->interrupt) return pass;
     }

@@ -33,7 +33,7 @@ class _Sequence(ctypes.Structure):
 
 class _Run(ctypes.Structure):
     _fields_ = (
-        *((name, _Size) for name in ("num_sequences", "max_passes")),
+        *((name, _Size) for name in ("num_sequences", "max_passes", "num_ids")),
         *((name, _Pointer) for name in ("draft", "draft_pool")),
         ("min_chance", ctypes.c_double),
         *((name, _Pointer) for name in ("sequences", "blocks", "work", "logits", "scratch", "candidates", "interrupt")),
@@ -60,8 +60,9 @@ class _Memory:
 class RunAhead:
     """Decodes with one model, and with the draft model that drafts for it if there is one. For the engine's thread."""
 
-    def __init__(self, model: NativeModel, pool: NativePool, drafter: Drafter | None) -> None:
-        self._model, self._pool, self._drafter = model, pool, drafter
+    def __init__(self, model: NativeModel, pool: NativePool, num_ids: int, drafter: Drafter | None) -> None:
+        """``num_ids``: token ids that there are, of the logits' width at most."""
+        self._model, self._pool, self._num_ids, self._drafter = model, pool, num_ids, drafter
         self._draft = (drafter.model.address, ctypes.addressof(drafter.pool.struct)) if drafter else (None, None)
         self._integers, self._logits, self._scores = _Memory(), _Memory(), _Memory()
 
@@ -102,6 +103,7 @@ class RunAhead:
         run = _Run(
             count,
             max_passes,
+            self._num_ids,
             *self._draft,
             drafter.min_chance if drafter else 1.0,
             ctypes.addressof(described),

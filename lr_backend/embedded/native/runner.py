@@ -19,13 +19,20 @@ from lr_backend.embedded.sequence import NewTokens
 class NativeRunner:
     """The :class:`~lr_backend.embedded.runner.Runner` of a CPU."""
 
-    def __init__(self, model: NativeModel, *, num_blocks: int, tokens_per_block: int, drafter: Drafter | None = None) -> None:
-        """``drafter``: for requests that want the engine to draft; its blocks have the pool's numbers."""
-        self._model = model
+    def __init__(
+        self, model: NativeModel, *, num_blocks: int, tokens_per_block: int, num_ids: int, drafter: Drafter | None = None
+    ) -> None:
+        """Runs ``model``.
+
+        Args:
+            num_ids: token ids that there are, of the logits' width at most.
+            drafter: for requests that want the engine to draft; its blocks have the pool's numbers.
+        """
+        self._model, self._num_ids = model, num_ids
         self._drafter = drafter
         self._interrupt = c_int32(0)
         self._pool = NativePool(model.spec, num_blocks=num_blocks, tokens_per_block=tokens_per_block)
-        self._run_ahead = RunAhead(model, self._pool, drafter)
+        self._run_ahead = RunAhead(model, self._pool, num_ids, drafter)
 
     @property
     def spec(self) -> ModelSpec:
@@ -43,7 +50,7 @@ class NativeRunner:
             for chunk in chunks:
                 if chunk.count > 1 and chunk.sequence.request.num_draft_tokens:
                     self._drafter.read(chunk.sequence, chunk.end)
-        return logits, outputs
+        return logits[:, : self._num_ids], outputs
 
     def run_ahead(self, chunks: Items[Chunk], max_passes: int | None = None) -> tuple[list[NewTokens], int] | None:
         if not all(chunk.num_logits == 0 or _yields_a_token(chunk) for chunk in chunks):

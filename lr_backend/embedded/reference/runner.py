@@ -19,8 +19,9 @@ from lr_backend.embedded.sequence import NewTokens
 class ReferenceRunner:
     """The :class:`~lr_backend.embedded.runner.Runner` of any device: a model and its KV memory."""
 
-    def __init__(self, model: DecoderModel, *, num_blocks: int, tokens_per_block: int) -> None:
-        self.model = model
+    def __init__(self, model: DecoderModel, *, num_blocks: int, tokens_per_block: int, num_ids: int | None = None) -> None:
+        """``num_ids``: token ids that there are; None: as many as the logits are wide."""
+        self.model, self._num_ids = model, num_ids
         memory = {"num_blocks": num_blocks, "tokens_per_block": tokens_per_block}
         self._store = KvStore(model.spec, **memory, dtype=model.dtype, device=model.device)
 
@@ -39,7 +40,7 @@ class ReferenceRunner:
         ids, places, rows = (
             torch.tensor(numbers, dtype=torch.int64, device=self.model.device) for numbers in (token_ids, positions, logit_rows)
         )
-        return self.model.forward(ids, places, attention, rows), outputs
+        return self.model.forward(ids, places, attention, rows)[:, : self._num_ids], outputs
 
     def run_ahead(self, chunks: Items[Chunk], max_passes: int | None = None) -> tuple[list[NewTokens], int] | None:
         return None
