@@ -206,6 +206,7 @@ def _draft_tokens(
         follows_drafted=seeds.coupled or _draft_sampling(request, config).greedy,
         proposed=ledger.draft_tokens_verified,
         patient=request.deterministic,
+        num_ids=len(server.models.tokenizer),
     )
     return DraftTokens(source, most, one_hot_vocab)
 

@@ -22,7 +22,7 @@ from lr_backend.contract import IntArray
 from lr_backend.engine import Engine, EngineCall, Sampling
 from lr_backend.errors import EngineError
 from lr_backend.propose.growing import GrowingText
-from lr_backend.propose.proposal import NOTHING, Proposal, Room
+from lr_backend.propose.proposal import NOTHING, Proposal, Room, within
 
 MOST_AHEAD = 3
 """Calls' worth of draft tokens that may wait to be verified."""
@@ -39,6 +39,8 @@ class DraftModel:
         tokens_first: the same of the first call of a step, whose tokens the target waits for.
         follows_drafted: the drafted step beside a target step has the words that the target is likely to draw, because it was
             drawn with the same noise or is the draft's likeliest; else the draft model writes draft tokens of its own.
+        num_ids: token ids that there are. The draft's logits may be wider than the target's, which refuses what it has not; so a
+            proposal ends before any other. None: the draft writes no other.
         patient: a proposal is as long as it can be, whenever its tokens come (deterministic).
         proposed: told how many tokens of a call were verified and how many of these accepted.
     """
@@ -54,6 +56,7 @@ class DraftModel:
     follows_drafted: bool = True
     proposed: Callable[[str, int, int], None] = lambda call_id, num_proposed, num_accepted: None
     patient: bool = False
+    num_ids: int | None = None
     _calls: count[int] = field(default_factory=count)
 
     @property
@@ -116,7 +119,7 @@ class _Step:
                 continue
             if found := text.ids[len(written) : len(written) + max_tokens]:
                 self._from_own, self._start = text is self._text, len(written)
-                return Proposal(tuple(found))
+                return Proposal(within(found, model.num_ids))
             if text is self._text:  # it ends here, or the draft has failed
                 return NOTHING
         return NOTHING

@@ -7,7 +7,6 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -15,7 +14,7 @@ import numpy as np
 from lr_backend.contract import IntArray
 from lr_backend.errors import own_task_is_cancelled
 from lr_backend.propose.growing import GrowingText
-from lr_backend.propose.proposal import Proposal, Room
+from lr_backend.propose.proposal import Proposal, Room, within
 
 LEAST_PLAIN, MOST_PLAIN = 4, 64
 """Tokens to decode before the next lookup, where the last ones found nothing: twice as many each time."""
@@ -93,7 +92,7 @@ class _Step:
             source.failed(error, at_once=limit.expired())
             return ()
         source.num_failures = 0
-        return found if source.num_ids is None else tuple(takewhile(range(source.num_ids).__contains__, found))
+        return within(found, source.num_ids)
 
     def verified(self, proposed: Sequence[int], num_accepted: int) -> None:
         pass

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Protocol
 
 from lr_backend.contract import IntArray
@@ -24,6 +25,12 @@ class Proposal:
 
 
 NOTHING = Proposal()
+
+
+def within(token_ids: Iterable[int], num_ids: int | None) -> tuple[int, ...]:
+    """Those before the first that is none of the target's ``num_ids`` ids, which it may refuse; None: all are."""
+    return tuple(token_ids if num_ids is None else takewhile(range(num_ids).__contains__, token_ids))
+
 
 Room = Callable[[Sequence[int]], int]
 """How many tokens may follow those that are written; 0: they end the step."""

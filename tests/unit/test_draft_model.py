@@ -63,6 +63,7 @@ class Drafting:
     patient: bool = False
     follows_drafted: bool = True
     room: Room = lambda ids: 400 - len(ids)
+    num_ids: int | None = None
     failures: int = 0
     taken: list[tuple[str, int, int]] = field(default_factory=list)
 
@@ -83,6 +84,7 @@ class Drafting:
             follows_drafted=self.follows_drafted,
             proposed=lambda *told: self.taken.append(told),
             patient=self.patient,
+            num_ids=self.num_ids,
         )
 
     def step(self, drafted: GrowingText | None = None):  # type: ignore[no-untyped-def]
@@ -124,6 +126,24 @@ def test_the_drafted_step_is_left_where_the_target_leaves_it() -> None:
         async with drafting.step(text) as drafts:
             assert (await drafts.next([], 8)).token_ids == (10, 11, 50, 51)
             assert (await drafts.next([10, 11, 12], 8)).token_ids == (13, 14, 15, 16)
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("read", ["drafted step", "own tokens"])
+def test_a_proposal_ends_before_an_id_that_the_target_has_not(read: str) -> None:
+    """It may refuse the call, which ends the request."""
+    drafting = Drafting(num_ids=12, follows_drafted=read == "drafted step")
+
+    async def main() -> None:
+        text = GrowingText()
+        text.extend((10, 11, 12, 13))
+        text.end()
+        async with drafting.step(text) as drafts:
+            assert await drafts.next([], 8) == Proposal((10, 11))
+            drafts.verified((10, 11), 2)
+            assert await drafts.next([10, 11], 8) == NOTHING, "the target goes on alone"
+            assert (await drafts.next([10, 11, 7], 8)).token_ids == (8, 9, 10, 11), "and is followed from where it leaves it"
 
     run_virtual(main())
 
