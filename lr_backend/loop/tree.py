@@ -232,7 +232,7 @@ class Tree:
         parents = [
             node
             for node, depth, _ in self._open_nodes()
-            if depth < self.horizon.max_depth and node.target_started and not node.children and len(node.prefix) < self.end
+            if depth < self.horizon.max_depth and node.target_started and not node.children
         ]
         for node in parents:
             node.children = [

@@ -482,6 +482,22 @@ def test_what_is_written_after_the_draft_has_failed_counts_for_no_way_and_no_pri
     assert learned.prices.target[False].token_s.count > 1
 
 
+def test_how_many_draft_tokens_bring_most_is_learned_from_answers() -> None:
+    """Where each takes long to write, and is right in three places of five, fewer than may be."""
+    target = storyteller(3, num_steps=60)
+    world = World.of(target, imitator(target, 4, 0.6))
+
+    async def ask() -> Learned:
+        world.learned = Learned(running_clock())
+        await world.answer(**SD, num_draft_tokens=8, max_tokens=400)
+        return world.learned
+
+    world.draft.delay = lambda call, num_tokens: float(num_tokens)
+    learned = run_virtual(ask())
+    assert 1 <= learned.num_draft_tokens("draft_model", 8) < 8
+    assert learned.num_draft_tokens("engine", 8) == 8, "of another proposer nothing was seen"
+
+
 def test_a_deadline_cuts_a_draft_short() -> None:
     world = World.of(storyteller(3), storyteller(3))
     world.draft.delay = taking(100.0)

@@ -344,6 +344,20 @@ def test_a_verifier_that_failed_says_nothing_of_what_is_accepted(reason: Reason)
     assert decision.first is None
 
 
+@pytest.mark.parametrize("lower_is_first", [True, False])
+def test_a_drafted_step_that_a_lower_sibling_has_written_already_is_dropped(lower_is_first: bool) -> None:
+    """Where the lower one comes later, both stay: the root moves alike whichever came first."""
+    tree = window(width=3, own_branches=False)
+    lower, running, higher = begin(tree)
+    for node in (lower, higher) if lower_is_first else (higher, lower):
+        tree.drafted(node, step(8))
+
+    assert running.drafting is Drafting.RUNNING
+    assert lower.drafting is Drafting.DONE
+    assert higher.drafting is (Drafting.DROPPED if lower_is_first else Drafting.DONE)
+    assert higher.verdict == (Verdict(False, Reason.DUPLICATE) if lower_is_first else None)
+
+
 def test_nothing_more_is_spent_below_a_sibling_that_has_lost() -> None:
     """A lower one is accepted while the verdicts above are still pending."""
     tree = window(max_depth=4, width=2, own_branches=False)
