@@ -401,11 +401,15 @@ def test_what_is_written_behind_the_reasoning_counts_for_no_way() -> None:
 def test_the_first_steps_behind_a_long_prompt_count_for_no_way(num_prompt_tokens: int, num_spans: int) -> None:
     clock = Clock()
     shared = Learned(clock)
-    policy = Measured(request(), shared, 0, JUDGE, can_draft=False, num_prompt_tokens=num_prompt_tokens)
+    policy = Measured(request(stream=False), shared, 0, JUDGE, can_draft=False, num_prompt_tokens=num_prompt_tokens)
+    lengths = []
     for _ in range(2):
+        lengths.append(policy.alone_steps())
         clock.now_s += 9.0
         policy.committed(240, SPAN_STEPS)
     assert shared.trial(policy.request.proposer, JUDGE, (Way(False, False),)).num_spans == num_spans
+    # A short answer in one call would count for none as a whole.
+    assert [length == 1 for length in lengths] == [num_spans == 1, False]
 
 
 def test_steps_that_were_begun_before_another_way_was_tried_count_for_none() -> None:
