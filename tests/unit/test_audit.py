@@ -613,6 +613,24 @@ def test_steps_of_the_same_words_are_no_cases(reason: Reason, is_case: bool) -> 
     assert counts(desk.counts_of(JUDGE)) == ((2, 0, 0, 0, 0) if is_case else (0, 0, 0, 0, 1))
 
 
+def test_a_budget_that_was_spent_behind_a_verdict_is_noted() -> None:
+    """The verifier was asked while there was some left, and what it accepted is not taken any more."""
+    desk = desk_of(ScriptedAuditor())
+    request = LookaheadRequest.parse({"text_input": "a", "mode": "lr", "audit_rate": 1.0, "risk_budget": 0.1})
+    audits = RequestAudit(request, desk, lambda: Says(Verdict(True, Reason.JUDGE)))
+
+    async def told() -> dict[str, object]:
+        audits.decided(Verdict(False, Reason.RISK_BUDGET), 0, make_pair)
+        usage = audits.usage()
+        await desk.drain()
+        return usage
+
+    usage = run_virtual(told())
+    assert usage["risk_budget_spent"] and desk.counts_of(JUDGE).num_requests_spent == 1
+    # Nobody knows yet how often it is wrong, neither at least nor at most.
+    assert [usage[name] for name in usage if name.startswith("false_accept_rate")] == [None, None, None]
+
+
 @answers()
 @given(st.integers(0, 300), st.integers(0, 1000), st.integers(0, 1000), st.integers(0, 1000))
 def test_the_sample_does_not_depend_on_who_was_faster(salt: int, seed: int, one: int, other: int) -> None:
