@@ -29,9 +29,9 @@ PRIOR_SPANS = 2.0
 DOUBT, KNOWN_SPANS, SPANS_A_TRY = 0.3, 8, 4
 """By which share the time of one span may be wrong; after how many spans a way is known; one span of so many tries a way that is
 not known yet and may be the best."""
-CAUTION = 1.0 / 32.0
-"""Speculation by calls, of steps or of draft tokens, is expected to take so much longer for every request in flight beyond those
-at its last try."""
+CAUTION, CAUTION_OF_DRAFTS = 1.0 / 32.0, 1.0 / 16.0
+"""Looking ahead is expected to take so much longer for every request in flight beyond those at its last try; and draft tokens by
+calls, of which a step makes several."""
 LESS_SHARE = 1.5
 """On shared cards a way that does less is tried once if it is expected to take so many times as long as the best: its prediction
 is made of tokens that were written beside the draft."""
@@ -146,9 +146,9 @@ class Trial:
 
     def _caution(self, way: Way) -> float:
         """What calls that are made more than now cost the others is in no price before all of them have taken that way."""
-        more = (way.ahead - self.way.ahead, self._drafts_by_calls * (way.draft_tokens - self.way.draft_tokens))
+        drafts = self._drafts_by_calls and way.draft_tokens > self.way.draft_tokens
         num_others = max(0, self._num_requests - self.seen_at(way))
-        return 1.0 + CAUTION * num_others * max(0, sum(more)) if min(more) >= 0 else 1.0
+        return 1.0 + num_others * (CAUTION * (way.ahead > self.way.ahead) + CAUTION_OF_DRAFTS * drafts)
 
     @staticmethod
     def _blend(found: Average, prior: float) -> float:
@@ -214,10 +214,9 @@ class Trial:
         return best
 
     def _at_first(self, way: Way, best: Way, expected: float) -> float:
-        """What a way that was never taken may take. A few requests may try whole steps before they trust them: a span of many has
-        more steps than it needs to tell."""
-        is_cheap = way.draft_tokens <= best.draft_tokens and SPAN_STEPS * self._num_requests <= ENOUGH_STEPS
-        return expected / self._caution(way) if is_cheap else expected
+        """What a way that was never taken may take. Looking ahead may be tried before it is trusted: that costs less than to do
+        without it for long. Draft tokens by calls cost many requests more."""
+        return expected if way.draft_tokens > best.draft_tokens else expected / self._caution(way)
 
     def _is_new(self, way: Way, best: Way) -> bool:
         """It was never taken, at this load or near it. If it is hidden, only this load counts: what hides it grows with it."""
