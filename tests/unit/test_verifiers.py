@@ -255,6 +255,8 @@ def test_a_cancelled_verdict_is_cancelled() -> None:
 def test_white_space_apart_the_same_words_are_accepted(target: str, drafted: str, accepted: bool | None) -> None:
     verdict = same_text(make_pair(target, drafted))
     assert (verdict and verdict.accepted) is accepted
+    if verdict is not None:
+        assert verdict.reason is (Reason.SAME_TEXT if verdict.accepted else Reason.DIFFERENT)
 
 
 def test_the_numeric_stage_rejects_or_says_nothing() -> None:
