@@ -74,14 +74,21 @@ def read_spec(checkpoint_dir: Path) -> ModelSpec:
 
 
 def num_token_ids(checkpoint_dir: Path, spec: ModelSpec) -> int:
-    """How many ids there are to be drawn: the tokenizer's, which the width of the logits exceeds; without one, that width.
+    """How many ids there are to be drawn: the tokenizer's, which the width of the logits may exceed; without one, that width.
+
+    Tokens that ``tokenizer_config.json`` adds count too, as transformers has them: the end of the answer may be one.
 
     Raises:
-        CheckpointError: ``tokenizer.json`` is malformed.
+        CheckpointError: a file of the tokenizer is malformed.
     """
     if not (checkpoint_dir / "tokenizer.json").is_file():
         return spec.vocab_size
-    highest = max(read_vocabulary(checkpoint_dir).values(), default=spec.vocab_size)
+    path = checkpoint_dir / "tokenizer_config.json"
+    added = json_object(path).get("added_tokens_decoder") if path.is_file() else None
+    try:
+        highest = max([*read_vocabulary(checkpoint_dir).values(), *map(int, added or ())], default=spec.vocab_size)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: added_tokens_decoder is malformed: {error!r}") from error
     return min(highest + 1, spec.vocab_size)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lr_backend.embedded.checkpoint import num_token_ids, read_spec
 from lr_backend.embedded.engine import EmbeddedEngine
 from lr_backend.engine import Sampling
 from lr_backend.engine.stopping import cut_at_end
@@ -259,11 +261,26 @@ def test_log_probabilities_are_of_the_ids_that_there_are(make_engine: MakeEngine
     engine.close()
 
 
-def test_a_tokenizer_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("tokenizer.json", "{}", r"tokenizer\.json holds no vocabulary"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"end": {}}}', r"added_tokens_decoder is malformed"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_read_is_refused_by_name(tmp_path: Path, file: str, text: str, said: str) -> None:
     folder = padded_checkpoint(tmp_path, NUM_IDS)
-    (folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json holds no vocabulary"):
+    (folder / file).write_text(text)
+    with pytest.raises(CheckpointError, match=said):
         tiny_engine(folder)
+
+
+def test_tokens_that_only_the_tokenizers_settings_add_are_drawn(tmp_path: Path) -> None:
+    """The end of the answer may be one: without it no answer ends before it is full."""
+    folder = padded_checkpoint(tmp_path, NUM_IDS)
+    added = {str(NUM_IDS): {"content": "<end>"}, str(NUM_IDS + 2): {"content": "<think>"}}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+    assert num_token_ids(folder, read_spec(folder)) == NUM_IDS + 3
 
 
 # Prefix reuse and the batch
