@@ -119,7 +119,8 @@ class _Step:
                 continue
             if found := text.ids[len(written) : len(written) + max_tokens]:
                 self._from_own, self._start = text is self._text, len(written)
-                return Proposal(within(found, model.num_ids))
+                ids = within(found, model.num_ids)
+                return Proposal(ids) if ids else Proposal(plain_tokens=1)
             if text is self._text:  # it ends here, or the draft has failed
                 return NOTHING
         return NOTHING
