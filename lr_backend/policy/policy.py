@@ -300,7 +300,7 @@ class Measured(RequestPolicy):
         return min(self.shared.least_chance / self._share_sooner, self.shared.acceptance[self.verifier].rate)
 
     def alone_steps(self) -> int:
-        # One at a time where somebody waits for each. The one that reads a long prompt is not timed: so no other comes with it.
+        # One at a time where somebody waits for each. The call that reads a long prompt is not timed: so it is a short one.
         if self.request.is_watched or self._reads:
             return 1
         return STEPS_ALONE[min(self._trial.num_kept, len(STEPS_ALONE) - 1)]

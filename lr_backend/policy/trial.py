@@ -216,7 +216,8 @@ class Trial:
     def _at_first(self, way: Way, best: Way, expected: float) -> float:
         """What a way that was never taken may take. Looking ahead may be tried before it is trusted: that costs less than to do
         without it for long. Draft tokens by calls cost many requests more."""
-        return expected if way.draft_tokens > best.draft_tokens else expected / self._caution(way)
+        drafts = self._drafts_by_calls and way.draft_tokens > best.draft_tokens
+        return expected if drafts else expected / self._caution(way)
 
     def _is_new(self, way: Way, best: Way) -> bool:
         """It was never taken, at this load or near it. If it is hidden, only this load counts: what hides it grows with it."""

@@ -166,6 +166,15 @@ def test_whole_steps_that_have_cost_the_others_are_not_tried_again_soon() -> Non
     assert followed.count(ahead) == 1 and followed.count(ALONE) == 19
 
 
+def test_draft_tokens_by_calls_are_trusted_less_than_looking_ahead() -> None:
+    """A step makes several calls for them. Of eight requests each would have to gain by more than a third."""
+    predicted = dict.fromkeys(WAYS, 3.0) | {Way(False, True): 0.85, ALONE: 1.0}
+    trial = Trial(WAYS[::-1])
+    trial.way = ALONE
+
+    assert in_a_crowd(trial, predicted | {Way(False, True): 2.0}, 20, predicted.__getitem__, 8) == [ALONE] * 20
+
+
 def test_draft_tokens_inside_the_engine_need_no_caution() -> None:
     """They make no call, so what the first ones took is what they take."""
     truth = {way: 0.8 + 0.2 * way.ahead if way.draft_tokens else 1.0 for way in WAYS}
