@@ -125,7 +125,7 @@ class ContractModel:
 
 def model_parameters(args: Mapping[str, str]) -> dict[str, str]:
     """The ``parameters`` of a model's ``config.pbtxt``, from what Triton gives its ``initialize``."""
-    return {key: value["string_value"] for key, value in json.loads(args["model_config"])["parameters"].items()}
+    return {key: value["string_value"] for key, value in json.loads(args["model_config"]).get("parameters", {}).items()}
 
 
 def _check_caller(request: Any) -> None:
