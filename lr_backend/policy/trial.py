@@ -146,9 +146,12 @@ class Trial:
 
     def _caution(self, way: Way) -> float:
         """What calls that are made more than now cost the others is in no price before all of them have taken that way."""
-        drafts = self._drafts_by_calls and way.draft_tokens > self.way.draft_tokens
         num_others = max(0, self._num_requests - self.seen_at(way))
-        return 1.0 + num_others * (CAUTION * (way.ahead > self.way.ahead) + CAUTION_OF_DRAFTS * drafts)
+        return 1.0 + num_others * (CAUTION * (way.ahead > self.way.ahead) + CAUTION_OF_DRAFTS * self._adds_draft_calls(way))
+
+    def _adds_draft_calls(self, way: Way) -> bool:
+        """It has draft tokens by calls, which are not made now."""
+        return self._drafts_by_calls and way.draft_tokens > self.way.draft_tokens
 
     @staticmethod
     def _blend(found: Average, prior: float) -> float:
@@ -195,7 +198,7 @@ class Trial:
             others = [way for way in self._ways if way != best]
             usual = 1.0 + 1.0 / self._num_requests
             most = {way: expected[best] * max(usual, LESS_SHARE * self._hides(way, best)) for way in others}
-            new = [way for way in others if self._is_new(way, best) and self._at_first(way, best, expected[way]) < most[way]]
+            new = [way for way in others if self._is_new(way, best) and self._at_first(way, expected[way]) < most[way]]
             close = [
                 way
                 for way in others
@@ -213,11 +216,10 @@ class Trial:
         self.way, self._is_charged = best, False
         return best
 
-    def _at_first(self, way: Way, best: Way, expected: float) -> float:
+    def _at_first(self, way: Way, expected: float) -> float:
         """What a way that was never taken may take. Looking ahead may be tried before it is trusted: that costs less than to do
         without it for long. Draft tokens by calls cost many requests more."""
-        drafts = self._drafts_by_calls and way.draft_tokens > best.draft_tokens
-        return expected if drafts else expected / self._caution(way)
+        return expected if self._adds_draft_calls(way) else expected / self._caution(way)
 
     def _is_new(self, way: Way, best: Way) -> bool:
         """It was never taken, at this load or near it. If it is hidden, only this load counts: what hides it grows with it."""
