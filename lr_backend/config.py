@@ -175,8 +175,6 @@ class LoopConfig(BaseModel):
         vocab_size: logits width of the target, for ``one_hot``.
         coupled_noise: target and draft draw the token at a position with noise that follows from the call's seed and the position
             alone (:mod:`lr_backend.embedded`); sampled ``lossless`` answers need it. TensorRT-LLM's engines do not.
-        shares_cards: draft or judge computes on the target's cards, or all on one processor: what a target token takes beside
-            them says little of what it takes alone.
         own_branches: go on from a target step while the verdict on the drafted one is pending.
         engine_drafts: the target's engine holds the draft model too and drafts by itself where a call asks for it
             (``num_draft_tokens``); the proposer ``engine`` needs it.
@@ -207,7 +205,6 @@ class LoopConfig(BaseModel):
     vocab_size: int = Field(default=1, ge=1)
     tokens_per_block: int = Field(default=32, ge=1)
     coupled_noise: bool = False
-    shares_cards: bool = False
     own_branches: bool = True
     engine_drafts: bool = False
     engine_always_drafts: bool = False

@@ -35,7 +35,6 @@ _FILLED_BY_BUILD = (
     "engine_drafts",
     "engine_always_drafts",
     "coupled_noise",
-    "shares_cards",
     "root",
     "pace",
     "remotes",
@@ -307,7 +306,6 @@ class DeploymentSpec(Section):
                 "engine_drafts": self.engine_drafts,
                 "engine_always_drafts": self.engine_always_drafts,
                 "coupled_noise": self.coupled_noise,
-                "shares_cards": self.shares_cards,
                 "root": self.root,
                 "remotes": self.remotes,
             }
@@ -326,11 +324,6 @@ class DeploymentSpec(Section):
     @property
     def coupled_noise(self) -> bool:
         """Whether target and draft draw the token at a position with noise that follows from seed and position alone."""
-        return False
-
-    @property
-    def shares_cards(self) -> bool:
-        """Whether draft or judge computes on the target's cards, or all on one processor."""
         return False
 
     def engine_parameters(self, role: Role, model_dir: Path) -> dict[str, str]:

@@ -139,12 +139,6 @@ class EmbeddedDeployment(DeploymentSpec):
         return "; ".join(parts)
 
     @property
-    def shares_cards(self) -> bool:
-        if self.target.pace is not None:
-            return stood_for(self.paced_as).shares_cards
-        return not self.target.hosts.isdisjoint(self.draft.hosts | self.judge.hosts)
-
-    @property
     def engine_drafts(self) -> bool:
         return self.target.holds_draft_model
 

@@ -106,10 +106,6 @@ class EmulatedDeployment(DeploymentSpec):
         return {"pace": self.pace_label}
 
     @property
-    def shares_cards(self) -> bool:
-        return stood_for(self.emulates).shares_cards
-
-    @property
     def engine_drafts(self) -> bool:
         return self.drafts_itself
 

@@ -354,10 +354,6 @@ class GpuDeployment(DeploymentSpec):
     def coupled_noise(self) -> bool:
         return all(getattr(self.engine(role), "coupled_noise", False) for role in (Role.TARGET, Role.DRAFT))
 
-    @property
-    def shares_cards(self) -> bool:
-        return not self._cards(Role.TARGET).isdisjoint(self._cards(Role.DRAFT) | self._cards(Role.JUDGE))
-
     def _cards(self, role: Role) -> set[tuple[str, int]]:
         """Machine and number of each of them."""
         engine = self.engine(role)

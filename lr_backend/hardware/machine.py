@@ -112,12 +112,6 @@ class Machine:
             )
         return cls(places, LAWS[next(iter(paces.values())).sharing])
 
-    @property
-    def shares_cards(self) -> bool:
-        """Draft or judge computes on the target's cards."""
-        target, *others = (set(self.places[role].cards) for role in (Role.TARGET, Role.DRAFT, Role.JUDGE))
-        return not target.isdisjoint(set().union(*others))
-
     def cost_ratio(self, kv_tokens: int) -> float:
         """c: time of a drafted token over that of a target's, each model alone with so many tokens behind it."""
         alone = Iteration((), 1, kv_tokens)

@@ -207,7 +207,7 @@ class _Run:
         coupled = all(policy.mode is Mode.LOSSLESS for policy in policies)
         config = _config(self.scenario).model_copy(update={"coupled_noise": coupled})
         models = Models(RULES, VOCABULARY, judge_prompt(workload), VOCABULARY)
-        learned = Learned(asyncio.get_running_loop().time, shares_cards=self.scenario.machine.shares_cards)
+        learned = Learned(asyncio.get_running_loop().time)
         self._server = Server(self._engines, models, config, learned)
         self.requests = [_request(workload, policy, self.seed, self.trace) for policy in policies]
         self.asked = [index for index, policy in enumerate(policies) for _ in range(policy.num_requests)]

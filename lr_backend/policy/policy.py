@@ -44,15 +44,13 @@ class Learned:
     Args:
         clock: returns seconds; only differences are used.
         others: the server's other processes of the step loop, which learn the same; None: there are none.
-        shares_cards: as in :class:`~lr_backend.config.LoopConfig`.
 
     Attributes:
         draft_length: how many draft tokens bring most. Each process learns it by itself.
     """
 
-    def __init__(self, clock: Clock, others: Others | None = None, *, shares_cards: bool = False) -> None:
+    def __init__(self, clock: Clock, others: Others | None = None) -> None:
         self._others = others or Alone()
-        self._shares_cards = shares_cards
         self.prices = Prices(clock, self._others, self._tell)
         self.acceptance: defaultdict[str, Acceptance] = defaultdict(Acceptance)
         self.draft_length: defaultdict[str, DraftLength] = defaultdict(DraftLength)
@@ -136,7 +134,7 @@ class Learned:
         proposer, _, ways = others
         first = ways if most_first else ways[::-1]
         by_calls = proposer != ProposerName.ENGINE
-        trial = Trial(first, like, load=load, drafts_by_calls=by_calls, shares_cards=self._shares_cards)
+        trial = Trial(first, like, load=load, drafts_by_calls=by_calls)
         trial.way = way or trial.way
         self._trials[load, *others] = trial
 

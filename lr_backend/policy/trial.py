@@ -32,9 +32,6 @@ not known yet and may be the best."""
 CAUTION, CAUTION_OF_DRAFTS = 1.0 / 32.0, 1.0 / 16.0
 """Looking ahead is expected to take so much longer for every request in flight beyond those at its last try; and draft tokens by
 calls, of which a step makes several."""
-LESS_SHARE = 1.5
-"""On shared cards a way that does less is tried once if it is expected to take so many times as long as the best: its prediction
-is made of tokens that were written beside the draft."""
 EXPLORED_SHARE = 0.01
 """Trying ways that are known to be slower may cost this share of the time at most."""
 STALE_SPANS = 512
@@ -74,7 +71,6 @@ class Trial:
     Args:
         like: the trial of a load near this one: its predictions are as wrong, until more is known.
         drafts_by_calls: draft tokens are verified by calls of their own, and not inside the engine.
-        shares_cards: draft or judge computes on the target's cards.
 
     Attributes:
         way: to take now.
@@ -88,10 +84,9 @@ class Trial:
         *,
         load: int = 0,
         drafts_by_calls: bool = True,
-        shares_cards: bool = False,
     ) -> None:
         self._ways, self._load = tuple(ways), load
-        self._drafts_by_calls, self._shares_cards = drafts_by_calls, shares_cards
+        self._drafts_by_calls = drafts_by_calls
         self._like = like
         self._taken, self._off = ({way: Average(memory=MEMORY) for way in ways} for _ in range(2))
         """Seconds a token, and the same over those that were predicted, by spans."""
@@ -197,13 +192,9 @@ class Trial:
         if self.way == best:
             others = [way for way in self._ways if way != best]
             usual = 1.0 + 1.0 / self._num_requests
-            most = {way: expected[best] * max(usual, LESS_SHARE * self._hides(way, best)) for way in others}
-            new = [way for way in others if self._is_new(way, best) and self._at_first(way, expected[way]) < most[way]]
-            close = [
-                way
-                for way in others
-                if expected[way] < usual * expected[best] and self._may_be_best(way, expected[way], expected[best])
-            ]
+            most = usual * expected[best]
+            new = [way for way in others if self._is_new(way, expected[way], most)]
+            close = [way for way in others if expected[way] < most and self._may_be_best(way, expected[way], expected[best])]
             free = new or (close if self._num_spans % SPANS_A_TRY == 0 else [])
             # A span of a way that is slower by some share costs that share of a span.
             cheap = [way for way in others if self._affords(expected[way] / expected[best] - 1.0)]
@@ -216,18 +207,17 @@ class Trial:
         self.way, self._is_charged = best, False
         return best
 
-    def _at_first(self, way: Way, expected: float) -> float:
-        """What a way that was never taken may take. Looking ahead may be tried before it is trusted: that costs less than to do
-        without it for long. Draft tokens by calls cost many requests more."""
-        return expected if self._adds_draft_calls(way) else expected / self._caution(way)
+    def _is_new(self, way: Way, expected: float, most: float) -> bool:
+        """It was never taken, here or at a load near this one, and a try may be paid for.
 
-    def _is_new(self, way: Way, best: Way) -> bool:
-        """It was never taken, at this load or near it. If it is hidden, only this load counts: what hides it grows with it."""
-        return (self._off[way].value if self._hides(way, best) else self.off(way)) is None
-
-    def _hides(self, way: Way, best: Way) -> bool:
-        """This way does less than the best one, on shared cards: beside the draft nobody sees what it would take."""
-        return self._shares_cards and way.ahead <= best.ahead and way.draft_tokens <= best.draft_tokens
+        What does least is tried at each load, whatever it may take. Beside a draft on the same cards, and among fewer requests,
+        nobody has seen what it takes; and to take less for once costs little."""
+        if way == min(self._ways):
+            return self._taken[way].value is None
+        # Looking ahead may be tried before it is trusted: that costs less than to do without it for long. Draft tokens by calls
+        # cost many requests more.
+        at_first = expected if self._adds_draft_calls(way) else expected / self._caution(way)
+        return self.off(way) is None and at_first < most
 
     def _may_be_best(self, way: Way, expected: float, best: float) -> bool:
         """Too few spans were timed to say that it is slower."""

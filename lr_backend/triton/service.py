@@ -217,7 +217,7 @@ class LookaheadService:
 
         # Made by the first request: what is learned is timed by the clock of the event loop.
         if self._server is None:
-            learned = Learned(running_clock(), self._others, shares_cards=self._config.shares_cards)
+            learned = Learned(running_clock(), self._others)
             self._server = Server(self._engines, self._models, self._config, learned, self.audits)
         loop = assemble(request, prompt_ids, request_id, self._server, emit)
         ledger = loop.ledger

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -111,9 +112,12 @@ def test_draft_tokens_go_one_hot_unless_the_spec_says_off(spec_path: Path) -> No
     ],
 )
 def test_cards_are_shared_by_roles_of_one_machine(spec_path: Path, target: str, draft: str, shares: bool) -> None:
+    """Where they are, a share of the memory that is free says nothing."""
     apart = ("[judge]\n", '[judge]\nurl = "grpc://c:1"\n')
-    spec = load(spec_path, ("[target]\n", f"[target]\n{target}"), ("[draft]\n", f"[draft]\n{draft}"), apart)
-    assert spec.loop_config().shares_cards == shares
+    share = ("max_tokens_in_paged_kv_cache = 4096", "kv_cache_free_gpu_mem_fraction = 0.9")
+    refused = pytest.raises(ConfigError, match="target shares a GPU") if shares else nullcontext()
+    with refused:
+        load(spec_path, share, ("[target]\n", f"[target]\n{target}"), ("[draft]\n", f"[draft]\n{draft}"), apart)
 
 
 def test_noise_is_shared_where_target_and_draft_both_say_so(spec_path: Path) -> None:

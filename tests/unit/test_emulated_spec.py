@@ -57,17 +57,6 @@ def test_sizes_limits_and_defaults_are_those_of_the_deployment(plain: EmulatedDe
     assert plain.placements == ()
 
 
-@pytest.mark.parametrize(("name", "shares"), [("qwen3-32b-apart", False), ("qwen3-32b-2gpu", True), ("qwen3-32b", True)])
-def test_the_loop_knows_who_computes_on_the_targets_cards(name: str, shares: bool) -> None:
-    assert DeploymentSpec.load(name).loop_config().shares_cards == shares
-    assert emulated(name, SYSTEM).loop_config().shares_cards == shares
-    assert machine_of(stood_for(name), SYSTEM).shares_cards == shares
-
-
-def test_engines_of_one_processor_share_it() -> None:
-    assert DeploymentSpec.load("demo").loop_config().shares_cards
-
-
 def test_kv_memory_is_what_the_sum_leaves_on_the_systems_cards(plain: EmulatedDeployment) -> None:
     kept = kv_tokens(LIKE, SYSTEM)
     assert {role: plain.engine(role).max_tokens_in_paged_kv_cache for role in Role} == kept
