@@ -103,7 +103,9 @@ class Trial:
         self._is_charged = False
         """The way that is taken was not the best when it was chosen, and is tried for its low price."""
         self._num_turns = 0
-        self.way: Way = like.way if like is not None else self._ways[0]
+        self.way: Way = like._best if like is not None else self._ways[0]
+        self._best = self.way
+        """Of the ways, when one was last chosen: another one may just be tried."""
 
     @property
     def turn(self) -> Turn:
@@ -188,13 +190,11 @@ class Trial:
     def choose(self, predict: Predict) -> Way:
         """Take the best way, or another one where its price may be paid; the best."""
         expected = {way: self.expected(way, predict) for way in self._ways}
-        best = min(expected, key=expected.__getitem__)
+        best = self._best = min(expected, key=expected.__getitem__)
         if self.way == best:
             others = [way for way in self._ways if way != best]
-            usual = 1.0 + 1.0 / self._num_requests
-            most = usual * expected[best]
-            new = [way for way in others if self._is_new(way, expected[way], most)]
-            close = [way for way in others if expected[way] < most and self._may_be_best(way, expected[way], expected[best])]
+            new = [way for way in others if self._is_new(way, expected[way], expected[best])]
+            close = [way for way in others if self._may_be_best(way, expected[way], expected[best])]
             free = new or (close if self._num_spans % SPANS_A_TRY == 0 else [])
             # A span of a way that is slower by some share costs that share of a span.
             cheap = [way for way in others if self._affords(expected[way] / expected[best] - 1.0)]
@@ -207,22 +207,28 @@ class Trial:
         self.way, self._is_charged = best, False
         return best
 
-    def _is_new(self, way: Way, expected: float, most: float) -> bool:
+    @property
+    def _most(self) -> float:
+        """A try may take so many times as long as the best way: it then costs all requests no more than one of them takes."""
+        return 1.0 + 1.0 / self._num_requests
+
+    def _is_new(self, way: Way, expected: float, best: float) -> bool:
         """It was never taken, here or at a load near this one, and a try may be paid for.
 
-        What does least is tried at each load, whatever it may take. Beside a draft on the same cards, and among fewer requests,
-        nobody has seen what it takes; and to take less for once costs little."""
+        What does least is tried at each load, and may take as much longer as for one request. Beside a draft on the same cards,
+        and among fewer requests, nobody has seen what it takes; and doing less for once is in nobody's way.
+        """
         if way == min(self._ways):
-            return self._taken[way].value is None
+            return self._taken[way].value is None and expected < 2.0 * best
         # Looking ahead may be tried before it is trusted: that costs less than to do without it for long. Draft tokens by calls
         # cost many requests more.
         at_first = expected if self._adds_draft_calls(way) else expected / self._caution(way)
-        return self.off(way) is None and at_first < most
+        return self.off(way) is None and at_first < self._most * best
 
     def _may_be_best(self, way: Way, expected: float, best: float) -> bool:
         """Too few spans were timed to say that it is slower."""
-        count = self._taken[way].count
-        return 0 < count < KNOWN_SPANS and expected * (1.0 - DOUBT / sqrt(count)) < best
+        count, most = self._taken[way].count, self._most * best
+        return 0 < count < KNOWN_SPANS and expected < most and expected * (1.0 - DOUBT / sqrt(count)) < best
 
     def _is_bad(self, predict: Predict) -> bool:
         """This span takes much longer than the best other way is expected to."""

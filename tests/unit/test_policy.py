@@ -188,7 +188,7 @@ def test_draft_tokens_inside_the_engine_need_no_caution() -> None:
 
 def test_the_target_alone_is_tried_even_where_it_looks_slower() -> None:
     """Beside a draft on its cards a target token takes longer, so the target alone looks slower than it is."""
-    predicted = dict.fromkeys(WAYS, 2.0) | {Way(True, False): 1.0, ALONE: 3.0}
+    predicted = dict.fromkeys(WAYS, 2.0) | {Way(True, False): 1.0, ALONE: 1.9}
     truth = dict.fromkeys(WAYS, 2.0) | {Way(True, False): 1.0, ALONE: 0.8}
     trial = Trial(WAYS)
     trial.way = Way(True, False)
@@ -210,6 +210,16 @@ def test_the_target_alone_is_tried_again_at_another_load() -> None:
 
     assert known.off(ALONE) is not None
     assert in_a_crowd(trial, truth, 20, alone.__getitem__)[-10:].count(ALONE) == 10
+
+
+def test_a_new_load_begins_with_the_best_way_of_the_nearest_and_not_with_one_that_is_tried() -> None:
+    ahead = Way(True, False)
+    truth = dict.fromkeys(WAYS, 1.8) | {ahead: 1.0, ALONE: 1.4}
+    known = Trial(WAYS)
+    while known.way != ALONE:
+        spans(known, truth, 1, truth.__getitem__)
+
+    assert Trial(WAYS, known).way == ahead
 
 
 def test_a_crowd_takes_what_looks_much_better_and_then_knows_it() -> None:
