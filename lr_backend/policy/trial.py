@@ -103,9 +103,9 @@ class Trial:
         self._is_charged = False
         """The way that is taken was not the best when it was chosen, and is tried for its low price."""
         self._num_turns = 0
-        self.way: Way = like._best if like is not None else self._ways[0]
-        self._best = self.way
-        """Of the ways, when one was last chosen: another one may just be tried."""
+        self._best: Way = like._best if like is not None else self._ways[0]
+        """When a way was last chosen: another one may just be tried."""
+        self.way = self._best
 
     @property
     def turn(self) -> Turn:
