@@ -69,7 +69,8 @@ class Trial:
     """The way that requests take at one load.
 
     Args:
-        like: the trial of a load near this one: its predictions are as wrong, until more is known.
+        like: the trial of a load near this one: its best way is taken first, and predictions are as wrong as there, until more
+            is known.
         drafts_by_calls: draft tokens are verified by calls of their own, and not inside the engine.
 
     Attributes:
@@ -104,7 +105,7 @@ class Trial:
         """The way that is taken was not the best when it was chosen, and is tried for its low price."""
         self._num_turns = 0
         self._best: Way = like._best if like is not None else self._ways[0]
-        """When a way was last chosen: another one may just be tried."""
+        """It was the best when a way was last chosen. ``way`` may be another one, which is tried."""
         self.way = self._best
 
     @property
@@ -215,8 +216,8 @@ class Trial:
     def _is_new(self, way: Way, expected: float, best: float) -> bool:
         """It was never taken, here or at a load near this one, and a try may be paid for.
 
-        What does least is tried at each load, and may take as much longer as for one request. Beside a draft on the same cards,
-        and among fewer requests, nobody has seen what it takes; and doing less for once is in nobody's way.
+        The way that does least is tried at each load: what it takes is seen neither beside a draft on the same cards nor among
+        fewer requests. A try of it may take twice as long as the best way at any load, since it is in nobody's way.
         """
         if way == min(self._ways):
             return self._taken[way].value is None and expected < 2.0 * best
@@ -226,7 +227,7 @@ class Trial:
         return self.off(way) is None and at_first < self._most * best
 
     def _may_be_best(self, way: Way, expected: float, best: float) -> bool:
-        """Too few spans were timed to say that it is slower."""
+        """Too few spans were timed to say that it is slower, and a try may be paid for."""
         count, most = self._taken[way].count, self._most * best
         return 0 < count < KNOWN_SPANS and expected < most and expected * (1.0 - DOUBT / sqrt(count)) < best
 
