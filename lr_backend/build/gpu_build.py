@@ -64,7 +64,7 @@ class GpuPlan:
 
     Attributes:
         roles: those to build.
-        sources: of all roles, because they share GPUs.
+        sources: of all roles, because they share GPUs; of its own ones where the server runs no step loop.
         infos: of the checkpoints that are there whole.
         calibration: folders of texts, of the roles that are quantised.
         steps: of the roles that are compiled.
@@ -190,7 +190,8 @@ def plan_gpu_build(
     waiting: list[str] = []
     for each in Role if role is None and spec.runs_loop else roles:  # the loop wants the tokenizers of all
         directory = spec.checkpoint_dir(each)
-        if need_checkpoints or (directory.is_dir() and sources[each].exact):
+        whole = sources[each].exact or each not in roles  # of those elsewhere no weights are wanted
+        if need_checkpoints or (directory.is_dir() and whole):
             infos[each] = _checked(each, directory, weights_needed=each in roles)
         else:
             waiting.append(f"{each}: files and hashes, for the checkpoint at {directory}")
@@ -288,6 +289,8 @@ def _spans(spec: GpuDeployment) -> Iterator[str]:
 
 
 def _drafts(spec: GpuDeployment, sources: Mapping[Role, Source], memory: tuple[GpuMemory, ...]) -> tuple[str, ...]:
+    if Role.TARGET not in sources:
+        return ()
     if spec.speculation is not None and Role.TARGET in spec.roles_here:
         return (_drafts_itself(spec, sources[Role.TARGET], memory),)
     size = verification_bytes(spec.target, sources[Role.TARGET])

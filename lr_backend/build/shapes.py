@@ -192,27 +192,31 @@ def _assumed_head(target: ModelShape) -> WeightCounts:
 def find_sources(spec: GpuDeployment) -> dict[Role, Source]:
     """The shapes of a deployment's models, the target's with that of what its engine drafts with.
 
+    A server of some roles needs no other models: only theirs may be on its machine.
+
     Raises:
         CheckpointError: one is not known, or cannot be read; names the role.
     """
     found: dict[Role, Source] = {}
-    for role in Role:
+    for role in Role if spec.runs_loop else spec.roles_here:
         engine = spec.engine(role)
         try:
             found[role] = find_source(spec.checkpoint_dir(role), engine.hub)
         except CheckpointError as error:
             raise CheckpointError(f"{role}: {error.message}") from error
+    if Role.TARGET not in found:
+        return found
     try:
-        found[Role.TARGET] = replace(found[Role.TARGET], drafter=_find_drafter(spec, found))
+        found[Role.TARGET] = replace(found[Role.TARGET], drafter=_find_drafter(spec, found[Role.TARGET].shape))
     except CheckpointError as error:
         raise CheckpointError(f"target.speculative: {error.message}") from error
     return found
 
 
-def _find_drafter(spec: GpuDeployment, found: Mapping[Role, Source]) -> Source | None:
+def _find_drafter(spec: GpuDeployment, target: ModelShape) -> Source | None:
     folder, ours = spec.speculative_dir, spec.speculation
     if folder is None or ours is None:
         return None
     if ours.kind == "eagle3":
-        return find_head(folder, found[Role.TARGET].shape)
-    return found[Role.DRAFT] if ours.checkpoint is None else find_source(folder, ours.hub)
+        return find_head(folder, target)
+    return find_source(folder, spec.draft.hub if ours.checkpoint is None else ours.hub)

@@ -349,6 +349,33 @@ def test_a_role_for_a_machine_of_its_own_wants_its_own_cards_alone(
     build(spec.only([role]), tools, mixed, output=tmp_path / "again")
 
 
+def elsewhere(spec: GpuDeployment, *roles: Role) -> GpuDeployment:
+    for role in roles:
+        spec = edited(spec, f"[{role}]", f'[{role}]\nurl = "grpc://there:8001"')
+    return spec
+
+
+@pytest.mark.parametrize("role", Role)
+def test_a_roles_machine_needs_no_checkpoint_but_its_own(spec: GpuDeployment, tools: FakeTools, role: Role) -> None:
+    part = elsewhere(spec, *Role).only([role])
+    for each in set(Role) - {role}:
+        shutil.rmtree(part.checkpoint_dir(each))
+    report = build(part, tools)
+    assert report.written and set(report.origins) == {role}
+    assert {finding.level for finding in check_files(part)} == {Level.OK}
+    shutil.rmtree(part.checkpoint_dir(role))
+    with pytest.raises(CheckpointError, match=f"{role}: .* has no config.json"):
+        build(part, tools)
+
+
+def test_the_loops_machine_needs_no_weights_of_roles_elsewhere(spec: GpuDeployment) -> None:
+    spec = elsewhere(spec, Role.DRAFT, Role.JUDGE)
+    for role in (Role.DRAFT, Role.JUDGE):
+        for path in spec.checkpoint_dir(role).glob("*.safetensors"):
+            path.unlink()
+    assert {finding.level for finding in check_files(spec)} == {Level.OK}
+
+
 def serve_from(spec: GpuDeployment, tools: FakeTools, platform: Platform | None = None, **options: Any) -> BuildReport:
     """What a server does before it starts."""
     return build(spec, tools, platform, compile_engines=False, only_if_stale=True, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -197,6 +198,17 @@ def test_a_draft_model_of_its_own_must_read_the_targets_tokens(models_there: Pat
     models_there.write_text(text)
     with pytest.raises(CheckpointError, match=r"target\.speculative: .*no config\.json, and no hub name is not a known model"):
         plan_lines(load(models_there, 'kind = "draft_target"\ncheckpoint = "ck/own"'), tmp_path)
+
+
+def test_a_machine_of_the_target_alone_needs_the_draft_model_where_the_target_drafts_with_it(models_there: Path) -> None:
+    apart = [(f"[{role}]\n", f'[{role}]\nurl = "grpc://there:8001"\n') for role in Role]
+    part = load(models_there, 'kind = "draft_target"', *apart).only([Role.TARGET])
+    shutil.rmtree(part.checkpoint_dir(Role.JUDGE))
+    found = find_sources(part)
+    assert set(found) == {Role.TARGET} and found[Role.TARGET].drafter is not None
+    shutil.rmtree(part.checkpoint_dir(Role.DRAFT))
+    with pytest.raises(CheckpointError, match=r"target\.speculative: .*has no config\.json"):
+        find_sources(part)
 
 
 def test_the_shipped_spec_is_emulated_with_its_drafts() -> None:
