@@ -96,10 +96,11 @@ def check_checkpoint(directory: Path, *, weights_needed: bool = True) -> Checkpo
     vocab_size, num_layers, max_positions = (
         _positive(config, key, directory) for key in ("vocab_size", "num_hidden_layers", "max_position_embeddings")
     )
+    tied = bool(config.get("tie_word_embeddings", False))
     weights = weight_files(directory) if weights_needed else []
     tensors = _tensors(weights, directory)
     if weights_needed:
-        _require_tensors(tensors, architecture, num_layers, bool(config.get("tie_word_embeddings", False)), directory)
+        _require_tensors(tensors, architecture, num_layers, tied, directory)
         _require_shapes(tensors, vocab_size, directory)
     vocabulary = read_vocabulary(directory)
     if vocabulary and max(vocabulary.values()) >= vocab_size:
@@ -111,10 +112,15 @@ def check_checkpoint(directory: Path, *, weights_needed: bool = True) -> Checkpo
         architecture=architecture,
         vocab_size=vocab_size,
         max_positions=max_positions,
-        num_parameters=sum(tensor.size for tensor in tensors.values()),
+        num_parameters=sum(tensor.size for tensor in without_tied_head(tensors, tied=tied).values()),
         vocabulary=vocabulary,
         files=tuple(sorted({*weights, *(path for path in named if path.is_file())})),
     )
+
+
+def without_tied_head(tensors: Mapping[str, StoredTensor], *, tied: bool) -> dict[str, StoredTensor]:
+    """What is computed with. Some checkpoints store an output matrix though theirs is ``tied`` to the input table."""
+    return {name: tensor for name, tensor in tensors.items() if not (tied and name == "lm_head.weight")}
 
 
 def check_same_vocabulary(target: CheckpointInfo, draft: CheckpointInfo) -> None:

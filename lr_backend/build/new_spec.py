@@ -22,6 +22,7 @@ from lr_backend.build.checkpoints import (
     check_same_vocabulary,
     read_header,
     weight_files,
+    without_tied_head,
 )
 from lr_backend.build.gpu_spec import GpuRuntime
 from lr_backend.build.shapes import ModelShape, known_models, shape_from_config
@@ -61,7 +62,7 @@ class Model:
     """One role's checkpoint, as its files describe it.
 
     Attributes:
-        stored_bytes: of all weights, as the files hold them.
+        stored_bytes: of all weights that are computed with, as the files hold them.
         in_bfloat16: the matrices are held so.
     """
 
@@ -161,19 +162,19 @@ def _read(role: Role, folder: Path) -> Model:
     try:
         info = check_checkpoint(folder)
         shape = shape_from_config(json_object(folder / "config.json"), str(folder))
-        tensors = [tensor for path in weight_files(folder) for tensor in read_header(path).values()]
+        stored = {name: tensor for path in weight_files(folder) for name, tensor in read_header(path).items()}
     except CheckpointError as error:
         remedy = "these are served: Qwen3, Qwen2.5 and Llama checkpoints in the Hugging Face layout, with their tokenizer"
         raise CheckpointError(f"--{role}: {error.message}; {remedy}") from error
     sizes = {"F32": 4, "BF16": 2, "F16": 2}
-    stored = sum(sizes.get(tensor.dtype, 4) * tensor.size for tensor in tensors)
+    tensors = without_tied_head(stored, tied=shape.tied_embeddings).values()
     generation = folder / "generation_config.json"
     return Model(
         role=role,
         info=info,
         shape=shape,
         generation=json_object(generation) if generation.is_file() else {},
-        stored_bytes=stored,
+        stored_bytes=sum(sizes.get(tensor.dtype, 4) * tensor.size for tensor in tensors),
         in_bfloat16=all(tensor.dtype == "BF16" for tensor in tensors if len(tensor.shape) > 1),
     )
 

@@ -51,6 +51,18 @@ def test_a_good_checkpoint_passes(checkpoint: Path) -> None:
     assert {path.name for path in info.files} >= {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"}
 
 
+def test_a_stored_head_that_is_tied_is_no_parameter(checkpoint: Path) -> None:
+    edit_json(checkpoint / "config.json", tie_word_embeddings=True)
+    weights = load_file(checkpoint / "model.safetensors")
+    head = weights["model.embed_tokens.weight"]
+    save_file({name: array for name, array in weights.items() if name != "lm_head.weight"}, checkpoint / "model.safetensors")
+    without = check_checkpoint(checkpoint).num_parameters
+    save_file(weights | {"lm_head.weight": head}, checkpoint / "model.safetensors")
+    assert check_checkpoint(checkpoint).num_parameters == without
+    edit_json(checkpoint / "config.json", tie_word_embeddings=False)
+    assert check_checkpoint(checkpoint).num_parameters == without + head.size
+
+
 def test_a_sharded_checkpoint_passes(checkpoint: Path) -> None:
     shard(checkpoint)
     assert {path.name for path in check_checkpoint(checkpoint).files} >= {"a.safetensors", "b.safetensors"}
