@@ -38,7 +38,7 @@ from lr_backend.engine import Role
 from lr_backend.errors import ConfigError, LookaheadError
 from lr_backend.free_memory import free_bytes
 from lr_backend.nvidia import VISIBLE, probe_gpus, visible_gpus
-from lr_backend.serve.startup_check import why_no_decoder
+from lr_backend.serve.startup_check import shared_cards, why_no_decoder
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
@@ -98,9 +98,10 @@ def init(
     if judge is None:
         console.print("[yellow]judge[/] the target's own checkpoint: a smaller instruct model judges faster", highlight=False)
     console.print(f"wrote {path}", highlight=False, markup=False, soft_wrap=True)
-    if runtime is not Runtime.EMBEDDED:
-        _say_idle(console, GpuDeployment.load(path))
-    _say_next(console, path, runtime)
+    spec = DeploymentSpec.load(path)
+    if isinstance(spec, GpuDeployment):
+        _say_idle(console, spec)
+    _say_next(console, spec, runtime)
 
 
 def _slug(text: str) -> str:
@@ -211,11 +212,12 @@ def _say_idle(console: Console, spec: GpuDeployment) -> None:
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def _say_next(console: Console, path: Path, runtime: Runtime) -> None:
-    spec = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-    commands = [f"lookahead doctor --spec {spec}", f"lookahead serve --spec {spec}"]
+def _say_next(console: Console, spec: DeploymentSpec, runtime: Runtime) -> None:
+    path = spec.path.relative_to(Path.cwd()) if spec.path.is_relative_to(Path.cwd()) else spec.path
+    with_mps = " --start-mps" if isinstance(spec, GpuDeployment) and shared_cards(spec.placements) else ""
+    commands = [f"lookahead doctor --spec {path}", f"lookahead serve --spec {path}{with_mps}"]
     if runtime is Runtime.TENSORRTLLM:
-        commands[1:1] = [f"lookahead build --spec {spec} --dry-run", f"lookahead build --spec {spec}"]
+        commands[1:1] = [f"lookahead build --spec {path} --dry-run", f"lookahead build --spec {path}"]
     console.print("next:", highlight=False)
     for command in commands:
         console.print(f"  {command}", highlight=False, markup=False, soft_wrap=True)

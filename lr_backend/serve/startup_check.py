@@ -456,7 +456,7 @@ def _shared_cards(machine: Machine, placements: Sequence[Placement]) -> list[Fin
     if machine.mps is Mps.RUNNING:
         return [Finding(what, "running", Level.OK)]
     cost = "engines on one card take turns, and looking ahead is then slower than not"
-    remedy = f"before the server, as its user: {CONTROL} -d"
+    remedy = f"serve --start-mps, or before the server, as its user: {CONTROL} -d"
     if machine.mps is Mps.ABSENT:
         remedy = f"{CONTROL} comes with NVIDIA's driver, into containers by NVIDIA_DRIVER_CAPABILITIES=compute,utility; {remedy}"
     return [Finding(what, f"{machine.mps}: {cost}", Level.WARNING, remedy)]

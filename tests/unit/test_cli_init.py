@@ -203,11 +203,14 @@ def test_cards_that_stay_idle_are_named(tmp_path: Path, num_gpus: int, idle: str
 @pytest.mark.parametrize("runtime", ["tensorrtllm", "llmapi"])
 def test_engines_are_laid_over_the_cards(tmp_path: Path, runtime: str, num_gpus: int, gpus: dict[str, tuple[int, ...]]) -> None:
     pair = make_pair(tmp_path, "qwen3")
-    spec = made(*pair, "--runtime", runtime, "--system", "h100_sxm", "--gpus", str(num_gpus))
+    said = run(*pair, "--runtime", runtime, "--system", "h100_sxm", "--gpus", str(num_gpus))
+    assert said.exit_code == 0, said.output
+    spec = DeploymentSpec.load(*Path("engines").glob("*.toml"))
     assert isinstance(spec, GpuDeployment)
     assert {role.value: spec.engine(role).gpu_device_ids for role in Role} == gpus
     shared = num_gpus < 3
     assert (spec.engine(Role.DRAFT).max_tokens_in_paged_kv_cache is not None) == shared
+    assert said.output.rstrip().endswith(" --start-mps") == shared
     assert spec.target.num_drafts == (8 if runtime == "tensorrtllm" else 0)
     assert spec.server.exit_timeout_s >= spec.loop_config().limits.max_tokens / 70, "the longest answer, at 70 tokens/s"
 

@@ -207,6 +207,7 @@ def test_serve_says_what_it_serves_worse_for(four_gpus: None, monkeypatch: pytes
     result = CliRunner().invoke(app, ["serve", "--openai-port", "0", "--repository", str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
     assert "CUDA MPS (GPU 0) not running: engines on one card take turns" in result.output
+    assert "serve --start-mps" in result.output
 
 
 @pytest.mark.parametrize(
