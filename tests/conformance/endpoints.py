@@ -2,7 +2,9 @@
 
 An engine of TensorRT-LLM, or any other behind Triton, joins by its address::
 
-    LOOKAHEAD_ENGINE=host:8001/tensorrt_llm pytest tests/conformance
+    LOOKAHEAD_ENGINE=host:8001/tensorrt_llm LOOKAHEAD_ENGINE_LOGITS=151936 pytest tests/conformance
+
+The second variable is the width of its logits, without which no draft logits are sent.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from tests.support.embedded_engines import VOCAB, engine_config, tiny_engine
 from tests.support.llmapi_engines import by_torch, in_process, llmapi_engine
 
 ADDRESS = os.environ.get("LOOKAHEAD_ENGINE", "")
+NUM_LOGITS = int(os.environ.get("LOOKAHEAD_ENGINE_LOGITS", "0"))
 MAX_SEQ_LEN = 256
 """Of the engines that the suite makes itself."""
 
@@ -36,7 +39,7 @@ class Endpoint:
     """How to open one engine and run a test body on it.
 
     ``samples`` is False where answers are the same without end, ``seeded`` where a seed does not reproduce one, ``drafts`` where
-    draft tokens are refused.
+    draft tokens are refused. ``num_logits`` is the width of draft logits, 0 where that is not known.
     """
 
     open: Callable[[], Engine]
@@ -45,6 +48,7 @@ class Endpoint:
     limits_length: bool = True
     seeded: bool = True
     drafts: bool = True
+    num_logits: int = VOCAB
 
     def run(self, body: Body) -> None:
         async def main() -> None:
@@ -88,10 +92,10 @@ def llmapi(checkpoint: Path) -> Endpoint:
     return Endpoint(lambda: in_process(llmapi_engine(checkpoint, choose, max_seq_len=MAX_SEQ_LEN)), seeded=False, drafts=False)
 
 
-def remote(address: str) -> Endpoint:
+def remote(address: str, num_logits: int = 0) -> Endpoint:
     """``address``: host:port/model."""
     url, _, model_name = address.partition("/")
-    return Endpoint(lambda: RemoteEngine(f"grpc://{url}", model_name))
+    return Endpoint(lambda: RemoteEngine(f"grpc://{url}", model_name), num_logits=num_logits)
 
 
 def num_cancelled(engine: Engine) -> int | None:

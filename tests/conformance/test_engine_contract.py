@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,19 @@ import torch
 from bench.kit.serving import demo_spec, serving
 from lr_backend.build.base import Layout
 from lr_backend.contract import encode_stop_words
-from lr_backend.engine import Engine, EngineCall, Generation, Sampling
+from lr_backend.engine import Engine, EngineCall, Generation, Sampling, one_hot_logits
 from lr_backend.errors import EngineRejected
-from tests.conformance.endpoints import ADDRESS, Endpoint, embedded_engine, llmapi, num_cancelled, paced_engine, remote, scripted
+from tests.conformance.endpoints import (
+    ADDRESS,
+    NUM_LOGITS,
+    Endpoint,
+    embedded_engine,
+    llmapi,
+    num_cancelled,
+    paced_engine,
+    remote,
+    scripted,
+)
 from tests.support.embedded_engines import NEEDS_LIBRARY, tiny_checkpoint
 
 SAMPLED = Sampling(temperature=1.0)
@@ -51,7 +63,7 @@ def endpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
             with serving(demo_spec(Layout.PROCESS_A_ROLE), folder / "repository", only=("target",)) as server:
                 yield remote(f"{server.grpc_url}/target")
         case _:
-            yield remote(ADDRESS)
+            yield remote(ADDRESS, NUM_LOGITS)
 
 
 def call(request_id: str, max_new_tokens: int = 8, prompt: tuple[int, ...] = PROMPT, **fields: Any) -> EngineCall:
@@ -202,6 +214,33 @@ def test_a_seed_reproduces_its_sample(endpoint: Endpoint) -> None:
         assert first == again
         if endpoint.samples:
             assert len(set(first)) > 1
+
+    endpoint.run(body)
+
+
+def test_a_token_is_drawn_as_often_whether_it_was_drafted_or_not(endpoint: Endpoint) -> None:
+    needs_drafts(endpoint)
+    if not (endpoint.samples and endpoint.num_logits):
+        pytest.skip("nothing is drawn, or the width of the logits is not known")
+    num_samples = 400
+
+    async def body(engine: Engine) -> None:
+        async def first_tokens(seeds: range, **drafts: Any) -> Counter[int]:
+            found: Counter[int] = Counter()
+            for some in (seeds[start : start + 50] for start in range(0, len(seeds), 50)):  # a queue is not endless
+                calls = [call(f"{seed}", 1, sampling=SAMPLED, seed=seed, **drafts) for seed in some]
+                found.update(answer.token_ids[0] for answer in await asyncio.gather(*map(engine.generate, calls)))
+            return found
+
+        plain = await first_tokens(range(num_samples))
+        (drafted, _), (other, _) = plain.most_common(2)
+        logits = one_hot_logits(np.array([drafted], np.int32), endpoint.num_logits)
+        # Other seeds: where noise is shared, the same ones draw the same tokens.
+        verified = await first_tokens(range(num_samples, 2 * num_samples), drafts=(drafted,), draft_logits=logits)
+        for token in (drafted, other):  # a rule that draws again where a draft is rejected favours the drafted token
+            share = (plain[token] + verified[token]) / (2 * num_samples)
+            deviation = sqrt(2 * share * (1 - share) / num_samples)
+            assert abs(plain[token] - verified[token]) < 4 * deviation * num_samples
 
     endpoint.run(body)
 
