@@ -62,6 +62,8 @@ class StepRules:
         stop_words: for engine calls that write a step (delimiter tokens and pairs, end ids, think-close).
         end_words: for engine calls that run to the end of the answer.
         hidden_ids: tokens that have no place in the text; None: all special ones, of which no mark is one.
+        num_ids: of the vocabulary. A model's logits may be wider. An id beyond has no text, and another model may refuse it.
+            So it is a marker below which nothing is speculated.
     """
 
     segmenter: Segmenter
@@ -75,6 +77,7 @@ class StepRules:
     stop_words: IntArray
     end_words: IntArray
     hidden_ids: frozenset[int] | None = None
+    num_ids: int | None = None
 
     @classmethod
     def build(
@@ -137,7 +140,7 @@ class StepRules:
         special, marks = special_ids(tokenizer), {open_id, close_id}
         hidden = special - marks if special & marks else None
         # Nobody reads special tokens, so nobody could say that two steps that differ in them mean the same.
-        return replace(rules, marker_ids=rules.marker_ids | special, hidden_ids=hidden)
+        return replace(rules, marker_ids=rules.marker_ids | special, hidden_ids=hidden, num_ids=len(tokenizer))
 
     @property
     def of_step(self) -> Ending:
@@ -176,8 +179,9 @@ class StepRules:
 
     def step(self, ids: Sequence[int], end: StepEnd) -> Step:
         """These tokens as a step."""
-        markers = self.marker_ids.intersection(ids)
-        return Step(tuple(ids), end, markers, closes=bool(markers & self.closing_ids))
+        markers, num_ids = self.marker_ids.intersection(ids), self.num_ids
+        unknown = frozenset() if num_ids is None else frozenset(token for token in ids if token >= num_ids)
+        return Step(tuple(ids), end, markers | unknown, closes=bool(unknown or markers & self.closing_ids))
 
 
 def single_token(tokenizer: StepTokenizer, text: str) -> int | None:

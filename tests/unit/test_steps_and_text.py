@@ -23,6 +23,7 @@ from lr_backend.steps.segment import BLANK_LINE
 from lr_backend.steps.step import StepEnd
 from lr_backend.steps.text import TextStream, text_of
 from lr_backend.testing import run_virtual
+from lr_backend.verify import Reason, Verdict, settle
 from tests.support.checkpoints import QWEN_LIKE
 from tests.support.word_tokenizer import WordTokenizer
 from tests.support.world import BREAK, CLOSE, DOT_BREAK, DOT_NEWLINE, END, NEWLINE, RULES, THINK, TOKENIZER, TOOL
@@ -47,6 +48,15 @@ def test_a_step_is_the_shortest_prefix_that_holds_an_end(ids: list[int], max_tok
         assert step.end is StepEnd.CAP
     else:
         assert step is None
+
+
+def test_a_token_beyond_the_vocabulary_is_a_marker_below_which_nothing_is_speculated() -> None:
+    """It has no text, so a judge would not see it; and the target may refuse it."""
+    beyond = len(TOKENIZER) + 5
+    drafted, target = RULES.cut([7, beyond, BREAK], 9), RULES.cut([7, BREAK], 9)
+    assert drafted is not None and target is not None
+    assert drafted.closes and not target.closes
+    assert settle(target, drafted) == Verdict(False, Reason.MARKER)
 
 
 @pytest.mark.parametrize(
