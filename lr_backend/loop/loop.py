@@ -227,7 +227,7 @@ class LookaheadLoop:
             self.ledger.degrade("draft")
             self.policy.keep_alone()
         elif step.log_prob is not None:
-            node.chance = self.shared.acceptance[self.audit.decides].chance(step.log_prob)
+            node.chance = self.shared.acceptance[self.audit.decides].confidence.chance(step.log_prob)
         tree.drafted(node, step)
 
     async def _write_target(self, tree: Tree, node: Node) -> Change:

@@ -47,7 +47,7 @@ class Node:
         prefix: token ids up to here, shape [N]. Of a child being drafted: its parent's. Empty behind the window.
         sibling: place among the children of its parent; lower ones win.
         drafted: the drafted step that led here; None for a prefix that ends with the target's own words.
-        chance: that the drafted step will be accepted, as far as is known.
+        chance: that the drafted step will be accepted, by what is known of it alone; None: as any other.
         target: the target's step after this prefix, once written.
         target_failed: it has failed while this was not the root, and starts again only as the root's.
         verdict: of the drafted step against the parent's target step.
@@ -60,7 +60,7 @@ class Node:
     sibling: int = 0
     drafting: Drafting = Drafting.DONE
     drafted: Step | None = None
-    chance: float = 1.0
+    chance: float | None = None
     target_started: bool = False
     target: Step | None = None
     target_failed: bool = False
@@ -83,20 +83,21 @@ class Node:
         has failed here."""
         return self.target_failed or (self.drafted is not None and self.drafted.closes)
 
-    @property
-    def chance_now(self) -> float:
-        """Of a drafted child, with its verdict if that is known."""
-        return self.chance if self.verdict is None else float(self.verdict.accepted)
+    def chance_now(self, usual: float) -> float:
+        """Of a drafted child, with its verdict if that is known. ``usual``: where nothing is."""
+        known = usual if self.chance is None else self.chance
+        return known if self.verdict is None else float(self.verdict.accepted)
 
-    def chances(self) -> Iterator[tuple[Node, float]]:
+    def chances(self, usual: float) -> Iterator[tuple[Node, float]]:
         """The nodes one step further, each with the chance that the path goes there.
 
         The lowest accepted sibling wins, and the own branch where there is none.
         """
         left = 1.0
         for child in self.children:
-            yield child, left * child.chance_now
-            left *= 1.0 - child.chance_now
+            chance = child.chance_now(usual)
+            yield child, left * chance
+            left *= 1.0 - chance
         if self.own is not None:
             yield self.own, left
 
@@ -236,8 +237,7 @@ class Tree:
         ]
         for node in parents:
             node.children = [
-                Node(node.prefix, parent=node, sibling=index, drafting=Drafting.RUNNING, chance=self.horizon.acceptance)
-                for index in range(self.width)
+                Node(node.prefix, parent=node, sibling=index, drafting=Drafting.RUNNING) for index in range(self.width)
             ]
         return [child for node in parents for child in node.children]
 
@@ -270,7 +270,8 @@ class Tree:
             if depth and (node.lost or node.drafting is not Drafting.DONE or node.closed or chance <= 0.0 or chance < least):
                 continue
             yield node, depth, chance
-            below = [(one, depth + 1, chance * part, drafted and one is not node.own) for one, part in node.chances()]
+            parts = node.chances(self.horizon.acceptance)
+            below = [(one, depth + 1, chance * part, drafted and one is not node.own) for one, part in parts]
             frontier.extend(reversed(below))
 
     def prune(self) -> list[Node]:

@@ -36,11 +36,6 @@ class Acceptance:
         """The same of the last few steps: luck, or a change that has come."""
         return self.rate if self._lately.count < LATELY else self._lately.value or 0.0
 
-    def chance(self, log_prob: float) -> float:
-        """Of one drafted step, by the draft's log-probability of it once that says something."""
-        known = self.confidence.chance(log_prob)
-        return self.rate if known is None else known
-
     def decided(self, accepted: bool, log_prob: float | None) -> None:
         """A drafted step at the root was accepted, or not."""
         self._accepted.add(float(accepted))

@@ -94,13 +94,13 @@ def test_no_step_is_taken_for_certain() -> None:
     assert acceptance.rate == MAX_ALPHA
 
 
-def test_a_steps_chance_is_the_rate_until_more_is_known() -> None:
+def test_verdicts_teach_what_a_log_probability_says() -> None:
     acceptance = Acceptance()
-    assert acceptance.chance(SURE) == acceptance.rate
     for number in range(3 * LEAST_VERDICTS):
         acceptance.decided(number % 3 == 0, SURE if number % 3 == 0 else UNSURE)
-    assert acceptance.chance(SURE) > 0.8
-    assert acceptance.chance(UNSURE) < 0.2
+    sure, unsure = (acceptance.confidence.chance(one) for one in (SURE, UNSURE))
+    assert sure is not None and sure > 0.8
+    assert unsure is not None and unsure < 0.2
 
 
 # What is started on it -------------------------------------------------------------------------------------------------

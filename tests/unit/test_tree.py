@@ -186,6 +186,20 @@ def test_a_verdict_says_more_than_a_chance() -> None:
     assert tree.start_targets() == [node]
 
 
+@pytest.mark.parametrize("rate", [0.5, 0.7])
+def test_a_usual_step_stays_a_usual_one_when_the_rate_changes(rate: float) -> None:
+    """It was drafted before the last verdict, and looking ahead follows a usual step whatever a row costs."""
+    tree = window(acceptance=0.6, min_draft_chance=0.6)
+    draft(tree, step(8))
+    second = draft(tree, step(9))
+    assert second not in tree.start_targets()
+    write(tree, step(8))
+    tree.start_verdicts()
+    assert tree.move_root() is not None
+    tree.horizon = replace(tree.horizon, acceptance=rate, min_draft_chance=rate)
+    assert tree.start_targets() == [second]
+
+
 @given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=4))
 def test_the_path_goes_on_somewhere(chances: list[float]) -> None:
     """The lowest accepted sibling wins, and the own branch where there is none."""
@@ -195,7 +209,7 @@ def test_the_path_goes_on_somewhere(chances: list[float]) -> None:
         tree.drafted(child, step(number))
     write(tree, step(9))
 
-    parts = [part for _, part in tree.root.chances()]
+    parts = [part for _, part in tree.root.chances(0.5)]
 
     assert len(parts) == len(chances) + 1
     assert sum(parts) == pytest.approx(1.0)
