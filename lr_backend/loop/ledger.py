@@ -22,6 +22,9 @@ from lr_backend.steps.tokens import num_equal
 from lr_backend.trace.schema import Purpose
 from lr_backend.verify.verdict import Reason
 
+READING_STEPS = 4
+"""Target steps for which a draft may read a long text before it counts as late."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
@@ -89,7 +92,7 @@ class Ledger:
         beginnings: the same of each step's first one.
         num_engine_passes: passes of calls whose draft tokens the engine wrote itself.
         degraded: what the answer goes on without, and since when.
-        read_s: when a model had read the prompt: its first call came back.
+        read_s: when a model had read what was there, as its first call came back; 0 where that was short.
         on_call: told of every call that has come to its end; must not block.
     """
 
@@ -144,8 +147,20 @@ class Ledger:
         return "draft" in self.degraded
 
     def num_read(self, role: Role) -> int:
-        """Tokens of the prompt that a step waits for if it begins now: all until its role's first call is back, then none."""
-        return 0 if role in self.read_s else self.prompt_tokens
+        """Tokens of prompt and text that a step waits for if it begins now: all until its role's first call is back."""
+        return 0 if role in self.read_s else self.prompt_tokens + self.committed_tokens
+
+    def reads(self, role: Role) -> bool:
+        """A step that begins now waits until a long text is read."""
+        return self.num_read(role) >= LONG_PROMPT
+
+    def waits_for_draft(self, decision: Decision) -> bool:
+        """The draft is late as it first reads a long text. Once that has taken many steps, it is as slow as that."""
+        return decision.reason is Reason.LATE and self.reads(Role.DRAFT) and self.reasons[Reason.LATE] < READING_STEPS
+
+    def called(self, role: Role) -> None:
+        """A call has come back: from now on its role has read what was there."""
+        self.read_s.setdefault(role, self.now_s() if self.reads(role) else 0.0)
 
     def drafts_verified(self, num_proposed: int, num_accepted: int, *, begins_step: bool) -> None:
         """Count one verification of draft tokens."""
@@ -173,7 +188,7 @@ class Ledger:
                 yield span.num_tokens, span.finished_s - span.started_s
 
     def _timed(self, role: Role) -> Iterator[CallSpan]:
-        read_s = self.read_s.get(role, 0.0) if self.prompt_tokens >= LONG_PROMPT else 0.0
+        read_s = self.read_s.get(role, 0.0)
         for span in self.spans:
             is_whole = span.finished_s is not None and not (span.cancelled or span.failed)
             if span.role is role and is_whole and span.started_s >= read_s:
@@ -309,7 +324,7 @@ class MeteredEngine:
             raise
         finally:
             span.finished_s = self._ledger.now_s()
-        self._ledger.read_s.setdefault(self._role, span.finished_s)
+        self._ledger.called(self._role)
         span.num_tokens = len(generation.token_ids)
         if call.draft_ids is not None:
             span.num_accepted = num_equal(call.draft_ids.tolist(), generation.token_ids)

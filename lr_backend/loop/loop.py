@@ -101,8 +101,7 @@ class LookaheadLoop:
             timed = ledger.timed_verifications(), ledger.timed_draft_calls(), ledger.beginnings
             self.shared.learn_draft_length(self.request.proposer, *timed)
         assert answer.finish is not None
-        about = {**self.audit.usage(), "seed": self.request.seed}
-        usage = self.ledger.usage(self.request.mode).model_copy(update=about)
+        usage = self.ledger.usage(self.request.mode).model_copy(update={**self.audit.usage(), "seed": self.request.seed})
         return Outcome(answer.finish, usage, answer.completion_ids, self.ledger)
 
     async def _answer(self) -> None:
@@ -112,7 +111,7 @@ class LookaheadLoop:
             await (self._reason() if self._depth or self.request.is_watched else self._write_alone(self._num_alone))
         self.policy.keep_alone()
         while answer.finish is None:
-            await self._write_alone(answer.num_left)
+            await self._write_alone(self._num_alone if self.ledger.reads(self.target.role) else answer.num_left)
 
     async def _write_alone(self, most: int) -> None:
         """A stretch of at most ``most`` tokens by the target alone, or no more than a step where somebody waits for it.
@@ -176,14 +175,16 @@ class LookaheadLoop:
 
     def _commit(self, decision: Decision) -> None:
         """Make the step final, and tell all who count it or learn from it."""
-        compared, first, by = decision.compared, decision.first, self.audit.decides
+        counts = not self.ledger.waits_for_draft(decision)
+        compared, first, by = decision.compared, decision.first if counts else None, self.audit.decides
         pair = partial(self._pair, decision.position, compared, f"{self.request_id}/audit/{len(decision.position.prefix)}")
         self.ledger.root_moved(decision)
         self.audit.decided(decision.verdict, len(decision.position.prefix), pair)
         if first is not None:
             self.shared.decided(by, *first)
         self.answer.commit(decision.step, decision.origin, decision.reason, decision)
-        self.policy.committed(len(decision.step.ids), accepted=first and first[0], compared=compared is not None, verifier=by)
+        accepted, num_tokens = first and first[0], len(decision.step.ids)
+        self.policy.committed(num_tokens, accepted=accepted, compared=compared is not None, verifier=by, counts=counts)
 
     def _cancel(self, nodes: Iterable[Node]) -> None:
         lost = tuple(nodes)

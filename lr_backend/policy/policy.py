@@ -230,6 +230,7 @@ class RequestPolicy:
         accepted: bool | None = None,
         compared: bool = False,
         verifier: str | None = None,
+        counts: bool = True,
     ) -> None:
         """Steps were committed.
 
@@ -237,6 +238,7 @@ class RequestPolicy:
             accepted: whether the first drafted step was, where somebody could say.
             compared: whether one was there to be compared.
             verifier: who decides on drafted steps by now; None: who did.
+            counts: what they took says something of how they were written.
         """
 
 
@@ -262,7 +264,7 @@ class Measured(RequestPolicy):
 
     def __post_init__(self) -> None:
         self._reads = self.num_prompt_tokens >= LONG_PROMPT
-        depths = (True, False) if self.max_depth else (False,)
+        depths = (True, False) if self.max_depth > 1 else (False,)  # at 1 a drafted step waits for the target's
         drafts = (self.can_draft,) if self.must_draft or not self.can_draft else (True, False)
         self._ways = tuple(Way(ahead, one) for ahead in depths for one in drafts)
         self._since_s = self.shared.prices.clock()
@@ -315,11 +317,12 @@ class Measured(RequestPolicy):
         accepted: bool | None = None,
         compared: bool = False,
         verifier: str | None = None,
+        counts: bool = True,
     ) -> None:
         self.verifier = verifier or self.verifier  # once a risk budget is spent, only equal tokens are accepted
         now_s = self.shared.prices.clock()
         # What was drafted before looking ahead has stopped was paid for then.
-        if not self._is_alone and not self._reads and (self._turn.way.ahead or not compared):
+        if counts and not self._is_alone and not self._reads and (self._turn.way.ahead or not compared):
             seconds = now_s - self._since_s - (0.0 if accepted is None else self._luck_s(accepted))
             self.shared.committed(self._of, self._turn, seconds, num_tokens, num_steps, self._predicted, fresh=not accepted)
         self._since_s, self._turn, self._reads = now_s, self._turn_now, False

@@ -443,6 +443,19 @@ def test_the_first_steps_behind_a_long_prompt_count_for_no_way(num_prompt_tokens
     assert [length == 1 for length in lengths] == [num_spans == 1, False]
 
 
+def test_steps_that_say_nothing_of_their_way_count_for_none() -> None:
+    clock = Clock()
+    shared = Learned(clock)
+    policy = Measured(request(), shared, 4, JUDGE, can_draft=False)
+    trial = shared.trial(policy.request.proposer, JUDGE, (Way(True, False), Way(False, False)))
+    for counts in (False, True):
+        assert trial.num_spans == 0
+        for _ in range(SPAN_STEPS):
+            clock.now_s += 1.0
+            policy.committed(24, compared=True, counts=counts)
+    assert trial.num_spans == 1
+
+
 def test_steps_that_were_begun_before_another_way_was_tried_count_for_none() -> None:
     """A call of the target alone has up to sixteen steps. While the others look ahead, it is slower by their doing."""
     shared = Learned(Clock())
@@ -490,12 +503,12 @@ def test_a_slow_draft_makes_rows_bring_less() -> None:
     assert found == pytest.approx([1.25 / (1.25 - 0.1), 1.25 / (1.25 - 0.7)])
 
 
-@pytest.mark.parametrize(("max_depth", "can_draft"), [(0, False), (0, True), (4, False)])
+@pytest.mark.parametrize(("max_depth", "can_draft"), [(0, False), (0, True), (1, True), (4, False)])
 def test_what_there_is_not_is_never_chosen(max_depth: int, can_draft: bool) -> None:
     clock = Clock()
     policy = Measured(request(), Learned(clock), max_depth, JUDGE, can_draft=can_draft)
     for _ in range(100):
-        assert policy.depth in {0, max_depth}
+        assert policy.depth in {0, 4 if max_depth == 4 else 0}, "a depth of 1 gains nothing"
         assert can_draft or not policy.uses_draft_tokens
         clock.now_s += 1.0
         policy.committed(10)
@@ -650,7 +663,7 @@ def test_what_one_process_measures_all_of_them_learn(tmp_path_factory: pytest.Te
             [state_of(learned.prices.target[drafts].token_s) for drafts in (True, False)],
             state_of(learned.prices.drafted_token_s),
             learned.acceptance[JUDGE].rate,
-            learned.acceptance[JUDGE].chance(-0.05),
+            learned.acceptance[JUDGE].confidence.chance(-0.05),
         )
         for learned in loops
     ]
