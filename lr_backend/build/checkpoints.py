@@ -64,7 +64,8 @@ class CheckpointInfo:
     def in_words(self) -> str:
         millions = self.num_parameters / 1e6
         size = f"{millions / 1e3:.2f} B" if millions >= 1e3 else f"{millions:.2f} M"
-        return f"{self.architecture}, {size} parameters, vocabulary {self.vocab_size}, {self.max_positions} positions"
+        counted = f" {size} parameters," if millions else ""  # no weights were looked at
+        return f"{self.architecture},{counted} vocabulary {self.vocab_size}, {self.max_positions} positions"
 
 
 @dataclass(frozen=True, slots=True)

@@ -190,7 +190,8 @@ def plan_gpu_build(
     waiting: list[str] = []
     for each in Role if role is None and spec.runs_loop else roles:  # the loop wants the tokenizers of all
         directory = spec.checkpoint_dir(each)
-        whole = sources[each].exact or each not in roles  # of those elsewhere no weights are wanted
+        # Of those elsewhere no weights are wanted.
+        whole = sources[each].exact or (each not in roles and (directory / "tokenizer.json").is_file())
         if need_checkpoints or (directory.is_dir() and whole):
             infos[each] = _checked(each, directory, weights_needed=each in roles)
         else:
@@ -262,8 +263,8 @@ def _drafter_waits(spec: GpuDeployment, target: CheckpointInfo | None, need_chec
         CheckpointError: it is needed and not there, or of no use to this target.
     """
     folder, ours = spec.speculative_dir, spec.speculation
-    if folder is None or ours is None or ours.checkpoint is None:
-        return []
+    if folder is None or ours is None or (ours.checkpoint is None and Role.DRAFT in spec.roles_here):
+        return []  # none, or the draft's own, which is checked as that
     there = (folder / "config.json").is_file() and has_weights(folder)
     if not (there or need_checkpoints):
         return [f"target.speculative: the {ours.kind} checkpoint at {folder}"]

@@ -204,7 +204,7 @@ def find_sources(spec: GpuDeployment) -> dict[Role, Source]:
             found[role] = find_source(spec.checkpoint_dir(role), engine.hub)
         except CheckpointError as error:
             raise CheckpointError(f"{role}: {error.message}") from error
-    if Role.TARGET not in found:
+    if Role.TARGET not in spec.roles_here:
         return found
     try:
         found[Role.TARGET] = replace(found[Role.TARGET], drafter=_find_drafter(spec, found[Role.TARGET].shape))

@@ -190,7 +190,7 @@ def _draft_tokens(
     if request.proposer == ProposerName.NGRAM:
         return DraftTokens(Lookup(NGram()), most, one_hot_vocab)
     if request.proposer != ProposerName.DRAFT_MODEL:
-        proposer, num_ids = server.models.proposers[request.proposer], len(server.models.tokenizer)
+        proposer, num_ids = server.models.proposers[request.proposer], server.models.rules.num_ids
         return DraftTokens(Lookup(proposer, num_ids, timeout_s and min(timeout_s, PROPOSE_S)), most, one_hot_vocab)
     # What pays depends on time.
     first = most if request.deterministic else server.learned.num_draft_tokens_first(request.proposer, most)
@@ -206,7 +206,7 @@ def _draft_tokens(
         follows_drafted=seeds.coupled or _draft_sampling(request, config).greedy,
         proposed=ledger.draft_tokens_verified,
         patient=request.deterministic,
-        num_ids=len(server.models.tokenizer),
+        num_ids=server.models.rules.num_ids,
     )
     return DraftTokens(source, most, one_hot_vocab)
 

@@ -90,6 +90,7 @@ class Ledger:
         draft_calls: calls of the draft model for draft tokens, by id.
         verifications: tokens proposed and accepted, one pair a verification of draft tokens.
         beginnings: the same of each step's first one.
+        committed_s: when the last step was committed.
         num_engine_passes: passes of calls whose draft tokens the engine wrote itself.
         degraded: what the answer goes on without, and since when.
         read_s: when a model had read what was there, as its first call came back; 0 where that was short.
@@ -112,6 +113,7 @@ class Ledger:
     accepted_by: Counter[Reason] = field(default_factory=Counter)
     accepted_runs: list[int] = field(default_factory=list)
     committed_tokens: int = 0
+    committed_s: float = 0.0
     reasoning_tokens: int = 0
     num_steps: int = 0
     num_steps_drafted: int = 0
@@ -146,13 +148,18 @@ class Ledger:
     def draft_failed(self) -> bool:
         return "draft" in self.degraded
 
-    def num_read(self, role: Role) -> int:
-        """Tokens of prompt and text that a step waits for if it begins now: all until its role's first call is back."""
-        return 0 if role in self.read_s else self.prompt_tokens + self.committed_tokens
+    def num_read(self, *roles: Role) -> int:
+        """Tokens of prompt and text that a step waits for if it begins now: all until the first call of each role is back."""
+        return 0 if self.read_s.keys() >= set(roles) else self.prompt_tokens + self.committed_tokens
 
     def reads(self, role: Role) -> bool:
         """A step that begins now waits until a long text is read."""
         return self.num_read(role) >= LONG_PROMPT
+
+    @property
+    def has_just_read(self) -> bool:
+        """Since the last commit a model has read a long text, for which the steps that come next may have waited."""
+        return any(read_s > self.committed_s for read_s in self.read_s.values())
 
     def waits_for_draft(self, decision: Decision) -> bool:
         """The draft is late as it first reads a long text. Once that has taken many steps, it is as slow as that."""
@@ -213,8 +220,9 @@ class Ledger:
         self.num_steps += 1
         self.committed_tokens += num_tokens
         self.reasoning_tokens += num_reasoning
+        self.committed_s = self.now_s()
         if self.first_step_s is None:
-            self.first_step_s = self.now_s()
+            self.first_step_s = self.committed_s
 
     def root_moved(self, decision: Decision) -> None:
         """A position at the root was decided, with or without a drafted step; its step is committed next."""

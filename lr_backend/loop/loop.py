@@ -14,7 +14,7 @@ Engines, verifiers and proposers are known by protocol only. :mod:`~lr_backend.l
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -23,7 +23,7 @@ from math import ceil
 from lr_backend.audit.request import RequestAudit
 from lr_backend.config import LoopConfig
 from lr_backend.contract import IntArray
-from lr_backend.engine import Sampling
+from lr_backend.engine import Role, Sampling
 from lr_backend.errors import EngineError, EngineRejected, NotFinite, TargetUnavailable
 from lr_backend.loop.answer import Answer, Outcome
 from lr_backend.loop.ledger import Ledger
@@ -32,7 +32,7 @@ from lr_backend.loop.work import Change, WorkUnderWay
 from lr_backend.loop.writer import StepWriter
 from lr_backend.policy.policy import Learned, RequestPolicy
 from lr_backend.propose.growing import GrowingText
-from lr_backend.request import FinishReason, LookaheadRequest, Origin
+from lr_backend.request import FinishReason, LookaheadRequest, Origin, ProposerName
 from lr_backend.steps.rules import Ending, StepRules
 from lr_backend.steps.step import Step
 from lr_backend.trace.schema import Purpose
@@ -106,12 +106,11 @@ class LookaheadLoop:
 
     async def _answer(self) -> None:
         # Lookahead belongs to the reasoning; the answer after it is the target's alone, token for token.
-        answer = self.answer
-        while answer.finish is None and answer.is_reasoning and self.request.mode.speculates_steps:
+        while self.answer.finish is None and self.answer.is_reasoning and self.request.mode.speculates_steps:
             await (self._reason() if self._depth or self.request.is_watched else self._write_alone(self._num_alone))
         self.policy.keep_alone()
-        while answer.finish is None:
-            await self._write_alone(self._num_alone if self.ledger.reads(self.target.role) else answer.num_left)
+        while self.answer.finish is None:
+            await self._write_alone(self._num_alone if self.ledger.reads(Role.TARGET) else self.answer.num_left)
 
     async def _write_alone(self, most: int) -> None:
         """A stretch of at most ``most`` tokens by the target alone, or no more than a step where somebody waits for it.
@@ -122,9 +121,9 @@ class LookaheadLoop:
         most = min(most, STRETCH_STEPS * self.config.limits.max_step_tokens)
         ending = self.rules.of_step if watched else self.rules.of_answer
         step = await self._target_step(prefix, self._budget(prefix) if watched else most, ending)
-        self.answer.commit(step, Origin.TARGET, Reason.NONE)
         num_steps = 1 if watched else max(1, round(len(step.ids) / self.shared.step_tokens))
-        self.policy.committed(len(step.ids), num_steps)
+        self.policy.committed(len(step.ids), num_steps, counts=not self.ledger.has_just_read)
+        self.answer.commit(step, Origin.TARGET, Reason.NONE)
 
     # The algorithm -------------------------------------------------------------------------------------------------
 
@@ -175,21 +174,20 @@ class LookaheadLoop:
 
     def _commit(self, decision: Decision) -> None:
         """Make the step final, and tell all who count it or learn from it."""
-        counts = not self.ledger.waits_for_draft(decision)
-        compared, first, by = decision.compared, decision.first if counts else None, self.audit.decides
+        waits = self.ledger.waits_for_draft(decision) and self.shared.prices.excuses_draft()
+        compared, first, by = decision.compared, None if waits else decision.first, self.audit.decides
         pair = partial(self._pair, decision.position, compared, f"{self.request_id}/audit/{len(decision.position.prefix)}")
         self.ledger.root_moved(decision)
         self.audit.decided(decision.verdict, len(decision.position.prefix), pair)
         if first is not None:
             self.shared.decided(by, *first)
+        accepted, counts = first and first[0], not (waits or self.ledger.has_just_read)
+        self.policy.committed(len(decision.step.ids), accepted=accepted, compared=bool(compared), verifier=by, counts=counts)
         self.answer.commit(decision.step, decision.origin, decision.reason, decision)
-        accepted, num_tokens = first and first[0], len(decision.step.ids)
-        self.policy.committed(num_tokens, accepted=accepted, compared=compared is not None, verifier=by, counts=counts)
 
-    def _cancel(self, nodes: Iterable[Node]) -> None:
-        lost = tuple(nodes)
-        self._work.cancel(lost)
-        for node in lost:
+    def _cancel(self, nodes: Collection[Node]) -> None:
+        self._work.cancel(nodes)
+        for node in nodes:
             self._drafting.pop(node, None)
 
     def _look_ahead(self, tree: Tree) -> None:
@@ -205,7 +203,7 @@ class LookaheadLoop:
         # In pieces, where the target verifies them while they are written.
         in_pieces = is_first and tokens is not None and tokens.source.follows_drafted and self.policy.uses_draft_tokens
         try:
-            with self.shared.prices.drafting(self.ledger.num_read(self.draft.role)) as work:
+            with self.shared.prices.drafting(self.ledger.num_read(Role.DRAFT)) as work:
                 step = await self.draft.draft(
                     node.prefix,
                     self._budget(node.prefix),
@@ -267,7 +265,9 @@ class LookaheadLoop:
         tokens, sibling = self.target.draft_tokens, node.sibling if node is not None else 0
         with_tokens = self.policy.uses_draft_tokens and (tokens is None or tokens.source.is_available)
         first = node.children[0] if node is not None and node.children else None
-        with self.shared.prices.step(drafts=with_tokens, num_read=self.ledger.num_read(self.target.role)) as work:
+        # With the draft model's tokens the step waits for the draft as well.
+        asks = (Role.TARGET, Role.DRAFT) if with_tokens and self.request.proposer == ProposerName.DRAFT_MODEL else (Role.TARGET,)
+        with self.shared.prices.step(drafts=with_tokens, num_read=self.ledger.num_read(*asks)) as work:
             if with_tokens and tokens is not None:
                 drafted = self._drafting.get(first) if first is not None else None
                 step = await self.target.speculate(prefix, most, ending, sibling=sibling, drafted=drafted)

@@ -116,6 +116,10 @@ LONG_PROMPT = 1024
 """Tokens of a prompt from which on the step that reads it says little of what a token takes."""
 
 
+MOST_EXCUSED = 64
+"""Steps for which drafts may be late while they read, if not one comes meanwhile."""
+
+
 STALE_STEPS = 1024
 """Steps of the other kind after which what a kind of target steps has cost counts no more once there is a new one."""
 
@@ -162,6 +166,8 @@ class Prices:
         self.verdict_s: defaultdict[str, Average] = defaultdict(Average)
         self.num_requests = 0
         self._sequences = Presence(clock)
+        self._num_excused = 0
+        """Steps since a draft came in time, for which one was late that read."""
 
     @property
     def num_in_all(self) -> int:
@@ -235,8 +241,15 @@ class Prices:
         """The draft writes a step; timed by token if it comes to its end. ``num_read`` as in :meth:`step`."""
         work, started = Work(), self.clock()
         yield work
+        if work.num_tokens:
+            self._num_excused = 0
         if work.num_tokens and num_read < LONG_PROMPT:
             self._tell("drafted", (self.clock() - started) / work.num_tokens, work.num_tokens)
+
+    def excuses_draft(self) -> bool:
+        """A draft was late that first reads a long text: whether that says nothing. It does where no draft comes any more."""
+        self._num_excused += 1
+        return self._num_excused <= MOST_EXCUSED
 
     def judged(self, verifier: str, seconds: float) -> None:
         """A verdict took so long."""

@@ -62,8 +62,8 @@ class StepRules:
         stop_words: for engine calls that write a step (delimiter tokens and pairs, end ids, think-close).
         end_words: for engine calls that run to the end of the answer.
         hidden_ids: tokens that have no place in the text; None: all special ones, of which no mark is one.
-        num_ids: of the vocabulary. A model's logits may be wider. An id beyond has no text, and another model may refuse it.
-            So it is a marker below which nothing is speculated.
+        num_ids: one more than the vocabulary's highest. A model's logits may be wider. An id beyond has no text, and another may
+            refuse it. So it is a marker below which nothing is speculated.
     """
 
     segmenter: Segmenter
@@ -138,9 +138,10 @@ class StepRules:
         tool_ids = [token for text in markers if (token := single_token(tokenizer, text)) is not None]
         rules = cls.build(segmenter, dict(enumerate(texts)), end_ids, open_id, close_id, tool_ids)
         special, marks = special_ids(tokenizer), {open_id, close_id}
+        num_ids = 1 + max(len(tokenizer) - 1, *getattr(tokenizer, "added_tokens_decoder", {}), *special)
         hidden = special - marks if special & marks else None
         # Nobody reads special tokens, so nobody could say that two steps that differ in them mean the same.
-        return replace(rules, marker_ids=rules.marker_ids | special, hidden_ids=hidden, num_ids=len(tokenizer))
+        return replace(rules, marker_ids=rules.marker_ids | special, hidden_ids=hidden, num_ids=num_ids)
 
     @property
     def of_step(self) -> Ending:

@@ -17,7 +17,8 @@ import torch
 from bench.kit.serving import demo_spec, serving
 from lr_backend.build.base import Layout
 from lr_backend.contract import encode_stop_words
-from lr_backend.engine import Engine, EngineCall, Generation, Sampling, one_hot_logits
+from lr_backend.engine import Engine, EngineCall, Generation, Role, Sampling, one_hot_logits
+from lr_backend.engine.checkpoint import json_object
 from lr_backend.errors import EngineRejected
 from tests.conformance.endpoints import (
     ADDRESS,
@@ -60,8 +61,10 @@ def endpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         case "llmapi":
             yield llmapi(tiny_checkpoint(folder))
         case "embedded-triton":
-            with serving(demo_spec(Layout.PROCESS_A_ROLE), folder / "repository", only=("target",)) as server:
-                yield remote(f"{server.grpc_url}/target")
+            spec = demo_spec(Layout.PROCESS_A_ROLE)
+            num_logits = json_object(spec.checkpoint_dir(Role.TARGET) / "config.json")["vocab_size"]
+            with serving(spec, folder / "repository", only=("target",)) as server:
+                yield remote(f"{server.grpc_url}/target", num_logits)
         case _:
             yield remote(ADDRESS, NUM_LOGITS)
 
@@ -225,18 +228,27 @@ def test_a_token_is_drawn_as_often_whether_it_was_drafted_or_not(endpoint: Endpo
     num_samples = 400
 
     async def body(engine: Engine) -> None:
-        async def first_tokens(seeds: range, **drafts: Any) -> Counter[int]:
+        async def first_tokens(seeds: range, temperature: float, **drafts: Any) -> Counter[int]:
             found: Counter[int] = Counter()
             for some in (seeds[start : start + 50] for start in range(0, len(seeds), 50)):  # a queue is not endless
-                calls = [call(f"{seed}", 1, sampling=SAMPLED, seed=seed, **drafts) for seed in some]
+                calls = [call(f"{seed}", 1, sampling=Sampling(temperature), seed=seed, **drafts) for seed in some]
                 found.update(answer.token_ids[0] for answer in await asyncio.gather(*map(engine.generate, calls)))
             return found
 
-        plain = await first_tokens(range(num_samples))
+        async def spread() -> tuple[float, Counter[int]]:
+            """A temperature at which the likeliest token is neither certain nor rare: else both rules look alike."""
+            for temperature in (1.0, 0.7, 0.5, 0.3, 0.2, 1.5, 2.0, 3.0):
+                found = await first_tokens(range(num_samples), temperature)
+                if 0.25 < found.most_common(1)[0][1] / num_samples < 0.75:
+                    return temperature, found
+            pytest.fail("the likeliest token is certain or rare at all temperatures")
+
+        temperature, plain = await spread()
         (drafted, _), (other, _) = plain.most_common(2)
         logits = one_hot_logits(np.array([drafted], np.int32), endpoint.num_logits)
         # Other seeds: where noise is shared, the same ones draw the same tokens.
-        verified = await first_tokens(range(num_samples, 2 * num_samples), drafts=(drafted,), draft_logits=logits)
+        seeds = range(num_samples, 2 * num_samples)
+        verified = await first_tokens(seeds, temperature, drafts=(drafted,), draft_logits=logits)
         for token in (drafted, other):  # a rule that draws again where a draft is rejected favours the drafted token
             share = (plain[token] + verified[token]) / (2 * num_samples)
             deviation = sqrt(2 * share * (1 - share) / num_samples)

@@ -374,6 +374,10 @@ def test_the_loops_machine_needs_no_weights_of_roles_elsewhere(spec: GpuDeployme
         for path in spec.checkpoint_dir(role).glob("*.safetensors"):
             path.unlink()
     assert {finding.level for finding in check_files(spec)} == {Level.OK}
+    assert not any("0.00 M" in finding.found for finding in check_files(spec))
+    (spec.checkpoint_dir(Role.DRAFT) / "tokenizer.json").unlink()  # a download has just begun
+    waiting = [finding.found for finding in check_files(spec) if finding.level is Level.WARNING]
+    assert len(waiting) == 2 and waiting[0].startswith("not checked: draft: files and hashes")
 
 
 def serve_from(spec: GpuDeployment, tools: FakeTools, platform: Platform | None = None, **options: Any) -> BuildReport:

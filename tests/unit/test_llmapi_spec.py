@@ -211,6 +211,23 @@ def test_a_machine_of_the_target_alone_needs_the_draft_model_where_the_target_dr
         find_sources(part)
 
 
+def test_weights_that_the_target_drafts_with_are_needed_where_the_draft_is_elsewhere(models_there: Path, tmp_path: Path) -> None:
+    spec = load(models_there, 'kind = "draft_target"', ("[draft]\n", '[draft]\nurl = "grpc://there:8001"\n'))
+    assert plan_lines(spec, tmp_path)[1] == ()
+    (spec.checkpoint_dir(Role.DRAFT) / "model.safetensors").unlink()
+    assert plan_lines(spec, tmp_path)[1] == (
+        f"target.speculative: the draft_target checkpoint at {spec.checkpoint_dir(Role.DRAFT)}",
+    )
+    with pytest.raises(CheckpointError, match=r"target\.speculative: .* does not hold config\.json and weights"):
+        plan_lines(spec, tmp_path, need_checkpoints=True)
+
+
+def test_a_loops_machine_asks_for_nothing_that_a_target_elsewhere_drafts_with(models_there: Path) -> None:
+    own = 'kind = "draft_target"\ncheckpoint = "ck/own"'
+    spec = load(models_there, own, ("[target]\n", '[target]\nurl = "grpc://there:8001"\n'))
+    assert find_sources(spec)[Role.TARGET].drafter is None
+
+
 def test_the_shipped_spec_is_emulated_with_its_drafts() -> None:
     spec = emulated("qwen3-32b-llmapi", "h200_sxm")
     assert spec.drafts_itself and spec.engine_pace(Role.TARGET).draft is not None

@@ -10,8 +10,8 @@ import pytest
 from lr_backend.engine import Role
 from lr_backend.loop.ledger import READING_STEPS, Ledger
 from lr_backend.policy.acceptance import Acceptance
-from lr_backend.policy.policy import Learned
-from lr_backend.policy.prices import LONG_PROMPT
+from lr_backend.policy.policy import Learned, RequestPolicy
+from lr_backend.policy.prices import LONG_PROMPT, MOST_EXCUSED, Prices
 from lr_backend.policy.trial import Trial
 from lr_backend.request import Usage, VerifierName
 from lr_backend.testing import run_virtual
@@ -57,13 +57,19 @@ def test_a_draft_that_reads_was_not_rejected_and_one_that_never_comes_was(is_lon
 
 def test_what_was_written_before_a_model_is_first_asked_is_read_as_well() -> None:
     """In the mode auto the draft may come in late."""
-    ledger = Ledger(lambda: 7.0, prompt_tokens=3)
+    now_s = [0.0]
+    ledger = Ledger(lambda: now_s[0], prompt_tokens=3)
     ledger.called(Role.TARGET)
     assert not ledger.reads(Role.DRAFT)
     ledger.step_committed(LONG_PROMPT, num_reasoning=LONG_PROMPT)
     assert ledger.reads(Role.DRAFT) and not ledger.reads(Role.TARGET)
+    assert ledger.num_read(Role.TARGET, Role.DRAFT) == 3 + LONG_PROMPT
+    now_s[0] = 9.0
+    assert not ledger.has_just_read
     ledger.called(Role.DRAFT)
-    assert not ledger.reads(Role.DRAFT)
+    assert not ledger.reads(Role.DRAFT) and ledger.has_just_read
+    ledger.step_committed(1, num_reasoning=1)
+    assert not ledger.has_just_read
 
 
 def test_steps_for_which_the_draft_still_reads_say_nothing_of_looking_ahead(
@@ -92,3 +98,25 @@ def test_a_short_answer_behind_a_long_prompt_has_a_price(is_long: bool, mode: st
     assert len(world.target.calls) == (2 if is_long and mode == "auto" else 1)
     priced = learned.prices.target[False].token_s.value is not None
     assert priced == (mode == "auto" or not is_long)
+
+
+def test_a_step_that_waits_for_a_draft_that_reads_has_no_price(is_long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draft tokens come in with the second step here, and with the draft, which reads the first one too."""
+    world = World.of(target := storyteller(3, num_steps=30), imitator(target, 4, 1.0))
+    monkeypatch.setattr(RequestPolicy, "uses_draft_tokens", property(lambda self: len(world.target.calls) > 0))
+    world.draft.delay = lambda call, num_tokens: 0.01 if len(world.draft.calls) > 1 else 1e2
+    usage, learned = answered(world, mode="sd", num_draft_tokens=4)
+    assert usage.num_steps > 2
+    price = learned.prices.target[True].token_s.value
+    assert price is not None and (price < 0.1) == is_long
+
+
+def test_drafts_that_never_come_are_excused_for_a_while() -> None:
+    prices = Prices(lambda: 0.0)
+    for _ in range(2):
+        assert [prices.excuses_draft() for _ in range(MOST_EXCUSED + 2)] == [True] * MOST_EXCUSED + [False] * 2
+        with prices.drafting(LONG_PROMPT) as work:
+            work.num_tokens = 1
+    with prices.drafting():  # it came to nothing
+        prices.excuses_draft()
+    assert sum(prices.excuses_draft() for _ in range(MOST_EXCUSED)) == MOST_EXCUSED - 1

@@ -57,6 +57,7 @@ def test_a_token_beyond_the_vocabulary_is_a_marker_below_which_nothing_is_specul
     assert drafted is not None and target is not None
     assert drafted.closes and not target.closes
     assert settle(target, drafted) == Verdict(False, Reason.MARKER)
+    assert RULES.num_ids == len(TOKENIZER)
 
 
 @pytest.mark.parametrize(
