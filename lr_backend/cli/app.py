@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from collections.abc import Callable
+from io import TextIOWrapper
 from typing import Annotated
 
 import typer
@@ -72,6 +74,9 @@ def _main(
         bool, typer.Option("--version", metavar="", callback=_say_version, is_eager=True, help="Say the version and exit.")
     ] = False,
 ) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # not every encoding has all that is said
+            stream.reconfigure(errors="replace")
     # The parts of a deployment call one another by gRPC, which would go through a proxy that is there for the web: an empty
     # value says none. An operator who wants one names it here.
     os.environ.setdefault("grpc_proxy", "")

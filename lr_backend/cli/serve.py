@@ -135,6 +135,7 @@ def serve(
         if deployment.remotes and deployment.runs_loop:
             key_from(os.environ, ENGINE_KEY_VARIABLE)  # the loop reads it with its first request
         settings = Settings.load(openai_settings, host=openai_host, port=openai_port, keys_file=openai_keys)
+        settings.places(deployment.loop_config().limits.max_in_flight_requests)
         with ended_by_signals(), ExitStack() as ended:
             machine = _ready_machine(
                 console,

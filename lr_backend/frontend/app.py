@@ -17,7 +17,6 @@ from starlette.responses import Response
 
 import lr_backend
 from lr_backend.engine import Role
-from lr_backend.errors import ConfigError
 from lr_backend.frontend.answering import Answers, unless_gone
 from lr_backend.frontend.answers import Choice, Document, Head, counted, to_json, usage_document
 from lr_backend.frontend.asked import Asked
@@ -70,9 +69,7 @@ class Frontend:
         self._targets, self._notice_file = tuple(targets), notice_file
         self._settings, self._deployed, self._client, self._keys = settings, deployed, client, keys
         self._rate = Rate(settings.max_requests_a_minute, time.monotonic)
-        max_in_flight = settings.max_in_flight or deployed.max_in_flight
-        if settings.kept_for_priority >= max_in_flight:
-            raise ConfigError(f"kept_for_priority: of {max_in_flight} answers at a time some have to be everybody's")
+        max_in_flight = settings.places(deployed.max_in_flight)
         self._gate = Gate(max_in_flight, settings.kept_for_priority)
         self._room = Room(max_in_flight * settings.max_body_bytes)
         self._metrics, self._telemetry = DoorMetrics(self._gate, metrics_url), telemetry

@@ -129,7 +129,8 @@ class _Turn(Checked):
         """An answer may have no content, as one that was cut while reasoning, and may be sent back as a gateway has made it."""
         if not isinstance(given, dict) or given.get("role") != "assistant":
             return given
-        said = {name: value for name, value in given.items() if name not in _GATEWAYS}
+        # Official clients send fields of their own back empty.
+        said = {name: value for name, value in given.items() if name not in _GATEWAYS and value is not None}
         if said.get("reasoning_content") in (None, said.get("reasoning")):  # its name at other servers
             said["reasoning_content"] = said.pop("reasoning", None)
         return said if said.get("content") is not None else {**said, "content": ""}

@@ -39,16 +39,20 @@ class FrontendError(LookaheadError):
 
 
 class FrontendProcess:
-    """One front end. It takes its port at once, so that a clash with who listens is told before anything starts. Not thread-safe.
+    """One front end. It takes its port and looks at its keys at once: what is wrong there is told before models are loaded. Not
+    thread-safe.
 
     Raises:
-        ConfigError: it cannot listen there, or what it serves with is not installed.
+        ConfigError: it cannot listen there, what it serves with is not installed, or its file of keys is of no use.
     """
 
     def __init__(self, settings: Settings, certificate: Path | None = None) -> None:
         """``certificate``: of Triton's gRPC port, where it has one."""
         if missing := [package for name, package in _PACKAGES.items() if find_spec(name) is None]:
             raise ConfigError(f"the front end lacks packages: pip install {' '.join(missing)}")
+        from lr_backend.frontend.limits import Keys  # which wants those packages
+
+        Keys.read(settings.keys_file)
         self.settings, self._certificate = settings, certificate
         self._process: subprocess.Popen[bytes] | None = None
         self._socket = _bound(settings.host, settings.port)

@@ -52,6 +52,17 @@ class Settings(BaseModel):
             )
         return self
 
+    def places(self, admitted: int) -> int:
+        """Answers at a time, where the deployment admits so many.
+
+        Raises:
+            ConfigError: all of them are kept for priority.
+        """
+        found = self.max_in_flight or admitted
+        if self.kept_for_priority >= found:
+            raise ConfigError(f"kept_for_priority: of {found} answers at a time some have to be everybody's")
+        return found
+
     @classmethod
     def load(cls, path: Path | None, **by_option: object) -> Self:
         """Read a TOML file, if there is one, for all that no option says.

@@ -39,10 +39,11 @@ def fit_workload(traces: Sequence[Trace]) -> Workload:
         raise TraceError(
             f"no trace with lookahead among {len(traces)}: record some in mode lr or lr_sd, with max_depth of 1 or more"
         )
+    accepted = acceptance(ahead)  # of a trace that ended before its first step there is nothing to fit
     lengths = [length for trace in ahead for length in _step_lengths(trace)]
     mean = fmean(lengths)
     return Workload(
-        **acceptance(ahead),
+        **accepted,
         token_agreement=_token_agreement(traces),
         word_agreement=_word_agreement(ahead),
         ngram_hit_rate=_ngram_hit_rate(traces),

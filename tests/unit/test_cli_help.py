@@ -132,3 +132,18 @@ def test_parts_of_a_deployment_call_one_another_past_a_proxy_for_the_web(
     monkeypatch.setattr(os, "environ", dict(os.environ))
     assert CliRunner().invoke(app, ["version"]).exit_code == 0
     assert os.environ.get("grpc_proxy") == used  # noqa: SIM112 - gRPC's own name
+
+
+@pytest.mark.parametrize("one", [app, client], ids=["lookahead", "lookahead-client"])
+def test_what_a_terminal_has_no_letter_for_is_replaced(one: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model writes what it likes, and half an answer with a traceback is worth less than a question mark."""
+    streams = [io.TextIOWrapper(io.BytesIO(), encoding="latin-1") for _ in range(2)]
+    monkeypatch.setattr(sys, "stdout", streams[0])
+    monkeypatch.setattr(sys, "stderr", streams[1])
+    with pytest.raises(SystemExit):
+        one(["no-such-command"])
+    one.registered_callback.callback()
+    for stream in streams:
+        stream.write("x \u2192 1/2")
+        stream.flush()
+        assert stream.buffer.getvalue().endswith(b"x ? 1/2")  # type: ignore[attr-defined]

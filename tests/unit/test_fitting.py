@@ -289,6 +289,13 @@ def test_a_target_that_always_wins_the_race_leaves_nothing_to_fit() -> None:
         fit([traced(world, mode="lr")])
 
 
+def test_a_trace_that_ended_before_its_first_step_is_said_by_name() -> None:
+    cut = traced(numbered_world(), mode="lr", deadline_s=0.01)
+    assert cut.calls and not cut.steps
+    with pytest.raises(TraceError, match="no drafted step was compared"):
+        fit([cut])
+
+
 def test_what_is_given_stands_over_what_was_fitted() -> None:
     given = Overrides(acceptance_rate=0.2, cost_ratio=0.5, verdict_cost=0.1, step_tokens=10, num_cores=2.0)
 

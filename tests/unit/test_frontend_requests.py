@@ -217,9 +217,11 @@ def test_fields_of_other_servers_are_taken_or_refused_with_where_they_belong(doc
                 "tool_calls": None,
                 "annotations": [],
                 "reasoning_content": None,
+                "parsed": None,
             },
             ("assistant", "a"),
         ),
+        ({"role": "assistant", "reasoning_content": "r", "reasoning": None, "content": "a"}, ("assistant", "<think>r</think>a")),
     ],
 )
 def test_messages_as_the_template_takes_them(message: Document, sent: tuple[str, str]) -> None:

@@ -989,6 +989,11 @@ def test_keys_are_read_one_a_line(tmp_path: Path) -> None:
         Keys.read(tmp_path / "missing")
 
 
+def test_a_process_looks_at_its_keys_before_anything_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="missing: the API keys cannot be read"):
+        FrontendProcess(Settings(keys_file=tmp_path / "missing"))
+
+
 # ---------------------------------------------------------------------------------------------------------------------- settings
 
 

@@ -7,11 +7,13 @@ wrong, 130 interrupted with Ctrl-C (the request is cancelled on the server).
 from __future__ import annotations
 
 import inspect
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import wraps
+from io import TextIOWrapper
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, TextIO, get_args, get_origin, get_type_hints
@@ -59,6 +61,9 @@ def _main(
     ] = False,
 ) -> None:
     """What comes before a command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a model writes what not every encoding has
+            stream.reconfigure(errors="replace")
 
 
 Url = Annotated[
