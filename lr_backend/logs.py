@@ -28,10 +28,10 @@ def configure(*, knows_texts: bool, **about: int | str) -> None:
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         logger_factory=structlog.WriteLoggerFactory(cast(TextIO, _Losing(sys.stderr))),
     )
-    configure_libraries(knows_texts=knows_texts)
+    _configure_libraries(knows_texts=knows_texts)
 
 
-def configure_libraries(*, knows_texts: bool) -> None:
+def _configure_libraries(*, knows_texts: bool) -> None:
     """The standard library's loggers alone, from warnings on; a process that has its own handlers keeps them."""
     formatter = structlog.stdlib.ProcessorFormatter(
         foreign_pre_chain=[structlog.stdlib.add_logger_name, *_every(knows_texts)],

@@ -409,7 +409,7 @@ def _end_engines(server: TritonServer, models: Sequence[Role], keeper: StubKeepe
         if time.monotonic() < look_s + _WAKE_S:
             continue
         look_s = time.monotonic()
-        if idle.lasts(server, look_s) and (keeper.mended or dead or idle.iterations):
+        if idle.lasts(server, look_s) and (dead or idle.iterations):
             server.stop(0.0)
             return 0
     return server.stop(0.0) or 0

@@ -5,7 +5,8 @@ The step loop is told, so that calls in flight fail and answers end or go on wit
 starts a new process. What cannot be mended so ends the server, and whoever supervises it starts it anew: a process of the step
 loop, whose answers are lost with it, or that stands still, a model that does not load, the loss of too many calls, and a target
 that hangs, or fails every call, as one does whose cards have lost each other. Triton keeps a thread of the step loop for each
-call that a dead process was to answer.
+call that a dead process was to answer. A step loop elsewhere is told nothing, and waits until its connection breaks: so a server
+without one ends with the first model that dies.
 """
 
 from __future__ import annotations
@@ -45,7 +46,6 @@ class StubKeeper:
 
     Attributes:
         lost: set where something has died that is not mended in place; ``why`` says what.
-        mended: a model died and came back. Triton still waits for what the dead process was to answer.
     """
 
     def __init__(self, server: TritonServer, say: Callable[[str], None], load_s: float = LOAD_S) -> None:
@@ -69,11 +69,13 @@ class StubKeeper:
         self._wake, self._woken = os.pipe()
         self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
         self.lost = threading.Event()
-        self.mended = self._hangs = False
+        self._hangs, self._has_loop = False, True
         self.why = ""
 
     def start(self) -> None:
-        for model, pids in stubs_of(self._server.pid).items():
+        stubs = stubs_of(self._server.pid)
+        self._has_loop = LOOKAHEAD_MODEL in stubs
+        for model, pids in stubs.items():
             self._watch(model, pids)
         self._thread.start()
 
@@ -83,8 +85,8 @@ class StubKeeper:
 
     @property
     def can_drain(self) -> bool:
-        """The step loop can end what it has begun: it lives, and the target does not hang."""
-        return LOOKAHEAD_MODEL not in self._dead and not self._hangs
+        """The step loop can end what it has begun: it is here, it lives, and the target does not hang."""
+        return self._has_loop and LOOKAHEAD_MODEL not in self._dead and not self._hangs
 
     @property
     def dead(self) -> frozenset[str]:
@@ -179,6 +181,9 @@ class StubKeeper:
         if LOOKAHEAD_MODEL in models:
             self._lose("a process of the step loop died")
             return
+        if not self._has_loop:
+            self._lose(f"the process of {' and '.join(sorted(models))} died")
+            return
         for model in sorted(models):
             threading.Thread(target=self._mend, args=(model,), name=f"keeper of {model}", daemon=True).start()
             self._say(f"the process of {model} died; it is started anew")
@@ -196,7 +201,6 @@ class StubKeeper:
                     return
                 self._watch(model, pids)
                 self._dead.discard(model)
-                self.mended = True
                 post(self._server.notice_file, self._dead)
         except (OSError, http.client.HTTPException, psutil.Error, KeyError) as error:
             if not self._stopped:

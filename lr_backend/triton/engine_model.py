@@ -13,7 +13,7 @@ from lr_backend.embedded.config import EngineConfig
 from lr_backend.emulated.engine import PacedEngine
 from lr_backend.emulated.open import open_engine
 from lr_backend.errors import LookaheadError
-from lr_backend.logs import configure_libraries
+from lr_backend.logs import configure
 from lr_backend.triton.client_watch import CLIENT_LOOK_S, ClientWatch
 from lr_backend.triton.contract_model import LOOP_KEY, ContractModel, model_parameters
 from lr_backend.triton.engine_metrics import engine_metrics
@@ -47,7 +47,7 @@ class TritonPythonModel(ContractModel):
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the checkpoint and start the engine. A failure here keeps the model from becoming ready."""
-        configure_libraries(knows_texts=False)
+        configure(knows_texts=False)
         share_interpreter()
         end_lightly()
         try:

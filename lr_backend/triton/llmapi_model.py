@@ -17,7 +17,7 @@ from lr_backend.llmapi.engine import LlmApiEngine
 from lr_backend.llmapi.environment import apply, engine_environment, own_packages
 from lr_backend.llmapi.stats import DRAFT_COUNTERS, GAUGES, LlmApiStats
 from lr_backend.llmapi.upstream import load_upstream, make_llm
-from lr_backend.logs import configure_libraries
+from lr_backend.logs import configure
 from lr_backend.triton.client_watch import CLIENT_LOOK_S, ClientWatch
 from lr_backend.triton.contract_model import LOOP_KEY, ContractModel, model_parameters
 from lr_backend.triton.engine_metrics import counters_of, engine_metrics
@@ -31,7 +31,7 @@ class TritonPythonModel(ContractModel):
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the checkpoint and start the engine. A failure here keeps the model from becoming ready."""
-        configure_libraries(knows_texts=False)
+        configure(knows_texts=False)
         try:
             self._config = LlmApiConfig.from_parameters(model_parameters(args))
             self._config.check_checkpoint()

@@ -44,6 +44,8 @@ SLOW_TOKEN_S, SLOWEST_TOKEN_S = 0.03, 0.3
 of long calls answers none before the first of them is over."""
 FEWEST_TOKENS, PACE_WEIGHT = 16, 0.2
 """Shorter calls say nothing of the pace. A longer one weighs so much, since it alone may have had to wait."""
+STILL_S = 1.0
+"""A pause that takes so much longer than it should is one in which this process did not run: as where a container is paused."""
 ENOUGH_CANCELS = 3
 """That the engine must have heard before a call is given up for lost, though it has had all the time that calls may take."""
 DRAFTS_SHARE, JUDGES_SHARE = 0.5, 0.25
@@ -430,9 +432,13 @@ class TritonEngine:
             async with self._cancels, self._alone if self._num_unheard else nullcontext():
                 is_heard = running.done() or (self._num_unheard <= MOST_UNHEARD and await self._cancel(request_id))
             num_heard += is_heard
+            paused_at = clock()
             await asyncio.wait({running}, timeout=pause_s if is_heard else 0.0)
+            stood_still = clock() - paused_at > pause_s + STILL_S
+            lost_at += clock() - paused_at if stood_still else 0.0
             pause_s = min(2.0 * pause_s, LONGEST_PAUSE_S)
-            if num_answered != self._watch.num_answered:  # a call that only waits for its turn is no sign of an engine that hangs
+            # A call that only waits for its turn is no sign of an engine that hangs, nor is time in which nobody here ran.
+            if stood_still or num_answered != self._watch.num_answered:
                 silent_since, num_answered = clock(), self._watch.num_answered
             elif not running.done():
                 longest_s = SILENCE_S + self._slow_token_s * max(self._lengths.values())

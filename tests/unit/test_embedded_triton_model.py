@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import structlog
 
 from lr_backend.contract import encode_stop_words
 from lr_backend.engine import EngineCall, Generation, cancel_tensors
@@ -64,6 +65,14 @@ def model(module: Any, repository: Path) -> Iterator[Any]:
     yield model
     model._engine.check_integrity()
     model.finalize()
+
+
+def test_its_own_events_are_lines_of_json(module: Any, repository: Path) -> None:
+    structlog.reset_defaults()
+    model = module.TritonPythonModel()
+    model.initialize(arguments(repository))
+    model.finalize()
+    assert isinstance(structlog.get_config()["processors"][-1], structlog.processors.JSONRenderer)
 
 
 def tensors(length: int = 9, max_new_tokens: int = 8, **fields: Any) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def test_a_server_that_is_to_stop_does_not_wait_for_a_model_that_loads(
     silent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dead = subprocess.Popen(["sleep", "60"])
-    monkeypatch.setattr(room, "stubs_of", lambda _: {"draft": [dead.pid]})
+    monkeypatch.setattr(room, "stubs_of", lambda _: {"draft": [dead.pid], "lookahead": [os.getpid()]})
     server = server_of(tmp_path, silent)
     heard = threading.Event()
     keeper = StubKeeper(server, lambda _: heard.set())
@@ -92,13 +92,26 @@ def test_while_one_model_loads_others_are_seen_to_die(silent: str, tmp_path: Pat
     keeper.stop()
 
 
+def test_a_server_without_a_step_loop_ends_with_the_first_model_to_die(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step loop elsewhere is told nothing: its calls end as their connection breaks."""
+    dead = subprocess.Popen(["sleep", "60"])
+    monkeypatch.setattr(room, "stubs_of", lambda _: {"target": [dead.pid], "judge": [os.getpid()]})
+    keeper = StubKeeper(server_of(tmp_path), lambda line: None)
+    keeper.start()
+    dead.kill()
+    dead.wait()
+    assert keeper.lost.wait(10.0) and keeper.why == "the process of target died" and not keeper.can_drain
+    keeper.stop()
+
+
 @pytest.mark.parametrize(
     ("num_lost", "dead", "lasts"), [(0, set(), True), (63, set(), True), (64, set(), False), (64, {"draft"}, True)]
 )
 def test_a_server_that_has_lost_too_many_calls_ends_once_every_model_is_back(
-    tmp_path: Path, num_lost: int, dead: set[str], lasts: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_lost: int, dead: set[str], lasts: bool
 ) -> None:
     """Each of them holds a thread of the step loop for good; without threads nothing is ever answered."""
+    monkeypatch.setattr(room, "stubs_of", lambda _: {"lookahead": [os.getpid()]})
     server = server_of(tmp_path)
     Seats.beside(server.notice_file).seat(1).lose(num_lost)
     keeper = StubKeeper(server, lambda line: None)
@@ -117,7 +130,7 @@ def test_a_model_that_is_back_is_watched_anew(tmp_path: Path, monkeypatch: pytes
     keeper = StubKeeper(server, said.append)
     keeper._dead.add("draft")
     keeper._mend("draft")
-    assert said == ["draft is back"] and keeper.mended and not keeper.dead and list(keeper._watched.values()) == ["draft"]
+    assert said == ["draft is back"] and not keeper.dead and list(keeper._watched.values()) == ["draft"]
     keeper.stop()
 
 
@@ -205,7 +218,7 @@ def test_a_process_of_the_loop_that_stands_still_ends_the_server(
 def test_a_server_that_nobody_watches_any_more_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No room for the notice of a death: the step loop is not told, so that its calls would hang."""
     dead = subprocess.Popen(["sleep", "60"])
-    monkeypatch.setattr(room, "stubs_of", lambda _: {"draft": [dead.pid]})
+    monkeypatch.setattr(room, "stubs_of", lambda _: {"draft": [dead.pid], "lookahead": [os.getpid()]})
     server = server_of(tmp_path)
     server.notice_file = tmp_path / "gone" / "notice"
     keeper = StubKeeper(server, lambda line: None)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import structlog
 from structlog.testing import capture_logs
 
 from lr_backend.contract import encode_stop_words
@@ -69,6 +70,14 @@ def model(module: Any, tmp_path: Path) -> Iterator[Any]:
     model.initialize(arguments(tmp_path, gpu_device_ids="3"))
     yield model
     model.finalize()
+
+
+def test_its_own_events_are_lines_of_json(module: Any, tmp_path: Path) -> None:
+    structlog.reset_defaults()
+    model = module.TritonPythonModel()
+    model.initialize(arguments(tmp_path))
+    model.finalize()
+    assert isinstance(structlog.get_config()["processors"][-1], structlog.processors.JSONRenderer)
 
 
 def tensors(max_new_tokens: int = 8, **fields: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
+from lr_backend.clock import VirtualClockLoop
 from lr_backend.engine import EngineCall, Generation
 from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable
 from lr_backend.notice import Seats
@@ -329,6 +330,25 @@ def test_an_engine_that_answers_other_processes_of_the_loop_does_not_hang() -> N
         await asyncio.sleep(1.0)
         assert seats.num_hung == 0
         await asyncio.gather(*calls, return_exceptions=True)
+        await engine.close()
+
+    run_virtual(main())
+
+
+def test_time_in_which_this_process_stood_still_is_no_sign_of_a_dead_engine() -> None:
+    """As where a container is paused with all that is in it."""
+
+    async def main() -> None:
+        triton, loop = ScriptedTriton(seconds=300.0, deaf=10**6), asyncio.get_running_loop()
+        assert isinstance(loop, VirtualClockLoop)
+        engine = TritonEngine("target", triton.infer, CallGate(4), tokens_per_block=32)
+        lost = asyncio.create_task(engine.generate(call()))
+        await asyncio.sleep(0.5)
+        lost.cancel()
+        await asyncio.sleep(0.6)
+        loop._jumping.now_s += 60.0
+        await asyncio.sleep(SILENCE_S / 2)
+        assert not engine.out_of_order
         await engine.close()
 
     run_virtual(main())
