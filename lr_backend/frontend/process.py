@@ -1,4 +1,4 @@
-"""Starts the front end as a process of its own, watches it, and ends it. Imports nothing that it serves with."""
+"""Starts the front end as a process of its own, watches it, and ends it. What it serves with may be missing until then."""
 
 from __future__ import annotations
 

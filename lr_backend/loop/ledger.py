@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from lr_backend.clock import Clock
 from lr_backend.engine import Engine, EngineCall, Generation, Role
@@ -156,10 +157,14 @@ class Ledger:
         """A step that begins now waits until a long text is read."""
         return self.num_read(role) >= LONG_PROMPT
 
-    @property
-    def has_just_read(self) -> bool:
-        """Since the last commit a model has read a long text, for which the steps that come next may have waited."""
-        return any(read_s > self.committed_s for read_s in self.read_s.values())
+    def has_waited(self, began_s: float = inf) -> bool:
+        """What is committed next may have waited until a model had read a long text: it did so since the last commit.
+
+        Args:
+            began_s: when the target began to write it. That may be before other steps were committed.
+        """
+        target_s, draft_s = (self.read_s.get(role, 0.0) for role in (Role.TARGET, Role.DRAFT))
+        return max(target_s, draft_s) > self.committed_s or target_s > began_s
 
     def waits_for_draft(self, decision: Decision) -> bool:
         """The draft is late as it first reads a long text. Once that has taken many steps, it is as slow as that."""

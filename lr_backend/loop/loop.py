@@ -122,7 +122,7 @@ class LookaheadLoop:
         ending = self.rules.of_step if watched else self.rules.of_answer
         step = await self._target_step(prefix, self._budget(prefix) if watched else most, ending)
         num_steps = 1 if watched else max(1, round(len(step.ids) / self.shared.step_tokens))
-        self.policy.committed(len(step.ids), num_steps, counts=not self.ledger.has_just_read)
+        self.policy.committed(len(step.ids), num_steps, counts=not self.ledger.has_waited())
         self.answer.commit(step, Origin.TARGET, Reason.NONE)
 
     # The algorithm -------------------------------------------------------------------------------------------------
@@ -181,7 +181,8 @@ class LookaheadLoop:
         self.audit.decided(decision.verdict, len(decision.position.prefix), pair)
         if first is not None:
             self.shared.decided(by, *first)
-        accepted, counts = first and first[0], not (waits or self.ledger.has_just_read)
+        accepted, began_s = first and first[0], decision.position.times_s["target_started_s"]
+        counts = not (waits or self.ledger.has_waited(began_s))
         self.policy.committed(len(decision.step.ids), accepted=accepted, compared=bool(compared), verifier=by, counts=counts)
         self.answer.commit(decision.step, decision.origin, decision.reason, decision)
 
@@ -265,9 +266,8 @@ class LookaheadLoop:
         tokens, sibling = self.target.draft_tokens, node.sibling if node is not None else 0
         with_tokens = self.policy.uses_draft_tokens and (tokens is None or tokens.source.is_available)
         first = node.children[0] if node is not None and node.children else None
-        # With the draft model's tokens the step waits for the draft as well.
-        asks = (Role.TARGET, Role.DRAFT) if with_tokens and self.request.proposer == ProposerName.DRAFT_MODEL else (Role.TARGET,)
-        with self.shared.prices.step(drafts=with_tokens, num_read=self.ledger.num_read(*asks)) as work:
+        waits_for = (Role.TARGET, Role.DRAFT)[: 1 + (with_tokens and self.request.proposer == ProposerName.DRAFT_MODEL)]
+        with self.shared.prices.step(drafts=with_tokens, num_read=self.ledger.num_read(*waits_for)) as work:
             if with_tokens and tokens is not None:
                 drafted = self._drafting.get(first) if first is not None else None
                 step = await self.target.speculate(prefix, most, ending, sibling=sibling, drafted=drafted)

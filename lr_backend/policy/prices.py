@@ -167,7 +167,7 @@ class Prices:
         self.num_requests = 0
         self._sequences = Presence(clock)
         self._num_excused = 0
-        """Steps since a draft came in time, for which one was late that read."""
+        """Steps for which a draft was late that first read a long text, since the last one that has read such a text."""
 
     @property
     def num_in_all(self) -> int:
@@ -241,10 +241,10 @@ class Prices:
         """The draft writes a step; timed by token if it comes to its end. ``num_read`` as in :meth:`step`."""
         work, started = Work(), self.clock()
         yield work
-        if work.num_tokens:
-            self._num_excused = 0
         if work.num_tokens and num_read < LONG_PROMPT:
             self._tell("drafted", (self.clock() - started) / work.num_tokens, work.num_tokens)
+        elif work.num_tokens:
+            self._num_excused = 0
 
     def excuses_draft(self) -> bool:
         """A draft was late that first reads a long text: whether that says nothing. It does where no draft comes any more."""

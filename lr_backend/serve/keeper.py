@@ -85,8 +85,11 @@ class StubKeeper:
 
     @property
     def can_drain(self) -> bool:
-        """The step loop can end what it has begun: it is here, it lives, and the target does not hang."""
-        return self._has_loop and LOOKAHEAD_MODEL not in self._dead and not self._hangs
+        """What is in flight can end: the step loop lives, and the target does not hang. Without a loop: another model lives."""
+        if self._has_loop:
+            return LOOKAHEAD_MODEL not in self._dead and not self._hangs
+        with self._state:
+            return bool(set(self._watched.values()) - self._dead)
 
     @property
     def dead(self) -> frozenset[str]:

@@ -132,13 +132,15 @@ class StepRules:
         markers: Sequence[str] = (),
     ) -> StepRules:
         """Read the pieces of a whole vocabulary (one pass at start-up)."""
-        texts = tokenizer.batch_decode([[token] for token in range(len(tokenizer))], skip_special_tokens=False)
+        special = special_ids(tokenizer)
+        vocabulary: Mapping[str, int] = getattr(tokenizer, "get_vocab", dict)()
+        num_ids = 1 + max((len(tokenizer) - 1, *vocabulary.values(), *special))  # there may be gaps
+        texts = tokenizer.batch_decode([[token] for token in range(num_ids)], skip_special_tokens=False)
         open_id = single_token(tokenizer, think_open) if think_open else None
         close_id = single_token(tokenizer, think_close) if think_close else None
         tool_ids = [token for text in markers if (token := single_token(tokenizer, text)) is not None]
         rules = cls.build(segmenter, dict(enumerate(texts)), end_ids, open_id, close_id, tool_ids)
-        special, marks = special_ids(tokenizer), {open_id, close_id}
-        num_ids = 1 + max(len(tokenizer) - 1, *getattr(tokenizer, "added_tokens_decoder", {}), *special)
+        marks = {open_id, close_id}
         hidden = special - marks if special & marks else None
         # Nobody reads special tokens, so nobody could say that two steps that differ in them mean the same.
         return replace(rules, marker_ids=rules.marker_ids | special, hidden_ids=hidden, num_ids=num_ids)

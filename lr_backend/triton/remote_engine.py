@@ -46,7 +46,7 @@ _CONNECTION = (
 )
 _REFUSED = ("StatusCode.INVALID_ARGUMENT", "StatusCode.UNIMPLEMENTED")
 _OUT_OF_ORDER = ("StatusCode.UNAVAILABLE", "StatusCode.INTERNAL", "StatusCode.NOT_FOUND")
-"""Triton knows no model of that name while it loads it anew, and while it ends."""
+"""Triton knows no model of that name while it ends."""
 _CUT_OFF = "Stream removed"
 """What gRPC says of a connection that broke, by the status UNKNOWN (grpc/grpc#34076)."""
 

@@ -92,15 +92,18 @@ def test_while_one_model_loads_others_are_seen_to_die(silent: str, tmp_path: Pat
     keeper.stop()
 
 
-def test_a_server_without_a_step_loop_ends_with_the_first_model_to_die(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step loop elsewhere is told nothing: its calls end as their connection breaks."""
+@pytest.mark.parametrize("others", [{}, {"judge": [os.getpid()]}], ids=["alone", "beside another"])
+def test_a_server_without_a_step_loop_ends_with_the_first_model_to_die(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: dict[str, list[int]]
+) -> None:
+    """A step loop elsewhere is told nothing: its calls end as their connection breaks. Another model ends what it has."""
     dead = subprocess.Popen(["sleep", "60"])
-    monkeypatch.setattr(room, "stubs_of", lambda _: {"target": [dead.pid], "judge": [os.getpid()]})
+    monkeypatch.setattr(room, "stubs_of", lambda _: {"target": [dead.pid], **others})
     keeper = StubKeeper(server_of(tmp_path), lambda line: None)
     keeper.start()
     dead.kill()
     dead.wait()
-    assert keeper.lost.wait(10.0) and keeper.why == "the process of target died" and not keeper.can_drain
+    assert keeper.lost.wait(10.0) and keeper.why == "the process of target died" and keeper.can_drain == bool(others)
     keeper.stop()
 
 

@@ -65,11 +65,23 @@ def test_what_was_written_before_a_model_is_first_asked_is_read_as_well() -> Non
     assert ledger.reads(Role.DRAFT) and not ledger.reads(Role.TARGET)
     assert ledger.num_read(Role.TARGET, Role.DRAFT) == 3 + LONG_PROMPT
     now_s[0] = 9.0
-    assert not ledger.has_just_read
+    assert not ledger.has_waited()
     ledger.called(Role.DRAFT)
-    assert not ledger.reads(Role.DRAFT) and ledger.has_just_read
+    assert not ledger.reads(Role.DRAFT) and ledger.has_waited()
     ledger.step_committed(1, num_reasoning=1)
-    assert not ledger.has_just_read
+    assert not ledger.has_waited()
+    ledger.called(Role.JUDGE)
+    assert not ledger.has_waited(), "a judge reads two steps"
+
+
+def test_steps_ahead_of_the_root_wait_for_its_reading_too() -> None:
+    now_s = [1.0]
+    ledger = Ledger(lambda: now_s[0], prompt_tokens=LONG_PROMPT)
+    now_s[0] = 3.0
+    ledger.called(Role.TARGET)
+    ledger.step_committed(1, num_reasoning=1)
+    assert not ledger.has_waited() and not ledger.has_waited(began_s=2.5)
+    assert ledger.has_waited(began_s=1.0)
 
 
 def test_steps_for_which_the_draft_still_reads_say_nothing_of_looking_ahead(
@@ -117,6 +129,8 @@ def test_drafts_that_never_come_are_excused_for_a_while() -> None:
         assert [prices.excuses_draft() for _ in range(MOST_EXCUSED + 2)] == [True] * MOST_EXCUSED + [False] * 2
         with prices.drafting(LONG_PROMPT) as work:
             work.num_tokens = 1
-    with prices.drafting():  # it came to nothing
-        prices.excuses_draft()
-    assert sum(prices.excuses_draft() for _ in range(MOST_EXCUSED)) == MOST_EXCUSED - 1
+    for num_read, num_tokens in ((LONG_PROMPT, 0), (LONG_PROMPT - 1, 1)):  # one came to nothing, the other read little
+        with prices.drafting(num_read) as work:
+            prices.excuses_draft()
+            work.num_tokens = num_tokens
+    assert sum(prices.excuses_draft() for _ in range(MOST_EXCUSED)) == MOST_EXCUSED - 2

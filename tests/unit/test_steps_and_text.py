@@ -57,7 +57,6 @@ def test_a_token_beyond_the_vocabulary_is_a_marker_below_which_nothing_is_specul
     assert drafted is not None and target is not None
     assert drafted.closes and not target.closes
     assert settle(target, drafted) == Verdict(False, Reason.MARKER)
-    assert RULES.num_ids == len(TOKENIZER)
 
 
 @pytest.mark.parametrize(
@@ -250,6 +249,16 @@ def test_marks_of_the_reasoning_are_told_even_if_they_are_special_tokens(are_spe
     if are_special == "add_tokens":
         (other,) = tokenizer.convert_tokens_to_ids(["<other>"])
         assert text_of(tokenizer, [1, other], rules.hidden_ids).split() == ["why"] and other in rules.marker_ids
+
+
+@pytest.mark.parametrize("eos", ["<end>", None], ids=["special", "none special"])
+def test_a_vocabulary_may_have_gaps(eos: str | None) -> None:
+    words = {"<end>": 0, "why": 1, ".\n\n": 9}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="<end>")), eos_token=eos)
+    rules = StepRules.from_tokenizer(tokenizer, [0])
+    assert len(tokenizer) == 3 and rules.num_ids == 10
+    step = rules.cut([1, 9, 1], 9)
+    assert step is not None and step.ids == (1, 9) and not step.markers
 
 
 def test_a_proposer_that_never_answers_proposes_nothing() -> None:
