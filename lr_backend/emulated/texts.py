@@ -54,9 +54,9 @@ _VERDICT = VOCABULARY.encode(VERDICT_PREFILL)
 """What a prompt that asks for a verdict ends with."""
 (_MARK,) = VOCABULARY.encode("?")
 """Of a word that means something else, where it is read by its characters: a judge's steps begin without a space."""
-DRAFT_TEMPERATURE = 0.0
-"""Of first candidates in every loop over scripted texts: a draft that does not draw writes its first candidate, one that does
-another one for each seed."""
+DRAFT_TEMPERATURE = 2.0**-10
+"""Of first candidates in every loop over scripted texts, or below: above it a draft writes another candidate for each seed. It is
+not 0, at which a drafted step serves as draft tokens: the shipped deployments on GPUs draw theirs."""
 PIECE = 64
 """Tokens of an answer that are worked out at a time."""
 RUN = 12
@@ -120,12 +120,13 @@ class Texts:
         way = next((LIKE if token < UNLIKE else UNLIKE for token in written if LIKE <= token < UNLIKE + NUM_WORDS), 0)
         if place.is_over:
             way = LIKE  # nobody compares what an answer means
-        step = (place.story, place.start, 0 if request.sampling.greedy else request.seed)
+        is_first = request.sampling.temperature <= DRAFT_TEMPERATURE
+        step = (place.story, place.start, 0 if is_first else request.seed)
         chance = _chance(self._seed, "like", *step)
         if not way:
             further = workload.sibling_acceptance_rate
             # The first candidate is the draft's likeliest token, the others are drawn.
-            rate = workload.acceptance_rate if request.sampling.greedy or further is None else further
+            rate = workload.acceptance_rate if is_first or further is None else further
             longer = self._length(place.story, place.start) / workload.step_tokens - 1.0
             way = LIKE if chance < rate - workload.length_bias * longer else UNLIKE
             if way == LIKE and chance < workload.exact_rate:

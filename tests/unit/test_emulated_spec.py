@@ -52,7 +52,7 @@ def test_sizes_limits_and_defaults_are_those_of_the_deployment(plain: EmulatedDe
         assert plain.checkpoint_dir(role) == TOKENIZER_DIR
     ours_loop, theirs_loop = plain.loop_config(), LIKE.loop_config()
     assert (ours_loop.limits, ours_loop.defaults) == (theirs_loop.limits, theirs_loop.defaults)
-    assert (ours_loop.coupled_noise, ours_loop.draft_temperature) == (False, DRAFT_TEMPERATURE)
+    assert (ours_loop.coupled_noise, ours_loop.draft_temperature) == (False, DRAFT_TEMPERATURE) and DRAFT_TEMPERATURE > 0.0
     assert plain.server == LIKE.server.model_copy(update={"num_loops": 1})
     assert plain.placements == ()
 
