@@ -28,10 +28,12 @@ def same_text(pair: StepPair) -> Verdict | None:
 
 
 def _lines(text: str) -> list[tuple[str, list[str]]]:
-    """Of each line that is not blank: how it is indented, and its words. A single blank is none: tokens may begin with it."""
+    """Of each line that is not blank: how it is indented, and its words. A single blank before all is none: tokens begin so."""
     lines = [line for line in text.splitlines() if line.strip()]
     indented = [line[: len(line) - len(line.lstrip())] for line in lines]
-    return [("" if indent == " " else indent, line.split()) for indent, line in zip(indented, lines, strict=True)]
+    if indented[:1] == [" "]:
+        indented[0] = ""
+    return [(indent, line.split()) for indent, line in zip(indented, lines, strict=True)]
 
 
 def numeric_veto(pair: StepPair) -> Verdict | None:

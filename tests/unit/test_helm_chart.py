@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import tomllib
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -247,6 +248,14 @@ def test_the_schema_of_the_values_refuses(wrong: dict[str, Any]) -> None:
 def test_what_does_not_go_together_is_refused_by_name(values: dict[str, Any], why: str) -> None:
     with pytest.raises(helm.HelmError, match=re.escape(why)):
         render(values)
+
+
+@pytest.mark.parametrize(("nodes", "fits"), [(1, True), (2, False)])
+def test_names_of_pods_over_several_nodes_fit_into_labels(nodes: int, fits: bool) -> None:
+    """A worker's set is named after release, role and replica, and its pods are labelled with that and a hash."""
+    values = over(profile("roles-apart"), {"roles": {"target": {"nodes": nodes}, "nodeKeySecret": {"name": "key"}}})
+    with nullcontext() if fits else pytest.raises(helm.HelmError, match=r"roles\.target\.nodes: a shorter name"):
+        render(values, release="team-reasoning-production-eu")
 
 
 # --------------------------------------------------------------------------------------------------------------------- security

@@ -249,6 +249,7 @@ def test_a_cancelled_verdict_is_cancelled() -> None:
         pytest.param("for x in l:\n    s += x\nreturn s", "for x in l:\n    s += x\n    return s", False, id="another program"),
         ("    return s\n\n", "return s\n\n", False),
         (" So it is.", "So it is.", True),
+        pytest.param("a:\n b: 1", "a:\nb: 1", False, id="indented by one blank"),
         pytest.param("So it is \ufffd", "So it is \ufffd", False, id="cut inside two characters that may differ"),
     ],
 )

@@ -55,6 +55,7 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 
 {{/* The name of what owns a role's pods, and of the Service that names them. Where a role spans nodes it is another, so that an upgrade can go either way. */}}
 {{- define "lookahead.roleSet" -}}
+{{- if and (gt (int .of.nodes) 1) (gt (len (include "lookahead.fullname" .root)) 36) }}{{ fail (printf "roles.%s.nodes: a shorter name of the release, please: Kubernetes labels pods of several nodes with names of at most 63 characters" .role) }}{{ end -}}
 {{ include "lookahead.fullname" .root }}-{{ .role }}{{ if gt (int .of.nodes) 1 }}-nodes{{ end }}
 {{- end }}
 
