@@ -19,7 +19,7 @@ from lr_backend.request import LookaheadRequest, Mode, VerifierName
 from lr_backend.steps.step import Step, StepEnd
 from tests.unit.test_prices import Clock
 
-SLOWER = {1: 1.25, 4: 1.45}
+SLOWER = {1: 1.3, 4: 1.45}
 """By the width of a request that looks far ahead: others take so many times as long beside it as beside one of the target alone,
 at most."""
 SLOWER_AUTO = 1.8
