@@ -120,7 +120,8 @@ class Texts:
         way = next((LIKE if token < UNLIKE else UNLIKE for token in written if LIKE <= token < UNLIKE + NUM_WORDS), 0)
         if place.is_over:
             way = LIKE  # nobody compares what an answer means
-        is_first = request.sampling.temperature <= DRAFT_TEMPERATURE
+        sampling = request.sampling
+        is_first = sampling.greedy or sampling.temperature <= DRAFT_TEMPERATURE  # a greedy call says no temperature to Triton
         step = (place.story, place.start, 0 if is_first else request.seed)
         chance = _chance(self._seed, "like", *step)
         if not way:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lr_backend.emulated.texts import Script, ScriptedSource, Texts
+from lr_backend.emulated.texts import DRAFT_TEMPERATURE, Script, ScriptedSource, Texts
 from lr_backend.emulated.vocabulary import (
     ALIGNED,
     ASSISTANT,
@@ -27,7 +27,7 @@ from lr_backend.emulated.vocabulary import (
     VOCABULARY,
 )
 from lr_backend.emulated.workload import Workload
-from lr_backend.engine import GREEDY, Role, Sampling
+from lr_backend.engine import GREEDY, EngineCall, Role, Sampling
 from lr_backend.engine.request import EngineRequest
 from lr_backend.errors import ConfigError
 from lr_backend.steps.tokens import num_equal
@@ -129,6 +129,15 @@ def test_candidates_that_are_drawn_differ_by_their_seed() -> None:
     assert first == drafted(texts, request((1,), 1, sampling=SAMPLED, seed=1))
     assert first != second
     assert drafted(texts, request((1,), 1, sampling=GREEDY, seed=1)) == drafted(texts, request((1,), 1, sampling=GREEDY, seed=2))
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(DRAFT_TEMPERATURE), Sampling(1.0, top_k=1)], ids=repr)
+def test_first_candidates_are_the_same_whoever_asks(sampling: Sampling) -> None:
+    """In process, and by Triton, where a greedy call says no temperature."""
+    texts = Texts(WORKLOAD, 0)
+    call = EngineCall("a", texts.prompt(0), 4, sampling=sampling, seed=7)
+    for asked in (EngineRequest.from_call(call), EngineRequest.from_tensors("a", call.tensors())):
+        assert drafted(texts, asked) == drafted(texts)
 
 
 def test_questions_differ_and_so_do_their_answers() -> None:
