@@ -265,11 +265,11 @@ class LookaheadLoop:
         """The target's step after ``prefix``, timed; with draft tokens where they pay."""
         tokens, sibling = self.target.draft_tokens, node.sibling if node is not None else 0
         with_tokens = self.policy.uses_draft_tokens and (tokens is None or tokens.source.is_available)
-        first = node.children[0] if node is not None and node.children else None
-        waits_for = (Role.TARGET, Role.DRAFT)[: 1 + (with_tokens and self.request.proposer == ProposerName.DRAFT_MODEL)]
-        with self.shared.prices.step(drafts=with_tokens, num_read=self.ledger.num_read(*waits_for)) as work:
+        asks_draft = with_tokens and self.request.proposer == ProposerName.DRAFT_MODEL
+        num_read = self.ledger.num_read(*((Role.TARGET, Role.DRAFT) if asks_draft else (Role.TARGET,)))
+        with self.shared.prices.step(drafts=with_tokens, num_read=num_read) as work:
             if with_tokens and tokens is not None:
-                drafted = self._drafting.get(first) if first is not None else None
+                drafted = self._drafting.get(node.children[0]) if node is not None and node.children else None
                 step = await self.target.speculate(prefix, most, ending, sibling=sibling, drafted=drafted)
             else:
                 step = await self.target.write(prefix, most, ending, sibling=sibling, drafts=with_tokens)

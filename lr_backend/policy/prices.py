@@ -247,7 +247,7 @@ class Prices:
             self._num_excused = 0
 
     def excuses_draft(self) -> bool:
-        """A draft was late that first reads a long text: whether that says nothing. It does where no draft comes any more."""
+        """Whether a draft may be late once more as it first reads a long text. Not for ever, where none comes."""
         self._num_excused += 1
         return self._num_excused <= MOST_EXCUSED
 
