@@ -4,6 +4,7 @@ import gc
 import os
 
 import pytest
+import structlog
 from hypothesis import settings
 
 # Read when torch is loaded, so it stands before whatever loads it. Threads of torch that wait must not spin: the test's own
@@ -40,3 +41,8 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+
+
+def pytest_runtest_teardown() -> None:
+    """What a model of Triton sets for its whole process, its logs, ends with the test that started it here."""
+    structlog.reset_defaults()

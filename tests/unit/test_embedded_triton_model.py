@@ -68,7 +68,6 @@ def model(module: Any, repository: Path) -> Iterator[Any]:
 
 
 def test_its_own_events_are_lines_of_json(module: Any, repository: Path) -> None:
-    structlog.reset_defaults()
     model = module.TritonPythonModel()
     model.initialize(arguments(repository))
     model.finalize()

@@ -73,7 +73,6 @@ def model(module: Any, tmp_path: Path) -> Iterator[Any]:
 
 
 def test_its_own_events_are_lines_of_json(module: Any, tmp_path: Path) -> None:
-    structlog.reset_defaults()
     model = module.TritonPythonModel()
     model.initialize(arguments(tmp_path))
     model.finalize()
