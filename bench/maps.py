@@ -50,8 +50,8 @@ CONTEXTS = (1_000, 4_000, 16_000, 32_000)
 ALPHAS = (0.3, 0.6, 0.9)
 NUM_STEPS = 12
 """Of every answer, whatever the load: a window fills at its beginning and runs empty at its end, at each load alike."""
-ANSWERS_ALONE = 12
-"""Of one request after another; of more in flight, as many at least as are."""
+ANSWERS_ALONE, ANSWERS_AMONG = 12, 32
+"""Of one request after another, and of several in flight at least: some spans of a trial, so that a try weighs what it costs."""
 EQUAL_CONTEXT, EQUAL_ALPHA = 1_000, 0.6
 TEXTS = Workload(
     0.6,
@@ -165,7 +165,7 @@ def learn(one: Found) -> dict[str, Any]:
 
 
 def _num_answers(load: int) -> int:
-    return max(load, ANSWERS_ALONE // load)
+    return ANSWERS_ALONE if load == 1 else max(load, ANSWERS_AMONG)
 
 
 def _behind_loops(asked: Scenario, policy: Policy) -> Scenario:
