@@ -81,6 +81,7 @@ class Learned:
         predict: Predict,
         *,
         fresh: bool,
+        joins: bool = False,
     ) -> None:
         """One request took ``seconds`` for so many tokens, as in :meth:`~lr_backend.policy.trial.Trial.committed`.
 
@@ -92,7 +93,7 @@ class Learned:
         if turn == self.trial(*of).turn:
             predicted = [predict(each) for each in of[-1]]
             about = (seconds, num_tokens, num_steps, self.prices.num_in_all)
-            self._tell("committed", *self._key(*of), self._most_first, turn.way, predicted, fresh, *about)
+            self._tell("committed", *self._key(*of), self._most_first, turn.way, predicted, fresh, joins, *about)
 
     def decided(self, verifier: str, accepted: bool, log_prob: float | None) -> None:
         """A drafted step at the root was accepted by this verifier, or not."""
@@ -113,12 +114,12 @@ class Learned:
         match kind, values:
             case "trial", (load, proposer, verifier, ways, most_first):
                 self._begin_trial(load, (proposer, verifier, _ways(ways)), most_first=most_first)
-            case "committed", (load, proposer, verifier, ways, most_first, way, predicted, fresh, *about):
+            case "committed", (load, proposer, verifier, ways, most_first, way, predicted, fresh, joins, *about):
                 others = (proposer, verifier, _ways(ways))
                 predict = dict(zip(others[-1], predicted, strict=True)).__getitem__
                 # A process that has come late may have missed its beginning. It takes the others' way: it heeds no other's steps.
                 self._begin_trial(load, others, most_first=most_first, way=Way(*way))
-                self._trials[load, *others].committed(Way(*way), *about, predict=predict, fresh=fresh)
+                self._trials[load, *others].committed(Way(*way), *about, predict=predict, fresh=fresh, joins=joins)
             case "decided", (verifier, accepted, log_prob):
                 self.acceptance[verifier].decided(accepted, log_prob)
             case _:
@@ -258,6 +259,8 @@ class Measured(RequestPolicy):
     _ways: tuple[Way, ...] = field(init=False)
     _turn: Turn = field(init=False)
     _since_s: float = field(init=False)
+    _way_before: Way | None = None
+    """Of the steps before; None: these are the first."""
     _is_alone: bool = False
     _reads: bool = field(init=False)
     """Reading the prompt is most of what the next step takes."""
@@ -324,7 +327,10 @@ class Measured(RequestPolicy):
         # What was drafted before looking ahead has stopped was paid for then.
         if counts and not self._is_alone and not self._reads and (self._turn.way.ahead or not compared):
             seconds = now_s - self._since_s - (0.0 if accepted is None else self._luck_s(accepted))
-            self.shared.committed(self._of, self._turn, seconds, num_tokens, num_steps, self._predicted, fresh=not accepted)
+            about = (seconds, num_tokens, num_steps, self._predicted)
+            joins = self._way_before not in (None, self._turn.way)
+            self.shared.committed(self._of, self._turn, *about, fresh=not accepted, joins=joins)
+        self._way_before = self._turn.way
         self._since_s, self._turn, self._reads = now_s, self._turn_now, False
 
     @property

@@ -15,6 +15,8 @@ from lr_backend.policy.average import Average
 SPAN_STEPS, FEWEST_STEPS, ENOUGH_STEPS = 8, 3, 64
 """Steps of each request in one span of a way: a window fills within a few. Fewer where all requests together have enough, down to
 so many each."""
+MOST_OVER = 4
+"""A span ends after so many times these steps at the latest, though requests still join its way."""
 BAD_STEPS, BAD_SHARE = 2, 1.5
 """A span ends after so many steps of each request where it takes longer than the best way is expected to, by so much."""
 LEAST_STEPS = 3
@@ -61,6 +63,19 @@ class Turn(NamedTuple):
     load: int
 
 
+class Span(NamedTuple):
+    """Steps of all requests, and what they took."""
+
+    seconds: float
+    num_tokens: int
+    num_steps: int
+
+    def plus(self, seconds: float, num_tokens: int, num_steps: int) -> Span:
+        return Span(self.seconds + seconds, self.num_tokens + num_tokens, self.num_steps + num_steps)
+
+
+NOTHING = Span(0.0, 0, 0)
+
 Predict = Callable[[Way], float]
 """Seconds that a committed token will take that way."""
 
@@ -94,8 +109,9 @@ class Trial:
         self._surprises = dict.fromkeys(self._ways, 0)
         """How many spans of each way in a row took far longer than usual, or far shorter (negative)."""
         self._spent_s = self._lost_s = 0.0
-        self._num_spans = self._num_steps = self._num_tokens = 0
-        self._seconds = 0.0
+        self._num_spans = 0
+        self._span = self._settled = NOTHING
+        """What this span has brought, and of it what came after all requests took its way."""
         self._num_requests = 1
         self._kept, self._left = dict.fromkeys(self._ways, 0), dict.fromkeys(self._ways, 0)
         """Spans in a row after which a way was still the best, and spans since it was taken."""
@@ -168,25 +184,30 @@ class Trial:
         *,
         predict: Predict,
         fresh: bool = True,
+        joins: bool = False,
     ) -> None:
         """One request took ``seconds`` for so many tokens, the steps of one or more commits, in that way.
 
         Args:
             fresh: nothing is under way behind these steps. Where a span ends so, no work of it is left to the next one.
+            joins: it took another way before. What all did until now was beside that, and says little of all in one way.
         """
         if way != self.way:
             return
         self._num_requests = max(1, num_requests)
-        self._seconds += seconds
-        self._num_tokens += num_tokens
-        self._num_steps += num_steps
-        num_steps, requests = self._num_steps, max(1, num_requests)
+        self._span, self._settled = (each.plus(seconds, num_tokens, num_steps) for each in (self._span, self._settled))
+        if joins:
+            self._settled = NOTHING
+        requests = max(1, num_requests)
         enough = max(FEWEST_STEPS * requests, min(SPAN_STEPS * requests, ENOUGH_STEPS))
-        is_long = num_steps >= enough and (fresh or num_steps >= 2 * enough)
-        is_bad = num_steps >= max(SPAN_STEPS, BAD_STEPS * requests) and self._is_bad(predict)
+        is_settled = self._settled.num_steps >= enough
+        timed = self._settled if is_settled else self._span
+        is_long = (is_settled and fresh) or timed.num_steps >= (2 if is_settled else MOST_OVER) * enough
+        # A way that takes much longer is left at once, be it that others are still beside it.
+        is_bad = self._span.num_steps >= max(SPAN_STEPS, BAD_STEPS * requests) and self._is_bad(predict)
         # Luck that was taken off may be more than a few short steps took: such a span goes on.
-        if self._num_tokens and self._seconds > 0.0 and (is_long or is_bad):
-            self._end_span(predict)
+        if timed.num_tokens and timed.seconds > 0.0 and (is_long or is_bad):
+            self._end_span(timed, predict)
 
     def choose(self, predict: Predict) -> Way:
         """Take the best way, or another one where its price may be paid; the best."""
@@ -234,11 +255,11 @@ class Trial:
     def _is_bad(self, predict: Predict) -> bool:
         """This span takes much longer than the best other way is expected to."""
         others = [self.expected(way, predict) for way in self._ways if way != self.way]
-        return bool(others) and self._seconds > BAD_SHARE * min(others) * self._num_tokens
+        return bool(others) and self._span.seconds > BAD_SHARE * min(others) * self._span.num_tokens
 
     def _affords(self, share: float) -> bool:
         """A span that costs that share of the last one."""
-        return self._lost_s + share * self._seconds <= EXPLORED_SHARE * self._spent_s
+        return self._lost_s + share * self._span.seconds <= EXPLORED_SHARE * self._spent_s
 
     def _look_for_change(self, taken: float) -> None:
         """Some spans in a row that are far from what a way used to take tell of another world: what was before says nothing."""
@@ -249,23 +270,23 @@ class Trial:
             self._taken[self.way], self._off[self.way] = Average(memory=MEMORY), Average(memory=MEMORY)
             self._surprises[self.way] = 0
 
-    def _end_span(self, predict: Predict) -> None:
+    def _end_span(self, timed: Span, predict: Predict) -> None:
         expected = {way: self.expected(way, predict) for way in self._ways}
-        best, taken = min(expected.values()), self._seconds / self._num_tokens
+        best, taken = min(expected.values()), timed.seconds / timed.num_tokens
         self._look_for_change(taken)
         if self.way == self._doubted and self._surprises[self.way] >= 0:
             self._doubted = None
-        told = self._num_steps / SPAN_STEPS
+        told = timed.num_steps / SPAN_STEPS
         self._taken[self.way].add(taken, told)
         self._off[self.way].add(taken / predict(self.way), told)
         fade = 1.0 - 1.0 / COST_MEMORY
-        self._spent_s, self._lost_s = fade * self._spent_s + self._seconds, fade * self._lost_s
+        self._spent_s, self._lost_s = fade * self._spent_s + self._span.seconds, fade * self._lost_s
         self._num_spans += 1
         before = self.way
         self._left = {way: num + 1 for way, num in self._left.items()} | {before: 0}
         if self._is_charged:  # what a way loses that has been the best until now is no price of trying
-            self._lost_s += max(0.0, self._seconds - best * self._num_tokens)
+            self._lost_s += max(0.0, self._span.seconds - best * self._span.num_tokens)
         is_best = self.choose(predict) == before
         self._num_turns += self.way != before
         self._kept[before] = self._kept[before] + 1 if is_best else 0
-        self._seconds, self._num_steps, self._num_tokens = 0.0, 0, 0
+        self._span = self._settled = NOTHING

@@ -19,7 +19,7 @@ from lr_backend.plan.simulation import Policy, simulate
 from lr_backend.policy.average import Average
 from lr_backend.policy.policy import Learned, Measured, RequestPolicy
 from lr_backend.policy.prices import LONG_PROMPT, STALE_STEPS
-from lr_backend.policy.trial import EXPLORED_SHARE, LEAST_STEPS, SPAN_STEPS, STALE_SPANS, Trial, Turn, Way
+from lr_backend.policy.trial import EXPLORED_SHARE, LEAST_STEPS, MOST_OVER, SPAN_STEPS, STALE_SPANS, Trial, Turn, Way
 from lr_backend.request import LookaheadRequest, Mode, ProposerName, VerifierName
 from tests.support.examples import answers
 from tests.support.scenarios import fitted
@@ -252,6 +252,32 @@ def test_a_way_that_is_seen_to_be_bad_is_soon_left(num_requests: int, num_steps:
     assert steps_of_a_span(num_requests, 3.0) == num_steps
 
 
+def test_a_way_is_timed_once_all_requests_take_it() -> None:
+    """The first of 32 that look ahead do so beside others that write alone still: they say what all will not have."""
+    trial, way = Trial(WAYS[:1]), WAYS[0]
+
+    def commit(num_steps: int, token_s: float, *, joins: bool = False) -> None:
+        for _ in range(num_steps):
+            trial.committed(way, 10 * token_s, 10, 1, 32, predict=lambda way: 1.0, joins=joins)
+
+    commit(60, 1.0)
+    commit(32, 1.1, joins=True)
+    commit(95, 1.5)
+    assert trial.num_spans == 0
+    commit(1, 1.5)
+    assert trial.num_spans == 1
+    assert trial._taken[way].value == pytest.approx(1.5)
+
+
+def test_a_span_ends_though_requests_join_its_way_all_the_time() -> None:
+    """Where the load goes up and down, requests change between the ways of two loads."""
+    trial, num = Trial(WAYS[:1]), 0
+    while not trial.num_spans:
+        trial.committed(WAYS[0], 20.0, 10, 1, 8, predict=lambda way: 1.0, joins=num % 8 == 0)
+        num += 1
+    assert num == MOST_OVER * 64
+
+
 def test_a_new_load_begins_with_what_is_known_of_the_nearest() -> None:
     truth = dict.fromkeys(WAYS, 2.0) | {ALONE: 1.0}
     known = Trial(WAYS)
@@ -356,7 +382,7 @@ def test_steps_that_are_taken_for_their_price_count_for_no_way() -> None:
     commit(3 * SPAN_STEPS)
     assert (trial.way.draft_tokens, policy.uses_draft_tokens, trial.num_spans) == (True, False, 0)
     priced(drafts=False)
-    commit(1 + SPAN_STEPS)
+    commit(2 + SPAN_STEPS)  # one more was begun before, and the next joins the way
     assert trial.num_spans == 1
 
 
@@ -698,9 +724,9 @@ def test_a_process_that_has_missed_how_a_trial_began_goes_on_with_it(tmp_path: P
 def test_a_process_that_has_missed_how_a_trial_began_takes_the_others_way() -> None:
     """It would heed no step of theirs else, nor they of its own."""
     late, about = Learned(Clock()), (90.0, 240, SPAN_STEPS, 64)
-    late._learn("committed", 6, "draft_model", JUDGE, WAYS, True, (False, False), [1.0] * len(WAYS), True, *about)
+    late._learn("committed", 6, "draft_model", JUDGE, WAYS, True, (False, False), [1.0] * len(WAYS), True, False, *about)
     trial = late._trials[6, "draft_model", JUDGE, WAYS]
-    assert (trial.way, trial._num_steps) == (Way(False, False), SPAN_STEPS)
+    assert (trial.way, trial._span.num_steps) == (Way(False, False), SPAN_STEPS)
 
 
 def test_steps_that_were_begun_at_another_load_count_for_none() -> None:
@@ -716,6 +742,28 @@ def test_steps_that_were_begun_at_another_load_count_for_none() -> None:
     for turn, num_spans in ((begun, 0), (trial.turn, 1)):
         shared.committed(of, turn, 90.0, 240, 2 * SPAN_STEPS, policy._predicted, fresh=True)
         assert trial.num_spans == num_spans
+
+
+def test_a_request_joins_a_way_with_its_first_step_of_it() -> None:
+    clock = Clock()
+    shared = Learned(clock)
+    trial = shared.trial(request().proposer, JUDGE, WAYS[1::2])
+    first, second = (Measured(request(), shared, 4, JUDGE, can_draft=False) for _ in range(2))
+
+    def commit(policy: Measured, num_steps: int) -> None:
+        for _ in range(num_steps):
+            clock.now_s += 1.0
+            policy.committed(10)
+
+    with shared.prices.request():  # the trial's; these two are followed without being in flight
+        trial.way, trial._num_turns = trial._ways[1], 1
+        commit(first, 2)  # one was begun the other way, the next joins
+        commit(first, SPAN_STEPS - 1)
+        commit(second, 2)
+        commit(first, SPAN_STEPS - 1)
+        assert trial.num_spans == 0
+        commit(first, 1)
+        assert trial.num_spans == 1
 
 
 def test_a_row_is_weighed_and_a_way_tried_by_the_requests_of_all_processes(tmp_path: Path) -> None:
