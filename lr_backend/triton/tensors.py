@@ -85,6 +85,8 @@ def _text(name: str, value: Any) -> str:
 def _json(name: str, text: str) -> Any:
     try:
         value = json.loads(text)
+        if "\\u" in text:  # the one way to half a surrogate pair, which is no text
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:  # a number of thousands of digits is no JSONDecodeError
         raise InvalidRequest(name, text, "a JSON list of {role, content}") from error
     if not isinstance(value, list):

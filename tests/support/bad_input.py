@@ -386,6 +386,7 @@ _FIELDS: list[tuple[str, Any]] = [
     *[("messages", value) for value in (b"\xff", b"[\xff]", '[{"role": "user"}]', '[{"content": "x"}]', ["[]", "[]"])],
     *[("messages", f'[{{"role": {role}, "content": "x"}}]') for role in ('"User"', '"tool"', "null", "7", "[]", '""')],
     *[("messages", f'[{{"role": "user", "content": {content}}}]') for content in ("null", "7", "[]", "{}", "true", "9" * 5000)],
+    *[("messages", f'[{{"role": "user", "content": "x{half}"}}]') for half in (r"\ud800", r"\udc00\ud800")],
     *[("max_tokens", value) for value in (-(2**31), [1, 2])],
     *[("temperature", value) for value in ([0.0, 0.0], 3e38)],
     *[("top_p", value) for value in (float("inf"), -0.0)],
