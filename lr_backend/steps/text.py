@@ -40,7 +40,8 @@ class TextStream:
             return ""
         self._pending_ids.extend(ids)
         text = self._pending_text()
-        if text.endswith(_INCOMPLETE):
+        # At the end of the answer it may stay incomplete: a stop string before it must be seen now, to be what ends the answer.
+        if text.endswith(_INCOMPLETE) and not any(stop in self._held + text for stop in self._stop):
             return ""
         self._context_ids = [*self._context_ids, *self._pending_ids][-_CONTEXT_TOKENS:]
         while _INCOMPLETE in self._decode(self._context_ids):  # it begins inside a character

@@ -121,6 +121,26 @@ def test_a_stop_string_cuts_the_text_wherever_it_is_split(text: str, stop: list[
     assert stream.stopped == bool(found)
 
 
+@given(st.text(alphabet="aSTOP€😀", max_size=20), st.data())
+def test_a_stop_string_is_seen_before_the_pieces_of_a_character(text: str, data: st.DataObject) -> None:
+    """What ends an answer is settled with its last token, and not once the rest of the text is sent."""
+
+    class Utf8:
+        def decode(self, token_ids: list[int], **_: Any) -> str:
+            return bytes(token_ids).decode("utf-8", errors="replace")
+
+    whole = text.encode()
+    left = list(whole[: data.draw(st.integers(0, len(whole)))])
+    stream, out, seen = TextStream(Utf8(), ["STOP", "a"]), "", False
+    while left:
+        size = data.draw(st.integers(1, len(left)))
+        out += stream.push(left[:size])
+        left, seen = left[size:], stream.stopped
+    out += stream.flush()
+    assert stream.stopped == seen
+    assert not seen or (out + "STOP" in text or out + "a" in text)
+
+
 @given(st.lists(st.sampled_from(["a", " b", " c d", ".", " "]), min_size=1, max_size=30), st.data())
 def test_a_tokenizer_that_drops_a_first_blank_drops_none_in_the_middle(words: list[str], data: st.DataObject) -> None:
     """As SentencePiece's: each text that it decodes loses a blank at its beginning, and only the answer's own may."""
