@@ -88,6 +88,10 @@ class Answer:
         self._prompt_length = len(prompt_ids)
         self._rules, self._text, self._tokenizer = rules, text, tokenizer
         self._ledger, self._emit, self._traced = ledger, emit, traced
+        # A prompt may open or close the reasoning of this answer. What stands before the end of a turn is another answer's.
+        tail = prompt_ids[-REASONING_TAIL_TOKENS:].tolist()
+        ends = [index for index, token in enumerate(tail, 1) if token in rules.end_ids]
+        self._begins = len(prompt_ids) - len(tail) + max(ends, default=0)
         self.is_reasoning = self._may_reason(prompt_ids)
 
     @property
@@ -153,7 +157,7 @@ class Answer:
         return close is None or close not in self._since_prompt(prefix)
 
     def _since_prompt(self, prefix: IntArray) -> IntArray:
-        return prefix[max(0, self._prompt_length - REASONING_TAIL_TOKENS) :]
+        return prefix[self._begins :]
 
     def _num_reasoning(self, step: Step) -> int:
         close = self._rules.think_close_id

@@ -460,6 +460,22 @@ def test_reasoning_tokens_are_those_that_a_client_can_tell_from_the_answer(rules
         assert outcome.usage.reasoning_tokens == (ids.index(CLOSE) + 1 if counted else 0)
 
 
+@pytest.mark.parametrize(
+    ("turn", "reasons"), [((CLOSE, FIRST_LETTER, END, FIRST_LETTER), True), ((END, FIRST_LETTER, CLOSE), False)]
+)
+def test_reasoning_that_was_closed_in_an_earlier_turn_is_not_this_answers(turn: tuple[int, ...], reasons: bool) -> None:
+    """A short answer of the assistant leaves its mark among the prompt's last tokens, where a prompt closes the reasoning too."""
+    ids = (THINK, FIRST_LETTER, BREAK, CLOSE, FIRST_LETTER + 1, END)
+    prompt = (*PROMPT, *turn)
+
+    def script(context: tuple[int, ...], seed: int) -> int:
+        return ids[len(context) - len(prompt)]
+
+    outcome = run_virtual(World.of(script, script).answer(prompt, mode="lr"))
+    assert outcome.completion_ids == ids
+    assert (outcome.usage.reasoning_tokens, outcome.usage.num_draft_calls > 0) == ((4, True) if reasons else (0, False))
+
+
 @pytest.mark.parametrize("said", [{}, {"max_tokens": 100_000}])
 def test_a_request_without_a_limit_may_write_all_that_the_server_allows(said: dict[str, int]) -> None:
     world = make_world(3, 0.9)
