@@ -147,13 +147,13 @@ class Generation:
         token_ids: new tokens only; stop tokens kept. Shorter than asked for after a stop, a cancel, or dropped drafts.
         num_draft_tokens: drafts that were verified (the engine may shorten them silently).
         num_accepted_tokens: how many of those it accepted.
-        num_reused_tokens: prefix tokens that came from the KV cache.
+        num_reused_tokens: prefix tokens that came from the KV cache; None: the engine was not asked.
     """
 
     token_ids: tuple[int, ...]
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    num_reused_tokens: int = 0
+    num_reused_tokens: int | None = None
     log_probs: tuple[float, ...] = ()
     timing: EngineTiming = field(default_factory=EngineTiming)
 
@@ -175,7 +175,7 @@ class Generation:
             token_ids=token_ids,
             num_draft_tokens=number("total_draft_tokens"),
             num_accepted_tokens=number("total_accepted_draft_tokens"),
-            num_reused_tokens=number("kv_cache_reused_blocks") * tokens_per_block,
+            num_reused_tokens=number(reused) * tokens_per_block if (reused := "kv_cache_reused_blocks") in outputs else None,
             log_probs=tuple(np.ravel(outputs["output_log_probs"])[:length].tolist()) if "output_log_probs" in outputs else (),
             timing=EngineTiming(
                 queue_s=since_arrival("first_scheduled_time_ns"),

@@ -140,7 +140,8 @@ def _counts(usages: Iterable[Mapping[str, Any]]) -> Document:
             if isinstance(value, Mapping):
                 total[name] = dict(Counter(total.get(name, {})) + Counter(value))
             elif name.startswith("num_"):
-                total[name] = total.get(name, 0) + value
+                before = total.get(name)
+                total[name] = value if before is None else before + (value or 0)  # None: nobody has counted
     return total
 
 

@@ -71,7 +71,7 @@ class CallSpan:
     num_proposed: int = 0
     num_accepted: int = 0
     num_tokens: int = 0
-    num_reused_tokens: int = 0
+    num_reused_tokens: int | None = None
     queue_s: float = 0.0
     engine_s: float = 0.0
     cancelled: bool = False
@@ -122,7 +122,7 @@ class Ledger:
     num_proposed: int = 0
     num_accepted: int = 0
     num_engine_passes: int = 0
-    num_reused_tokens: int = 0
+    num_reused_tokens: int | None = None
     first_step_s: float | None = None
     read_s: dict[Role, float] = field(default_factory=dict)
     _run_length: int = 0
@@ -346,7 +346,8 @@ class MeteredEngine:
             self._ledger.engine_drafted(generation)
         span.num_reused_tokens = generation.num_reused_tokens
         span.queue_s, span.engine_s = generation.timing.queue_s, generation.timing.total_s
-        self._ledger.num_reused_tokens += generation.num_reused_tokens
+        if generation.num_reused_tokens is not None:
+            self._ledger.num_reused_tokens = (self._ledger.num_reused_tokens or 0) + generation.num_reused_tokens
         return generation
 
     def _limit_s(self, call: EngineCall) -> float | None:

@@ -58,13 +58,14 @@ class RequestSpan:
         about: dict[str, int | bool] = {
             "lookahead.step": call.index,
             "lookahead.prompt_tokens": call.num_prompt_tokens,
-            "lookahead.reused_tokens": call.num_reused_tokens,
             "lookahead.tokens": call.num_tokens,
             "lookahead.draft_tokens": call.num_proposed,
             "lookahead.accepted_tokens": call.num_accepted,
             "lookahead.drafts_tokens": call.drafts_tokens,
             "lookahead.cancelled": call.cancelled,
         }
+        if call.num_reused_tokens is not None:
+            about["lookahead.reused_tokens"] = call.num_reused_tokens
         start_ns = self._origin_ns + _ns(call.started_s)
         span = self.telemetry.begin(call.role.value, SpanKind.CLIENT, self._span, about, start_ns)
         if call.failed:

@@ -244,3 +244,8 @@ def test_both_ways_to_a_generation_agree() -> None:
     assert decoded.num_accepted_tokens == direct.generation().num_accepted_tokens == 1
     assert decoded.log_probs == pytest.approx(direct.generation().log_probs)
     assert (decoded.num_reused_tokens, direct.generation().num_reused_tokens) == (64, 70)
+
+
+def test_what_an_engine_was_not_asked_is_unknown() -> None:
+    asked_little = response(return_perf_metrics=False, exclude_input_in_output=True)
+    assert Generation.from_tensors(asked_little.tensors()).num_reused_tokens is None

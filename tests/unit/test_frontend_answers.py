@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,15 @@ def test_usage_adds_the_choices_up_and_counts_a_prompt_once(num_choices: int, nu
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (5 * num_prompts, 9 * total)
     assert usage["lookahead"]["num_steps"] == 3 * total
     assert usage["lookahead"]["num_steps_accepted_by"] == {"judge": total, "exact": total}
+    assert usage["lookahead"]["num_reused_tokens"] is None  # nobody has counted them
+
+
+@pytest.mark.parametrize(("counted", "total"), [([None, 7, None, 5], 12), ([0, None], 0), ([None, None], None)])
+def test_what_only_some_choices_have_counted_is_added_up_of_those(counted: list[int | None], total: int | None) -> None:
+    request = Asked.completion_of({"model": "demo", "prompt": "q", "n": len(counted)}, DEPLOYED)
+    usages = [replace(USAGE, num_reused_tokens=number) for number in counted]
+    choices = [Choice(number, None, FinishEvent("stop", usage)) for number, usage in enumerate(usages)]
+    assert usage_document(request, choices)["lookahead"]["num_reused_tokens"] == total
 
 
 # -------------------------------------------------------------------------------------------------------------------- templates
