@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 
 import pytest
 import structlog
@@ -44,5 +45,6 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_teardown() -> None:
-    """What a model of Triton sets for its whole process, its logs, ends with the test that started it here."""
+    """What a model of Triton sets for its whole process ends with the test that started it here."""
     structlog.reset_defaults()
+    sys.setswitchinterval(0.005)

@@ -289,10 +289,13 @@ def test_openais_client_does_not_ask_again_for_what_would_fail_again(server: Any
 @pytest.mark.parametrize("stream", [True, False])
 def test_an_answer_that_does_not_come_in_its_time_is_given_up(server: Any, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
     monkeypatch.setattr("lr_backend.frontend.app.GRACE_S", 0.05)
-    with frontend(server.url, deployed=DEPLOYED.model_copy(update={"request_s": 0.1})) as served:
-        answer = served.chat("late", stream=stream)
-        assert (answer.status, answer.error["code"], answer.headers["x-should-retry"]) == (504, "timeout", "false")
-        assert server.request().was_cancelled()
+    for request_s in (0.1, 1.0, 5.0):  # a busy machine may not even have connected within the first
+        with frontend(server.url, deployed=DEPLOYED.model_copy(update={"request_s": request_s})) as served:
+            answer = served.chat("late", stream=stream)
+            assert (answer.status, answer.error["code"], answer.headers["x-should-retry"]) == (504, "timeout", "false")
+            if server.requests:
+                break
+    assert server.request().was_cancelled()
 
 
 @pytest.mark.parametrize(("question", "code"), [("fails midway", "unavailable"), ("crashes midway", "internal")])
