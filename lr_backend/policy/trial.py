@@ -119,6 +119,8 @@ class Trial:
         """It was left for long, and taken again."""
         self._is_charged = False
         """The way that is taken was not the best when it was chosen, and is tried for its low price."""
+        self._does_more = False
+        """Than the way before."""
         self._num_turns = 0
         self._best: Way = like._best if like is not None else self._ways[0]
         """It was the best when a way was last chosen. ``way`` may be another one, which is tried."""
@@ -161,11 +163,12 @@ class Trial:
     def _caution(self, way: Way) -> float:
         """What calls that are made more than now cost the others is in no price before all of them have taken that way."""
         num_others = max(0, self._num_requests - self.seen_at(way))
-        return 1.0 + num_others * (CAUTION * (way.ahead > self.way.ahead) + CAUTION_OF_DRAFTS * self._adds_draft_calls(way))
+        ahead, drafts = way.ahead > self.way.ahead, self._adds_draft_calls(way, self.way)
+        return 1.0 + num_others * (CAUTION * ahead + CAUTION_OF_DRAFTS * drafts)
 
-    def _adds_draft_calls(self, way: Way) -> bool:
-        """It has draft tokens by calls, which are not made now."""
-        return self._drafts_by_calls and way.draft_tokens > self.way.draft_tokens
+    def _adds_draft_calls(self, way: Way, to: Way) -> bool:
+        """It has draft tokens by calls, which the other way does not make."""
+        return self._drafts_by_calls and way.draft_tokens > to.draft_tokens
 
     @staticmethod
     def _blend(found: Average, prior: float) -> float:
@@ -203,8 +206,10 @@ class Trial:
         is_settled = self._settled.num_steps >= enough
         timed = self._settled if is_settled else self._span
         is_long = (is_settled and fresh) or timed.num_steps >= (2 if is_settled else MOST_OVER) * enough
+        # Beside others that do less a way seems faster than it is: where it is slower even so, no more need join it.
+        is_long |= self._does_more and self._span.num_steps >= enough and self._takes_longer(predict, 1.0)
         # A way that takes much longer is left at once, be it that others are still beside it.
-        is_bad = self._span.num_steps >= max(SPAN_STEPS, BAD_STEPS * requests) and self._is_bad(predict)
+        is_bad = self._span.num_steps >= max(SPAN_STEPS, BAD_STEPS * requests) and self._takes_longer(predict, BAD_SHARE)
         # Luck that was taken off may be more than a few short steps took: such a span goes on.
         if timed.num_tokens and timed.seconds > 0.0 and (is_long or is_bad):
             self._end_span(timed, predict)
@@ -244,7 +249,7 @@ class Trial:
             return self._taken[way].value is None and expected < 2.0 * best
         # Looking ahead may be tried before it is trusted: that costs less than to do without it for long. Draft tokens by calls
         # cost many requests more.
-        at_first = expected if self._adds_draft_calls(way) else expected / self._caution(way)
+        at_first = expected if self._adds_draft_calls(way, self.way) else expected / self._caution(way)
         return self.off(way) is None and at_first < self._most * best
 
     def _may_be_best(self, way: Way, expected: float, best: float) -> bool:
@@ -252,10 +257,10 @@ class Trial:
         count, most = self._taken[way].count, self._most * best
         return 0 < count < KNOWN_SPANS and expected < most and expected * (1.0 - DOUBT / sqrt(count)) < best
 
-    def _is_bad(self, predict: Predict) -> bool:
-        """This span takes much longer than the best other way is expected to."""
+    def _takes_longer(self, predict: Predict, times: float) -> bool:
+        """This span takes longer than so many times what the best other way is expected to."""
         others = [self.expected(way, predict) for way in self._ways if way != self.way]
-        return bool(others) and self._span.seconds > BAD_SHARE * min(others) * self._span.num_tokens
+        return bool(others) and self._span.seconds > times * min(others) * self._span.num_tokens
 
     def _affords(self, share: float) -> bool:
         """A span that costs that share of the last one."""
@@ -287,6 +292,8 @@ class Trial:
         if self._is_charged:  # what a way loses that has been the best until now is no price of trying
             self._lost_s += max(0.0, self._span.seconds - best * self._span.num_tokens)
         is_best = self.choose(predict) == before
+        if self.way != before:
+            self._does_more = self.way.ahead > before.ahead or self._adds_draft_calls(self.way, before)
         self._num_turns += self.way != before
         self._kept[before] = self._kept[before] + 1 if is_best else 0
         self._span = self._settled = NOTHING
