@@ -84,7 +84,7 @@ bench-pace: venv ## every mode at the pace of H200s, and how near the planner co
 bench-paper: venv ## the paper's own table, emulated on its hardware (about 8 minutes; two processes)
 	$(BIN)/python -m bench paper
 
-bench-maps: venv ## where lookahead pays over load, context and acceptance, and what equal GPUs are best used for (45 minutes)
+bench-maps: venv ## where lookahead pays over load, context and acceptance, and what equal GPUs are best used for (an hour)
 	$(BIN)/python -m bench maps
 
 bench-pace-peers: venv ## other procedures over the same three models, at the pace of H200s (a minute)
