@@ -44,7 +44,10 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(20_000, 20, 20)
 
 
+SWITCH_INTERVAL_S = sys.getswitchinterval()
+
+
 def pytest_runtest_teardown() -> None:
     """What a model of Triton sets for its whole process ends with the test that started it here."""
     structlog.reset_defaults()
-    sys.setswitchinterval(0.005)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)

@@ -201,15 +201,14 @@ class Trial:
         self._span, self._settled = (each.plus(seconds, num_tokens, num_steps) for each in (self._span, self._settled))
         if joins:
             self._settled = NOTHING
-        requests = max(1, num_requests)
-        enough = max(FEWEST_STEPS * requests, min(SPAN_STEPS * requests, ENOUGH_STEPS))
+        enough = max(FEWEST_STEPS * self._num_requests, min(SPAN_STEPS * self._num_requests, ENOUGH_STEPS))
         is_settled = self._settled.num_steps >= enough
         timed = self._settled if is_settled else self._span
         is_long = (is_settled and fresh) or timed.num_steps >= (2 if is_settled else MOST_OVER) * enough
-        # Beside others that do less a way seems faster than it is: where it is slower even so, no more need join it.
-        is_long |= self._does_more and self._span.num_steps >= enough and self._takes_longer(predict, 1.0)
-        # A way that takes much longer is left at once, be it that others are still beside it.
-        is_bad = self._span.num_steps >= max(SPAN_STEPS, BAD_STEPS * requests) and self._takes_longer(predict, BAD_SHARE)
+        # Beside others that do less a way seems faster than it is: where it is slower even so, no more need join it. One that
+        # takes much longer is left at once.
+        share = 1.0 if self._does_more and self._span.num_steps >= enough else BAD_SHARE
+        is_bad = self._span.num_steps >= max(SPAN_STEPS, BAD_STEPS * self._num_requests) and self._takes_longer(predict, share)
         # Luck that was taken off may be more than a few short steps took: such a span goes on.
         if timed.num_tokens and timed.seconds > 0.0 and (is_long or is_bad):
             self._end_span(timed, predict)
@@ -257,10 +256,10 @@ class Trial:
         count, most = self._taken[way].count, self._most * best
         return 0 < count < KNOWN_SPANS and expected < most and expected * (1.0 - DOUBT / sqrt(count)) < best
 
-    def _takes_longer(self, predict: Predict, times: float) -> bool:
-        """This span takes longer than so many times what the best other way is expected to."""
+    def _takes_longer(self, predict: Predict, share: float) -> bool:
+        """This span takes more than that share of what the best other way is expected to."""
         others = [self.expected(way, predict) for way in self._ways if way != self.way]
-        return bool(others) and self._span.seconds > times * min(others) * self._span.num_tokens
+        return bool(others) and self._span.seconds > share * min(others) * self._span.num_tokens
 
     def _affords(self, share: float) -> bool:
         """A span that costs that share of the last one."""
@@ -293,7 +292,7 @@ class Trial:
             self._lost_s += max(0.0, self._span.seconds - best * self._span.num_tokens)
         is_best = self.choose(predict) == before
         if self.way != before:
+            self._num_turns += 1
             self._does_more = self.way.ahead > before.ahead or self._adds_draft_calls(self.way, before)
-        self._num_turns += self.way != before
         self._kept[before] = self._kept[before] + 1 if is_best else 0
         self._span = self._settled = NOTHING
