@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -40,6 +39,7 @@ from lr_backend.build.render import (
     engine_files,
     intact,
     lookahead_files,
+    place_to_write,
     read_manifest,
     require_replaceable,
     write_repository,
@@ -165,9 +165,9 @@ def build_gpu_deployment(
         return plan.report(written=False)
     if rendered:
         keep = plan.output if role is not None and plan.output.is_dir() and any(plan.output.iterdir()) else None
-        if not (dry_run or compile_engines or _can_write(plan.output.parent)):
+        if not (dry_run or compile_engines):
             # A server may only read where its engines are, and its settings have changed since they were built.
-            plan = replace(plan, output=Path(tempfile.mkdtemp(prefix="lookahead-repository-")) / plan.output.name)
+            plan = _written_elsewhere(plan)
         write_repository(plan.output, plan.files, manifest, keep)
     return plan.report(written=rendered)
 
@@ -356,10 +356,21 @@ def _ingredients(inputs: Mapping[str, Mapping[str, Any]], here: Platform, gpu_de
     return {**{name: entry["sha256"] for name, entry in inputs.items()}, **tools}
 
 
-def _can_write(folder: Path) -> bool:
-    """Into the folder, or where it can be made."""
-    there = next(each for each in (folder, *folder.parents) if each.exists())
-    return os.access(there, os.W_OK)
+def _written_elsewhere(plan: GpuPlan) -> GpuPlan:
+    """The plan, with a place that can be written.
+
+    Raises:
+        ConfigError: the ranks on other machines would not find it there.
+    """
+    output = place_to_write(plan.output)
+    spread = [role.value for role in plan.steps if plan.spec.engine(role).num_nodes > 1]
+    if output != plan.output and spread:
+        raise ConfigError(
+            f"{', '.join(spread)}: the settings are not those of {plan.output}, which cannot be written here and is read by "
+            f"every machine of the role; where it can be written, run `lookahead build --spec {plan.spec.name} --role "
+            f"{spread[0]}` (it compiles only what has changed)"
+        )
+    return replace(plan, output=output)
 
 
 def _require_writable(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -103,6 +104,12 @@ def write_repository(output: Path, files: Mapping[str, str], manifest: Mapping[s
         raise ConfigError(f"{output} cannot be written: {error.strerror}") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def place_to_write(output: Path) -> Path:
+    """``output``, or where a server may only read there a temporary folder: images and volumes of engines are read only."""
+    there = next(each for each in (output.parent, *output.parent.parents) if each.exists())
+    return output if os.access(there, os.W_OK) else Path(tempfile.mkdtemp(prefix="lookahead-repository-")) / output.name
 
 
 def read_manifest(output: Path) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from lr_backend.build.render import (
     engine_files,
     intact,
     lookahead_files,
+    place_to_write,
     read_manifest,
     require_replaceable,
     write_repository,
@@ -47,7 +48,8 @@ def build_repository(
         output: where to; by default the spec's ``built_dir``.
         role: build this engine alone and keep the other models of an earlier build.
         dry_run: check and render, write nothing.
-        only_if_stale: leave a repository that is already what this build would write.
+        only_if_stale: leave a repository that is already what this build would write; where that is stale and cannot be
+            written, render into a temporary folder.
         command: goes into the manifest.
 
     Raises:
@@ -85,6 +87,7 @@ def build_repository(
     fresh = earlier.get("fingerprint") == manifest["fingerprint"] and intact(output, files)
     if not (only_if_stale and fresh):
         keep = output if role is not None and (output / MANIFEST).is_file() else None
+        output = place_to_write(output) if only_if_stale else output
         write_repository(output, files, manifest, keep)
         return BuildReport(spec, output, checked, tuple(files), written=True)
     return BuildReport(spec, output, checked, tuple(files), written=False)

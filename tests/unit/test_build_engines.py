@@ -474,7 +474,7 @@ def test_a_server_that_may_not_write_there_serves_changed_settings_all_the_same(
     """Engines are mounted to be read only, and the loop's settings hold the addresses of all roles."""
     built = build(spec, tools)
     before = manifest_of(built)
-    monkeypatch.setattr(gpu_build, "_can_write", lambda folder: False)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     changed = edited(spec, "[target]\n", "[target]\ncancellation_check_period_ms = 5\n")
 
@@ -486,6 +486,24 @@ def test_a_server_that_may_not_write_there_serves_changed_settings_all_the_same(
     assert str(built.output.with_name("small.engines")) in text, "the engines stay where they are"
     assert manifest_of(built) == before
     assert not serve_from(spec, tools).written, "what has not changed is served from there"
+
+
+def test_the_machines_of_a_role_all_read_one_repository_so_none_is_rendered_aside(
+    spec: GpuDeployment, tools: FakeTools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over_two = (
+        ("tp_size = 2\n", 'tp_size = 4\nnum_nodes = 2\nurl = "grpc://one:8001"\n'),
+        ("[draft]\n", '[draft]\nurl = "grpc://two:8001"\n'),
+        ("[judge]\n", '[judge]\nurl = "grpc://two:8001"\n'),
+    )
+    for old, new in over_two:
+        spec = edited(spec, old, new)
+    built = build(spec.only([Role.TARGET]), tools)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert serve_from(spec.only([Role.TARGET]), tools).output == built.output
+    changed = edited(spec, "[target]\n", "[target]\ncancellation_check_period_ms = 5\n")
+    with pytest.raises(ConfigError, match=r"target: .* read by every machine .* `lookahead build --spec small --role target`"):
+        serve_from(changed.only([Role.TARGET]), tools)
 
 
 @pytest.mark.parametrize(("tp_size", "fits"), [(1, True), (2, True), (4, True), (3, False), (8, False)])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -86,6 +88,19 @@ def test_only_what_is_stale_is_written_again(spec: DeploymentSpec) -> None:
     assert build_repository(spec, only_if_stale=True).written
     (spec.built_dir / "draft" / "config.pbtxt").write_text("")
     assert build_repository(spec, only_if_stale=True).written
+
+
+def test_a_server_that_may_only_read_renders_elsewhere(
+    spec: DeploymentSpec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The folder of specs in an image is not the server's."""
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    report = build_repository(spec, only_if_stale=True)
+
+    assert report.written and report.output.is_relative_to(tmp_path) and not spec.built_dir.exists()
+    assert (report.output / "target" / "config.pbtxt").is_file()
 
 
 def test_one_role_is_built_alone(spec: DeploymentSpec) -> None:
