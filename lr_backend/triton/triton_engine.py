@@ -236,7 +236,7 @@ class Breaker:
         return True
 
     def untried(self) -> None:
-        """The call that was let through was not sent: the next one may try."""
+        """The call that was let through was not sent, or the engine answered it without computing: the next one may try."""
         if self._tripped_at is not None:
             self._tripped_at = asyncio.get_running_loop().time() - self._retry_s
 
@@ -373,13 +373,13 @@ class TritonEngine:
         try:
             outputs = await self._ask(call.request_id, call.tensors(), wanted)
         except (EngineRejected, NotFinite):
-            self._num_unheard = 0
+            self._has_answered()
             raise
         except EngineError as error:
             if isinstance(error, EngineUnavailable):
                 self._trip(error.message)
             else:
-                self._num_unheard = 0
+                self._has_answered()
             is_busy = Overloaded.code in error.message or is_full(error.message)  # a full queue passes
             if not self._why_dead and not is_busy:
                 self._failing.failed()
@@ -392,6 +392,11 @@ class TritonEngine:
         if (num_tokens := len(generation.token_ids)) >= FEWEST_TOKENS:
             self._token_s += PACE_WEIGHT * ((clock() - sent_s) / num_tokens - self._token_s)
         return generation
+
+    def _has_answered(self) -> None:
+        """That it refused a call, or failed in it alone."""
+        self._num_unheard = 0
+        self._breaker.untried()
 
     async def _ask(self, request_id: str, tensors: Arrays, wanted: tuple[str, ...]) -> dict[str, npt.NDArray[Any]]:
         """One request and its answer; a failure where the process dies meanwhile, of which Triton may say nothing."""

@@ -226,6 +226,25 @@ def test_an_engine_out_of_order_is_left_alone_and_tried_again_by_one_call() -> N
     run_virtual(main())
 
 
+@pytest.mark.parametrize("error", [EngineRejected("too long"), EngineError("the iteration failed")], ids=lambda one: one.code)
+def test_a_try_that_is_answered_by_an_error_of_its_own_leaves_the_try_to_the_next_call(error: EngineError) -> None:
+    """Else whoever asks what the engine refuses would keep all others from it."""
+
+    async def main() -> None:
+        triton = ScriptedTriton(error=EngineUnavailable("not healthy"))
+        engine = engine_of(triton)
+        with pytest.raises(EngineUnavailable):
+            await engine.generate(call())
+        await asyncio.sleep(RETRY_S)
+        triton.error = error
+        with pytest.raises(type(error), match=error.message):
+            await engine.generate(call("refused"))
+        triton.error = None
+        assert (await engine.generate(call("another"))).token_ids == (1, 2, 3)
+
+    run_virtual(main())
+
+
 def test_a_call_that_no_cancel_ends_puts_its_engine_out_of_order() -> None:
     async def main() -> None:
         triton = ScriptedTriton(seconds=100.0, deaf=10**6)
