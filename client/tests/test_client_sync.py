@@ -215,6 +215,18 @@ def test_cancel_after_the_end_is_harmless(client: Client, server: FakeServer) ->
     assert not server.request().was_cancelled()
 
 
+def test_cancel_at_the_end_takes_nothing_away(client: Client, server: FakeServer) -> None:
+    """The last event is here before the call is over."""
+    stream = client.stream("plain")
+    events = []
+    for event in stream:
+        events.append(event)
+        if isinstance(event, FinishEvent):
+            stream.cancel()
+    assert len(events) == 3
+    assert not server.request().was_cancelled()
+
+
 def test_no_end_in_time_is_a_timeout_and_stops_the_server(client: Client, server: FakeServer) -> None:
     for limit_s in (0.2, 1.0, 5.0):  # a busy machine may not even have connected by the first
         with pytest.raises(RequestTimeout, match=rf"{limit_s:g} s") as caught:

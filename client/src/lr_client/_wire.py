@@ -165,7 +165,7 @@ class Exchange:
 
     def cancel(self) -> None:
         """Tell the server to stop; the iteration then raises ``Cancelled``. No effect after the end."""
-        if not self.over:
+        if not (self.over or self._decoder.finished):  # the answer may be complete before the call ends
             self.cancelled = True
             self._call.cancel()
 
