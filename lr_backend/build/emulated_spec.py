@@ -169,12 +169,11 @@ def _engine(spec: GpuDeployment, role: Role, kept: Mapping[Role, int]) -> Emulat
 
 
 def _lookahead(spec: GpuDeployment, slow_motion: float, *, drafts_itself: bool) -> dict[str, Any]:
-    timeouts = spec.loop_config().timeouts.model_dump()
     return {
         **spec.lookahead,
         # Token ids are few: what they say of their chances needs no rows of the vocabulary. Their time is charged all the same.
         "draft_logits": "none",
         "draft_temperature": DRAFT_TEMPERATURE,
         "defaults": {**spec.lookahead.get("defaults", {}), **({"proposer": "engine"} if drafts_itself else {})},
-        "timeouts": {name: seconds * slow_motion for name, seconds in timeouts.items()},
+        "timeouts": spec.loop_config().timeouts.in_slow_motion(slow_motion),
     }

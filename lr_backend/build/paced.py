@@ -46,8 +46,9 @@ def paced(
     if drafts_itself and not spec.target.holds_draft_model:
         raise ConfigError(f"{spec.name}: its target holds no draft model to draft with by itself")
     roles = {role.value: _role(spec, other, role, system, drafts_itself) for role in Role}
+    lookahead = _lookahead(spec, other, slow_motion, shares_noise=shares_noise)
     server = spec.server.model_copy(update={"layout": Layout.PROCESS_A_ROLE, "thread_pool_size": other.server.thread_pool_size})
-    changed: dict[str, Any] = {"paced_as": like, "lookahead": _lookahead(spec, other, shares_noise), "server": server, **roles}
+    changed: dict[str, Any] = {"paced_as": like, "lookahead": lookahead, "server": server, **roles}
     changed |= {"name": f"{spec.name}.{system}", "slow_motion": slow_motion, "shares_noise": shares_noise}
     try:
         fresh = EmbeddedDeployment.model_validate({**dict(spec), **{name: _plain(value) for name, value in changed.items()}})
@@ -72,7 +73,7 @@ def _role(spec: EmbeddedDeployment, other: GpuDeployment, role: Role, system: st
     }
 
 
-def _lookahead(spec: EmbeddedDeployment, other: GpuDeployment, shares_noise: bool) -> dict[str, Any]:
+def _lookahead(spec: EmbeddedDeployment, other: GpuDeployment, slow_motion: float, *, shares_noise: bool) -> dict[str, Any]:
     own, theirs = spec.lookahead, other.lookahead
     taken = () if shares_noise else OF_UNCOUPLED_ENGINES
     limits = {name: value for name, value in theirs.get("limits", {}).items() if name in OF_THE_LIMITS}
@@ -80,6 +81,7 @@ def _lookahead(spec: EmbeddedDeployment, other: GpuDeployment, shares_noise: boo
         **{name: value for name, value in own.items() if name not in taken},
         **{name: theirs[name] for name in taken if name in theirs},
         "limits": {**own.get("limits", {}), **limits},
+        "timeouts": spec.loop_config().timeouts.in_slow_motion(slow_motion),
         "defaults": theirs.get("defaults", {}),
     }
 

@@ -95,6 +95,12 @@ def test_roles_on_one_card_know_of_one_another(tmp_path: Path) -> None:
     assert not any(pace(alone, role).cards for role in Role)
 
 
+def test_times_that_a_request_may_take_are_in_slow_motion_too(fast: EmbeddedDeployment) -> None:
+    plain, slow = fast.loop_config().timeouts, paced(demo_spec(), SYSTEM, slow_motion=4.0).loop_config().timeouts
+    assert plain == demo_spec().loop_config().timeouts
+    assert slow.model_dump() == {name: 4.0 * seconds for name, seconds in plain.model_dump().items()}
+
+
 def test_the_label_names_tables_release_and_what_it_is_not(fast: EmbeddedDeployment) -> None:
     label = fast.loop_config().pace
     assert label == fast.pace_label
