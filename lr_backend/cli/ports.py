@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +13,20 @@ from lr_backend.serve.server import Ports
 
 PORTS = Ports(http=8000, grpc=8001, metrics=8002)
 """Triton's own."""
-HostOption = Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on. Triton has no authentication.")]
+
+
+def _numbers(host: str) -> str:
+    """The IPv4 address of a host. Triton takes no names, and without a word listens where nobody reaches it."""
+    try:
+        return str(socket.getaddrinfo(host, None, socket.AF_INET)[0][4][0])
+    except (OSError, UnicodeError) as error:
+        raise typer.BadParameter(f"{host!r} is no IPv4 address, nor the name of one; Triton listens on no other") from error
+
+
+HostOption = Annotated[
+    str,
+    typer.Option(metavar="ADDRESS", help="IPv4 address to listen on. Triton has no authentication.", callback=_numbers),
+]
 PortOption = Annotated[int, typer.Option(metavar="PORT", help="0 takes a free one.", min=0, max=65535)]
 
 

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from lr_backend.build.placement import Placement
 from lr_backend.build.spec import DeploymentSpec, HardwareSpec
+from lr_backend.cli import ports
 from lr_backend.cli.app import app
 from lr_backend.engine import Role
 from lr_backend.errors import ConfigError
@@ -350,6 +351,19 @@ def test_a_missing_decoder_is_said_once_and_before_anything_is_started(
     assert result.exit_code == 1
     assert result.output.count("not built when the package was installed") == 1 and "install gcc" in result.output
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("host", "address"), [("localhost", "127.0.0.1"), ("0.0.0.0", "0.0.0.0"), ("127.0.0.2", "127.0.0.2")])
+def test_a_host_is_given_to_triton_in_numbers(host: str, address: str) -> None:
+    """It takes a name for 255.255.255.255, and nobody reaches it there."""
+    assert ports._numbers(host) == address
+
+
+@pytest.mark.parametrize("host", ["::1", "::", ""])
+@pytest.mark.parametrize("command", ["doctor", "serve"])
+def test_a_host_that_triton_cannot_listen_on_is_refused(host: str, command: str) -> None:
+    result = CliRunner().invoke(app, [command, "--host", host], env={"COLUMNS": "300"})
+    assert result.exit_code == 2 and "is no IPv4 address" in result.output
 
 
 @pytest.mark.usefixtures("no_decoder")
