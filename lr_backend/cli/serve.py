@@ -60,7 +60,7 @@ from lr_backend.serve.remotes import wait_for_roles
 from lr_backend.serve.restrictions import admin_key, is_loopback, tls_arguments
 from lr_backend.serve.server import Ports, ServerError, ServerOptions, TritonServer, useful_lines
 from lr_backend.serve.startup_check import Level, Machine, Needs, check, check_files, probe, require_ready, shared_cards
-from lr_backend.serve.warmup import QUESTION, WarmupAnswer, curl_line, warm_engines, warm_loops
+from lr_backend.serve.warmup import QUESTION, WARM_UP_S, WarmupAnswer, curl_line, warm_engines, warm_loops
 
 Result = TypeVar("Result")
 _LOOK_S = 0.05
@@ -280,13 +280,15 @@ def _run(
             if stop.event.is_set():
                 return 0
         server.start()
+        loaded_by_s = time.monotonic() + load_s
         with console.status(f"starting {deployment.name} ..."):
             deployed = None if front is None else _deployed(deployment)  # while the models load
             server.wait_ready(load_s, give_up=stop.event)
             keeper.start()
             if front is not None:
                 front.start(server.log_file)
-            answer = _unless_stopped(stop, partial(_warm_up, console, server, deployment, stop))
+            left_s = WARM_UP_S + loaded_by_s - time.monotonic()
+            answer = _unless_stopped(stop, partial(_warm_up, console, server, deployment, stop, left_s))
             if front is not None and deployed is not None and not stop.event.is_set():
                 addresses, drain_s = (server.grpc_url, server.metrics_url), server.options.exit_timeout_s
                 front.open(deployed, *addresses, drain_s=drain_s, timeout_s=_FRONT_READY_S, notice_file=server.notice_file)
@@ -351,14 +353,17 @@ def _unless_stopped(stop: StopRequest, work: Callable[[], Result]) -> Result | N
     return None
 
 
-def _warm_up(console: Console, server: TritonServer, deployment: DeploymentSpec, stop: StopRequest) -> WarmupAnswer | None:
-    """Ask all that this server has; None where it has no step loop, or is to stop.
+def _warm_up(
+    console: Console, server: TritonServer, deployment: DeploymentSpec, stop: StopRequest, timeout_s: float
+) -> WarmupAnswer | None:
+    """Ask all that this server has; None where it has no step loop, or is to stop. ``timeout_s``: that each answer may take.
 
     Raises:
         RemoteError: the target lives elsewhere, and is not there.
         WarmupError: something did not answer as it should.
     """
-    warm_engines(server.http_url, deployment.models_here, key=server.options.engine_key, loop_key=server.loop_key)
+    keys = {"key": server.options.engine_key, "loop_key": server.loop_key}
+    warm_engines(server.http_url, deployment.models_here, timeout_s=timeout_s, **keys)
     if not deployment.runs_loop:
         return None
     missing = wait_for_roles(deployment.remotes, deployment.remotes_load_s, stop.event)
@@ -366,7 +371,7 @@ def _warm_up(console: Console, server: TritonServer, deployment: DeploymentSpec,
         console.print(f"[yellow]without {role}:[/] {escape(why)}", highlight=False, soft_wrap=True)
     if stop.event.is_set():
         return None
-    return warm_loops(server, deployment.server.num_loops, without=missing)
+    return warm_loops(server, deployment.server.num_loops, without=missing, timeout_s=timeout_s)
 
 
 def _drain(

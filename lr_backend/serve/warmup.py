@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Container, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,8 @@ QUESTION = "Tom has 8 books. Mia has 2 times as many books as Tom. Mia gives 5 b
 ANSWER = 13
 """The example of the documentation and of ``lookahead serve``. The demo's models answer it right in every mode."""
 MAX_TOKENS = 96
+WARM_UP_S = 120.0
+"""For one of these answers. A large model on a CPU may take longer: it has what loading has left of its time, too."""
 MAX_ROUNDS = 8
 """Of a question for each process. One that none of them reached is warmed by a client's first."""
 _JSON_DTYPES = {"STRING": "BYTES"}
@@ -46,7 +49,7 @@ class WarmupAnswer:
 
 
 def warm_engines(
-    http_url: str, roles: Iterable[Role] = Role, *, key: str = "", loop_key: str = "", timeout_s: float = 120.0
+    http_url: str, roles: Iterable[Role] = Role, *, key: str = "", loop_key: str = "", timeout_s: float = WARM_UP_S
 ) -> None:
     """Ask these models of the server at ``host:port`` once.
 
@@ -60,7 +63,7 @@ def warm_engines(
         _warm_engine(http_url, role, key, loop_key, timeout_s)
 
 
-def warm_loop(http_url: str, *, without: Container[str] = (), timeout_s: float = 120.0) -> WarmupAnswer:
+def warm_loop(http_url: str, *, without: Container[str] = (), timeout_s: float = WARM_UP_S) -> WarmupAnswer:
     """Ask the step loop of the server at ``host:port`` once. ``without``: roles that are known to be away.
 
     Raises:
@@ -78,7 +81,9 @@ def warm_loop(http_url: str, *, without: Container[str] = (), timeout_s: float =
     return WarmupAnswer(str(answer.get("text_output", "")), reason, counts)
 
 
-def warm_loops(server: TritonServer, num_loops: int, *, without: Container[str] = ()) -> WarmupAnswer:
+def warm_loops(
+    server: TritonServer, num_loops: int, *, without: Container[str] = (), timeout_s: float = WARM_UP_S
+) -> WarmupAnswer:
     """Ask until every process of the step loop has answered, or so often that the rest may wait; one of the answers.
 
     Triton gives a request to whichever process takes it first, so nobody can ask a certain one.
@@ -86,9 +91,10 @@ def warm_loops(server: TritonServer, num_loops: int, *, without: Container[str] 
     Raises:
         WarmupError: as :func:`warm_loop`.
     """
+    ask = partial(warm_loop, server.http_url, without=without, timeout_s=timeout_s)
     for _ in range(MAX_ROUNDS):
         with ThreadPoolExecutor(num_loops) as pool:
-            answers = list(pool.map(lambda _: warm_loop(server.http_url, without=without), range(num_loops)))
+            answers = list(pool.map(lambda _: ask(), range(num_loops)))
         if server.seats.num_used >= num_loops:
             break
     return answers[0]

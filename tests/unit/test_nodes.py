@@ -170,7 +170,8 @@ def test_serve_leads_the_group_of_its_spec(tmp_path: Path, key: Path, monkeypatc
 
 def test_the_loop_waits_for_a_leader_as_long_as_that_may_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
-    monkeypatch.setattr(serve, "warm_engines", lambda *_, **__: None)
+    asked: list[float] = []
+    monkeypatch.setattr(serve, "warm_engines", lambda *_, timeout_s, **__: asked.append(timeout_s))
     monkeypatch.setattr(serve, "wait_for_roles", lambda _, timeout_s, give_up: waited.append(timeout_s) or give_up.set() or {})
     path = write_gpu_spec(tmp_path, checkpoints=False)
     apart = path.read_text(encoding="utf-8").replace("tp_size = 2\n", 'tp_size = 2\nurl = "grpc://target:8001"\n')
@@ -178,8 +179,9 @@ def test_the_loop_waits_for_a_leader_as_long_as_that_may_take(tmp_path: Path, mo
         path.write_text(text, encoding="utf-8")
         server = SimpleNamespace(http_url="", loop_key="", options=ServerOptions())
         stop = SimpleNamespace(event=threading.Event())
-        serve._warm_up(Console(), server, DeploymentSpec.load(path), stop)  # type: ignore[arg-type]
+        serve._warm_up(Console(), server, DeploymentSpec.load(path), stop, 60.0)  # type: ignore[arg-type]
     assert waited == [120, 240], "its nodes first, then its models"
+    assert asked == [60.0, 60.0], "each answer may take what it is given"
 
 
 # ------------------------------------------------------------------------------------------------------------ waiting for nodes
