@@ -44,7 +44,8 @@ WANTED_SEQUENCES = 8
 STEP_TOKENS = 256
 VERDICT_TOKENS = 8 * STEP_TOKENS
 """Two steps and the prompt around them."""
-LEAST_SEQ_LEN = 64
+LEAST_SEQ_LEN = 256
+"""A third of it is the prompt's, in which the question fits that a server asks itself before it serves, in its chat template."""
 ITERATION_TOKENS = 8192
 """Of an iteration where no admission depends on it, unless sequences are longer: the judge's, and those of the LLM API."""
 MAX_DEPTH = 8

@@ -152,6 +152,7 @@ def _best_text(path: Path, text_of: Callable[..., str], choices: tuple[int, ...]
         ConfigError: none of the choices fits the cards; with the smallest one's sum.
     """
     best, most = "", -1
+    smallest: ConfigError | None = None
     for tokens in choices:
         try:
             with _draft(path, text_of(iteration_tokens=tokens)) as draft:
@@ -162,14 +163,17 @@ def _best_text(path: Path, text_of: Callable[..., str], choices: tuple[int, ...]
             require_tensors(planned, sources)
             found = admissions(planned, memory)
             require_admission(planned, found)
-        except ConfigError:
-            if not best:
-                raise
-            break  # a larger budget leaves less to the KV caches
+        except ConfigError as error:
+            if best:
+                break  # a larger budget leaves less to the KV caches
+            smallest = smallest or error  # too small for all rows, perhaps
+            continue
         joined = branches_that_join(found)
         if joined > most:
             budgets = {role: planned.engine(role).max_tokens_in_paged_kv_cache or 0 for role in Role}
             best, most = text_of(iteration_tokens=tokens, kv_tokens=budgets), joined
+    if not best and smallest is not None:
+        raise smallest
     return best
 
 

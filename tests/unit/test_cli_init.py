@@ -215,6 +215,22 @@ def test_engines_are_laid_over_the_cards(tmp_path: Path, runtime: str, num_gpus:
     assert spec.server.exit_timeout_s >= spec.loop_config().limits.max_tokens / 70, "the longest answer, at 70 tokens/s"
 
 
+def test_short_sequences_leave_each_role_its_own_card(tmp_path: Path) -> None:
+    """One of 512 tokens fits an iteration that is too small for all rows of its draft tokens."""
+    spec = made(
+        *make_pair(tmp_path, "qwen3"),
+        *("--runtime", "tensorrtllm", "--system", "h100_sxm", "--gpus", "4", "--max-seq-len", "512"),
+    )
+    assert isinstance(spec, GpuDeployment)
+    assert {role.value: spec.engine(role).gpu_device_ids for role in Role} == {"target": (0, 1), "draft": (2,), "judge": (3,)}
+    assert spec.target.max_num_tokens >= spec.target.max_batch_size * (spec.target.num_drafts + 1)
+
+
+def test_sequences_must_hold_the_first_question(tmp_path: Path) -> None:
+    result = run(*make_pair(tmp_path, "qwen3"), "--max-seq-len", "128")
+    assert result.exit_code == 1 and "sequences of 128 tokens are too short: 256 at least" in result.output
+
+
 def test_an_iteration_admits_a_call_behind_the_longest_prefix(tmp_path: Path) -> None:
     pair = make_pair(tmp_path, "qwen3")
     for folder in pair:
