@@ -94,7 +94,10 @@ def assemble(request: LookaheadRequest, prompt_ids: IntArray, request_id: str, s
         ledger.degrade("draft")
         policy.keep_alone()
 
-    draft_tokens = _draft_tokens(request, server, ledger, request_id, seeds, draft_failed)
+    def proposer_failed() -> None:
+        policy.lose_draft_tokens()
+
+    draft_tokens = _draft_tokens(request, server, ledger, request_id, seeds, draft_failed, proposer_failed)
     num_engine_drafts = _most_draft_tokens(request, config) if request.proposer == ProposerName.ENGINE else 0
     writer = partial(StepWriter, sampling=request.sampling, seeds=seeds, request_id=request_id, ledger=ledger)
 
@@ -176,7 +179,13 @@ def _most_draft_tokens(request: LookaheadRequest, config: LoopConfig) -> int:
 
 
 def _draft_tokens(
-    request: LookaheadRequest, server: Server, ledger: Ledger, request_id: str, seeds: Seeds, failed: Callable[[], None]
+    request: LookaheadRequest,
+    server: Server,
+    ledger: Ledger,
+    request_id: str,
+    seeds: Seeds,
+    draft_failed: Callable[[], None],
+    proposer_failed: Callable[[], None],
 ) -> DraftTokens | None:
     """Where draft tokens come from that the loop hands over; None: there are none, or the engine writes its own."""
     config = server.config
@@ -191,7 +200,8 @@ def _draft_tokens(
         return DraftTokens(Lookup(NGram()), most, one_hot_vocab)
     if request.proposer != ProposerName.DRAFT_MODEL:
         proposer, num_ids = server.models.proposers[request.proposer], server.models.rules.num_ids
-        return DraftTokens(Lookup(proposer, num_ids, timeout_s and min(timeout_s, PROPOSE_S)), most, one_hot_vocab)
+        lookup = Lookup(proposer, num_ids, timeout_s and min(timeout_s, PROPOSE_S), proposer_failed)
+        return DraftTokens(lookup, most, one_hot_vocab)
     # What pays depends on time.
     first = most if request.deterministic else server.learned.num_draft_tokens_first(request.proposer, most)
     source = DraftModel(
@@ -202,7 +212,7 @@ def _draft_tokens(
         tokens_a_call=most,
         tokens_first=first,
         available=lambda: not ledger.draft_failed,
-        failed=failed,
+        failed=draft_failed,
         follows_drafted=seeds.coupled or _draft_sampling(request, config).greedy,
         proposed=ledger.draft_tokens_verified,
         patient=request.deterministic,

@@ -82,11 +82,11 @@ class LookaheadLoop:
             EngineRejected: the target refused the request, for instance as too long.
             NotFinite: the target computed no numbers for it.
         """
-        limit_s = self.config.timeouts.request_s
-        answer = self.answer
+        answer, limit_s = self.answer, self.config.timeouts.request_s
         try:
             async with asyncio.timeout(min(self.request.deadline_s or limit_s, limit_s)) as deadline:
                 with self.shared.prices.request():
+                    self.policy.begin()
                     await self._answer()
         except TimeoutError:
             assert deadline.expired()
@@ -122,7 +122,7 @@ class LookaheadLoop:
         ending = self.rules.of_step if watched else self.rules.of_answer
         step = await self._target_step(prefix, self._budget(prefix) if watched else most, ending)
         num_steps = 1 if watched else max(1, round(len(step.ids) / self.shared.step_tokens))
-        self.policy.committed(len(step.ids), num_steps, counts=not self.ledger.has_waited())
+        self.policy.committed(len(step.ids), num_steps, verifier=self.audit.decides, counts=not self.ledger.has_waited())
         self.answer.commit(step, Origin.TARGET, Reason.NONE)
 
     # The algorithm -------------------------------------------------------------------------------------------------

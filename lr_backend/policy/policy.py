@@ -220,8 +220,15 @@ class RequestPolicy:
         """Steps that the target writes alone in one go, where the depth is 0; None: all the rest."""
         return None
 
+    def begin(self) -> None:
+        """From now on the request is counted among those in flight, and its steps take time. Only the measured policy heeds this
+        and what follows."""
+
+    def lose_draft_tokens(self) -> None:
+        """Their source has failed."""
+
     def keep_alone(self) -> None:
-        """Looking ahead is over: the reasoning has ended, or draft or judge have failed. Only the measured policy heeds it."""
+        """Looking ahead is over: the reasoning has ended, or draft or judge have failed."""
 
     def committed(
         self,
@@ -267,11 +274,24 @@ class Measured(RequestPolicy):
 
     def __post_init__(self) -> None:
         self._reads = self.num_prompt_tokens >= LONG_PROMPT
+        self._find_ways()
+        self.begin()
+
+    def _find_ways(self) -> None:
         depths = (True, False) if self.max_depth > 1 else (False,)  # at 1 a drafted step waits for the target's
         drafts = (self.can_draft,) if self.must_draft or not self.can_draft else (True, False)
         self._ways = tuple(Way(ahead, one) for ahead in depths for one in drafts)
+
+    def begin(self) -> None:
+        # The load that its steps are counted at is one with this request.
         self._since_s = self.shared.prices.clock()
         self._turn = self._turn_now
+
+    def lose_draft_tokens(self) -> None:
+        # Steps with draft tokens will have no price any more, so none must wait for one.
+        if self.can_draft and not self.must_draft:
+            self.can_draft = False
+            self._find_ways()
 
     @property
     def depth(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
@@ -42,12 +42,14 @@ class Lookup:
     Attributes:
         num_ids: token ids that there are; what is proposed ends before any other. None: it proposes no other.
         timeout_s: for an answer; who is later is asked no more. None waits.
+        gone: is told once it is asked no more.
         num_failures: in a row.
     """
 
     proposer: Proposer
     num_ids: int | None = None
     timeout_s: float | None = None
+    gone: Callable[[], None] = lambda: None
     follows_drafted: ClassVar[bool] = False
     is_available: bool = True
     num_failures: int = 0
@@ -58,6 +60,7 @@ class Lookup:
         self.num_failures += 1
         if at_once or self.num_failures >= MAX_FAILURES:
             self.is_available = False
+            self.gone()
         if not self.is_told:
             self.is_told = True
             _logger.warning("the proposer failed", exc_info=error)

@@ -9,6 +9,7 @@ from math import sqrt
 from pathlib import Path
 from threading import Event, Semaphore, Thread, current_thread
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -830,6 +831,26 @@ def test_where_looking_ahead_does_not_pay_a_spent_budget_is_won_back_all_the_sam
         raise AssertionError("it stays spent")
 
     assert run_virtual(ask_until_won_back()) > 1
+
+
+def test_a_budget_that_is_won_back_gives_steps_written_alone_to_the_verifier_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another request's audits may win it back while this one writes alone."""
+    asked: list[str] = []
+    committed = Measured.committed
+
+    def watched(self: Measured, *given: Any, **also: Any) -> None:
+        committed(self, *given, **also)
+        asked.append(self.verifier)
+        if len(asked) == 1:
+            evidence(desk, num_right=200, num_false=0)
+
+    monkeypatch.setattr(Measured, "_chosen", property(lambda self: Way(False, False)))
+    monkeypatch.setattr(Measured, "committed", watched)
+    desk = evidence(desk_of(ScriptedAuditor(), memory=40), num_right=0, num_false=40)
+    world = make_world(0)
+    world.audits = desk
+    run_virtual(world.answer(mode="auto", risk_budget=0.4, stream=False))
+    assert asked[0] == VerifierName.EXACT and asked[-1] == JUDGE
 
 
 @dataclass(frozen=True)

@@ -779,6 +779,36 @@ def test_a_request_joins_a_way_with_its_first_step_of_it() -> None:
         assert trial.num_spans == 1
 
 
+def test_answers_of_one_call_each_count_at_the_load_that_their_requests_make() -> None:
+    """A request that comes is one more in flight than it finds. Steps of another load say nothing of this one."""
+
+    async def serve(server: Server) -> tuple[int, int]:
+        await server.answer(num_clients=2, num_questions=10)
+        assert server.world.learned is not None
+        (trial,) = (one for key, one in server.world.learned._trials.items() if key[0] == 1)
+        trial.way = trial._best = ALONE
+        trial._kept[ALONE] = 2
+        before = trial.num_spans
+        await server.answer(num_clients=2, num_questions=40)
+        return before, trial.num_spans
+
+    before, after = served(Server(num_steps=4), serve)
+    assert after > before
+
+
+def test_a_proposer_that_is_gone_leaves_the_ways_without_draft_tokens() -> None:
+    """Else steps with draft tokens would wait for a price that they never get, and the trial for steps without them."""
+    clock = Clock()
+    policy = Measured(request(), Learned(clock), 4, JUDGE, can_draft=True)
+    assert policy.uses_draft_tokens, "their price is not known"
+    policy.lose_draft_tokens()
+    for _ in range(3 * SPAN_STEPS):
+        assert not policy.uses_draft_tokens
+        clock.now_s += 1.0
+        policy.committed(10)
+    assert policy._trial.num_spans == 2, "all but the first step, which began before, or three spans less it"
+
+
 def test_a_row_is_weighed_and_a_way_tried_by_the_requests_of_all_processes(tmp_path: Path) -> None:
     path = tmp_path / "notice"
     seats = Seats.make(path)

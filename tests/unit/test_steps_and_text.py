@@ -319,13 +319,17 @@ def test_a_proposer_that_fails_is_logged_once_and_asked_no_more_after_a_few_time
 ) -> None:
     proposer = Quotes(well)
 
+    told: list[bool] = []
+
     async def nine() -> None:
-        async with Lookup(proposer).step(np.array([1], np.int32), np.zeros((2, 0), np.int32), lambda ids: 9, None) as step:
+        source = Lookup(proposer, gone=lambda: told.append(True))
+        async with source.step(np.array([1], np.int32), np.zeros((2, 0), np.int32), lambda ids: 9, None) as step:
             for _ in range(9):
                 await step.next((), 4)
 
     run_virtual(nine())
     assert proposer.num_asked == num_asked
+    assert told == [True] * (num_asked < 9)
     (line,) = caplog.records
     assert "quokka" not in line.getMessage() and line.exc_info is not None and line.exc_info[0] is ValueError
 
