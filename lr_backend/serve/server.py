@@ -15,13 +15,11 @@ import os
 import re
 import secrets
 import shlex
-import shutil
 import signal
 import socket
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import uuid
@@ -41,6 +39,7 @@ from lr_backend.serve import guard
 from lr_backend.serve.backend_dir import PACKAGE, find_tritonserver, prepare_backend_dir, server_environment
 from lr_backend.serve.launch import ONE_RANK, PLAIN, LaunchPlan
 from lr_backend.serve.restrictions import admin_key, restriction_arguments, unseen_arguments, without_key
+from lr_backend.serve.work_dir import WorkDir, remove_leftovers, shared_memory_prefix
 from lr_backend.telemetry import FORWARDED
 
 POLL_S = 0.1
@@ -229,7 +228,7 @@ class TritonServer:
         self._seats: Seats | None = None
         self._guard: subprocess.Popen[bytes] | None = None
         self._lifeline: int | None = None
-        self._work_dir: Path | None = None
+        self._work_dir: WorkDir | None = None
         self._last_log = ""
         self._log_begin = 0
         self._attempts = 0
@@ -290,7 +289,7 @@ class TritonServer:
     def notice_file(self) -> Path:
         """Where a running server's step loop looks for :mod:`~lr_backend.notice`."""
         assert self._work_dir is not None, "not started"
-        return self._work_dir / "notice"
+        return self._work_dir.path / "notice"
 
     @property
     def seats(self) -> Seats:
@@ -305,7 +304,7 @@ class TritonServer:
     @property
     def log_file(self) -> Path | None:
         """The log of the running server."""
-        return self.options.log_file or (self._work_dir / "server.log" if self._work_dir else None)
+        return self.options.log_file or (self._work_dir.path / "server.log" if self._work_dir else None)
 
     def log_text(self) -> str:
         """What the server and its models wrote at last; after :meth:`stop` what they had written until then."""
@@ -328,32 +327,34 @@ class TritonServer:
         if self._guard is not None:
             raise ServerError("this server is already started")
         install = find_tritonserver(self.options.tritonserver)
+        remove_leftovers()
+        number = uuid.uuid4().hex[:12]
         try:
-            self._work_dir = Path(tempfile.mkdtemp(prefix="lookahead-triton-"))
+            self._work_dir = WorkDir.make(number)
         except OSError as error:
             raise ServerError(
                 f"no folder for temporary files: {error.strerror}; a container needs /tmp (--tmpfs /tmp)"
             ) from error
         self._attempts += 1
         try:
-            self.shm_prefix = f"lookahead_{uuid.uuid4().hex[:12]}_"
+            self.shm_prefix = shared_memory_prefix(number)
             self._seats = Seats.make(self.notice_file)
             Lessons.make(self.notice_file)
-            self._told_repository = plain_path(self.repository, self._work_dir)
+            self._told_repository = plain_path(self.repository, self._work_dir.path)
             self.ports = free_ports(self.options)
-            backends = prepare_backend_dir(install, self._work_dir, self.options.packages)
+            backends = prepare_backend_dir(install, self._work_dir.path, self.options.packages)
             self.admin_key = self.options.admin_key or admin_key({})
             unseen = unseen_arguments(restriction_arguments(self.admin_key, self.options.engine_key), install.binary, os.environ)
-            self._spawn(self._command(install.binary, backends, unseen.arguments), install.binary.name, unseen.environment)
+            self._spawn(self.command(install.binary, backends, unseen.arguments), install.binary.name, unseen.environment)
+        except OSError as error:
+            self._clean_up()
+            raise ServerError(f"the server cannot be prepared: {error}") from error
         except BaseException:
             self._clean_up()
             raise
 
-    def command(self, binary: Path, backends: Path | None) -> list[str]:
-        """The whole command line, the restrictions' key left out: :meth:`start` says it, and nothing logs that."""
-        return self._command(binary, backends, ())
-
-    def _command(self, binary: Path, backends: Path | None, secrets: tuple[str, ...]) -> list[str]:
+    def command(self, binary: Path, backends: Path | None, secrets: tuple[str, ...] = ()) -> list[str]:
+        """The whole command line. ``secrets``: arguments for the rank that listens, which nothing logs."""
         plan = self.options.plan
         first, *others = ([str(binary), *self._arguments(backends, rank)] for rank in range(plan.num_ranks))
         # The keys go to the rank that listens, and over no network.
@@ -447,13 +448,13 @@ class TritonServer:
         return self.options.exit_timeout_s + CLEANUP_MARGIN_S / 2
 
     def _spawn(self, command: list[str], server_name: str, unseen: Mapping[str, str]) -> None:
-        path = self.log_file
-        assert path is not None
+        path, work_dir = self.log_file, self._work_dir
+        assert path is not None and work_dir is not None
         reader, self._lifeline = os.pipe()
         plan = self.options.plan
         # A launcher that is asked to end kills its job within a second, so the guard asks the server behind it.
         drained = server_name if plan.launcher else ""
-        arguments = [str(reader), str(self._drain_limit()), self.shm_prefix, drained, str(self._work_dir), "--", *command]
+        arguments = [str(reader), str(self._drain_limit()), self.shm_prefix, drained, str(work_dir.path), "--", *command]
         try:
             self._log_begin = _begin_log(path)
             with path.open("ab") as log:  # the front end adds its lines to it too
@@ -466,7 +467,7 @@ class TritonServer:
                         plan.over(without_key(os.environ)),
                         {**self._own_environment(), **self.options.environment, **unseen},
                     ),
-                    pass_fds=(reader,),
+                    pass_fds=(reader, work_dir.lock),
                     start_new_session=True,
                 )
         except OSError as error:
@@ -540,5 +541,5 @@ class TritonServer:
         if self._lifeline is not None:
             os.close(self._lifeline)
         if self._work_dir is not None:
-            shutil.rmtree(self._work_dir, ignore_errors=True)
+            self._work_dir.remove()
         self._guard = self._lifeline = self._work_dir = self.pid = None
