@@ -45,7 +45,7 @@ class WorkDir:
         path.mkdir(mode=0o700)
         lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         with suppress(OSError):  # a file system without locks, where nothing is cleared away either
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX)
         return cls(path, lock)
 
     def remove(self) -> None:
@@ -69,9 +69,9 @@ def remove_leftovers() -> list[str]:
         with suppress(OSError):  # it is held, another user's, or gone
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if time.time() - os.fstat(lock).st_mtime < JUST_MADE_S:
                     continue
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path, ignore_errors=True)
                 remove_shared_memory(shared_memory_prefix(found[1]))
                 removed.append(path.name)
