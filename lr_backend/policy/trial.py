@@ -17,8 +17,6 @@ SPAN_STEPS, FEWEST_STEPS, ENOUGH_STEPS = 8, 3, 64
 so many each."""
 MOST_OVER = 4
 """A span ends after so many times these steps at the latest, though requests still join its way."""
-BAD_STEPS, BAD_SHARE = 2, 1.5
-"""A span ends after so many steps of each request where it takes longer than the best way is expected to, by so much."""
 LEAST_STEPS = 3
 """Of each kind of target step before its price is believed."""
 CHANGED_SHARE, CHANGED_SPANS = 1.5, 3
@@ -205,10 +203,12 @@ class Trial:
         is_settled = self._settled.num_steps >= enough
         timed = self._settled if is_settled else self._span
         is_long = (is_settled and fresh) or timed.num_steps >= (2 if is_settled else MOST_OVER) * enough
-        # Beside others that do less a way seems faster than it is: where it is slower even so, no more need join it. One that
-        # takes much longer is left at once.
-        share = 1.0 if self._does_more and self._span.num_steps >= enough else BAD_SHARE
-        is_bad = self._span.num_steps >= max(SPAN_STEPS, BAD_STEPS * self._num_requests) and self._takes_longer(predict, share)
+        # What is slower than the best way ends early. Beside others that do less a way seems faster than it is: so where it is
+        # slower even then, no more need join it.
+        seen = self._span if self._does_more else self._settled
+        is_sure = self._does_more and seen.num_steps >= enough
+        is_bad = seen.num_steps >= max(SPAN_STEPS, self._num_requests) and self._takes_longer(seen, predict, is_sure)
+        timed = timed if is_long else seen
         # Luck that was taken off may be more than a few short steps took: such a span goes on.
         if timed.num_tokens and timed.seconds > 0.0 and (is_long or is_bad):
             self._end_span(timed, predict)
@@ -256,10 +256,11 @@ class Trial:
         count, most = self._taken[way].count, self._most * best
         return 0 < count < KNOWN_SPANS and expected < most and expected * (1.0 - DOUBT / sqrt(count)) < best
 
-    def _takes_longer(self, predict: Predict, share: float) -> bool:
-        """This span takes more than that share of what the best other way is expected to."""
+    def _takes_longer(self, seen: Span, predict: Predict, is_sure: bool) -> bool:
+        """These steps take more than the best other way is expected to; by more than chance makes it, unless that is sure."""
         others = [self.expected(way, predict) for way in self._ways if way != self.way]
-        return bool(others) and self._span.seconds > share * min(others) * self._span.num_tokens
+        share = 1.0 if is_sure else 1.0 + DOUBT / sqrt(seen.num_steps / SPAN_STEPS)
+        return bool(others) and seen.seconds > share * min(others) * seen.num_tokens
 
     def _affords(self, share: float) -> bool:
         """A span that costs that share of the last one."""

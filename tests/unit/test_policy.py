@@ -247,7 +247,7 @@ def test_a_span_is_long_enough_for_all_and_for_each(num_requests: int, num_steps
     assert steps_of_a_span(num_requests, 1.0) == num_steps
 
 
-@pytest.mark.parametrize(("num_requests", "num_steps"), [(1, 8), (8, 16), (32, 64)])
+@pytest.mark.parametrize(("num_requests", "num_steps"), [(1, 8), (8, 8), (32, 32)])
 def test_a_way_that_is_seen_to_be_bad_is_soon_left(num_requests: int, num_steps: int) -> None:
     assert steps_of_a_span(num_requests, 3.0) == num_steps
 
@@ -269,7 +269,9 @@ def test_a_way_is_timed_once_all_requests_take_it() -> None:
     assert trial._taken[way].value == pytest.approx(1.5)
 
 
-def test_a_way_that_is_slower_even_beside_others_that_do_less_is_left_before_all_have_joined() -> None:
+@pytest.mark.parametrize(("taken", "num_each"), [(1.2, 1), (1.05, 3)])
+def test_a_way_that_is_slower_even_beside_others_that_do_less_is_left_before_all_have_joined(taken: float, num_each: int) -> None:
+    """The sooner the slower it is: by a twentieth a few steps may be by chance."""
     ways = (ALONE, Way(True, False))
     trial = Trial(ways)
     in_a_crowd(trial, dict.fromkeys(ways, 1.0), 1, lambda way: 1.0)
@@ -277,9 +279,9 @@ def test_a_way_that_is_slower_even_beside_others_that_do_less_is_left_before_all
         in_a_crowd(trial, dict.fromkeys(ways, 1.0), 1, lambda way: 0.99 if way.ahead else 1.0)
     before, num = trial.num_spans, 0
     while trial.num_spans == before:
-        trial.committed(trial.way, 10 * 1.2, 10, 1, 32, predict=lambda way: 1.0, joins=num % 4 == 0)
+        trial.committed(trial.way, 10 * taken, 10, 1, 32, predict=lambda way: 1.0, joins=num % 4 == 0)
         num += 1
-    assert (num, trial.way) == (3 * 32, ALONE)
+    assert (num, trial.way) == (num_each * 32, ALONE)
 
 
 def test_a_span_ends_though_requests_join_its_way_all_the_time() -> None:
@@ -650,8 +652,8 @@ def test_it_is_nearly_as_fast_as_the_best_fixed_mode(conditions: Conditions) -> 
         taken = {mode: served(Server(salt, conditions, num_steps=12), partial(serve, mode=mode)) for mode in modes}
         return taken.pop("auto") / min(taken.values())
 
-    # Five servers, for a single one may take a span of bad luck for what a way takes.
-    found = [over_best(salt) for salt in range(5)]
+    # Nine servers, for a single one may take a span of bad luck for what a way takes.
+    found = [over_best(salt) for salt in range(9)]
     assert median(found) <= 1.1, found
 
 
