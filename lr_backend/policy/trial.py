@@ -259,7 +259,8 @@ class Trial:
     def _takes_longer(self, seen: Span, predict: Predict, is_sure: bool) -> bool:
         """These steps take more than the best other way is expected to; by more than chance makes it, unless that is sure."""
         others = [self.expected(way, predict) for way in self._ways if way != self.way]
-        share = 1.0 if is_sure else 1.0 + DOUBT / sqrt(seen.num_steps / SPAN_STEPS)
+        # Twice the doubt, for they are looked at after each step.
+        share = 1.0 if is_sure else 1.0 + 2.0 * DOUBT / sqrt(seen.num_steps / SPAN_STEPS)
         return bool(others) and seen.seconds > share * min(others) * seen.num_tokens
 
     def _affords(self, share: float) -> bool:

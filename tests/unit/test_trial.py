@@ -250,7 +250,7 @@ def test_a_way_is_timed_once_all_requests_take_it() -> None:
     assert trial._taken[way].value == pytest.approx(1.5)
 
 
-@pytest.mark.parametrize(("taken", "num_each"), [(1.2, 1), (1.05, 3)])
+@pytest.mark.parametrize(("taken", "num_each"), [(1.4, 1), (1.05, 3)])
 def test_a_way_that_is_slower_even_beside_others_that_do_less_is_left_before_all_have_joined(taken: float, num_each: int) -> None:
     """The sooner the slower it is: by a twentieth a few steps may be by chance."""
     ways = (ALONE, Way(True, False))
