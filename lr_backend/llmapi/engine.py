@@ -241,8 +241,8 @@ class LlmApiEngine:
         if scored and run.cancelled.is_set():
             # Upstream leaves out the last ones of what it cancelled.
             del run.tokens[len(log_probs) :]
-        elif scored and len(log_probs) < len(run.tokens):
-            raise EngineError("return_log_probs: this TensorRT-LLM gives no log-probability for a token that it drew")
+        elif len(log_probs) < len(run.tokens):
+            log_probs = ()  # of a token that it drew upstream may say none, as where several share the last place of top_k
         perf = perf_of(completion)
         num_drafts, num_accepted = draft_counts(self.config, len(run.tokens), passes_of(output), perf.num_draft_tokens)
         return EngineResponse(
