@@ -155,7 +155,7 @@ class Frontend:
 
     def _refuse_while_draining(self) -> None:
         if self.draining:
-            raise ApiError("unavailable", "the server is about to end; ask another, or this one later", retry_after_s=LATER_S)
+            raise ApiError("draining", "the server is about to end; ask another, or this one later", retry_after_s=LATER_S)
 
     def _admit(self, call: Call) -> None:
         call.caller = self._keys.caller_of(call.request.headers.get("authorization", ""))

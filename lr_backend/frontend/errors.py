@@ -41,6 +41,7 @@ CODES: Mapping[str, tuple[int, str]] = {
     "not_finite": (500, _SERVER),
     "overloaded": (503, _SERVER),
     "unavailable": (503, _SERVER),
+    "draining": (503, _SERVER),
     "timeout": (504, _SERVER),
 }
 """Code -> (HTTP status, type). Clients match on the code."""
