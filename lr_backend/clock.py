@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import selectors
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -19,6 +21,25 @@ def running_clock() -> Clock:
     small model's tokens."""
     loop = asyncio.get_running_loop()
     return time.monotonic if type(loop).__module__.partition(".")[0] == "uvloop" else loop.time
+
+
+_limits: ContextVar[tuple[asyncio.Timeout, ...]] = ContextVar("limits", default=())
+
+
+@asynccontextmanager
+async def time_limit(seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
+    """As :func:`asyncio.timeout`. What runs within it and is cancelled can tell whether that is why, by :func:`is_late`."""
+    async with asyncio.timeout(seconds) as limit:
+        token = _limits.set((*_limits.get(), limit))
+        try:
+            yield limit
+        finally:
+            _limits.reset(token)
+
+
+def is_late() -> bool:
+    """Whether a time limit around this has been reached. Of a task's own: what it starts is cancelled by it, and not late."""
+    return any(limit.expired() for limit in _limits.get())
 
 
 class _JumpingSelector(selectors.DefaultSelector):

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from lr_backend.clock import Clock
+from lr_backend.clock import Clock, is_late
 from lr_backend.engine import Engine, EngineCall, Generation, Role
 from lr_backend.errors import EngineError, EngineTimeout
 from lr_backend.loop.tree import Decision, Node, forget_prefixes
@@ -330,7 +330,8 @@ class MeteredEngine:
             within = "in time" if limit_s is None else f"within {limit_s:g} s"
             raise EngineTimeout(f"the {self._role.value} engine did not answer {within}") from error
         except asyncio.CancelledError:
-            span.cancelled = True
+            span.failed = is_late()
+            span.cancelled = not span.failed
             raise
         except EngineError:
             span.failed = True

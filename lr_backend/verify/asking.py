@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 import numpy as np
 
+from lr_backend.clock import time_limit
 from lr_backend.engine import Engine, EngineCall, Generation
 from lr_backend.errors import EngineError, NotFinite
 from lr_backend.steps.step import StepTokenizer
@@ -23,7 +23,7 @@ async def ask(engine: Engine, call: EngineCall, *, timeout_s: float | None, on_e
         timeout_s: None waits without a limit.
     """
     try:
-        async with asyncio.timeout(timeout_s):
+        async with time_limit(timeout_s):
             return await engine.generate(call)
     except TimeoutError:
         return Reason.TIMEOUT

@@ -10,6 +10,7 @@ from numbers import Real
 
 import numpy as np
 
+from lr_backend.clock import time_limit
 from lr_backend.errors import own_task_is_cancelled
 from lr_backend.verify.verdict import SETTLED, Reason, StepPair, Verdict, Verifier
 
@@ -27,7 +28,7 @@ class GuardedVerifier:
 
     async def verify(self, pair: StepPair) -> Verdict:
         try:
-            async with asyncio.timeout(self.timeout_s) as limit:
+            async with time_limit(self.timeout_s) as limit:
                 answer: object = await self.verifier.verify(pair)
             verdict = _sound(answer)
         except (Exception, asyncio.CancelledError) as error:  # a deployment's own code may raise anything

@@ -53,7 +53,7 @@ ALLOWED: dict[str, set[str]] = {
     "config": {"engine", "errors", "plugins", "request", "steps"},
     "hardware": {"engine", "errors"},
     "parameters": {"errors", "hardware"},
-    "verify": {"engine", "errors", "steps", "contract", "request", "config"},
+    "verify": {"clock", "engine", "errors", "steps", "contract", "request", "config"},
     "propose": {"contract", "engine", "errors", "request"},
     "trace": {"engine", "errors", "request"},
     "policy": {"clock", "request"},
