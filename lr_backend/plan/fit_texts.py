@@ -140,7 +140,9 @@ def _length_bias(traces: Iterable[Trace]) -> float:
 
 def _token_agreement(traces: Iterable[Trace]) -> float:
     """Chance that a draft token behind accepted ones is accepted, from how many were in a row; 0 where none was verified."""
-    calls = [call for trace in traces for call in trace.calls if call.role is Role.TARGET and call.num_draft_tokens]
+    targets = (call for trace in traces for call in trace.calls if call.role is Role.TARGET)
+    # One that was cancelled may have had all its draft tokens accepted.
+    calls = [call for call in targets if call.num_draft_tokens and call.completed]
     by_itself = [call for call in calls if call.num_tokens - call.num_accepted_tokens > 1]
     verified = [call for call in calls if call.num_tokens - call.num_accepted_tokens <= 1]
     num_accepted = float(sum(call.num_accepted_tokens for call in verified))
@@ -196,9 +198,8 @@ def _verdict_lengths(traces: Iterable[Trace], step_tokens: float) -> dict[str, i
 def _trials(record: StepRecord, trace: Trace) -> int:
     if record.origin is Origin.DRAFT:
         return 1 + (record.sibling or 0)
-    compared = record.origin is Origin.CORRECTION and record.reason not in UNCOMPARED | FAILED
-    width = 1 if trace.request.sampling.greedy else trace.request.width
-    return width if compared else 0
+    unknown = UNCOMPARED | FAILED | {Reason.RISK_BUDGET}  # no verifier was asked, or none could say
+    return trace.request.width if record.origin is Origin.CORRECTION and record.reason not in unknown else 0
 
 
 # How long steps are ------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from lr_backend.cli.app import app
 from lr_backend.engine import Role
 from lr_backend.errors import TraceError
 from lr_backend.plan import table
-from lr_backend.plan.fit_texts import acceptance_rate, sibling_acceptance_rate
+from lr_backend.plan.fit_texts import acceptance_rate, fit_workload, sibling_acceptance_rate
 from lr_backend.plan.fitting import Fitted, fit, fit_by_verifier
 from lr_backend.plan.overrides import Overrides
 from lr_backend.plan.simulation import Policy, simulate, speedup
@@ -192,6 +192,26 @@ def test_late_drafts_say_nothing_of_the_meaning() -> None:
     other = [trace.model_copy(update={"steps": tuple(map(late, trace.steps[::2])) + trace.steps[1::2]}) for trace in traces]
 
     assert acceptance_rate(traces) < acceptance_rate(other) < 1.0
+
+
+def test_a_spent_budget_says_nothing_of_the_meaning() -> None:
+    def spent(record: StepRecord) -> StepRecord:
+        return record.model_copy(update={"reason": "risk_budget"}) if record.origin is Origin.CORRECTION else record
+
+    traces = recorded(BASE)
+    other = [trace.model_copy(update={"steps": tuple(map(spent, trace.steps[::2])) + trace.steps[1::2]}) for trace in traces]
+
+    assert acceptance_rate(traces) < acceptance_rate(other) < 1.0
+
+
+def test_verifications_that_were_cancelled_say_nothing_of_the_draft_tokens() -> None:
+    """Rejected chains and own branches leave many of them, whose tokens nobody decided on."""
+    scenario = changed(BASE, token_agreement=0.85, acceptance_rate=0.3)
+    policy = Policy(Mode.LR_SD, max_depth=8, fields={"proposer": "draft_model", "num_draft_tokens": 8})
+    traces = recorded(scenario, policy, range(6))
+    verifications = [call for trace in traces for call in trace.calls if call.role is Role.TARGET and call.num_draft_tokens]
+    assert sum(not call.completed for call in verifications) > len(verifications) / 20
+    assert fit_workload(traces).token_agreement == pytest.approx(0.85, abs=0.01)
 
 
 def test_a_winning_sibling_says_that_those_before_it_lost() -> None:
