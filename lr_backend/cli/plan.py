@@ -24,7 +24,7 @@ from lr_backend.hardware.profile import find, label_of
 from lr_backend.hardware.sharing import LAWS, CardSharing
 from lr_backend.plan.fit_texts import acceptance, by_verifier, fit_workload
 from lr_backend.plan.fitting import Fitted, fit_by_verifier
-from lr_backend.plan.limits import draft_tokens_refused, load_refused, texts_refused
+from lr_backend.plan.limits import draft_tokens_refused, load_refused, texts_refused, window_refused
 from lr_backend.plan.losses import Without, losses
 from lr_backend.plan.overrides import Overrides
 from lr_backend.plan.simulation import Policy, Scenario
@@ -35,6 +35,7 @@ from lr_backend.trace.schema import Trace
 
 ASSUMED_SPREAD = 0.3
 DEFAULT_SPEC = "qwen3-32b-apart"
+USUAL_DEPTH = 8
 DRAFT_TOKENS = 8
 """In one verification, where nobody says."""
 ROUGH = "a rough fit: these answers made few engine calls; a longer answer, or more --trace, tells more"
@@ -116,7 +117,7 @@ def plan(
     token_agreement: Annotated[
         float | None, typer.Option(help="Chance that the draft's best next token is the target's; by default 0.")
     ] = None,
-    k: Annotated[list[int] | None, typer.Option(help="Depths to predict; by default 1 to 8.")] = None,
+    k: Annotated[list[int] | None, typer.Option(help="Depths to predict; by default 1 to 8, within the deployment's.")] = None,
     width: Annotated[list[int] | None, typer.Option(help="Widths to predict; by default 1.")] = None,
     verdict: Annotated[float | None, typer.Option(help="Time of a verdict over that of a target step; by default 0.")] = None,
     crowding: Annotated[
@@ -157,11 +158,11 @@ def plan(
         refuse("--proposer engine: what an engine's own draft tokens take is known of hardware alone; give --system")
     if not mode.speculates_steps and (k or width):
         refuse(f"--k and --width are of drafted steps, and mode {mode} has none")
-    depths, widths = (k or range(1, 9), width or (1,)) if mode.speculates_steps else ((1,), (1,))
     try:
         recorded = [Trace.load(path) for path in traces or ()]
         texts = Workload(1.0, step_spread=ASSUMED_SPREAD) if workload is None else Workload.load(workload)
         other = None if system is None else stood_for(spec or DEFAULT_SPEC)
+        depths, widths = _window(mode, k, width, other)
         policy = Policy(mode, num_requests=requests, fields=_token_fields(other, mode, proposer, draft_tokens))
         if other is None or system is None:
             scenarios = _scenarios(recorded, texts, given)
@@ -207,6 +208,20 @@ def _token_fields(
     if draft_tokens not in (None, num_drafts):
         refuse(f"--draft-tokens {draft_tokens}: the target of {spec.name} drafts {num_drafts} in every pass")
     return {"proposer": ProposerName.ENGINE.value, "num_draft_tokens": num_drafts}
+
+
+def _window(
+    mode: Mode, depths: Sequence[int] | None, widths: Sequence[int] | None, spec: GpuDeployment | None
+) -> tuple[Sequence[int], Sequence[int]]:
+    """Depths and widths to predict; refuses what the deployment cuts."""
+    if not mode.speculates_steps:
+        return (1,), (1,)
+    for option, asked in {"--k": [(depth, 1) for depth in depths or ()], "--width": [(1, one) for one in widths or ()]}.items():
+        for depth, width in asked:
+            if spec is not None and (why := window_refused(spec, depth, width)):
+                refuse(f"{option} {max(depth, width)}: {why}")
+    deepest = USUAL_DEPTH if spec is None else min(USUAL_DEPTH, spec.loop_config().limits.max_depth)
+    return depths or range(1, deepest + 1), widths or (1,)
 
 
 def _refuse_beyond_limits(spec: GpuDeployment, policy: Policy, workloads: Iterable[Workload]) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from lr_backend.contract import IntArray
 from lr_backend.loop.ledger import Ledger
 from lr_backend.loop.tree import Decision, append
-from lr_backend.request import FinishReason, Origin, StepRecord, Usage
+from lr_backend.request import FinishReason, LookaheadRequest, Origin, StepRecord, Usage
 from lr_backend.steps.rules import StepRules
 from lr_backend.steps.step import Step, StepEnd, StepTokenizer
 from lr_backend.steps.text import TextStream, text_of
@@ -47,8 +47,9 @@ Emit = Callable[[Committed], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The one end of a request."""
+    """The one end of a request, which has the window that it got."""
 
+    request: LookaheadRequest
     finish_reason: FinishReason
     usage: Usage
     completion_ids: tuple[int, ...]

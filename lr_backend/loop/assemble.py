@@ -9,7 +9,7 @@ from functools import partial
 from lr_backend.audit.desk import AuditDesk
 from lr_backend.audit.request import RequestAudit
 from lr_backend.clock import running_clock
-from lr_backend.config import Checker, LoopConfig
+from lr_backend.config import Checker, Limits, LoopConfig
 from lr_backend.contract import IntArray
 from lr_backend.engine import Engine, Role, Sampling
 from lr_backend.errors import InvalidRequest
@@ -82,6 +82,7 @@ def assemble(request: LookaheadRequest, prompt_ids: IntArray, request_id: str, s
     config, models, learned = server.config, server.models, server.learned
     limits = config.limits
     _require(request, config)
+    request = _within(request, limits)
     ledger = Ledger(running_clock(), len(prompt_ids), traced=request.trace)
     metered = _metered(server.engines, request, config, ledger)
 
@@ -149,6 +150,13 @@ def _require(request: LookaheadRequest, config: LoopConfig) -> None:
         raise InvalidRequest("mode", request.mode.value, missing)
 
 
+def _within(request: LookaheadRequest, limits: Limits) -> LookaheadRequest:
+    """The request with the window that it gets here, as its trace has it too."""
+    # Greedy siblings would be the same step over again.
+    width = 1 if request.sampling.greedy else min(request.width, limits.max_width)
+    return request.model_copy(update={"width": width, "max_depth": min(request.max_depth, limits.max_depth)})
+
+
 def _metered(engines: Engines, request: LookaheadRequest, config: LoopConfig, ledger: Ledger) -> Engines:
     """The engines with every call counted, and ended where it takes too long."""
     timeouts, most = config.timeouts, config.limits.max_step_tokens
@@ -166,7 +174,7 @@ def _chooses(request: LookaheadRequest) -> bool:
 def _policy(request: LookaheadRequest, server: Server, num_prompt_tokens: int, *, can_draft: bool) -> RequestPolicy:
     """``can_draft``: there are draft tokens to be had."""
     config, learned = server.config, server.learned
-    max_depth = min(request.max_depth, config.limits.max_depth) if request.mode.speculates_steps else 0
+    max_depth = request.max_depth if request.mode.speculates_steps else 0
     if not _chooses(request):
         return RequestPolicy(request, learned, max_depth, can_draft=can_draft)
     verifier, must_draft = request.effective_verifier, config.engine_always_drafts

@@ -102,7 +102,7 @@ class LookaheadLoop:
             self.shared.learn_draft_length(self.request.proposer, *timed)
         assert answer.finish is not None
         usage = self.ledger.usage(self.request.mode).model_copy(update={**self.audit.usage(), "seed": self.request.seed})
-        return Outcome(answer.finish, usage, answer.completion_ids, self.ledger)
+        return Outcome(self.request, answer.finish, usage, answer.completion_ids, self.ledger)
 
     async def _answer(self) -> None:
         # Lookahead belongs to the reasoning; the answer after it is the target's alone, token for token.
@@ -133,8 +133,7 @@ class LookaheadLoop:
         tree = Tree(
             answer.prefix,
             end=answer.end,
-            # Greedy siblings would be the same step over again.
-            width=1 if request.sampling.greedy else min(request.width, self.config.limits.max_width),
+            width=request.width,
             own_branches=self.config.own_branches,
             wait_for_drafted=request.deterministic,
         )

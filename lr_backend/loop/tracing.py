@@ -5,25 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
+from lr_backend.loop.answer import Outcome
 from lr_backend.loop.ledger import CallSpan, Job, Ledger
 from lr_backend.loop.tree import Decision
-from lr_backend.request import FinishReason, LookaheadRequest, Usage
 from lr_backend.trace.schema import Call, CallOutcome, Purpose, Trace
 from lr_backend.verify.verdict import UNCOMPARED
 
 
-def build_trace(
-    request: LookaheadRequest, request_id: str, finish_reason: FinishReason, usage: Usage, ledger: Ledger, pace: str = ""
-) -> Trace:
+def build_trace(outcome: Outcome, request_id: str, pace: str = "") -> Trace:
     """The whole story of a request that has ended and whose ledger was ``traced``; ``pace`` as in the trace."""
+    ledger = outcome.ledger
     ends = list(accumulate((record.num_tokens for record in ledger.records), initial=ledger.prompt_tokens))[1:]
     return Trace(
         request_id=request_id,
-        request=request,
-        finish_reason=finish_reason,
+        request=outcome.request,
+        finish_reason=outcome.finish_reason,
         steps=tuple(ledger.records),
         calls=tuple(_call(span, ledger, ends) for span in ledger.spans),
-        usage=usage,
+        usage=outcome.usage,
         pace=pace,
     )
 

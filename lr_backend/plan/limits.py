@@ -23,6 +23,14 @@ def load_refused(spec: GpuDeployment, num_requests: int) -> str:
     return f"{spec.name} has at most {most} requests in flight" if num_requests > most else ""
 
 
+def window_refused(spec: GpuDeployment, depth: int, width: int) -> str:
+    """Why a request is looked ahead for less far, or by fewer candidates; empty: it is not."""
+    limits = spec.loop_config().limits
+    if depth > limits.max_depth:
+        return f"{spec.name} looks at most {limits.max_depth} steps ahead"
+    return f"{spec.name} drafts at most {limits.max_width} candidates for a step" if width > limits.max_width else ""
+
+
 def draft_tokens_refused(spec: GpuDeployment, num_draft_tokens: int) -> str:
     """Why so many in one verification are; empty: they are not."""
     most = spec.target.num_drafts

@@ -50,6 +50,7 @@ class Scenario:
 
     Attributes:
         max_step_tokens: that a call for a step may bring; None: as many as the longest step has.
+        max_depth, max_width: the server's limits, to which it cuts what a policy asks for.
         prompts_are_cached: a prompt is in the KV memory of target and draft when its request comes, if there is room: what is
             predicted is the reasoning behind it.
         own_branches, engine_always_drafts: as in :class:`~lr_backend.config.LoopConfig`.
@@ -58,6 +59,8 @@ class Scenario:
     workload: Workload
     machine: Machine = field(default_factory=LinearTimes().machine)
     max_step_tokens: int | None = None
+    max_depth: int = MAX_DEPTH
+    max_width: int = MAX_WIDTH
     prompts_are_cached: bool = False
     own_branches: bool = True
     engine_always_drafts: bool = False
@@ -65,7 +68,9 @@ class Scenario:
     @classmethod
     def of(cls, config: LoopConfig, workload: Workload, machine: Machine, *, prompts_are_cached: bool = False) -> Self:
         """What a deployment with this configuration of the loop does on a machine."""
-        return cls(workload, machine, config.limits.max_step_tokens, prompts_are_cached)
+        limits = config.limits
+        shape = (limits.max_step_tokens, limits.max_depth, limits.max_width)
+        return cls(workload, machine, *shape, prompts_are_cached=prompts_are_cached, own_branches=config.own_branches)
 
 
 @dataclass(frozen=True)
@@ -231,7 +236,7 @@ class _Run:
         found: list[list[Outcome]] = [[] for _ in self.policies]
         for index, outcome in (self.outcomes[number] for number in numbers):
             found[index].append(outcome)
-        return [_prediction(*pair, batch, self.trace) for pair in zip(self.requests, found, strict=True)]
+        return [_prediction(outcomes, batch, self.trace) for outcomes in found]
 
 
 async def _answer_all(
@@ -311,12 +316,9 @@ def _request(workload: Workload, policy: Policy, seed: int, trace: bool) -> Look
     return LookaheadRequest.parse({**fields, **shape, **policy.fields})
 
 
-def _prediction(request: LookaheadRequest, outcomes: Sequence[Outcome], target_batch: float, trace: bool) -> Prediction:
+def _prediction(outcomes: Sequence[Outcome], target_batch: float, trace: bool) -> Prediction:
     usages = tuple(outcome.usage for outcome in outcomes)
-    traces = tuple(
-        build_trace(request, f"{number}", outcome.finish_reason, outcome.usage, outcome.ledger)
-        for number, outcome in enumerate(outcomes if trace else ())
-    )
+    traces = tuple(build_trace(outcome, f"{number}") for number, outcome in enumerate(outcomes if trace else ()))
     return Prediction(fmean(usage.latency_s for usage in usages), usages, target_batch, traces)
 
 
@@ -381,8 +383,8 @@ def _config(scenario: Scenario) -> LoopConfig:
     limits = Limits(
         max_prompt_tokens=1 << 16,
         max_tokens=workload.max_tokens,
-        max_depth=MAX_DEPTH,
-        max_width=MAX_WIDTH,
+        max_depth=scenario.max_depth,
+        max_width=scenario.max_width,
         max_step_tokens=scenario.max_step_tokens or max(4, workload.longest_step),
         max_draft_len=MAX_DRAFT_LEN,
         max_in_flight_requests=1 << 16,

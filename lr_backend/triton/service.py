@@ -238,8 +238,7 @@ class LookaheadService:
         self._count_drafts(outcome)
         for each in watchers:
             each.answered(usage)
-        about = (request, request_id, finish_reason, usage, outcome.ledger)
-        trace = build_trace(*about, pace=self._config.pace) if request.trace else None
+        trace = build_trace(outcome, request_id, self._config.pace) if request.trace else None
         replies.send(final_tensors("".join(parts), finish_reason, usage, trace), final=True)
         log.info(
             "request_finished",

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from lr_backend.engine import EngineCall
 from lr_backend.loop.tracing import build_trace
-from lr_backend.request import LookaheadRequest, Mode
+from lr_backend.request import Mode
 from lr_backend.testing import Script, run_virtual
 from lr_backend.trace.schema import Trace
 from tests.support.world import BREAK, CLOSE, END, FIRST_LETTER, LETTERS, PROMPT, THINK, World, chance, imitator, storyteller
@@ -43,10 +43,8 @@ def any_world(salt: int, order: int) -> World:
 
 def traced(world: World, question: str = "?", **fields: object) -> Trace:
     """The trace of one request on the virtual clock."""
-    fields = {"trace": True, "seed": 0, **fields}
-    outcome = run_virtual(world.answer(**fields))
-    request = LookaheadRequest.parse({"text_input": question, "max_tokens": 200, **fields})
-    return build_trace(request, "request", outcome.finish_reason, outcome.usage, outcome.ledger)
+    outcome = run_virtual(world.answer(**{"text_input": question, "trace": True, **fields}))
+    return build_trace(outcome, "request")
 
 
 def numbered(*, extra: bool) -> Script:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from itertools import count
 from statistics import fmean
@@ -13,7 +14,7 @@ import pytest
 from lr_backend.build.pace import machine_of, stood_for
 from lr_backend.emulated.workload import Workload
 from lr_backend.loop.tree import Horizon, Node, Tree
-from lr_backend.plan.simulation import Policy, Scenario, ms_a_token, side_by_side
+from lr_backend.plan.simulation import MAX_DEPTH, MAX_WIDTH, Policy, Scenario, ms_a_token, side_by_side
 from lr_backend.policy.policy import Learned, Measured
 from lr_backend.request import LookaheadRequest, Mode, VerifierName
 from lr_backend.steps.step import Step, StepEnd
@@ -40,6 +41,7 @@ def beside(long: Policy, others: Mode, context: int, num_runs: int) -> float:
     spec = stood_for("qwen3-32b-apart")
     workload = Workload(0.6, prompt_tokens=context, **LONG, **AGREEMENT)
     scenario = Scenario.of(spec.loop_config(), workload, machine_of(spec, "h200_sxm"), prompts_are_cached=True)
+    scenario = replace(scenario, max_depth=MAX_DEPTH, max_width=MAX_WIDTH)
     asked = Policy(others, long.max_depth, num_requests=NUM_OTHERS, fields={**DRAFT_TOKENS, "max_tokens": 150})
     return fmean(ms_a_token(side_by_side(scenario, [long, asked], seed)[1].usages) for seed in range(num_runs))
 

@@ -292,6 +292,8 @@ def test_what_a_target_that_always_drafts_does_not_serve_is_not_planned(wrong: l
         (["--prompt-tokens", "8193"], "takes prompts of at most 8192 tokens, and these have 8193"),
         (["--steps", "800"], "writes answers of at most 16368 tokens, and these have 19200 on average"),
         (["--mode", "sd", "--draft-tokens", "11"], "--draft-tokens 11: the target of qwen3-32b-apart takes at most 10"),
+        (["--k", "4", "--k", "9"], "--k 9: qwen3-32b-apart looks at most 8 steps ahead"),
+        (["--width", "5"], "--width 5: qwen3-32b-apart drafts at most 4 candidates for a step"),
     ],
 )
 def test_what_the_deployment_refuses_is_not_planned(wrong: list[str], said: str) -> None:

@@ -78,6 +78,14 @@ def test_loads_and_draft_tokens_beyond_the_deployments_limits_are_left_out() -> 
     assert short.left_out == {"sd": "the target of qwen3-32b takes at most 2 draft tokens, not 4"}
 
 
+def test_what_is_predicted_looks_ahead_as_far_as_the_deployment_does() -> None:
+    alone, two, four = (
+        sweep(with_limits(stood_for("qwen3-32b"), max_depth=depth), "h200_sxm", SHORT, (1,), (Mode.LR,), num_answers=4).rows[0]
+        for depth in (0, 2, 4)
+    )
+    assert alone.p50_s > two.p50_s > four.p50_s
+
+
 @pytest.mark.parametrize(
     ("limits", "said"),
     [

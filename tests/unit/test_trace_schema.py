@@ -106,6 +106,13 @@ def test_calls_that_fail_or_are_cut_short_say_so() -> None:
     assert outcomes(trace, Purpose.VERDICT) == ["failed"]
     assert trace.usage.degraded == ("judge",)
 
+    world = numbered_world()
+    world.judge.delay = taking(1e3)
+    trace = traced(world, mode="lr")
+    found = outcomes(trace, Purpose.VERDICT)
+    assert {"failed"} <= set(found) <= {"failed", "cancelled"}, "one that is too slow, and those whose pair was of no use by then"
+    assert found.count("failed") >= trace.usage.num_steps_rejected["timeout"] > 0
+
     world = numbered_world(*range(NUM_STEPS))
     world.draft.delay = taking(1e6)
     late = traced(world, mode="lr")
@@ -125,6 +132,16 @@ MINIMAL = {
     "calls": [{"role": "draft", "purpose": "drafted_step", "outcome": "accepted", "step": 0, "start_ms": 0, "end_ms": 9.5}],
     "usage": {"completion_tokens": 2, "latency_s": 0.01},
 }
+
+
+@pytest.mark.parametrize(("temperature", "width"), [(0.6, 2), (0.0, 1)])
+def test_a_trace_has_the_window_that_the_request_got(temperature: float, width: int) -> None:
+    """Not the one that it asked for: who reads it counts candidates by it."""
+    world = numbered_world()
+    limits = world.config.limits.model_copy(update={"max_depth": 3, "max_width": 2})
+    world.config = world.config.model_copy(update={"limits": limits})
+    request = traced(world, mode="lr", max_depth=8, width=4, temperature=temperature).request
+    assert (request.max_depth, request.width) == (3, width)
 
 
 def test_the_first_documents_of_this_version_stay_readable() -> None:
