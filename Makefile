@@ -111,7 +111,7 @@ profiles: venv ## the pace of H100, H200, B200 and L40S, anew from NVIDIA's kern
 	$(BIN)/python tools/hardware_profiles.py wanted > $(VENV)-profiles/wanted.json
 	$(VENV)-profiles/bin/python tools/hardware_profiles.py write $(VENV)-profiles/wanted.json
 
-eval-quality: venv ## does mode auto keep what ar gets right, where it looks ahead? 6,000 demo problems (75 minutes)
+eval-quality: venv ## does mode auto keep what ar gets right, where it looks ahead? 6,000 demo problems (78 minutes)
 	$(BIN)/python -m bench quality --pace h200_sxm --problems 6000
 
 sbom: venv ## a bill of materials of each image, by CycloneDX, under out/sbom/
