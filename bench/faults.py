@@ -244,7 +244,8 @@ async def restarted(stands: Sequence[Stand], folder: Path, tries: int) -> Row:
                 await until(lambda stand=stand, num=num_before: len(stand.statuses) > num)  # type: ignore[misc]
                 await asyncio.to_thread(stand.wait_served)
     failed = sum(one.kind != "served" for one in ended)
-    told, missed = f"{failed} failed", broken(failed=failed)
+    num_restarts = sum(status == 0 for stand in stands for status in stand.statuses)
+    told, missed = f"{failed} failed", broken(failed=failed, not_restarted=max(0, len(stands) * tries - num_restarts))
     return Row.of("two servers", "rolling restart behind nginx", tries, ended, told=told, missed=missed)
 
 
@@ -322,6 +323,7 @@ def main(
             folders = [Path(held.enter_context(tempfile.TemporaryDirectory(prefix="lookahead-faults-"))) for _ in range(2)]
             pairs = [held.enter_context(standing(Layout.ONE_PROCESS, folder)) for folder in folders]
             note(asyncio.run(restarted([stand for stand, _ in pairs], folders[0], tries)))
+        left += [each for _, remains in pairs for each in remains]
     else:
         console.print("[yellow]no nginx here: the rolling restart is left out[/]")
     console.print(table_of(rows))

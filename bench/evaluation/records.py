@@ -103,6 +103,7 @@ class RunRecord(_Record):
             "trace",
             "served_hash",
             "code_hash",
+            "hardware",
         )
         turns = {turn.name: turn.fields for turn in self.turns}
         # A server that runs may come back at another address. One of our own must have the same spec, pace included.

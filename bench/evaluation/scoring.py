@@ -63,7 +63,9 @@ def boxed(text: str) -> str | None:
 
 
 _NUMBER = r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|-?\.\d+"
-_WORDS = r"\\(?:text|textbf|mathbf|mathrm|mbox)\s*\{([^{}]*)\}"
+_WORDS = r"\\(?:text|textbf|textit|textrm|mathbf|mathrm|mbox|operatorname)\s*\{([^{}]*)\}"
+_UNIT_AT_END = r"(?:\^\s*(?:\{?\s*\\circ\s*\}?)|" + _WORDS.replace("([", "(?:[") + r"\s*\^\s*\{?\s*\d\s*\}?)\s*$"
+"""Degrees, and words with an exponent, as square feet have it."""
 
 
 def _in_one_piece(text: str) -> str:
@@ -80,7 +82,7 @@ def number(text: str) -> Decimal | None:
 
     Words beside the number may hold digits of their own. Where all is in words, so is the number: ``\\text{18}``.
     """
-    joined = _in_one_piece(text)
+    joined = re.sub(_UNIT_AT_END, " ", _in_one_piece(text))
     plain = re.sub(_WORDS, " ", joined)
     if not re.search(r"\d", plain):
         plain = re.sub(_WORDS, r"\1", joined)
@@ -114,7 +116,7 @@ def aime_answer(text: str) -> int | None:
     content = final_box(text)
     if content is None:
         return None
-    digits = re.sub(r"[\s$]|\\[,;! ]", "", content)
+    digits = re.sub(r"[\s$]|\\[,;! ]", "", re.sub(_WORDS, r"\1", content)).removesuffix(".")
     return int(digits) if re.fullmatch(r"\d{1,4}", digits) and int(digits) <= 999 else None
 
 

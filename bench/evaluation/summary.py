@@ -344,6 +344,8 @@ def _not_alike(runs: Sequence[Run]) -> list[str]:
         found.append("Servers of different specs or checkpoints were asked.")
     if len({one.code_hash for one in own}) > 1:
         found.append("Servers of different code were asked.")
+    if len({run.settings.concurrency for run in runs}) > 1 or len({run.settings.hardware for run in runs}) > 1:
+        found.append("Runs of different loads or machines are joined: speeds and speedups are over a mixture. Report them apart.")
     requests: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for turn in (turn for run in runs for turn in run.settings.turns if turn.request is not None):
         asked = {name: value for name, value in (turn.request or {}).items() if name != "seed"}

@@ -38,7 +38,7 @@ from lr_backend.build.spec import DeploymentSpec
 from lr_backend.errors import LookaheadError
 from lr_backend.serve.server import TritonServer
 
-DEPLOYMENT = "qwen3-32b-apart"
+DEPLOYMENT, SYSTEM = "qwen3-32b-apart", "h200_sxm"
 PUBLISHED = PAGES / "load.json"
 """Its figures."""
 CONCURRENCY = (1, 4, 8, 16)
@@ -191,7 +191,7 @@ def main(
     spec: Annotated[
         str, typer.Option(help="What is served where no --url is given: demo, or a deployment on GPUs.")
     ] = DEPLOYMENT,
-    system: Annotated[str, typer.Option(help="Whose pace a deployment on GPUs is emulated at.")] = "h200_sxm",
+    system: Annotated[str, typer.Option(help="Whose pace a deployment on GPUs is emulated at.")] = SYSTEM,
     slow_motion: Annotated[
         float, typer.Option(min=1.0, max=100.0, help="Of an emulated deployment: all takes so many times as long.")
     ] = 1.0,
@@ -275,7 +275,8 @@ def main(
         stopped = str(error)
     except KeyboardInterrupt:
         stopped = "interrupted"
-    run = f"{url or spec}, {', '.join(map(str, concurrency or CONCURRENCY))} in flight, slow motion {slow_motion:g}"
+    asked = url or (spec if system == SYSTEM else f"{spec} on {system}")
+    run = f"{asked}, {', '.join(map(str, concurrency or CONCURRENCY))} in flight, slow motion {slow_motion:g}"
     output = folder / PUBLISHED.name if output == PUBLISHED and (url or spec != DEPLOYMENT) else output
     _end(session, settings, stopped, (output, ", ".join([run, *(mode or ())])), errors)
 

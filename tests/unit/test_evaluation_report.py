@@ -236,12 +236,15 @@ def test_joined_runs_say_where_they_were_not_served_alike() -> None:
         settings = {"endpoint": f"{OWN_SERVER}demo", "served_hash": "s", "code_hash": "c", **changed}
         return replace(one, settings=one.settings.model_copy(update=settings))
 
+    mixture = "Runs of different loads or machines are joined: speeds and speedups are over a mixture. Report them apart."
     (alike,) = summarise([served("out/a"), served("out/b")])
     assert not [note for note in alike.notes if "different" in note.lower()]
     assert (alike.runs[0]["served_hash"], alike.runs[0]["code_hash"]) == ("s", "c")
     for changed, note in (
         ({"served_hash": "t"}, "Servers of different specs or checkpoints were asked."),
         ({"code_hash": ""}, "Servers of different code were asked."),
+        ({"concurrency": 2}, mixture),
+        ({"hardware": "another"}, mixture),
     ):
         (found,) = summarise([served("out/a"), served("out/b", **changed)])
         assert [each for each in found.notes if "different" in each] == [note]

@@ -341,6 +341,10 @@ def test_a_run_of_other_settings_is_refused_with_what_differs(server: FakeServer
         evaluate(server, tmp_path / "run", fewer)
     with pytest.raises(EvaluationError, match=r"fingerprint was .* and is "):
         evaluate(server, tmp_path / "run", settings(load("demo", seed=2, end=4)))
+    document = tmp_path / "run" / "run.json"
+    document.write_text(json.dumps(json.loads(document.read_text()) | {"hardware": "another machine"}))
+    with pytest.raises(EvaluationError, match='hardware was "another machine" and is '):
+        evaluate(server, tmp_path / "run", settings(data))
 
 
 def test_a_run_goes_on_at_another_address_and_with_no_other_spec(data: DataSet, tmp_path: Path) -> None:

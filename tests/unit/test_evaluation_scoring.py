@@ -147,6 +147,12 @@ def test_the_last_closed_box_counts(text: str, found: str | None) -> None:
         ("\\mathbf{18}\\text{ dollars}", "18"),
         ("12\\text{ apples for 3}", "12"),
         ("\\$18/day", "18"),
+        ("36\\text{ ft}^2", "36"),
+        ("36 \\mathrm{cm}^{3}", "36"),
+        ("18^\\circ", "18"),
+        ("18^{\\circ}", "18"),
+        ("18\\textit{ dollars}", "18"),
+        ("18\\operatorname{cm}", "18"),
     ],
 )
 def test_one_number_is_read(text: str, value: str) -> None:
@@ -184,6 +190,8 @@ def test_gsm8k_answers(text: str, value: str | None) -> None:
         ("\\boxed{025}", 25),
         ("\\boxed{ 7 }", 7),
         ("\\boxed{$204$}", 204),
+        ("\\boxed{\\text{204}}", 204),
+        ("\\boxed{\\mathbf{204}.}", 204),
         ("\\boxed{1000}", None),
         ("204", None),
         ("\\boxed{3.5}", None),
