@@ -74,6 +74,8 @@ def acceptance(traces: Sequence[Trace]) -> dict[str, Any]:
     Raises:
         TraceError: no drafted step was compared.
     """
+    # While a risk budget is spent only equal tokens are accepted, and no record says when that was.
+    traces = [trace for trace in traces if not trace.usage.risk_budget_spent]
     return {
         "acceptance_rate": acceptance_rate(traces),
         "sibling_acceptance_rate": sibling_acceptance_rate(traces),
@@ -198,8 +200,9 @@ def _verdict_lengths(traces: Iterable[Trace], step_tokens: float) -> dict[str, i
 def _trials(record: StepRecord, trace: Trace) -> int:
     if record.origin is Origin.DRAFT:
         return 1 + (record.sibling or 0)
-    unknown = UNCOMPARED | FAILED | {Reason.RISK_BUDGET}  # no verifier was asked, or none could say
-    return trace.request.width if record.origin is Origin.CORRECTION and record.reason not in unknown else 0
+    compared = record.origin is Origin.CORRECTION and record.reason not in UNCOMPARED | FAILED
+    width = 1 if trace.request.sampling.greedy else trace.request.width  # as older documents have it, which it asked for
+    return width if compared else 0
 
 
 # How long steps are ------------------------------------------------------------------------------------------------
