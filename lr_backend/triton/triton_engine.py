@@ -333,12 +333,11 @@ class TritonEngine:
                 self._breaker.untried()
             raise
         try:
-            if not tries:
-                self._enter()
+            tries = tries or self._enter()
         except EngineUnavailable:
             self._gate.leave()
             raise
-        running = asyncio.create_task(self._run(call))
+        running = asyncio.create_task(self._run(call, tries=tries))
         self._lengths[running] = call.max_new_tokens
         running.add_done_callback(self._is_over)
         try:
@@ -365,7 +364,7 @@ class TritonEngine:
         while self._reaping:
             await asyncio.wait(self._reaping)
 
-    async def _run(self, call: EngineCall) -> Generation:
+    async def _run(self, call: EngineCall, *, tries: bool) -> Generation:
         wanted = TOKEN_OUTPUTS + (PERF_OUTPUTS if call.return_perf_metrics else ())
         wanted += ("output_log_probs",) if call.return_log_probs else ()
         clock = asyncio.get_running_loop().time
@@ -373,14 +372,14 @@ class TritonEngine:
         try:
             outputs = await self._ask(call.request_id, call.tensors(), wanted)
         except (EngineRejected, NotFinite):
-            self._has_answered()
+            self._has_answered(tries=tries)
             raise
         except EngineError as error:
+            is_busy = Overloaded.code in error.message or is_full(error.message)  # a full queue passes
             if isinstance(error, EngineUnavailable):
                 self._trip(error.message)
             else:
-                self._has_answered()
-            is_busy = Overloaded.code in error.message or is_full(error.message)  # a full queue passes
+                self._has_answered(tries=tries and not is_busy)
             if not self._why_dead and not is_busy:
                 self._failing.failed()
             raise
@@ -393,10 +392,11 @@ class TritonEngine:
             self._token_s += PACE_WEIGHT * ((clock() - sent_s) / num_tokens - self._token_s)
         return generation
 
-    def _has_answered(self) -> None:
-        """That it refused a call, or failed in it alone."""
+    def _has_answered(self, *, tries: bool) -> None:
+        """That it refused a call, or failed in it alone. ``tries``: by this call it was to be found out whether it answers."""
         self._num_unheard = 0
-        self._breaker.untried()
+        if tries:
+            self._breaker.untried()
 
     async def _ask(self, request_id: str, tensors: Arrays, wanted: tuple[str, ...]) -> dict[str, npt.NDArray[Any]]:
         """One request and its answer; a failure where the process dies meanwhile, of which Triton may say nothing."""

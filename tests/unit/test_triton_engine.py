@@ -245,6 +245,29 @@ def test_a_try_that_is_answered_by_an_error_of_its_own_leaves_the_try_to_the_nex
     run_virtual(main())
 
 
+def test_what_was_under_way_when_an_engine_was_left_alone_is_no_try() -> None:
+    """Its refusal says nothing of what came later, and lets nobody in before the time."""
+
+    async def infer(model: str, request_id: str, inputs: Any, wanted: Any) -> dict[str, Any]:
+        if request_id == "early":
+            await asyncio.sleep(1.0)
+            raise EngineRejected("too long")
+        raise EngineUnavailable("not healthy")
+
+    async def main() -> None:
+        engine = TritonEngine("target", infer, CallGate(4), tokens_per_block=32)
+        early = asyncio.create_task(engine.generate(call("early")))
+        await asyncio.sleep(0.5)
+        with pytest.raises(EngineUnavailable, match="not healthy"):
+            await engine.generate(call("later"))
+        with pytest.raises(EngineRejected):
+            await early
+        with pytest.raises(EngineUnavailable, match="out of order"):
+            await engine.generate(call("another"))
+
+    run_virtual(main())
+
+
 def test_a_call_that_no_cancel_ends_puts_its_engine_out_of_order() -> None:
     async def main() -> None:
         triton = ScriptedTriton(seconds=100.0, deaf=10**6)
