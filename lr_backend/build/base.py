@@ -72,8 +72,8 @@ class ServerSpec(Section):
         thread_pool_size: BLS calls that the Python backend has in flight at a time, of all processes of the step loop;
             :data:`~lr_backend.config.CANCEL_RESERVE` of them are for cancels.
         exit_timeout_s: how long a stopping server waits for requests in flight.
-        load_timeout_s: how long loading all models may take. The first answers, by which a server proves itself, may take what
-            is left of it, and two minutes.
+        load_timeout_s: how long loading all models may take. The first answers, by which a server proves itself, have what is
+            left of it, and two minutes.
         layout: which process computes for the step loop.
         num_loops: processes of the step loop, which share requests, limits and calls. Each is one thread of Python.
     """

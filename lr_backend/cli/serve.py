@@ -287,8 +287,7 @@ def _run(
             keeper.start()
             if front is not None:
                 front.start(server.log_file)
-            left_s = WARM_UP_S + loaded_by_s - time.monotonic()
-            answer = _unless_stopped(stop, partial(_warm_up, console, server, deployment, stop, left_s))
+            answer = _unless_stopped(stop, partial(_warm_up, console, server, deployment, stop, loaded_by_s + WARM_UP_S))
             if front is not None and deployed is not None and not stop.event.is_set():
                 addresses, drain_s = (server.grpc_url, server.metrics_url), server.options.exit_timeout_s
                 front.open(deployed, *addresses, drain_s=drain_s, timeout_s=_FRONT_READY_S, notice_file=server.notice_file)
@@ -354,16 +353,24 @@ def _unless_stopped(stop: StopRequest, work: Callable[[], Result]) -> Result | N
 
 
 def _warm_up(
-    console: Console, server: TritonServer, deployment: DeploymentSpec, stop: StopRequest, timeout_s: float
+    console: Console, server: TritonServer, deployment: DeploymentSpec, stop: StopRequest, until_s: float
 ) -> WarmupAnswer | None:
-    """Ask all that this server has; None where it has no step loop, or is to stop. ``timeout_s``: that each answer may take.
+    """Ask all that this server has; None where it has no step loop, or is to stop.
+
+    Args:
+        until_s: by :func:`time.monotonic`, when all should have answered. Who is asked then has :data:`WARM_UP_S` at least.
 
     Raises:
         RemoteError: the target lives elsewhere, and is not there.
         WarmupError: something did not answer as it should.
     """
-    keys = {"key": server.options.engine_key, "loop_key": server.loop_key}
-    warm_engines(server.http_url, deployment.models_here, timeout_s=timeout_s, **keys)
+
+    def left_s() -> float:
+        return max(WARM_UP_S, until_s - time.monotonic())
+
+    for role in deployment.models_here:
+        keys = {"key": server.options.engine_key, "loop_key": server.loop_key}
+        warm_engines(server.http_url, [role], timeout_s=left_s(), **keys)
     if not deployment.runs_loop:
         return None
     missing = wait_for_roles(deployment.remotes, deployment.remotes_load_s, stop.event)
@@ -371,7 +378,7 @@ def _warm_up(
         console.print(f"[yellow]without {role}:[/] {escape(why)}", highlight=False, soft_wrap=True)
     if stop.event.is_set():
         return None
-    return warm_loops(server, deployment.server.num_loops, without=missing, timeout_s=timeout_s)
+    return warm_loops(server, deployment.server.num_loops, without=missing, timeout_s=left_s())
 
 
 def _drain(

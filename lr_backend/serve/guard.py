@@ -1,7 +1,7 @@
 """Runs one server process and leaves nothing of it behind, whatever dies first.
 
-Started by the launcher as ``python -I -S guard.py LIFELINE_FD DRAIN_S SHM_PREFIX DRAINED FOLDER -- COMMAND...``; standard library
-only. It prints the command's process id, which is also its process group, and then waits for one of:
+Started by the launcher as ``python -I -S guard.py LIFELINE_FD DRAIN_S SHM_PREFIX DRAINED FOLDER LOCK -- COMMAND...``;
+standard library only. It prints the command's process id, which is also its process group, and then waits for one of:
 
 - the server ended, by itself or killed: what it left running is killed (Python backend stubs outlive their server, and ``mpirun``
   waits for them);
@@ -157,8 +157,8 @@ def _drain(asked: int, signals: int, seconds: float) -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    lifeline, drain_s, command = int(arguments[0]), float(arguments[1]), arguments[6:]
-    prefix, drained, folder = arguments[2:5]
+    lifeline, drain_s, command = int(arguments[0]), float(arguments[1]), arguments[7:]
+    prefix, drained, folder, lock = arguments[2:6]
     become_subreaper()
     signals, wakeup = os.pipe()
     os.set_blocking(wakeup, False)
@@ -166,7 +166,8 @@ def main(arguments: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
         signal.signal(number, lambda *_: None)
     try:
-        server = subprocess.Popen(command, stdout=sys.stderr, process_group=0, preexec_fn=_die_with_guard)
+        held = (int(lock),)  # so nobody takes its folder away, should it drain when launcher and guard are killed
+        server = subprocess.Popen(command, stdout=sys.stderr, process_group=0, preexec_fn=_die_with_guard, pass_fds=held)
     except OSError as error:
         sys.stderr.write(f"{command[0]} cannot be started: {error.strerror}\n")
         return 126

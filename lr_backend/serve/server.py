@@ -454,7 +454,8 @@ class TritonServer:
         plan = self.options.plan
         # A launcher that is asked to end kills its job within a second, so the guard asks the server behind it.
         drained = server_name if plan.launcher else ""
-        arguments = [str(reader), str(self._drain_limit()), self.shm_prefix, drained, str(work_dir.path), "--", *command]
+        held = (str(work_dir.path), str(work_dir.lock))
+        arguments = [str(reader), str(self._drain_limit()), self.shm_prefix, drained, *held, "--", *command]
         try:
             self._log_begin = _begin_log(path)
             with path.open("ab") as log:  # the front end adds its lines to it too

@@ -25,7 +25,7 @@ _NAME = re.compile(r"lookahead-triton-([0-9a-f]{12})")
 
 @dataclass(frozen=True, slots=True)
 class WorkDir:
-    """Held by its lock for as long as a process has it open: the launcher, and the guard that inherits it.
+    """Held by its lock for as long as a process has it open: the launcher, and guard and server, which inherit it.
 
     Attributes:
         lock: descriptor of the folder.

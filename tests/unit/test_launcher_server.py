@@ -169,6 +169,16 @@ def test_no_server_outlives_its_launcher(repository: Path, fake: Path, tmp_path:
     assert not Path(folder).exists()
 
 
+def test_guard_and_server_hold_the_servers_folder(start: type[Started]) -> None:
+    """So that nobody takes it for a leftover where the launcher is killed and the server drains."""
+    server = start("ok").server
+    server.start()
+    assert server.log_file is not None and server._guard is not None and server.pid is not None
+    folder = str(server.log_file.parent)
+    for pid in (server._guard.pid, server.pid):
+        assert folder in {os.readlink(descriptor) for descriptor in Path(f"/proc/{pid}/fd").iterdir()}
+
+
 def test_only_its_owner_may_read_the_log(start: type[Started], tmp_path: Path) -> None:
     old = tmp_path / "old.log"
     old.write_text("of another server")
