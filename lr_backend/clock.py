@@ -38,7 +38,7 @@ async def time_limit(seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
 
 
 def is_late() -> bool:
-    """Whether a time limit around this has been reached. Of a task's own: what it starts is cancelled by it, and not late."""
+    """Whether a time limit around this has been reached. Tasks that are started within one have it too."""
     return any(limit.expired() for limit in _limits.get())
 
 

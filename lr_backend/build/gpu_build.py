@@ -35,6 +35,7 @@ from lr_backend.build.memory import (
     verification_bytes,
 )
 from lr_backend.build.render import (
+    can_write,
     check_own_parts,
     engine_files,
     intact,
@@ -362,15 +363,14 @@ def _written_elsewhere(plan: GpuPlan) -> GpuPlan:
     Raises:
         ConfigError: the ranks on other machines would not find it there.
     """
-    output = place_to_write(plan.output)
     spread = [role.value for role in plan.steps if plan.spec.engine(role).num_nodes > 1]
-    if output != plan.output and spread:
+    if spread and not can_write(plan.output):
         raise ConfigError(
             f"{', '.join(spread)}: the settings are not those of {plan.output}, which cannot be written here and is read by "
             f"every machine of the role; where it can be written, run `lookahead build --spec {plan.spec.name} --role "
             f"{spread[0]}` (it compiles only what has changed)"
         )
-    return replace(plan, output=output)
+    return replace(plan, output=place_to_write(plan.output))
 
 
 def _require_writable(folder: Path) -> None:

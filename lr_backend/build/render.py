@@ -106,10 +106,15 @@ def write_repository(output: Path, files: Mapping[str, str], manifest: Mapping[s
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def place_to_write(output: Path) -> Path:
-    """``output``, or where a server may only read there a temporary folder: images and volumes of engines are read only."""
+def can_write(output: Path) -> bool:
+    """Whether a repository can be put there. Where it is a server's, images and volumes of engines may be read only."""
     there = next(each for each in (output.parent, *output.parent.parents) if each.exists())
-    return output if os.access(there, os.W_OK) else Path(tempfile.mkdtemp(prefix="lookahead-repository-")) / output.name
+    return os.access(there, os.W_OK)
+
+
+def place_to_write(output: Path) -> Path:
+    """``output``, or where that cannot be written a temporary folder."""
+    return output if can_write(output) else Path(tempfile.mkdtemp(prefix="lookahead-repository-")) / output.name
 
 
 def read_manifest(output: Path) -> dict[str, Any]:

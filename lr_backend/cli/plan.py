@@ -220,6 +220,8 @@ def _window(
         for depth, width in asked:
             if spec is not None and (why := window_refused(spec, depth, width)):
                 refuse(f"{option} {max(depth, width)}: {why}")
+    if spec is not None and (why := window_refused(spec, 1, 1)):
+        refuse(f"--mode {mode}: {why}")
     deepest = USUAL_DEPTH if spec is None else min(USUAL_DEPTH, spec.loop_config().limits.max_depth)
     return depths or range(1, deepest + 1), widths or (1,)
 

@@ -9,6 +9,7 @@ from statistics import fmean
 import pytest
 from typer.testing import CliRunner
 
+from lr_backend.build.pace import stood_for
 from lr_backend.cli import plan as cli_plan
 from lr_backend.cli.app import app
 from lr_backend.embedded.stats import EngineStats
@@ -299,3 +300,12 @@ def test_what_a_target_that_always_drafts_does_not_serve_is_not_planned(wrong: l
 def test_what_the_deployment_refuses_is_not_planned(wrong: list[str], said: str) -> None:
     result = CliRunner().invoke(app, ["plan", "--alpha", "0.6", "--system", "h200_sxm", *wrong])
     assert (result.exit_code, said in result.output) == (2, True), result.output
+
+
+def test_a_deployment_that_looks_nowhere_ahead_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = stood_for("qwen3-32b-apart")
+    limits = {**spec.lookahead["limits"], "max_depth": 0}
+    alone = spec.model_copy(update={"lookahead": {**spec.lookahead, "limits": limits}})
+    monkeypatch.setattr("lr_backend.cli.plan.stood_for", lambda name: alone)
+    result = CliRunner().invoke(app, ["plan", "--alpha", "0.6", "--system", "h200_sxm"])
+    assert (result.exit_code, "--mode lr: qwen3-32b-apart looks at most 0 steps ahead" in result.output) == (2, True)
