@@ -11,15 +11,12 @@ import os
 import re
 import shutil
 import tempfile
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from lr_backend.serve.guard import remove_shared_memory
 
-JUST_MADE_S = 60.0
-"""Whoever has made a folder may not have locked it yet."""
 _NAME = re.compile(r"lookahead-triton-([0-9a-f]{12})")
 
 
@@ -41,12 +38,12 @@ class WorkDir:
         Raises:
             OSError: there is no room for one.
         """
-        path = Path(tempfile.gettempdir()) / f"lookahead-triton-{number}"
-        path.mkdir(mode=0o700)
-        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        new = Path(tempfile.mkdtemp(prefix="lookahead-new-"))
+        lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         with suppress(OSError):  # a file system without locks, where nothing is cleared away either
             fcntl.flock(lock, fcntl.LOCK_EX)
-        return cls(path, lock)
+        # It has its name once it is held, so nobody finds it before.
+        return cls(new.rename(new.with_name(f"lookahead-triton-{number}")), lock)
 
     def remove(self) -> None:
         """With all that is in it."""
@@ -69,8 +66,6 @@ def remove_leftovers() -> list[str]:
         with suppress(OSError):  # it is held, another user's, or gone
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
-                if time.time() - os.fstat(lock).st_mtime < JUST_MADE_S:
-                    continue
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path, ignore_errors=True)
                 remove_shared_memory(shared_memory_prefix(found[1]))

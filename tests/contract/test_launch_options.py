@@ -30,7 +30,7 @@ def placements(runtime: str, target_tp: int = 1) -> list[Placement]:
 def command(plan: LaunchPlan, tmp_path: Path) -> list[str]:
     server = TritonServer(tmp_path, ServerOptions(thread_pool_size=96, exit_timeout_s=7, plan=plan))
     server.ports, server.shm_prefix = Ports(8000, 8001, 8002), "lookahead_abc_"
-    return server._command(Path("/opt/tritonserver/bin/tritonserver"), Path("/links"), restriction_arguments(KEY))
+    return server.command(Path("/opt/tritonserver/bin/tritonserver"), Path("/links"), restriction_arguments(KEY))
 
 
 PLANS = {
