@@ -319,9 +319,9 @@ def check_run(checks: Checks, sandbox: Sandbox, work: Path) -> None:
 
 
 def check_emulated(checks: Checks, sandbox: Sandbox, work: Path) -> None:
-    """A deployment on GPUs, emulated by the CPU image, under the same tool. The image is read-only: it is rendered into /tmp."""
+    """A deployment on GPUs, emulated by the CPU image, under the same tool. The image is read-only: `serve` renders into /tmp."""
     ports, door = free_ports(ServerOptions()), _free_port()
-    options = ("--spec", EMULATED, "--pace", "h200_sxm", "--repository", "/tmp/repository", *_port_options(ports, door))
+    options = ("--spec", EMULATED, "--pace", "h200_sxm", *_port_options(ports, door))
     container = Container(sandbox, work / "emulated.log", *options)
     try:
         probe = (*sandbox.config.health, f"http://127.0.0.1:{door}/ready")
