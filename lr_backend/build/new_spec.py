@@ -45,7 +45,7 @@ STEP_TOKENS = 256
 VERDICT_TOKENS = 8 * STEP_TOKENS
 """Two steps and the prompt around them."""
 LEAST_SEQ_LEN = 256
-"""A third of it is the prompt's, in which the question fits that a server asks itself before it serves, in its chat template."""
+"""A third of it is for the prompt. A server asks itself a question before it serves, which must fit there in a chat template."""
 ITERATION_TOKENS = 8192
 """Of an iteration where no admission depends on it, unless sequences are longer: the judge's, and those of the LLM API."""
 MAX_DEPTH = 8

@@ -216,13 +216,15 @@ def _window(
     """Depths and widths to predict; refuses what the deployment cuts."""
     if not mode.speculates_steps:
         return (1,), (1,)
-    for option, asked in {"--k": [(depth, 1) for depth in depths or ()], "--width": [(1, one) for one in widths or ()]}.items():
-        for depth, width in asked:
-            if spec is not None and (why := window_refused(spec, depth, width)):
-                refuse(f"{option} {max(depth, width)}: {why}")
-    if spec is not None and (why := window_refused(spec, 1, 1)):
-        refuse(f"--mode {mode}: {why}")
-    deepest = USUAL_DEPTH if spec is None else min(USUAL_DEPTH, spec.loop_config().limits.max_depth)
+    deepest = USUAL_DEPTH
+    if spec is not None:
+        asked = [(f"--k {depth}", depth, 1) for depth in depths or ()] + [
+            (f"--width {width}", 1, width) for width in widths or ()
+        ]
+        for option, depth, width in [*asked, (f"--mode {mode}", 1, 1)]:
+            if why := window_refused(spec, depth, width):
+                refuse(f"{option}: {why}")
+        deepest = min(USUAL_DEPTH, spec.loop_config().limits.max_depth)
     return depths or range(1, deepest + 1), widths or (1,)
 
 

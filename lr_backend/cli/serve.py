@@ -369,8 +369,7 @@ def _warm_up(
         return max(WARM_UP_S, until_s - time.monotonic())
 
     for role in deployment.models_here:
-        keys = {"key": server.options.engine_key, "loop_key": server.loop_key}
-        warm_engines(server.http_url, [role], timeout_s=left_s(), **keys)
+        warm_engines(server.http_url, [role], key=server.options.engine_key, loop_key=server.loop_key, timeout_s=left_s())
     if not deployment.runs_loop:
         return None
     missing = wait_for_roles(deployment.remotes, deployment.remotes_load_s, stop.event)

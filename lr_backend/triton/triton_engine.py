@@ -393,7 +393,7 @@ class TritonEngine:
         return generation
 
     def _has_answered(self, *, tries: bool) -> None:
-        """That it refused a call, or failed in it alone. ``tries``: by this call it was to be found out whether it answers."""
+        """The engine has refused a call, or failed in that one alone. ``tries``: it was the try of an engine out of order."""
         self._num_unheard = 0
         if tries:
             self._breaker.untried()
