@@ -66,7 +66,8 @@ class Outcome:
 def ask(client: Client, plan: Plan, key: Key, pause: Callable[[float], None] = time.sleep) -> AnswerRecord:
     """One answer, timed by the client from submit to the last event; the tries before it do not count.
 
-    One that is not there in time is an answer too, with what had come: the slowest must not drop out of a comparison.
+    One that is not there in time is an answer too, with what had come: the slowest must not drop out of a comparison. But
+    where the endpoint is not ready either, nobody knows what it would have been.
 
     Raises:
         ClientError: the last try's.
@@ -91,6 +92,8 @@ def _ask_once(client: Client, plan: Plan, key: Key) -> AnswerRecord:
             for event in events:
                 collector.add(event)
         except RequestTimeout:
+            if not client.is_ready(models=[client.model]):
+                raise
             late = {"finish_reason": TIMED_OUT}
     latency_s = time.perf_counter() - started
     assert options.seed is not None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
-from math import ceil
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -32,8 +32,6 @@ from lr_backend.triton.remote_engine import grpc_inputs
 PARALLEL = (1, 2, 4)
 TIMING_TOKENS = 96
 TIMING_ROUNDS = 3
-MAX_BESIDE_TOKENS = 1500
-"""The draft keeps busy no longer than its context lasts."""
 SIMULATED_STEPS = 120
 SIMULATED_SEEDS = 3
 STEP_SPREAD = 0.3
@@ -139,8 +137,7 @@ def measure_hardware(server: TritonServer, spec: EmbeddedDeployment, problem: Pr
     prompt = prompt_of(spec, problem)
     c = cost_ratio(server, spec, problem)
     together = {num: min(_together_s(server.grpc_url, prompt, num) for _ in range(TIMING_ROUNDS)) for num in PARALLEL}
-    num_beside = min(MAX_BESIDE_TOKENS, ceil(1.2 * TIMING_TOKENS / c))
-    beside = min(_beside_draft_s(server.grpc_url, prompt, num_beside) for _ in range(TIMING_ROUNDS))
+    beside = min(_beside_draft_s(server.grpc_url, prompt) for _ in range(TIMING_ROUNDS))
     return Hardware(c, together, max(1.0, beside / together[1]))
 
 
@@ -151,11 +148,20 @@ def _together_s(url: str, prompt: IntArray, num_sequences: int) -> float:
         return fmean(call.result() for call in calls)
 
 
-def _beside_draft_s(url: str, prompt: IntArray, num_draft_tokens: int) -> float:
-    """Seconds of a target iteration while the draft decodes."""
+def _beside_draft_s(url: str, prompt: IntArray) -> float:
+    """Seconds of a target iteration while the draft decodes, call after call, until the target has ended."""
+    ended = threading.Event()
+
+    def keep_busy() -> None:
+        while not ended.is_set():
+            seconds_a_token(url, "draft", prompt, TIMING_TOKENS, 1)
+
     with ThreadPoolExecutor(1) as pool:
-        draft = pool.submit(seconds_a_token, url, "draft", prompt, num_draft_tokens, 1)
-        seconds = seconds_a_token(url, "target", prompt, TIMING_TOKENS, 1)
+        draft = pool.submit(keep_busy)
+        try:
+            seconds = seconds_a_token(url, "target", prompt, TIMING_TOKENS, 1)
+        finally:
+            ended.set()
         draft.result()
     return seconds
 

@@ -296,6 +296,18 @@ def test_an_answer_that_is_not_there_in_time_is_wrong_and_kept(server: FakeServe
         asking.warm_up(client, settings(data).plan(), "1")
 
 
+def test_an_endpoint_that_hangs_has_no_late_answers(server: FakeServer, data: DataSet, tmp_path: Path) -> None:
+    for task in data.tasks:
+        server.scripts[task.question] = [Abort(StatusCode.DEADLINE_EXCEEDED, "")]
+    server.models.clear()
+    directory = RunDirectory(tmp_path / "run")
+
+    with directory.alone(), Client(server.url) as client, pytest.raises(EndpointLost, match=r"3 requests failed in a row"):
+        asking.ask_all(client, settings(data).plan(), directory)
+
+    assert list(directory.answers()) == [] and len(directory.failures()) >= asking.MAX_FAILURES
+
+
 def test_a_refused_turn_and_a_dead_address_end_a_run_at_once(server: FakeServer, data: DataSet, tmp_path: Path) -> None:
     server.scripts[data.tasks[0].question] = [Fail("LR_INVALID_REQUEST: mode=lr: not here")]
     with pytest.raises(EvaluationError, match=r"refuses the turn 'ar': mode=lr: not here"):
