@@ -2,7 +2,7 @@
 
 Upstream gives the folder to ``datasets.load_dataset`` and takes the split ``train``: its column ``text``, or of CNN/DailyMail,
 which it knows by the path, ``article`` of version 3.0.0. That runs after minutes of loading a model. Here the first
-file is looked at.
+file is looked at, and what ``datasets`` 3.1 wants of a version: a README that names it, and the files of the first version there.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ FORMATS = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 _KNOWN, _KNOWN_VERSION = "cnn_dailymail", "3.0.0"
 _TRAIN = re.compile(r"(^|[^a-z0-9])train(ing)?([^a-z0-9]|$)")
 _OTHERS = re.compile(r"(^|[^a-z0-9])(test(ing)?|validation|valid|dev|eval(uation)?)([^a-z0-9]|$)")
+_VERSION_IN_README = re.compile(r"^\s*-?\s*config_name:\s*[\"']?([^\"'\s]+)", re.MULTILINE)
+_FILES_IN_README = re.compile(r"^configs:.*?^\s*(?:-\s*)?(?:path|data_files):\s*[\"']?([^\"'\s/]+)/", re.MULTILINE | re.DOTALL)
 _PARQUET, _MAX_FOOTER = b"PAR1", 1 << 24
 
 
@@ -28,9 +30,7 @@ def without_texts(folder: Path) -> str:
     """What is missing where there is no such folder, and how it comes there."""
     told = f"calibration texts: there is no folder {folder}, and the build has no network"
     if _KNOWN in str(folder):
-        hub = f"hf download abisee/cnn_dailymail --repo-type dataset --local-dir {folder}"
-        # Of a pattern and a file together, hub 1.0 and later take the file alone; earlier ones take one pattern alone.
-        return f'{told}: {hub} --include "{_KNOWN_VERSION}/*" && {hub} README.md'
+        return f"{told}: hf download abisee/cnn_dailymail --repo-type dataset --local-dir {folder}"
     return f"{told}: put texts there, such as a file train.jsonl with a field text"
 
 
@@ -38,7 +38,7 @@ def require_texts(folder: Path) -> None:
     """Refuse a folder that calibration would fail on.
 
     Raises:
-        ConfigError: it holds no texts, none for the split ``train``, or not the column that upstream takes.
+        ConfigError: it holds no texts, none for the split ``train``, or not the column or version that upstream takes.
     """
     known = _KNOWN in str(folder)
     root = folder / _KNOWN_VERSION if known and (folder / _KNOWN_VERSION).is_dir() else folder
@@ -55,6 +55,18 @@ def require_texts(folder: Path) -> None:
         raise ConfigError(f"calibration texts: {train[0]} cannot be read: {error}") from error
     if column not in columns:
         raise ConfigError(f"calibration texts: {train[0]} has no column {column}: {', '.join(columns) or 'it is empty'}")
+    if known and not list(folder.glob("*.py")):  # a loader of the folder's own knows its versions
+        _require_version(folder)
+
+
+def _require_version(folder: Path) -> None:
+    readme = folder / "README.md"
+    told = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
+    if _KNOWN_VERSION not in _VERSION_IN_README.findall(told):
+        raise ConfigError(f"calibration texts: there is no {readme} that names the version {_KNOWN_VERSION} (config_name)")
+    first = _FILES_IN_README.search(told)
+    if first and not (folder / first[1]).is_dir():
+        raise ConfigError(f"calibration texts: {readme} begins with files in {first[1]}/, which must be there too: download all")
 
 
 def hash_texts(folder: Path | None) -> dict[str, str]:

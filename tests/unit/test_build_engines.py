@@ -258,7 +258,7 @@ def test_fp8_goes_through_calibration_with_texts_of_a_folder(spec: GpuDeployment
 @pytest.mark.parametrize(
     ("texts", "remedy"),
     [
-        ("checkpoints/cnn_dailymail", '/cnn_dailymail --include "3.0.0/*" && hf download'),
+        ("checkpoints/cnn_dailymail", "hf download abisee/cnn_dailymail --repo-type dataset --local-dir"),
         ("texts/ours", "put texts there, such as a file train.jsonl with a field text"),
     ],
 )

@@ -64,13 +64,40 @@ def test_what_calibration_would_fail_on_is_refused(tmp_path: Path, files: dict[s
         require_texts(write(tmp_path / "texts", files))
 
 
+def readme(*versions: str) -> bytes:
+    """What the hub holds: each version, and where its files are."""
+    of = "".join(f"- config_name: {one}\n  data_files:\n  - split: train\n    path: {one}/train-*\n" for one in versions)
+    return f"---\ndataset_info:\n- config_name: 3.0.0\nconfigs:\n{of}---\n# Texts\n".encode()
+
+
 def test_the_known_texts_have_another_column_and_a_version(tmp_path: Path) -> None:
-    folder = write(
-        tmp_path / "cnn_dailymail", {"3.0.0/train-0.parquet": parquet("article", "highlights"), "1.0.0/train.jsonl": b""}
-    )
+    texts = {"3.0.0/train-0.parquet": parquet("article", "highlights"), "1.0.0/train.jsonl": b""}
+    folder = write(tmp_path / "cnn_dailymail", texts | {"README.md": readme("1.0.0", "2.0.0", "3.0.0")})
     require_texts(folder)
     (folder / "3.0.0" / "train-0.parquet").write_bytes(parquet("text"))
     with pytest.raises(ConfigError, match="has no column article"):
+        require_texts(folder)
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({}, "no .*README.md that names the version 3.0.0"),
+        ({"README.md": b"# Texts"}, "no .*README.md that names the version 3.0.0"),
+        ({"README.md": readme("1.0.0", "3.0.0")}, "begins with files in 1.0.0/, which must be there too: download all"),
+        ({"README.md": readme("3.0.0", "1.0.0")}, ""),
+        ({"README.md": b"---\nconfigs:\n- config_name: '3.0.0'\n  data_files: \"3.0.0/train-*\"\n---\n"}, ""),
+        ({"cnn_dailymail.py": b""}, ""),
+    ],
+)
+def test_a_part_of_the_known_texts_is_refused_where_upstream_could_not_read_it(
+    tmp_path: Path, files: dict[str, bytes], said: str
+) -> None:
+    """As ``datasets`` 3.1.0 does: it looks for the files of the first version, whichever is asked for."""
+    folder = write(tmp_path / "cnn_dailymail", files | {"3.0.0/train-0.parquet": parquet("article")})
+    if not said:
+        return require_texts(folder)
+    with pytest.raises(ConfigError, match=said):
         require_texts(folder)
 
 
