@@ -112,24 +112,27 @@ class Choice:
         return {"index": self.index, **said, "finish_reason": finish_reason, "logprobs": None, **more}
 
 
-def usage_document(asked: Asked, choices: Sequence[Choice]) -> Document:
-    """Tokens of a request, and the counts of speculation, over all its choices. The tokens of a prompt count once."""
+def counts_document(asked: Asked, choices: Sequence[Choice]) -> Document:
+    """``usage``, and the counts of speculation beside it, over all choices. The tokens of a prompt count once.
+
+    ``usage`` has OpenAI's fields alone: who accounts for tokens may refuse others.
+    """
     usages = [choice.finish.usage for choice in choices if choice.finish is not None]
     of_prompts = {job.prompt: usage.prompt_tokens for job, usage in zip(asked.jobs, usages, strict=True)}
     prompt_tokens = sum(of_prompts.values())
     completion_tokens = sum(usage.completion_tokens for usage in usages)
-    return {
+    usage = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "completion_tokens_details": {"reasoning_tokens": sum(usage.reasoning_tokens for usage in usages)},
-        "lookahead": _counts(asdict(usage) for usage in usages),
     }
+    return {"usage": usage, "lookahead": _counts(asdict(usage) for usage in usages)}
 
 
-def counted(usage: Document) -> Document:
+def counted(counts: Document) -> Document:
     """What of it the log says."""
-    return {name: usage[name] for name in ("prompt_tokens", "completion_tokens")}
+    return {name: counts["usage"][name] for name in ("prompt_tokens", "completion_tokens")}
 
 
 def _counts(usages: Iterable[Mapping[str, Any]]) -> Document:

@@ -18,7 +18,7 @@ from starlette.responses import Response
 import lr_backend
 from lr_backend.engine import Role
 from lr_backend.frontend.answering import Answers, unless_gone
-from lr_backend.frontend.answers import Choice, Document, Head, counted, to_json, usage_document
+from lr_backend.frontend.answers import Choice, Document, Head, counted, counts_document, to_json
 from lr_backend.frontend.asked import Asked
 from lr_backend.frontend.body import Room, parse_json, read_body
 from lr_backend.frontend.call import Call
@@ -202,10 +202,10 @@ class Frontend:
         choices = self._choices(asked)
         while (heard := await answers.next()) is not None:
             choices[heard[0]].add(heard[1])
-        usage = usage_document(asked, choices)
+        counts = counts_document(asked, choices)
         document = self._head(call, asked).document(chunk=False)
-        call.log(200, **counted(usage))
-        return call.response(to_json({**document, "choices": [one.whole() for one in choices], "usage": usage}))
+        call.log(200, **counted(counts))
+        return call.response(to_json({**document, "choices": [one.whole() for one in choices], **counts}))
 
     def _head(self, call: Call, asked: Asked) -> Head:
         return Head(call.request_id, int(time.time()), self._deployed.name, asked.chat, lr_backend.__version__)

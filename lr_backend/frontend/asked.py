@@ -31,8 +31,6 @@ from lr_backend.request import MAX_SEED, Checked, LookaheadRequest, draw_seed
 
 MAX_CHOICES = 8
 """Answers to one request: ``n`` for each of its prompts."""
-MAX_STOPS = 4
-"""As OpenAI's; Triton's port takes more."""
 
 SAME = ("max_tokens", "temperature", "top_p", "seed", "stop", "stream")
 """Fields that OpenAI's API has under the same names, and that stand outside the object ``lookahead``."""
@@ -56,8 +54,6 @@ NOT_IN_CHAT: Unsupported = {
     "moderation": (),
     "parallel_tool_calls": (True, False),  # there are no calls
     "prediction": (),
-    "prompt_cache_options": (),
-    "prompt_cache_retention": (),
     "reasoning_effort": (),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
@@ -101,9 +97,20 @@ _GATEWAYS = ("provider_specific_fields", "thinking_blocks")
 """What a gateway adds to an answer. It says no more than the answer's own fields."""
 
 
+def _said(given: object) -> object:
+    """Without the fields that are null: clients that send one form of turn for all send what it has not as null."""
+    return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
+
+
 class _Part(Checked):
     type: Literal["text"]
     text: str
+    prompt_cache_breakpoint: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: object) -> object:
+        return _said(given)
 
 
 _Content = Annotated[
@@ -127,10 +134,10 @@ class _Turn(Checked):
     @classmethod
     def _may_come_back(cls, given: object) -> object:
         """An answer may have no content, as one that was cut while reasoning, and may be sent back as a gateway has made it."""
+        given = _said(given)
         if not isinstance(given, dict) or given.get("role") != "assistant":
             return given
-        # Official clients send fields of their own back empty.
-        said = {name: value for name, value in given.items() if name not in _GATEWAYS and value is not None}
+        said = {name: value for name, value in given.items() if name not in _GATEWAYS}
         if said.get("reasoning_content") in (None, said.get("reasoning")):  # its name at other servers
             said["reasoning_content"] = said.pop("reasoning", None)
         return said if said.get("content") is not None else {**said, "content": ""}
@@ -173,6 +180,8 @@ class _ChatBody(_Body):
     max_completion_tokens: Any = None
     metadata: dict[str, Any] = Field(default_factory=dict)
     prompt_cache_key: str = Field(default="", max_length=256)
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
     safety_identifier: str = Field(default="", max_length=256)
 
 
@@ -290,8 +299,6 @@ def _options(body: _Body, shared: Mapping[str, Any], deployed: Deployed, tokens_
     sent = {"stream": False, **shared, **inside}
     if isinstance(sent.get("stop"), str):
         sent["stop"] = [sent["stop"]]
-    if isinstance(stops := sent.get("stop"), list) and len(stops) > MAX_STOPS:
-        raise ApiError("invalid_value", f"stop: at most {MAX_STOPS} strings", "stop")
     names = {name: _outside(name) for name in LOOKAHEAD if name not in shared} | {"max_tokens": tokens_field}
     try:
         asked = LookaheadRequest.model_validate_json(json.dumps({"text_input": "?", **sent}))

@@ -86,6 +86,8 @@ class Call:
         headers, kind = self.headers | error.headers, Response
         if error.code == "body_too_large" or (not self.has_body and is_long(self.request)):
             headers, kind = {**headers, "connection": "close"}, Lingering
+        elif error.code == "draining":  # who asks again does so by a connection of his own, which a balancer takes elsewhere
+            headers, kind = {**headers, "connection": "close"}, Response if self.has_body else Lingering
         return kind(error.body(self.request_id), error.status, headers, "application/json")
 
     def log(self, status: int, **said: Any) -> None:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from lr_backend.frontend.answering import Answers, unless_gone
-from lr_backend.frontend.answers import Choice, Document, Head, counted, to_json, usage_document
+from lr_backend.frontend.answers import Choice, Document, Head, counted, counts_document, to_json
 from lr_backend.frontend.asked import Asked
 from lr_backend.frontend.call import Call
 from lr_backend.frontend.errors import ApiError, ClientGone, internal
@@ -73,9 +73,9 @@ class EventStream(Response):
         try:
             async for part in self._parts():
                 await send({"type": "http.response.body", "body": part, "more_body": True})
-            usage = usage_document(self._asked, self._choices)
-            last = self._event({"choices": [], "usage": usage}) if self._asked.include_usage else b""
-            self._call.log(200, streamed=True, **counted(usage))
+            counts = counts_document(self._asked, self._choices)
+            last = self._event({"choices": [], **counts}) if self._asked.include_usage else b""
+            self._call.log(200, streamed=True, **counted(counts))
             last += DONE
         except ClientError as error:
             last = self._failed(self._call.told_as(error, self._asked.param_of))

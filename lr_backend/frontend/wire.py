@@ -17,8 +17,8 @@ UNREAD_S = 120.0
 KEEP_IDLE_S, KEEP_EVERY_S = 60, 15
 """A silent connection is asked after so long, and then so often, whether its other side lives; it ends after :data:`UNREAD_S`."""
 
-KEEP_ALIVE_S = 75
-"""For a connection without a request: longer than a gateway keeps one, so that it is the gateway that closes it."""
+KEEP_ALIVE_S = 620
+"""For a connection without a request: longer than a gateway keeps one (Google's: 600 s), so that it closes it."""
 MAX_AHEAD_BYTES = 64 << 10
 """Sent behind a request that is being answered; with more the connection ends."""
 CLOSING_S = 2

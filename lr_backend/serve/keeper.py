@@ -37,6 +37,8 @@ HANG_S, LOOK_S = 30.0, 1.0
 """How long a target may let go of no call, or fail all, while it answers none; how often that is looked at."""
 STILL_S = 60.0
 """How long a process of the step loop that has requests may stand still: as one does in which a plug-in waits for the network."""
+SUSPENDED_S = 15.0
+"""A look that comes so long after the last one says that the machine was suspended."""
 STOP_S = 1.0
 """For the thread that looks to end. One that waits for a model to load ends with the server."""
 
@@ -139,6 +141,7 @@ class StubKeeper:
             ended = {descriptor for descriptor, _ in poll.poll(1e3 * LOOK_S)}
             if self._wake in ended or not self._server.running:
                 return
+            self._look_for_suspension()
             self._look_for_hang()
             self._look_for_stillness()
             self._look_for_loss()
@@ -148,6 +151,14 @@ class StubKeeper:
                 os.close(descriptor)
             if died:
                 self._have_died(died)
+
+    def _look_for_suspension(self) -> None:
+        """Where this process stood still itself, so did all that it watches."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s > SUSPENDED_S:
+            self._hung = None
+            self._still.clear()
+        self._looked_s = now_s
 
     def _look_for_hang(self) -> None:
         seats, now_s = self._server.seats, time.monotonic()
@@ -161,9 +172,6 @@ class StubKeeper:
 
     def _look_for_stillness(self) -> None:
         seats, now_s = self._server.seats, time.monotonic()
-        if now_s - self._looked_s > STILL_S / 2:  # this process stood still itself, as on a machine that was suspended
-            self._still.clear()
-        self._looked_s = now_s
         beats = ((loop, seat.num_beats) for loop, seat in enumerate(map(seats.seat, range(MAX_LOOPS))) if seat.num_in_flight)
         self._still = {beat: self._still.get(beat, now_s) for beat in beats}
         if any(now_s - since_s > STILL_S for since_s in self._still.values()):

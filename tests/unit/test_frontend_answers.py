@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lr_client import FinishEvent, StepEvent, StepRecord, TextEvent, Usage
-from openai.types import Completion
+from openai.types import Completion, CompletionUsage
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from lr_backend.errors import CheckpointError
-from lr_backend.frontend.answers import Choice, Head, to_json, usage_document
+from lr_backend.frontend.answers import Choice, Head, counts_document, to_json
 from lr_backend.frontend.asked import Asked
 from lr_backend.frontend.reasoning import Splitter
 from lr_backend.frontend.template import opens_reasoning
@@ -127,8 +127,7 @@ def test_a_whole_chat() -> None:
     choice = Choice(0, splitter())
     for event in EVENTS:
         choice.add(event)
-    usage = usage_document(asked(), [choice])
-    document = head().document(chunk=False) | {"choices": [choice.whole()], "usage": usage}
+    document = head().document(chunk=False) | {"choices": [choice.whole()]} | counts_document(asked(), [choice])
 
     answer = ChatCompletion.model_validate_json(to_json(document), strict=True)
     (found,) = answer.choices
@@ -141,9 +140,9 @@ def test_a_whole_chat() -> None:
     assert (told["trace"], [step["text"] for step in told["steps"]]) == ({"spans": []}, ["<think>one. "])
     assert answer.usage is not None and answer.usage.completion_tokens_details is not None
     assert (answer.usage.total_tokens, answer.usage.completion_tokens_details.reasoning_tokens) == (14, 4)
-    assert answer.usage.model_extra is not None
-    assert answer.usage.model_extra["lookahead"]["num_steps_accepted_by"] == {"exact": 1, "judge": 1}
-    assert not {"step_acceptance_rate", "seed", "latency_s"} & set(answer.usage.model_extra["lookahead"])
+    assert answer.usage.model_extra == {} and answer.model_extra is not None
+    assert answer.model_extra["lookahead"]["num_steps_accepted_by"] == {"exact": 1, "judge": 1}
+    assert not {"step_acceptance_rate", "seed", "latency_s"} & set(answer.model_extra["lookahead"])
 
 
 def test_a_streamed_chat() -> None:
@@ -185,11 +184,13 @@ def test_usage_adds_the_choices_up_and_counts_a_prompt_once(num_choices: int, nu
     document = {"model": "demo", "prompt": ["q"] * num_prompts, "n": num_choices}
     request = Asked.completion_of(document, DEPLOYED)
     choices = [Choice(number, None, FinishEvent("stop", USAGE)) for number in range(len(request.jobs))]
-    usage, total = usage_document(request, choices), num_choices * num_prompts
+    document, total = counts_document(request, choices), num_choices * num_prompts
+    usage, counts = document["usage"], document["lookahead"]
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (5 * num_prompts, 9 * total)
-    assert usage["lookahead"]["num_steps"] == 3 * total
-    assert usage["lookahead"]["num_steps_accepted_by"] == {"judge": total, "exact": total}
-    assert usage["lookahead"]["num_reused_tokens"] is None  # nobody has counted them
+    assert counts["num_steps"] == 3 * total
+    assert counts["num_steps_accepted_by"] == {"judge": total, "exact": total}
+    assert counts["num_reused_tokens"] is None  # nobody has counted them
+    assert set(usage) == {*CompletionUsage.model_fields} - {"prompt_tokens_details"}, "and nothing that OpenAI's has not"
 
 
 @pytest.mark.parametrize(("counted", "total"), [([None, 7, None, 5], 12), ([0, None], 0), ([None, None], None)])
@@ -197,7 +198,7 @@ def test_what_only_some_choices_have_counted_is_added_up_of_those(counted: list[
     request = Asked.completion_of({"model": "demo", "prompt": "q", "n": len(counted)}, DEPLOYED)
     usages = [replace(USAGE, num_reused_tokens=number) for number in counted]
     choices = [Choice(number, None, FinishEvent("stop", usage)) for number, usage in enumerate(usages)]
-    assert usage_document(request, choices)["lookahead"]["num_reused_tokens"] == total
+    assert counts_document(request, choices)["lookahead"]["num_reused_tokens"] == total
 
 
 # -------------------------------------------------------------------------------------------------------------------- templates

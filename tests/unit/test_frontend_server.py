@@ -670,6 +670,7 @@ def test_a_process_that_is_to_end_says_so_to_the_end_and_finishes_what_it_has(se
         until(lambda: probed(idle) != 200)
         late = served.chat("q")
         assert (late.status, late.error["code"], late.headers["retry-after"]) == (503, "draining", "5")
+        assert late.headers["connection"] == "close"  # the next try may reach another server
         assert served.ask("GET", "/ready").status == 503
         assert served.ask("GET", "/health").status == 200
         assert process.wait(0.0) is None

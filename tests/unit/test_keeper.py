@@ -189,6 +189,22 @@ def test_a_target_that_hangs_ends_the_server_unless_it_goes_on(
     keeper.stop()
 
 
+def test_a_target_does_not_hang_where_the_machine_was_suspended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = server_of(tmp_path)
+    keeper = StubKeeper(server, lambda line: None)
+    server.seats.seat(0).hangs(1)
+    for now_s in (0, 10, 3600, 3610, 3620, 3629):
+        monkeypatch.setattr(room, "time", SimpleNamespace(monotonic=lambda now_s=now_s: float(now_s)))
+        keeper._look_for_suspension()
+        keeper._look_for_hang()
+    assert not keeper.lost.is_set()
+    monkeypatch.setattr(room, "time", SimpleNamespace(monotonic=lambda: 3631.0))
+    keeper._look_for_suspension()
+    keeper._look_for_hang()
+    assert keeper.lost.is_set()
+    keeper.stop()
+
+
 @pytest.mark.parametrize(
     ("meanwhile", "looks_s", "lost"),
     [
@@ -212,6 +228,7 @@ def test_a_process_of_the_loop_that_stands_still_ends_the_server(
         lives.beat()
         if now_s == 50:
             meanwhile(still)
+        keeper._look_for_suspension()
         keeper._look_for_stillness()
     assert keeper.lost.is_set() is lost and keeper.can_drain is not lost
     assert ("stands still" in keeper.why) is lost

@@ -14,6 +14,7 @@ export class Answer {
     this.element = copied("lane");
     this.trace = null;
     this.usage = null;
+    this.counts = null;
     this.finish = null; // the server's own word: "stop", "length" or "deadline"
     this.tookS = null; // until the last byte; null: it has not come to its end
     this.firstS = null;
@@ -61,8 +62,9 @@ export class Answer {
     return this.element.querySelector(selector);
   }
 
-  _take({ choices, usage }, nowS) {
+  _take({ choices, usage, lookahead: counts }, nowS) {
     this.usage = usage ?? this.usage;
+    this.counts = counts ?? this.counts;
     for (const { delta, lookahead } of choices) {
       if (lookahead?.step) {
         this.firstS ??= nowS;
@@ -106,7 +108,8 @@ export class Answer {
   }
 
   _figures() {
-    const { completion_tokens: tokens, completion_tokens_details: details, lookahead: counts } = this.usage;
+    const { completion_tokens: tokens, completion_tokens_details: details } = this.usage;
+    const counts = this.counts;
     const rejected = Object.values(counts.num_steps_rejected).reduce((sum, one) => sum + one, 0);
     const failed = counts.num_steps_rejected.draft_error ?? 0; // compared with nothing
     const compared = counts.num_steps_accepted + rejected - failed + counts.num_steps_late;
