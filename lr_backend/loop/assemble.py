@@ -29,6 +29,8 @@ from lr_backend.verify.judge_prompt import JudgePrompt
 
 PROPOSE_S = 1.0
 """A proposer has so long for an answer. The target waits for it, and the next step of the request too."""
+UPSTREAM_BLOCK = 256
+"""Threads of a block in TensorRT-LLM's sampling by ``top_p``."""
 
 
 @dataclass(frozen=True)
@@ -199,8 +201,7 @@ def _draft_tokens(
     config = server.config
     most = _most_draft_tokens(request, config)
     most = server.learned.num_draft_tokens(request.proposer, most) if _chooses(request) else most
-    sampled_off = config.draft_logits == "off" and not request.sampling.greedy
-    if most == 0 or sampled_off or request.proposer == ProposerName.ENGINE:
+    if most == 0 or request.proposer == ProposerName.ENGINE or not verifies_draft_tokens(config, request.sampling):
         return None
     one_hot_vocab = config.vocab_size if config.draft_logits == "one_hot" else 0
     timeout_s = None if request.deterministic else config.timeouts.draft_s
@@ -227,6 +228,19 @@ def _draft_tokens(
         num_ids=server.models.rules.num_ids,
     )
     return DraftTokens(source, most, one_hot_vocab)
+
+
+def verifies_draft_tokens(config: LoopConfig, asked: Sampling) -> bool:
+    """Whether the target's engine may be given draft tokens where tokens are drawn so.
+
+    With logits, TensorRT-LLM lists the tokens that may be drawn, and ends a list with -1. A list of all tokens (``top_k`` 0 and
+    ``top_p`` 1) it ends in the next request's list, unless the vocabulary is a multiple of its block: that request then never
+    draws its likeliest token (samplingTopPKernels.cu, ``topPSsampling``).
+    """
+    lists_all = asked.top_k == 0 and asked.top_p == 1.0
+    if config.draft_logits == "none" or asked.greedy:
+        return True
+    return config.draft_logits == "one_hot" and not (lists_all and config.vocab_size % UPSTREAM_BLOCK)
 
 
 def _sampling_of_draft_tokens(asked: Sampling, coupled: bool) -> Sampling:

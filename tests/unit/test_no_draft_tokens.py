@@ -38,6 +38,27 @@ def test_no_mode_and_no_proposer_sends_a_draft(mode: Mode, proposer: ProposerNam
     assert bool(world.draft.calls) == mode.speculates_steps
 
 
+@pytest.mark.parametrize(
+    ("draft_logits", "vocab_size", "drawn", "sent"),
+    [
+        ("one_hot", 151_936, {"temperature": 0.6}, False),
+        ("one_hot", 151_936, {"temperature": 0.6, "top_k": 20}, True),
+        ("one_hot", 151_936, {"temperature": 0.6, "top_p": 0.95}, True),
+        ("one_hot", 151_936, {"temperature": 0.0}, True),
+        ("one_hot", 152_064, {"temperature": 0.6}, True),
+        ("off", 152_064, {"temperature": 0.6}, False),
+        ("none", 151_936, {"temperature": 0.6}, True),
+    ],
+)
+def test_none_are_sent_where_the_engine_would_spoil_another_request(
+    draft_logits: str, vocab_size: int, drawn: dict[str, float], sent: bool
+) -> None:
+    """TensorRT-LLM writes behind the list of all tokens, whose length is the padded vocabulary (Qwen3's: 151,936)."""
+    world = World.of(TARGET, DRAFT, alike, draft_logits=draft_logits, vocab_size=vocab_size)
+    outcome = run_virtual(world.answer(mode="sd", **drawn))
+    assert outcome.usage.completion_tokens > 20 and bool(outcome.usage.num_draft_tokens) is sent
+
+
 @pytest.mark.parametrize("mode", ["ar", "sd", "lr", "lr_sd"])
 def test_the_loop_over_llm_api_engines_writes_what_it_writes_over_any(mode: str, tmp_path: Path) -> None:
     world = World.of(TARGET, DRAFT, alike, limits=LIMITS)
