@@ -49,7 +49,7 @@ class Options:
         int | None,
         Field(
             "INT32",
-            "number of tokens to sample from; 0 is all (0 to 2^20)",
+            "number of tokens to sample from; 0 is all; TensorRT-LLM takes 1024 at most (0 to 2^20)",
         ),
     ] = None
     seed: Annotated[
