@@ -14,9 +14,8 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from lr_backend.engine import Sampling
+from lr_backend.engine.request import MAX_SEED
 from lr_backend.errors import InvalidRequest
-
-MAX_SEED = 2**64 - 1
 
 
 def draw_seed() -> int:

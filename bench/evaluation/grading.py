@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from bench.evaluation import sandbox, workers
 from bench.evaluation.records import SCORES, TIMED_OUT, AnswerRecord, RunDirectory, ScoreRecord
@@ -21,7 +21,6 @@ def grade_all(
     num_workers: int = 2,
     timeout_s: float = workers.DEFAULT_TIMEOUT_S,
     again: bool = False,
-    progress: Callable[[], None] = lambda: None,
 ) -> Mapping[Outcome, int]:
     """Score answers that have no score, or whose scorer failed; ``again``: all of them. Counts all scores by outcome."""
     tasks = {task.id: task for task in data.tasks}
@@ -35,7 +34,6 @@ def grade_all(
             cut = [(answer, CUT) for answer in batch if _is_cut_before_its_answer(answer)]
             for answer, found in (*cut, *_graded(data.rule, tasks, ended, num_workers, timeout_s)):
                 scores.add(ScoreRecord.of(answer.key, found))
-                progress()
     counts = dict.fromkeys(Outcome, 0)
     for record in directory.scores().values():
         counts[record.outcome] += 1

@@ -27,10 +27,6 @@ class Turn:
     name: str
     fields: Mapping[str, Any]
 
-    @property
-    def speculates_steps(self) -> bool:
-        return Mode(self.fields["mode"]).speculates_steps
-
     def options(self, seed: int, *, trace: bool) -> Options:
         return Options(**self.fields, seed=seed, stream=False, trace=trace or None)
 

@@ -44,15 +44,7 @@ Signed-By: {KEYRING}
 
 
 class PerfAnalyzerError(LoadError):
-    """perf_analyzer cannot be had, or ended without a measurement.
-
-    Attributes:
-        exit_code: its own; None where it was not run or was stopped.
-    """
-
-    def __init__(self, message: str, exit_code: int | None = None) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
+    """perf_analyzer cannot be had, or ended without a measurement."""
 
     @property
     def unreachable(self) -> bool:
@@ -108,7 +100,7 @@ class PerfAnalyzer:
         if stopped is not None:
             raise PerfAnalyzerError(stopped)
         if exit_code:
-            raise PerfAnalyzerError(f"perf_analyzer: {last_words(printed[1], exit_code)}", exit_code)
+            raise PerfAnalyzerError(f"perf_analyzer: {last_words(printed[1], exit_code)}")
         return "".join(printed)
 
 

@@ -247,8 +247,8 @@ class Sweep:
     is_ready: Callable[[], bool]
     lateness: Callable[[], Lateness] | None = None
 
-    def run(self, points: Iterable[Point], report: Callable[[Point, str], None]) -> dict[Point, str]:
-        """Measure what is not there yet; returns why, of the points that failed.
+    def run(self, points: Iterable[Point], report: Callable[[Point, str], None]) -> None:
+        """Measure what is not there yet.
 
         A point that fails while the server is well is left out, and the next is tried. ``report`` hears of each point: ``kept``,
         ``measured``, or the error.
@@ -256,7 +256,6 @@ class Sweep:
         Raises:
             LoadError: the server has gone; what was measured stays.
         """
-        failed: dict[Point, str] = {}
         for point in points:
             if self.results.requests(point) is not None:
                 report(point, "kept")
@@ -264,13 +263,11 @@ class Sweep:
             try:
                 self._measure(point)
             except PerfAnalyzerError as error:
-                failed[point] = str(error)
                 report(point, str(error))
                 if not self.is_ready():
                     raise LoadError(f"the server at {self.url} died at {point.name} ({error})") from error
             else:
                 report(point, "measured")
-        return failed
 
     def _measure(self, point: Point) -> None:
         """One point; a server that was too busy to take the connection in time is tried again."""

@@ -32,9 +32,6 @@ class Auditor(Protocol):
     async def audit(self, pair: StepPair) -> bool | Reason:
         """True if the drafted step was rightly accepted, False if it was not, or why nobody could tell. May be cancelled."""
 
-    def close(self) -> None:
-        """Nothing more is asked."""
-
 
 @dataclass(frozen=True)
 class ModelAuditor:
@@ -50,8 +47,6 @@ class ModelAuditor:
         texts = (pair.target_text, pair.drafted_text)
         ids = self.prompt.ids(*reversed(texts)) if self.swapped else self.prompt.ids(*texts)
         return await ask_for_label(self.engine, self.tokenizer, pair.call_id, ids, timeout_s=None, on_error=self.on_error)
-
-    def close(self) -> None: ...
 
 
 class CheckerAuditor:
@@ -84,8 +79,6 @@ class CheckerAuditor:
         Thread(target=check, name="audit", daemon=True).start()
         self._num_running += 1
         return await found
-
-    def close(self) -> None: ...
 
     def _check(self, pair: StepPair) -> bool | Reason:
         try:

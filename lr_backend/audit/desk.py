@@ -151,8 +151,6 @@ class AuditDesk:
             self.counts_of(self._waiting.popleft().verifier).num_dropped += 1
         for task in self._running:
             task.cancel()
-        if self._auditor is not None:
-            self._auditor.close()
 
     async def drain(self) -> None:
         """Wait until nothing is in line or in flight."""

@@ -1,6 +1,6 @@
-"""From logits to tokens: the highest of logit / temperature + noise among the tokens that top-k and top-p keep.
+"""What sequences draw from rows of logits, and which of their draft tokens stand: in C on a CPU, by torch elsewhere.
 
-:mod:`~lr_backend.engine.noise` says what the noise is and why. A draft token stands if and only if it is what would have
+:mod:`~lr_backend.engine.drawing` says how a token is drawn. A draft token stands if and only if it is what would have
 been drawn in its place, greedy or not. So no text depends on whether draft tokens were sent, on who proposed them, or on the
 probabilities that they were proposed with.
 """

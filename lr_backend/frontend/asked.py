@@ -23,11 +23,12 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from lr_backend.engine.request import MAX_SEED
 from lr_backend.errors import InvalidRequest
 from lr_backend.fields import REQUEST_FIELDS
 from lr_backend.frontend.errors import ApiError, place
 from lr_backend.frontend.settings import Deployed
-from lr_backend.request import MAX_SEED, Checked, LookaheadRequest, draw_seed
+from lr_backend.request import Checked, LookaheadRequest, draw_seed
 
 MAX_CHOICES = 8
 """Answers to one request: ``n`` for each of its prompts."""

@@ -40,7 +40,7 @@ class StepDrafts(Protocol):
     """Draft tokens for one step, or for a whole answer, while it is written."""
 
     async def next(self, written: Sequence[int], max_tokens: int) -> Proposal:
-        """What may follow ``written``, at most ``max_tokens`` > 0. Fails never: who cannot propose has nothing to propose."""
+        """What may follow ``written``, at most ``max_tokens`` > 0. Raises nothing: who cannot propose has nothing to propose."""
         ...
 
     def verified(self, proposed: Sequence[int], num_accepted: int) -> None:

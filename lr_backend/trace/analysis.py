@@ -19,6 +19,7 @@ from lr_backend.engine import Role
 from lr_backend.request import Origin, StepRecord
 from lr_backend.trace.intervals import Interval, at_least, common, length
 from lr_backend.trace.schema import Call, CallOutcome, Purpose, Trace
+from lr_backend.verify.verdict import FAILED, UNCOMPARED, Reason
 
 PRIORITY = {Purpose.TARGET_STEP: 0, Purpose.ALONE: 0, Purpose.VERDICT: 1, Purpose.DRAFT_TOKENS: 2, Purpose.DRAFTED_STEP: 3}
 """Which of the calls that work on the step at the root it waits for first. Draft tokens may be written while the target runs."""
@@ -187,9 +188,9 @@ DRAFT_WAIT_SHARE = 0.15
 MIN_IN_DOUBT = 3
 IN_DOUBT_SHARE = 0.25
 
-IN_DOUBT = frozenset({"timeout", "garbage", "judge_error", "verifier_error"})
+IN_DOUBT = FAILED - {Reason.DRAFT_ERROR}
 """Reasons of a rejection for which there was no verdict."""
-UNDECIDED = IN_DOUBT | {"late", "draft_error", "duplicate", "risk_budget"}
+UNDECIDED = FAILED | UNCOMPARED | {Reason.RISK_BUDGET}
 """Reasons of a correction that say nothing of how the drafted step compares with the target's."""
 
 

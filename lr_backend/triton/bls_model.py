@@ -20,6 +20,7 @@ import triton_python_backend_utils as pb
 
 from lr_backend.audit.desk import AuditCounts
 from lr_backend.config import CANCEL_RESERVE, LoopConfig
+from lr_backend.contract import TensorMap
 from lr_backend.engine import Engine, Role
 from lr_backend.engine.address import LOOP_KEY_VARIABLE, LOOP_PARAMETER
 from lr_backend.errors import EngineError, InvalidRequest, LookaheadError
@@ -39,7 +40,6 @@ from lr_backend.triton.threads import end_lightly, share_interpreter, use_uvloop
 from lr_backend.triton.triton_engine import (
     DRAFTS_SHARE,
     JUDGES_SHARE,
-    Arrays,
     CallGate,
     TritonEngine,
     engine_error,
@@ -93,7 +93,7 @@ class TritonReplies:
 
 
 async def infer(
-    gate: CallGate, model_name: str, request_id: str, inputs: Arrays, wanted: tuple[str, ...]
+    gate: CallGate, model_name: str, request_id: str, inputs: TensorMap, wanted: tuple[str, ...]
 ) -> dict[str, npt.NDArray[Any]]:
     """One BLS call. Raises :class:`EngineError` by what Triton or the engine answered."""
     request = pb.InferenceRequest(
@@ -136,7 +136,7 @@ def seat_of(notices: Path | None, loop: int, num_loops: int) -> Seat:
     return seats.seat(loop)
 
 
-def _asked(request: Any) -> tuple[str, Arrays, Mapping[str, object]]:
+def _asked(request: Any) -> tuple[str, TensorMap, Mapping[str, object]]:
     """Id, tensors and parameters of a request.
 
     Raises:

@@ -19,12 +19,12 @@ import numpy.typing as npt
 import tritonclient.grpc.aio as grpcclient
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
-from lr_backend.contract import IntArray
+from lr_backend.contract import IntArray, TensorMap
 from lr_backend.engine import Engine, EngineCall, Generation
 from lr_backend.engine.address import ENGINE_HEADER, ENGINE_KEY_VARIABLE, GRPC_PREFIX, Address, key_from
 from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, NotFinite
 from lr_backend.telemetry import current
-from lr_backend.triton.triton_engine import RETRY_S, Arrays, CallGate, TritonEngine, engine_error
+from lr_backend.triton.triton_engine import RETRY_S, CallGate, TritonEngine, engine_error
 
 Answer = TypeVar("Answer")
 
@@ -98,7 +98,7 @@ class RemoteEngine:
         await self._client.close()
 
     async def _infer(
-        self, model_name: str, request_id: str, inputs: Arrays, wanted: tuple[str, ...]
+        self, model_name: str, request_id: str, inputs: TensorMap, wanted: tuple[str, ...]
     ) -> dict[str, npt.NDArray[Any]]:
         outputs = [grpcclient.InferRequestedOutput(name) for name in wanted]
         answer = self._client.infer(

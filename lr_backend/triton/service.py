@@ -17,7 +17,7 @@ from lr_backend.audit.auditor import make_auditor
 from lr_backend.audit.desk import AuditDesk
 from lr_backend.clock import running_clock
 from lr_backend.config import LoopConfig
-from lr_backend.contract import IntArray
+from lr_backend.contract import IntArray, TensorMap
 from lr_backend.errors import Cancelled, InvalidRequest, LookaheadError, Overloaded
 from lr_backend.loop.answer import Committed, Outcome, StepMark
 from lr_backend.loop.assemble import Engines, Models, Server, assemble
@@ -41,7 +41,6 @@ CANCEL_POLL_S = 0.1
 KEEP_UP_S = 1.0
 """What others learn is listened to so often at least, which is long before it is overwritten."""
 
-Arrays = Mapping[str, npt.NDArray[Any]]
 log = structlog.get_logger()
 
 
@@ -141,7 +140,7 @@ class LookaheadService:
         self.seat = seat if seat is not None else Seats.alone().seat(0)
 
     async def serve(
-        self, request_id: str, arrays: Arrays, replies: Replies, parameters: Mapping[str, object] | None = None
+        self, request_id: str, arrays: TensorMap, replies: Replies, parameters: Mapping[str, object] | None = None
     ) -> None:
         """Answer one request. Never raises, except for cancellation of the server's own making; always ends the request.
 
@@ -151,7 +150,7 @@ class LookaheadService:
         with structlog.contextvars.bound_contextvars(request_id=request_id):
             await self._serve(request_id, arrays, replies, parameters or {})
 
-    async def _serve(self, request_id: str, arrays: Arrays, replies: Replies, parameters: Mapping[str, object]) -> None:
+    async def _serve(self, request_id: str, arrays: TensorMap, replies: Replies, parameters: Mapping[str, object]) -> None:
         self.seat.enter()
         replies = Seated(replies, self.seat)
         watchers: list[Watcher] = []

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lr_backend.contract import TensorSpec
+from lr_backend.contract import TensorMap, TensorSpec
 from lr_backend.errors import InvalidRequest, PromptTooLong
 from lr_backend.fields import LOOKAHEAD_INPUTS
 from lr_backend.loop.answer import Committed
@@ -23,10 +23,8 @@ KNOWN_PARAMETERS = frozenset((*HEADERS, "triton_enable_empty_final_response"))
 _ONE_VALUE = frozenset(spec.name for spec in LOOKAHEAD_INPUTS if spec.dims == (1,)) - {"messages"}
 _FIELD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
-Arrays = Mapping[str, npt.NDArray[Any]]
 
-
-def request_fields(arrays: Arrays, max_bytes: int, parameters: Mapping[str, object] | None = None) -> dict[str, Any]:
+def request_fields(arrays: TensorMap, max_bytes: int, parameters: Mapping[str, object] | None = None) -> dict[str, Any]:
     """Fields for :meth:`~lr_backend.request.LookaheadRequest.parse` from the inputs and parameters that a client sent.
 
     A parameter may say any field of one value, as in ``perf_analyzer --request-parameter max_tokens:256:int``.
@@ -45,7 +43,7 @@ def request_fields(arrays: Arrays, max_bytes: int, parameters: Mapping[str, obje
     return {**{spec.name: _value(spec, arrays[spec.name], max_bytes) for spec in LOOKAHEAD_INPUTS if spec.name in arrays}, **said}
 
 
-def _check_parameter(name: str, value: object, arrays: Arrays, max_bytes: int) -> None:
+def _check_parameter(name: str, value: object, arrays: TensorMap, max_bytes: int) -> None:
     if not _FIELD_NAME.fullmatch(name):
         raise InvalidRequest("parameters", name, "a name that is no field's")
     if name not in _ONE_VALUE:

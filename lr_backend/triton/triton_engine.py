@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import nullcontext, suppress
 from typing import Any, Protocol, TypeVar
 
 import numpy.typing as npt
 import structlog
 
+from lr_backend.contract import TensorMap
 from lr_backend.engine import EngineCall, Generation, cancel_tensors
 from lr_backend.engine.upstream_errors import is_full, kind_of
 from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, NotFinite, Overloaded
@@ -62,8 +63,7 @@ An engine that hears no more hangs."""
 RETRY_S, MOST_DOUBLINGS = 5.0, 6
 """How long an engine that is out of order is left alone before one call tries it again; how often that is doubled at most."""
 
-Arrays = Mapping[str, npt.NDArray[Any]]
-Infer = Callable[[str, str, Arrays, tuple[str, ...]], Awaitable[dict[str, npt.NDArray[Any]]]]
+Infer = Callable[[str, str, TensorMap, tuple[str, ...]], Awaitable[dict[str, npt.NDArray[Any]]]]
 """(model, request id, inputs, wanted outputs) -> outputs. Raises EngineError."""
 
 TOKEN_OUTPUTS = ("output_ids", "sequence_length")
@@ -398,7 +398,7 @@ class TritonEngine:
         if tries:
             self._breaker.untried()
 
-    async def _ask(self, request_id: str, tensors: Arrays, wanted: tuple[str, ...]) -> dict[str, npt.NDArray[Any]]:
+    async def _ask(self, request_id: str, tensors: TensorMap, wanted: tuple[str, ...]) -> dict[str, npt.NDArray[Any]]:
         """One request and its answer; a failure where the process dies meanwhile, of which Triton may say nothing."""
         self._require_alive()
         asked = asyncio.ensure_future(self._infer(self._model_name, request_id, tensors, wanted))

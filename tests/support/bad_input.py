@@ -12,10 +12,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from lr_backend.engine.request import MAX_SEED
 from lr_backend.fields import REQUEST_FIELDS, RequestField
 from lr_backend.frontend.asked import LOOKAHEAD, MAX_CHOICES, NOT_IN_CHAT, SAME, _ChatBody, _CompletionBody
 from lr_backend.frontend.body import MAX_DEPTH
-from lr_backend.request import MAX_SEED
 from tests.support.frontend import CHAT, COMPLETIONS, JSON
 
 Document = dict[str, Any]

@@ -55,7 +55,7 @@ ALLOWED: dict[str, set[str]] = {
     "parameters": {"errors", "hardware"},
     "verify": {"clock", "engine", "errors", "steps", "contract", "request", "config"},
     "propose": {"contract", "engine", "errors", "request"},
-    "trace": {"engine", "errors", "request"},
+    "trace": {"engine", "errors", "request", "verify"},
     "policy": {"clock", "request"},
     "audit": {"verify", *LEAVES},
     "loop": {"verify", "propose", "policy", "audit", "trace", *LEAVES},

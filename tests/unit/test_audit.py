@@ -56,7 +56,6 @@ class ScriptedAuditor:
     asked: list[StepPair] = field(default_factory=list)
     num_running: int = 0
     most_running: int = 0
-    closed: bool = False
 
     async def audit(self, pair: StepPair) -> bool | Reason:
         self.asked.append(pair)
@@ -70,9 +69,6 @@ class ScriptedAuditor:
         if isinstance(answer, Exception):
             raise answer
         return answer
-
-    def close(self) -> None:
-        self.closed = True
 
 
 def desk_of(auditor: ScriptedAuditor, **settings: object) -> AuditDesk:
@@ -318,7 +314,7 @@ def test_a_server_that_goes_down_drops_what_is_left(moment_s: float) -> None:
 
     right = int(moment_s)
     assert counts(desk.counts_of(JUDGE)) == (right, 0, 0, 5 - right, 0)
-    assert auditor.closed and not auditor.num_running
+    assert not auditor.num_running
 
 
 @pytest.mark.parametrize(
@@ -472,7 +468,6 @@ def test_a_checker_gets_the_drafted_text_first_and_may_fail() -> None:
 
     # On the real clock: a virtual one does not wait for threads.
     assert asyncio.run(all_of_them()) == [True, False, Reason.VERIFIER_ERROR, Reason.GARBAGE]
-    auditor.close()
 
 
 class Stuck:

@@ -19,6 +19,7 @@ from openai.types.completion_create_params import CompletionCreateParamsNonStrea
 from openai.types.completion_create_params import CompletionCreateParamsStreaming as PlainStreamingParams
 from pydantic import ValidationError
 
+from lr_backend.engine.request import MAX_SEED
 from lr_backend.fields import REQUEST_FIELDS
 from lr_backend.frontend.asked import (
     LOOKAHEAD,
@@ -35,7 +36,7 @@ from lr_backend.frontend.asked import (
 )
 from lr_backend.frontend.body import parse_json
 from lr_backend.frontend.errors import CODES, ApiError, place
-from lr_backend.request import MAX_SEED, LookaheadRequest
+from lr_backend.request import LookaheadRequest
 from tests.support.bad_input import (
     DOCUMENTS,
     DOOR_ROWS,

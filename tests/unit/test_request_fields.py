@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lr_backend.engine.request import MAX_SEED
 from lr_backend.errors import InvalidRequest
 from lr_backend.fields import LOOKAHEAD_INPUTS, REQUEST_FIELDS, RequestField
-from lr_backend.request import MAX_SEED, LookaheadRequest, Mode
+from lr_backend.request import LookaheadRequest, Mode
 from tools.request_fields import OPTIONS, PROMPT, ROOT, options, table, written
 
 BY_NAME = {field.name: field for field in REQUEST_FIELDS}

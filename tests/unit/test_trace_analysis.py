@@ -10,18 +10,12 @@ from hypothesis import strategies as st
 
 from lr_backend.engine import EngineCall, Role
 from lr_backend.request import Origin
-from lr_backend.trace.analysis import IN_DOUBT, UNDECIDED, Analysis, analyse
+from lr_backend.trace.analysis import Analysis, analyse
 from lr_backend.trace.intervals import at_least, common, length, rows
 from lr_backend.trace.schema import CallOutcome, Purpose, Trace
-from lr_backend.verify.verdict import FAILED, UNCOMPARED, Reason
 from tests.support.traces import NUM_STEPS, any_world, numbered_world, salts, shapes, taking, traced
 
 ALL = range(NUM_STEPS)
-
-
-def test_reasons_that_a_trace_has_in_words_are_those_of_the_verdicts() -> None:
-    assert {*FAILED} == {Reason.DRAFT_ERROR, *map(Reason, IN_DOUBT)}
-    assert {*map(Reason, UNDECIDED), Reason.NONE} == FAILED | UNCOMPARED | {Reason.RISK_BUDGET}
 
 
 def names(trace: Trace) -> list[str]:

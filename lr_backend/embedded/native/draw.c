@@ -1,5 +1,5 @@
 /* The next token from a row of logits: the most likely, or the highest of logit / temperature + noise among those that top-k and
- * top-p keep. noise.py defines the noise, sampler.py the rest; here it is the same but for the rounding of logarithms and sums. */
+ * top-p keep. engine/noise.py defines the noise, engine/drawing.py the rest; here logarithms and sums are rounded otherwise. */
 #include "native.h"
 
 #include <math.h>
