@@ -143,12 +143,12 @@ def fits(cell: Cell) -> bool:
     return cell.load * (cell.context + texts.max_tokens) <= kv_tokens(_deployment(cell.sizes), cell.system)[Role.TARGET]
 
 
-def explore(cell: Cell) -> Found:
-    """All policies of a cell."""
+def explore(cell: Cell, seed: int = 0) -> Found:
+    """All policies of a cell, over the texts of this seed."""
     if not fits(cell):
         return Found(cell, {})
     asked = scenario(cell)
-    found = {name: predicted(asked, replace(policy, num_requests=cell.load)) for name, policy in POLICIES.items()}
+    found = {name: predicted(asked, replace(policy, num_requests=cell.load), seed) for name, policy in POLICIES.items()}
     ms = {name: ms_a_token(one.usages) for name, one in found.items()}
     is_asked = (cell.system, cell.sizes, cell.alpha) == ("h200_sxm", LARGER, EQUAL_ALPHA)
     limit = _limit(asked, cell.load, ms["ar"] / ms[LIMITED]) if is_asked else None
@@ -173,11 +173,13 @@ def _behind_loops(asked: Scenario, policy: Policy) -> Scenario:
     return replace(asked, machine=with_loop(asked.machine, num_loops, policy.num_requests, policy.mode))
 
 
-def predicted(asked: Scenario, policy: Policy, free: Callable[[Machine], Machine] = lambda machine: machine) -> Prediction:
+def predicted(
+    asked: Scenario, policy: Policy, seed: int = 0, *, free: Callable[[Machine], Machine] = lambda machine: machine
+) -> Prediction:
     """A policy at a steady load, behind the deployment's step loops. ``free`` takes a cost away."""
     behind = _behind_loops(asked, policy)
     changed = replace(behind, machine=free(behind.machine))
-    return simulate_steady(changed, policy, learns_from=LEARNS_FROM, num_answers=_num_answers(policy.num_requests))
+    return simulate_steady(changed, policy, seed, learns_from=LEARNS_FROM, num_answers=_num_answers(policy.num_requests))
 
 
 def _limit(asked: Scenario, load: int, gain: float) -> tuple[str, float]:
@@ -185,7 +187,7 @@ def _limit(asked: Scenario, load: int, gain: float) -> tuple[str, float]:
     alone, ahead = (replace(POLICIES[name], num_requests=load) for name in ("ar", LIMITED))
 
     def gain_without(free: Callable[[Machine], Machine]) -> float:
-        slow, fast = (ms_a_token(predicted(asked, policy, free).usages) for policy in (alone, ahead))
+        slow, fast = (ms_a_token(predicted(asked, policy, free=free).usages) for policy in (alone, ahead))
         return slow / fast
 
     without = {name: gain_without(free) for name, free in LIMITS.items()}
@@ -313,6 +315,7 @@ def main(
     loads: Annotated[list[int] | None, typer.Option("--load", min=1, help="Requests in flight; by default 1, 8 and 32.")] = None,
     contexts: Annotated[list[int] | None, typer.Option("--context", help="Tokens; by default 1,000 to 32,000.")] = None,
     alphas: Annotated[list[float] | None, typer.Option("--alpha", help="By default .3, .6 and .9.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the map's texts.")] = 0,
     workers: Annotated[int, typer.Option(min=1)] = 2,
     output: Annotated[Path, typer.Option(help="Where the figures go.")] = PAGES / "maps.json",
 ) -> None:
@@ -323,7 +326,7 @@ def main(
     asked = cells(systems, asked_loads, contexts or CONTEXTS, alphas or ALPHAS)
     pairs = [(cards, load) for cards in NUM_CARDS for load in asked_loads]
     with ProcessPoolExecutor(workers) as pool:
-        mapping = [pool.submit(explore, cell) for cell in asked]
+        mapping = [pool.submit(explore, cell, seed) for cell in asked]
         using = [pool.submit(equal_gpus, *pair) for pair in pairs]
         with console.status("") as status:
             found = []
