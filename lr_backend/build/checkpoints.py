@@ -10,12 +10,10 @@ import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from lr_backend.engine.checkpoint import json_object, read_vocabulary
+from lr_backend.engine.checkpoint import WEIGHT_INDEX, architecture_of, json_object, positive_int, read_vocabulary, weight_files
 from lr_backend.errors import CheckpointError
 
-ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")
 FLOAT_DTYPES = ("F32", "F16", "BF16")
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit; a larger number is garbage, not a header."""
@@ -92,10 +90,11 @@ def check_checkpoint(directory: Path, *, weights_needed: bool = True) -> Checkpo
     """
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a folder")
-    config = json_object(directory / "config.json")
-    architecture = _architecture(config, directory)
+    path = directory / "config.json"
+    config = json_object(path)
+    architecture = architecture_of(config, path)
     vocab_size, num_layers, max_positions = (
-        _positive(config, key, directory) for key in ("vocab_size", "num_hidden_layers", "max_position_embeddings")
+        positive_int(config, key, path) for key in ("vocab_size", "num_hidden_layers", "max_position_embeddings")
     )
     tied = bool(config.get("tie_word_embeddings", False))
     weights = weight_files(directory) if weights_needed else []
@@ -107,7 +106,7 @@ def check_checkpoint(directory: Path, *, weights_needed: bool = True) -> Checkpo
     if vocabulary and max(vocabulary.values()) >= vocab_size:
         raise CheckpointError(f"{directory}: the tokenizer has ids beyond the model's vocabulary of {vocab_size}")
     _require_chat_template(directory)
-    named = [directory / "config.json", *(directory / name for name in _TOKENIZER_FILES)]
+    named = [path, *(directory / name for name in _TOKENIZER_FILES)]
     return CheckpointInfo(
         directory=directory,
         architecture=architecture,
@@ -115,7 +114,7 @@ def check_checkpoint(directory: Path, *, weights_needed: bool = True) -> Checkpo
         max_positions=max_positions,
         num_parameters=sum(tensor.size for tensor in without_tied_head(tensors, tied=tied).values()),
         vocabulary=vocabulary,
-        files=tuple(sorted({*weights, *(path for path in named if path.is_file())})),
+        files=tuple(sorted({*weights, *(file for file in named if file.is_file())})),
     )
 
 
@@ -141,51 +140,16 @@ def check_same_vocabulary(target: CheckpointInfo, draft: CheckpointInfo) -> None
     raise CheckpointError(f"target and draft must share a vocabulary; {len(differing)} tokens differ: {shown}")
 
 
-def _architecture(config: Mapping[str, Any], directory: Path) -> str:
-    names = config.get("architectures")
-    name = names[0] if isinstance(names, list) and names else None
-    if name not in ARCHITECTURES:
-        raise CheckpointError(f"{directory}: architecture {name} is not one of {', '.join(ARCHITECTURES)}")
-    return str(name)
-
-
-def _positive(config: Mapping[str, Any], key: str, directory: Path) -> int:
-    value = config.get(key)
-    if type(value) is not int or value < 1:
-        raise CheckpointError(f"{directory}: config.json: {key}={value!r} must be a positive integer")
-    return value
-
-
 def has_weights(directory: Path) -> bool:
     """Whether there is a file of weights that the LLM API loads."""
     return any(any(directory.glob(f"*{ending}")) for ending in (".safetensors", ".bin", ".pth"))
-
-
-def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files, those of the index where there is one."""
-    index = directory / "model.safetensors.index.json"
-    if not index.is_file():
-        single = directory / "model.safetensors"
-        if not single.is_file():
-            raise CheckpointError(f"{directory} has neither model.safetensors nor {index.name}")
-        return [single]
-    weight_map = json_object(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index} has no weight_map")
-    names = {str(name) for name in weight_map.values()}
-    if any(Path(name).name != name for name in names):
-        raise CheckpointError(f"{index} names files outside of the checkpoint")
-    missing = sorted(name for name in names if not (directory / name).is_file())
-    if missing:
-        raise CheckpointError(f"{directory}: {missing[0]} is missing ({len(missing)} of {len(names)} weight files are)")
-    return [directory / name for name in sorted(names)]
 
 
 def _tensors(files: Iterable[Path], directory: Path) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     for path in files:
         tensors |= read_header(path)
-    index = directory / "model.safetensors.index.json"
+    index = directory / WEIGHT_INDEX
     promised = json_object(index)["weight_map"] if index.is_file() else {}
     absent = sorted(set(promised) - set(tensors))
     if absent:

@@ -21,13 +21,12 @@ from lr_backend.build.checkpoints import (
     check_checkpoint,
     check_same_vocabulary,
     read_header,
-    weight_files,
     without_tied_head,
 )
 from lr_backend.build.gpu_spec import GpuRuntime
 from lr_backend.build.shapes import ModelShape, known_models, shape_from_config
 from lr_backend.engine import Role
-from lr_backend.engine.checkpoint import json_object
+from lr_backend.engine.checkpoint import json_object, weight_files
 from lr_backend.errors import CheckpointError, ConfigError
 from lr_backend.steps.rules import THINK_MARKERS
 
@@ -162,8 +161,9 @@ def _read(role: Role, folder: Path) -> Model:
         raise CheckpointError(f"--{role} {folder} is not a folder: download it first (hf download NAME --local-dir DIR)")
     try:
         info = check_checkpoint(folder)
-        shape = shape_from_config(json_object(folder / "config.json"), str(folder))
-        stored = {name: tensor for path in weight_files(folder) for name, tensor in read_header(path).items()}
+        path = folder / "config.json"
+        shape = shape_from_config(json_object(path), path)
+        stored = {name: tensor for file in weight_files(folder) for name, tensor in read_header(file).items()}
     except CheckpointError as error:
         remedy = "these are served: Qwen3, Qwen2.5 and Llama checkpoints in the Hugging Face layout, with their tokenizer"
         raise CheckpointError(f"--{role}: {error.message}; {remedy}") from error

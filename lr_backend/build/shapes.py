@@ -9,10 +9,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lr_backend.build.checkpoints import ARCHITECTURES, read_header, weight_files
+from lr_backend.build.checkpoints import read_header
 from lr_backend.build.gpu_spec import GpuDeployment
 from lr_backend.engine import Role
-from lr_backend.engine.checkpoint import json_object
+from lr_backend.engine.checkpoint import architecture_of, json_object, positive_int, weight_files
 from lr_backend.errors import CheckpointError
 
 KNOWN_MODELS = Path(__file__).with_name("known_models.toml")
@@ -103,32 +103,26 @@ def count_stored_weights(directory: Path) -> WeightCounts:
     return WeightCounts(sum(sizes.values()) - replicated, embedding, head, replicated)
 
 
-def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
-    """Read ``config.json``. ``name`` leads an error.
+def shape_from_config(config: Mapping[str, Any], where: Path) -> ModelShape:
+    """Read ``config.json``. ``where`` leads an error.
 
     Raises:
         CheckpointError: an architecture that cannot be built, or a size is missing.
     """
-    names = config.get("architectures")
-    architecture = names[0] if isinstance(names, list) and names else None
-    if architecture not in ARCHITECTURES:
-        raise CheckpointError(f"{name}: architecture {architecture} is not one of {', '.join(ARCHITECTURES)}")
-    try:
-        heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
-        return ModelShape(
-            architecture=str(architecture),
-            num_layers=int(config["num_hidden_layers"]),
-            hidden_size=hidden,
-            num_heads=heads,
-            num_kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or hidden // heads),
-            intermediate_size=int(config["intermediate_size"]),
-            vocab_size=int(config["vocab_size"]),
-            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-            max_positions=int(config["max_position_embeddings"]),
-        )
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise CheckpointError(f"{name}: config.json: {error!r}") from error
+    architecture = architecture_of(config, where)
+    heads, hidden = positive_int(config, "num_attention_heads", where), positive_int(config, "hidden_size", where)
+    return ModelShape(
+        architecture=architecture,
+        num_layers=positive_int(config, "num_hidden_layers", where),
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=positive_int(config, "num_key_value_heads", where, heads),
+        head_dim=positive_int(config, "head_dim", where, hidden // heads),
+        intermediate_size=positive_int(config, "intermediate_size", where),
+        vocab_size=positive_int(config, "vocab_size", where),
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        max_positions=positive_int(config, "max_position_embeddings", where),
+    )
 
 
 @cache
@@ -150,7 +144,7 @@ def find_source(checkpoint: Path, hub: str) -> Source:
             raise CheckpointError(f"{checkpoint} has no config.json, and {hub or 'no hub name'} is not a known model")
         shape = known_models()[hub]
         return Source(shape, count_weights(shape), f"known shape of {hub}", exact=False)
-    shape = shape_from_config(json_object(path), str(checkpoint))
+    shape = shape_from_config(json_object(path), path)
     if any(checkpoint.glob("*.safetensors")):
         return Source(shape, count_stored_weights(checkpoint), f"files of {checkpoint}", exact=True)
     return Source(shape, count_weights(shape), f"config.json of {checkpoint}", exact=False)
@@ -166,11 +160,7 @@ def find_head(checkpoint: Path, target: ModelShape) -> Source:
     path = checkpoint / "config.json"
     if not path.is_file():
         return Source(shape, _assumed_head(target), "a layer of the target's sizes, as the head is not there", exact=False)
-    config = json_object(path)
-    try:
-        vocab_size = int(config.get("vocab_size", target.vocab_size))
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    vocab_size = positive_int(json_object(path), "vocab_size", path, target.vocab_size)
     if vocab_size != target.vocab_size:
         raise CheckpointError(
             f"{checkpoint}: the head has a vocabulary of {vocab_size}, the target one of {target.vocab_size}: it was trained for"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,10 +11,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from lr_backend.engine.checkpoint import json_object, read_vocabulary
+from lr_backend.engine.checkpoint import architecture_of, json_object, positive_int, read_vocabulary, weight_files
 from lr_backend.errors import CheckpointError
 
-ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -60,14 +58,9 @@ def read_spec(checkpoint_dir: Path) -> ModelSpec:
     """
     path = checkpoint_dir / "config.json"
     config = json_object(path)
-    architecture = (config.get("architectures") or ["none"])[0]
-    if architecture not in ARCHITECTURES:
-        raise CheckpointError(f"{path}: architecture {architecture} is not one of {', '.join(ARCHITECTURES)}")
+    architecture = architecture_of(config, path)
     _refuse_unsupported(config, path)
-    try:
-        spec = _spec(config, architecture)
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error.message}") from error
+    spec = _spec(config, architecture, path)
     if spec.num_heads % spec.num_kv_heads or spec.head_dim % 2:
         raise CheckpointError(f"{path}: {spec.num_heads} heads over {spec.num_kv_heads} of size {spec.head_dim} do not fit")
     return spec
@@ -113,65 +106,56 @@ def _refuse_unsupported(config: Mapping[str, Any], path: Path) -> None:
             raise CheckpointError(f"{path}: {name} is not supported by the embedded engine")
 
 
-def _spec(config: Mapping[str, Any], architecture: str) -> ModelSpec:
-    num_heads = _positive(config, "num_attention_heads")
-    hidden_size = _positive(config, "hidden_size")
-    max_positions = _positive(config, "max_position_embeddings")
+def _spec(config: Mapping[str, Any], architecture: str, path: Path) -> ModelSpec:
+    num_heads = positive_int(config, "num_attention_heads", path)
+    hidden_size = positive_int(config, "hidden_size", path)
+    max_positions = positive_int(config, "max_position_embeddings", path)
     return ModelSpec(
         architecture=architecture,
         hidden_size=hidden_size,
-        num_layers=_positive(config, "num_hidden_layers"),
+        num_layers=positive_int(config, "num_hidden_layers", path),
         num_heads=num_heads,
-        num_kv_heads=_positive(config, "num_key_value_heads", num_heads),
-        head_dim=_positive(config, "head_dim", hidden_size // num_heads),
-        intermediate_size=_positive(config, "intermediate_size"),
-        vocab_size=_positive(config, "vocab_size"),
-        rms_norm_eps=_real(config, "rms_norm_eps"),
+        num_kv_heads=positive_int(config, "num_key_value_heads", path, num_heads),
+        head_dim=positive_int(config, "head_dim", path, hidden_size // num_heads),
+        intermediate_size=positive_int(config, "intermediate_size", path),
+        vocab_size=positive_int(config, "vocab_size", path),
+        rms_norm_eps=_real(config, "rms_norm_eps", path),
         max_position_embeddings=max_positions,
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-        rope=_rope(config, max_positions),
+        rope=_rope(config, max_positions, path),
     )
 
 
-def _positive(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    value = config.get(name)
-    if value is None and default is not None:
-        return default
-    if not isinstance(value, int) or value < 1:
-        raise CheckpointError(f"{name}={value!r} must be a positive integer")
-    return value
-
-
-def _real(values: Mapping[str, Any], name: str) -> float:
+def _real(values: Mapping[str, Any], name: str, path: Path) -> float:
     value = values.get(name)
     if not isinstance(value, int | float):
-        raise CheckpointError(f"{name}={value!r} must be a number")
+        raise CheckpointError(f"{path}: {name}={value!r} must be a number")
     return float(value)
 
 
-def _above(least: float, values: Mapping[str, Any], name: str) -> float:
-    value = _real(values, name)
+def _above(least: float, values: Mapping[str, Any], name: str, path: Path) -> float:
+    value = _real(values, name, path)
     if not (least < value < math.inf):
-        raise CheckpointError(f"{name}={value!r} must be a finite number above {least:g}")
+        raise CheckpointError(f"{path}: {name}={value!r} must be a finite number above {least:g}")
     return value
 
 
-def _rope(config: Mapping[str, Any], max_positions: int) -> dict[str, Any]:
+def _rope(config: Mapping[str, Any], max_positions: int, path: Path) -> dict[str, Any]:
     """Rope settings of both spellings: ``rope_parameters`` (transformers 5) or ``rope_scaling`` with ``rope_theta``."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
     if rope["rope_type"] not in ROPE_TYPES:
-        raise CheckpointError(f"rope_type {rope['rope_type']!r} is not one of {', '.join(ROPE_TYPES)}")
+        raise CheckpointError(f"{path}: rope_type {rope['rope_type']!r} is not one of {', '.join(ROPE_TYPES)}")
     rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     rope.setdefault("original_max_position_embeddings", max_positions)
-    _above(1.0, rope, "rope_theta")
+    _above(1.0, rope, "rope_theta", path)
     own = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor"), "yarn": ("factor",)}
     optional = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
     given = [name for name in optional if rope["rope_type"] == "yarn" and rope.get(name)]
     for name in ("original_max_position_embeddings", *own.get(rope["rope_type"], ()), *given):
-        _above(0.0, rope, name)
+        _above(0.0, rope, name, path)
     if rope["rope_type"] == "llama3":
-        _above(float(rope["low_freq_factor"]), rope, "high_freq_factor")
+        _above(float(rope["low_freq_factor"]), rope, "high_freq_factor", path)
     return rope
 
 
@@ -213,14 +197,11 @@ class TensorFiles:
 
     def __init__(self, checkpoint_dir: Path) -> None:
         """Raises: CheckpointError: a file is missing, truncated or no safetensors file."""
-        paths = _weight_files(checkpoint_dir)
         self._files: dict[str, Any] = {}
         self._unread: set[str] = set()
-        for path in paths:
+        for path in weight_files(checkpoint_dir):
             try:
                 file = safe_open(str(path), framework="pt")
-            except FileNotFoundError:
-                raise CheckpointError(f"{path} is missing") from None
             except (SafetensorError, OSError, ValueError) as error:
                 raise CheckpointError(f"{path} is corrupt or truncated: {error}") from error
             names: list[str] = file.keys()  # type: ignore[no-untyped-call]
@@ -248,19 +229,3 @@ class TensorFiles:
         unknown = {name for name in self._unread - set(optional) if not name.endswith("rotary_emb.inv_freq")}
         if unknown:
             raise CheckpointError(f"tensors of no use to this architecture: {', '.join(sorted(unknown)[:4])}")
-
-
-def _weight_files(checkpoint_dir: Path) -> list[Path]:
-    index = checkpoint_dir / "model.safetensors.index.json"
-    if not index.is_file():
-        single = checkpoint_dir / "model.safetensors"
-        if not single.is_file():
-            raise CheckpointError(f"{checkpoint_dir} has neither model.safetensors nor {index.name}")
-        return [single]
-    try:
-        names = set(json.loads(index.read_text())["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} cannot be read: {error}") from error
-    if any(Path(name).name != name for name in names):
-        raise CheckpointError(f"{index} names files outside of the checkpoint")
-    return [checkpoint_dir / name for name in sorted(names)]

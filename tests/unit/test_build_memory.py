@@ -175,7 +175,7 @@ def test_a_config_that_lacks_a_size_is_refused(tmp_path: Path, key: str, said: s
     config = json.loads(path.read_text())
     del config[key]
     with pytest.raises(CheckpointError, match=said):
-        shape_from_config(config, "ck")
+        shape_from_config(config, path)
 
 
 def test_all_gpus_are_in_the_table_whoever_is_built(tmp_path: Path) -> None:

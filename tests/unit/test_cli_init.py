@@ -173,7 +173,8 @@ def test_what_is_missing_or_unknown_is_named_with_its_option(tmp_path: Path) -> 
 def test_a_known_model_has_its_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
     """Kernel tables go by it. Another folder's model has the shape alone, and may be anybody's."""
     target, draft = make_pair(tmp_path, "qwen3")
-    shape = shape_from_config(json.loads((target / "config.json").read_text(encoding="utf-8")), "target")
+    path = target / "config.json"
+    shape = shape_from_config(json.loads(path.read_text(encoding="utf-8")), path)
     monkeypatch.setattr(new_spec, "known_models", lambda: {"Somebody/target": shape, "Somebody/draft": shape})
     spec = made(target.rename(tmp_path / folder), draft, "--runtime", "tensorrtllm", "--system", "h100_sxm", "--gpus", "4")
     assert isinstance(spec, GpuDeployment)

@@ -171,7 +171,7 @@ def test_what_stretches_a_context(scaling: dict[str, Any], longest: int, checkpo
 
 REFUSED_CONFIGS = {
     "architecture GPT2LMHeadModel": {"architectures": ["GPT2LMHeadModel"]},
-    "architecture none": {"architectures": []},
+    "architecture None": {"architectures": []},
     "sliding window": {"use_sliding_window": True},
     "quantization_config": {"quantization_config": {"bits": 4}},
     "hidden_act": {"hidden_act": "gelu"},
@@ -184,7 +184,8 @@ REFUSED_CONFIGS = {
     "config.json: factor=inf": {"rope_scaling": {"rope_type": "yarn", "factor": math.inf}},
     "config.json: beta_fast=-1": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": -1}},
     "config.json: high_freq_factor=1": {"rope_scaling": LLAMA_3_2 | {"high_freq_factor": 1.0}},
-    "num_hidden_layers": {"num_hidden_layers": None},
+    "num_hidden_layers=None": {"num_hidden_layers": None},
+    "vocab_size=True": {"vocab_size": True},
     "do not fit": {"num_key_value_heads": 3},
     "config.json says": {"intermediate_size": 50},
     "model.layers.2": {"num_hidden_layers": 3},
@@ -231,12 +232,15 @@ def test_values_that_are_not_finite_are_refused(checkpoint: Path, opened: Open) 
 
 
 def test_missing_files_are_refused(checkpoint: Path, opened: Open) -> None:
-    (checkpoint / "model.safetensors").unlink()
+    first = (checkpoint / "model.safetensors").rename(checkpoint / "model-00001-of-00002.safetensors")
     with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
         opened(checkpoint)
-    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    index = {"weight_map": {"model.norm.weight": first.name, "lm_head.weight": "model-00002-of-00002.safetensors"}}
     (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"model-00001-of-00002\.safetensors is missing"):
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.safetensors is missing \(1 of 2 weight files are\)"):
+        opened(checkpoint)
+    (checkpoint / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="no weight_map"):
         opened(checkpoint)
     index = {"weight_map": {"model.norm.weight": "../elsewhere.safetensors"}}
     (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
