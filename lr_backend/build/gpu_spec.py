@@ -16,6 +16,7 @@ from lr_backend.build.base import DeploymentSpec, EngineSpec, Section
 from lr_backend.build.placement import Placement
 from lr_backend.contract import EMBEDDED_ENGINE_INPUTS, TensorSpec
 from lr_backend.engine import Role
+from lr_backend.parameters import as_parameters
 from lr_backend.request import ProposerName
 
 GpuRuntime = Literal["tensorrtllm", "llmapi"]
@@ -129,17 +130,17 @@ class GpuEngineSpec(EngineSpec):
         """What keys and values are held in."""
         return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
-    def common_parameters(self) -> dict[str, str]:
-        """What both runtimes render, under upstream's keys."""
-        budget, fraction = self.max_tokens_in_paged_kv_cache, self.kv_cache_free_gpu_mem_fraction
+    def common_settings(self) -> dict[str, Any]:
+        """What both runtimes render, under upstream's keys; None is not rendered."""
+        fraction = self.kv_cache_free_gpu_mem_fraction
         return {
             "gpu_device_ids": ",".join(map(str, self.gpu_device_ids)),
-            **({"num_nodes": str(self.num_nodes)} if self.num_nodes > 1 else {}),
-            "enable_chunked_context": _flag(self.enable_chunked_context),
-            "enable_kv_cache_reuse": _flag(self.enable_kv_cache_reuse),
-            "exclude_input_in_output": "true",
-            **({} if budget is None else {"max_tokens_in_paged_kv_cache": str(budget)}),
-            "kv_cache_free_gpu_mem_fraction": str(WHOLE if fraction is None else fraction),
+            "num_nodes": self.num_nodes if self.num_nodes > 1 else None,
+            "enable_chunked_context": self.enable_chunked_context,
+            "enable_kv_cache_reuse": self.enable_kv_cache_reuse,
+            "exclude_input_in_output": True,
+            "max_tokens_in_paged_kv_cache": self.max_tokens_in_paged_kv_cache,
+            "kv_cache_free_gpu_mem_fraction": WHOLE if fraction is None else fraction,
         }
 
 
@@ -207,26 +208,27 @@ class TrtllmEngineSpec(GpuEngineSpec):
 
     def parameters(self, model_dir: Path) -> dict[str, str]:
         """Keys that only other kinds of models use are left out, so that their defaults hold."""
-        return {
-            **self.common_parameters(),
+        settings = {
+            **self.common_settings(),
             "FORCE_CPU_ONLY_INPUT_TENSORS": "no",
             "gpt_model_type": "inflight_fused_batching",
-            "gpt_model_path": str(model_dir),
-            "max_beam_width": "1",
+            "gpt_model_path": model_dir,
+            "max_beam_width": 1,
             "batch_scheduler_policy": self.batch_scheduler_policy,
-            "kv_cache_host_memory_bytes": "0",
-            "cancellation_check_period_ms": str(self.cancellation_check_period_ms),
-            "recv_poll_period_ms": str(self.recv_poll_period_ms),
-            "stats_check_period_ms": "100",
+            "kv_cache_host_memory_bytes": 0,
+            "cancellation_check_period_ms": self.cancellation_check_period_ms,
+            "recv_poll_period_ms": self.recv_poll_period_ms,
+            "stats_check_period_ms": 100,
             # Over the tokens that top-k and top-p leave, a greedy token's would be 0, whatever the draft thinks of it.
-            "normalize_log_probs": "false",
-            "speculative_decoding_fast_logits": "false",
+            "normalize_log_probs": False,
+            "speculative_decoding_fast_logits": False,
             "executor_worker_path": EXECUTOR_WORKER,
             # The backend reads these three without asking whether they are there. Empty switches guided decoding off.
             "tokenizer_dir": "",
             "guided_decoding_backend": "",
             "xgrammar_tokenizer_info_path": "",
         }
+        return as_parameters(settings)
 
 
 class SpeculativeSpec(Section):
@@ -295,19 +297,14 @@ class LlmapiEngineSpec(GpuEngineSpec):
 
     def parameters(self, model_dir: Path) -> dict[str, str]:
         """With upstream's keys where upstream has one."""
-        ours = self.speculative
-        drafting = {} if ours is None else {"speculative": ours.kind, "max_draft_len": str(ours.max_draft_len)}
-        if ours is not None and ours.kind == "ngram":
-            drafting["max_matching_ngram_size"] = str(ours.max_matching_ngram_size)
         sizes = ("tp_size", "tokens_per_block", "max_batch_size", "max_num_tokens", "max_seq_len", "max_queue_size")
-        others = ("dtype", "kv_cache_dtype", "sampler")
-        return {
-            **self.common_parameters(),
-            "gpt_model_path": str(model_dir),
-            "coupled_noise": _flag(self.coupled_noise),
-            **drafting,
-            **{name: str(getattr(self, name)) for name in (*sizes, *others)},
-        }
+        others = ("dtype", "kv_cache_dtype", "sampler", "coupled_noise")
+        settings = {**self.common_settings(), "gpt_model_path": model_dir}
+        settings |= {name: getattr(self, name) for name in (*sizes, *others)}
+        if (ours := self.speculative) is not None:
+            window = ours.max_matching_ngram_size if ours.kind == "ngram" else None
+            settings |= {"speculative": ours.kind, "max_draft_len": ours.max_draft_len, "max_matching_ngram_size": window}
+        return as_parameters(settings)
 
 
 GpuRole = Annotated[TrtllmEngineSpec | LlmapiEngineSpec, Field(discriminator="runtime")]
@@ -441,10 +438,6 @@ class GpuDeployment(DeploymentSpec):
         longest = config.limits.max_prompt_tokens + config.limits.max_tokens + drafts
         if self.target.max_seq_len < longest:
             raise ValueError(f"target.max_seq_len must hold the longest answer and its last drafts: {longest}")
-
-
-def _flag(value: bool) -> str:
-    return "true" if value else "false"
 
 
 GpuDeployment.register("tensorrtllm", "llmapi")
