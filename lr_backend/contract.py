@@ -156,9 +156,9 @@ ENGINE_INPUTS: tuple[TensorSpec, ...] = (
     _ragged("lookahead_verification_set_size", "INT32", 1),
 )
 
-EMBEDDED_ENGINE_INPUTS: tuple[TensorSpec, ...] = (*ENGINE_INPUTS, _scalar("num_draft_tokens", "INT32", embedded=True))
-"""What the embedded engine takes: upstream's, and how many draft tokens its own draft model may write for a pass. A compiled
-engine with a draft model of its own drafts for all requests alike, and has no tensor for it."""
+DRAFTING_ENGINE_INPUTS: tuple[TensorSpec, ...] = (*ENGINE_INPUTS, _scalar("num_draft_tokens", "INT32", embedded=True))
+"""What an engine takes that may draft by itself: upstream's, and how many draft tokens it may write for a pass. TensorRT-LLM's
+drafters work for all requests alike: that of the LLM API only holds the tensor against its own number."""
 
 ENGINE_OUTPUTS: tuple[TensorSpec, ...] = (
     _output("output_ids", "INT32", -1, -1, embedded=True),
@@ -185,7 +185,7 @@ ENGINE_OUTPUTS: tuple[TensorSpec, ...] = (
 )
 
 
-BY_NAME: dict[str, TensorSpec] = {spec.name: spec for spec in EMBEDDED_ENGINE_INPUTS + ENGINE_OUTPUTS}
+BY_NAME: dict[str, TensorSpec] = {spec.name: spec for spec in DRAFTING_ENGINE_INPUTS + ENGINE_OUTPUTS}
 
 
 def engine_tensor(name: str, values: Any) -> npt.NDArray[Any]:

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from lr_backend.build.base import DeploymentSpec, EngineSpec, Layout
 from lr_backend.build.pace import pace_of, stood_for
-from lr_backend.contract import EMBEDDED_ENGINE_INPUTS, TensorSpec
+from lr_backend.contract import DRAFTING_ENGINE_INPUTS, TensorSpec
 from lr_backend.engine import Role
 from lr_backend.engine.settings import EmbeddedSettings
 from lr_backend.hardware.pace import EnginePace
@@ -48,7 +48,7 @@ class EmbeddedEngineSpec(EmbeddedSettings, EngineSpec):  # type: ignore[misc]  #
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        return EMBEDDED_ENGINE_INPUTS
+        return DRAFTING_ENGINE_INPUTS
 
     def parameters(self, model_dir: Path) -> dict[str, str]:
         settings = {name: getattr(self, name) for name in EmbeddedSettings.model_fields}

@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError
 from lr_backend.build.base import DeploymentSpec, EngineSpec
 from lr_backend.build.gpu_spec import GpuDeployment
 from lr_backend.build.pace import drafts_with_its_draft, kv_tokens, pace_of, stood_for
-from lr_backend.contract import EMBEDDED_ENGINE_INPUTS, TensorSpec
+from lr_backend.contract import DRAFTING_ENGINE_INPUTS, TensorSpec
 from lr_backend.emulated.texts import DRAFT_TEMPERATURE, Script
 from lr_backend.emulated.vocabulary import TOKENIZER_DIR
 from lr_backend.emulated.workload import Workload
@@ -47,7 +47,7 @@ class EmulatedEngineSpec(EngineSpec):
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        return EMBEDDED_ENGINE_INPUTS
+        return DRAFTING_ENGINE_INPUTS
 
     def parameters(self, model_dir: Path) -> dict[str, str]:
         settings = self.model_dump(exclude={"url", "checkpoint"})

@@ -14,7 +14,7 @@ from pydantic import Field, field_validator, model_validator
 
 from lr_backend.build.base import DeploymentSpec, EngineSpec, Section
 from lr_backend.build.placement import Placement
-from lr_backend.contract import EMBEDDED_ENGINE_INPUTS, TensorSpec
+from lr_backend.contract import DRAFTING_ENGINE_INPUTS, TensorSpec
 from lr_backend.engine import Role
 from lr_backend.parameters import as_parameters
 from lr_backend.request import ProposerName
@@ -293,7 +293,7 @@ class LlmapiEngineSpec(GpuEngineSpec):
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        return EMBEDDED_ENGINE_INPUTS if self.speculative is not None else super().inputs
+        return DRAFTING_ENGINE_INPUTS if self.speculative is not None else super().inputs
 
     def parameters(self, model_dir: Path) -> dict[str, str]:
         """With upstream's keys where upstream has one."""

@@ -15,11 +15,11 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from lr_backend.contract import EMBEDDED_ENGINE_INPUTS, TensorMap, decode_stop_words
+from lr_backend.contract import DRAFTING_ENGINE_INPUTS, TensorMap, decode_stop_words
 from lr_backend.engine import EngineCall, EngineTiming, Generation, Sampling
 from lr_backend.errors import EngineRejected, InvalidRequest
 
-_SPECS = {spec.name: spec for spec in EMBEDDED_ENGINE_INPUTS}
+_SPECS = {spec.name: spec for spec in DRAFTING_ENGINE_INPUTS}
 MAX_SEED = 2**64 - 1
 
 

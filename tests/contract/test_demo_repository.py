@@ -11,7 +11,7 @@ from tritonclient.grpc import model_config_pb2
 
 from lr_backend.build.repository import build_repository
 from lr_backend.build.spec import DeploymentSpec
-from lr_backend.contract import EMBEDDED_ENGINE_INPUTS, ENGINE_OUTPUTS, TensorSpec
+from lr_backend.contract import DRAFTING_ENGINE_INPUTS, ENGINE_OUTPUTS, TensorSpec
 from lr_backend.embedded.config import EngineConfig
 from lr_backend.fields import LOOKAHEAD_INPUTS, LOOKAHEAD_OUTPUTS
 from tests.support.tiny_models import make_tiny_models
@@ -52,7 +52,7 @@ def read_output(tensor: model_config_pb2.ModelOutput) -> tuple[object, ...]:
 @pytest.mark.parametrize("role", ROLES)
 def test_an_engine_has_the_whole_contract(repository: Path, role: str) -> None:
     model = config(repository, role)
-    assert [read_input(tensor) for tensor in model.input] == [wanted_input(spec) for spec in EMBEDDED_ENGINE_INPUTS]
+    assert [read_input(tensor) for tensor in model.input] == [wanted_input(spec) for spec in DRAFTING_ENGINE_INPUTS]
     assert [read_output(tensor) for tensor in model.output] == [(spec.name, spec.dtype, spec.dims) for spec in ENGINE_OUTPUTS]
     assert (model.name, model.backend, model.max_batch_size) == (role, "python", 64)
     assert not model.model_transaction_policy.decoupled
