@@ -10,9 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,15 +107,6 @@ class EmbeddedEngine:
         """Counters and gauges now; cheap, and consistent up to one iteration."""
         return self._scheduler.stats(self._counters, len(self._inbox))
 
-    def check_integrity(self) -> None:
-        """Check the KV block accounting between two iterations.
-
-        Raises:
-            AssertionError: naming what does not add up.
-            EngineUnavailable: the engine is closed.
-        """
-        self._on_engine_thread(self._check_accounting).result()
-
     def close(self) -> None:
         """Fail what is in flight with :class:`EngineUnavailable` and wait until the engine's thread has ended."""
         self._inbox.close()
@@ -147,10 +136,8 @@ class EmbeddedEngine:
             if self._prefill:
                 self._prefill.close()
             self._inbox.close(failure.message)
-            callbacks = self._inbox.take().callbacks
+            self._inbox.take()  # who has just come waits now, and is failed with the others
             self._fail_all(failure)
-            for callback in callbacks:
-                callback()
 
     def _take_work(self) -> bool:
         """Wait until there is something to do, and take what other threads handed over; False once closing."""
@@ -158,8 +145,6 @@ class EmbeddedEngine:
             self._check_when_idle()
             self._inbox.wait()
         work = self._inbox.take()
-        for callback in work.callbacks:
-            callback()
         if self._prefill and self._prefill.done:
             self._take_prefilled(self._prefill)
         for sequence in work.cancelled:
@@ -322,7 +307,3 @@ class EmbeddedEngine:
         self._scheduler.num_preemptions = before.num_preemptions
         self._scheduler.num_reused_tokens = before.num_reused_tokens
         self._runner.reset()
-
-    def _on_engine_thread(self, callback: Callable[[], Any]) -> Future[Any]:
-        """Have something done between two iterations."""
-        return self._inbox.call(callback)

@@ -1,13 +1,11 @@
-"""What other threads hand to the engine's thread: requests, cancellations, callbacks."""
+"""What other threads hand to the engine's thread: requests and cancellations."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
 from lr_backend.embedded.sequence import Sequence
 from lr_backend.errors import EngineRejected, EngineUnavailable, Overloaded
@@ -18,7 +16,6 @@ class Work:
     """What the engine's thread has taken over."""
 
     cancelled: list[Sequence]
-    callbacks: list[Callable[[], None]]
     closing: bool
 
 
@@ -37,7 +34,6 @@ class Inbox:
         self._changed = threading.Condition()
         self._arrived: deque[Sequence] = deque()
         self._cancelled: deque[Sequence] = deque()
-        self._callbacks: deque[Callable[[], None]] = deque()
         self._by_id: dict[str, Sequence] = {}
         self._num_submitted = 0
         self.closing = False
@@ -77,27 +73,6 @@ class Inbox:
                 self._cancelled.append(sequence)
                 self._awaken()
 
-    def call(self, callback: Callable[[], Any]) -> Future[Any]:
-        """Have ``callback`` called on the engine's thread between two iterations.
-
-        Raises:
-            EngineUnavailable: the engine is closed or died.
-        """
-        future: Future[Any] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(callback())
-            except BaseException as error:
-                future.set_exception(error)
-
-        with self._changed:
-            if self.closing:
-                raise EngineUnavailable(self._why_closed)
-            self._callbacks.append(run)
-            self._awaken()
-        return future
-
     def close(self, why: str = "the engine is closed") -> None:
         """Take nothing more, and let the engine's thread end. Whoever comes later is told the first ``why``."""
         with self._changed:
@@ -124,9 +99,8 @@ class Inbox:
     def take(self) -> Work:
         """All that came. Requests go to where they wait, at once: so a queue's length is right at any time."""
         with self._changed:
-            work = Work(list(self._cancelled), list(self._callbacks), self.closing)
+            work = Work(list(self._cancelled), self.closing)
             self._cancelled.clear()
-            self._callbacks.clear()
             self._waiting.extend(self._arrived)
             self._arrived.clear()
             self._interrupt(False)
@@ -134,7 +108,7 @@ class Inbox:
 
     @property
     def _has_work(self) -> bool:
-        return bool(self._arrived or self._cancelled or self._callbacks or self.closing)
+        return bool(self._arrived or self._cancelled or self.closing)
 
     def _awaken(self) -> None:
         self._interrupt(True)

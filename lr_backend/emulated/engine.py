@@ -15,7 +15,6 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -94,7 +93,6 @@ class PacedEngine:
         self._by_id: dict[str, Sequence] = {}
         self._arrivals: dict[Sequence, float] = {}
         self._closing = False
-        self._checks: set[Future[None]] = set()
         self._cancelled_on_the_way: set[Sequence] = set()
         self._cancelled: list[Sequence] = []
         self._happening_s = 0.0  # when what happens just now was to
@@ -165,32 +163,6 @@ class PacedEngine:
         """Counters and gauges now; consistent up to one iteration."""
         lateness = self._lateness
         return replace(self._timeline.stats(), busy_s=self._busy_s, paced_s=lateness.paced_s, late_s=lateness.late_s)
-
-    def check_integrity(self) -> None:
-        """Check the KV blocks between two iterations.
-
-        Raises:
-            AssertionError: naming what does not add up.
-            EngineUnavailable: the engine is closed.
-        """
-        future: Future[None] = Future()
-
-        def check() -> None:
-            try:
-                self._timeline.check_integrity()
-                future.set_result(None)
-            except BaseException as error:
-                future.set_exception(error)
-
-        with self._changed:
-            if self._closing:
-                raise EngineUnavailable("the engine is closed")
-            self._checks.add(future)
-            self._push(self._clock.now(), check)
-        try:
-            future.result()
-        finally:
-            self._checks.discard(future)
 
     def close(self) -> None:
         """Fail what is in flight with :class:`EngineUnavailable`, and wait until the threads have ended."""
@@ -273,12 +245,9 @@ class PacedEngine:
         finally:
             with self._changed:
                 self._closing = True
-                left, checks = list(self._in_flight), list(self._checks)
+                left = list(self._in_flight)
             for sequence in left:
                 self._answer(sequence, failure)
-            for check in checks:
-                if not check.done():
-                    check.set_exception(failure)
             if self._board:
                 self._board.close()
 

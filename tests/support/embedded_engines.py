@@ -18,7 +18,7 @@ from lr_backend.embedded.engine import EmbeddedEngine
 from lr_backend.embedded.native.library import library
 from lr_backend.embedded.random_checkpoint import write_random_checkpoint
 from lr_backend.embedded.scheduler import Chunk
-from lr_backend.embedded.sequence import NewTokens
+from lr_backend.embedded.sequence import NewTokens, Sequence
 from lr_backend.engine.request import EngineRequest, EngineResponse, StopWords
 from lr_backend.errors import LookaheadError
 
@@ -104,7 +104,7 @@ def engines(checkpoint: Path, **settings: Any) -> Iterator[MakeEngine]:
     yield make
     for engine in made:
         if not engine._inbox.closing:
-            engine.check_integrity()
+            check_accounting(engine)
             stats = engine.stats()
             assert (stats.num_running, stats.num_waiting, stats.num_blocks_used) == (0, 0, 0)
             assert stats.num_blocks_cached + stats.num_blocks_free == engine.config.num_blocks
@@ -160,19 +160,35 @@ def request(
 
 
 class Gate:
-    """Holds the engine's thread before its next iteration until opened."""
+    """Holds the engine's thread between two iterations until opened; what comes meanwhile is then taken all at once."""
 
     def __init__(self, engine: EmbeddedEngine) -> None:
         self._open, self._reached = threading.Event(), threading.Event()
-        engine._on_engine_thread(self._hold)
+        self._engine, self._take_work = engine, engine._take_work
+        engine._take_work = self._hold  # type: ignore[method-assign]
+        answered = Sequence(0, request(()), lambda result: None, (), 0, 1)
+        with engine._inbox._changed:  # an idle thread wakes up as for a cancel that comes too late, and does nothing
+            engine._inbox._cancelled.append(answered)
+            engine._inbox._awaken()
         assert self._reached.wait(10)
 
-    def _hold(self) -> None:
+    def _hold(self) -> bool:
+        self._engine._take_work = self._take_work  # type: ignore[method-assign]
         self._reached.set()
         self._open.wait(30)
+        return self._take_work()
 
     def open(self) -> None:
         self._open.set()
+
+
+def check_accounting(engine: EmbeddedEngine) -> None:
+    """Between two iterations of an engine that goes on. Raises: AssertionError: naming what does not add up."""
+    gate = Gate(engine)
+    try:
+        engine._check_accounting()
+    finally:
+        gate.open()
 
 
 class Pause:

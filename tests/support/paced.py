@@ -111,6 +111,12 @@ class Texts:
         self.is_closed = True
 
 
+def close(engine: PacedEngine) -> None:
+    """Its threads end, and its blocks add up."""
+    engine.close()
+    engine._timeline.check_integrity()
+
+
 @dataclass
 class Answer:
     """When a call was answered, and how."""

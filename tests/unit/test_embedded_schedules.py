@@ -20,7 +20,18 @@ from lr_backend.embedded.reference.runner import ReferenceRunner
 from lr_backend.embedded.scheduler import Chunk
 from lr_backend.embedded.sequence import Sequence
 from lr_backend.engine import Sampling
-from tests.support.embedded_engines import KERNELS, VOCAB, Gate, ask, prompt, request, start, tiny_checkpoint, tiny_engine
+from tests.support.embedded_engines import (
+    KERNELS,
+    VOCAB,
+    Gate,
+    ask,
+    check_accounting,
+    prompt,
+    request,
+    start,
+    tiny_checkpoint,
+    tiny_engine,
+)
 
 STEMS = [prompt(length, seed) for seed, length in enumerate((3, 17, 55, 30))]
 MAX_NEW = 30
@@ -101,7 +112,7 @@ def test_answers_do_not_depend_on_the_schedule(
         for pending, expected, cancelled in sent:
             token_ids = pending.result().token_ids
             assert token_ids == (expected[: len(token_ids)] if cancelled else expected)
-        engine.check_integrity()
+        check_accounting(engine)
         assert engine.stats().num_blocks_used == 0
 
     check()
@@ -190,6 +201,6 @@ def test_many_threads_may_submit_and_cancel(checkpoint: Path, kernels: str) -> N
         thread.start()
     for thread in threads:
         thread.join()
-    engine.check_integrity()
+    check_accounting(engine)
     engine.close()
     assert failures == []

@@ -17,7 +17,7 @@ import structlog
 from lr_backend.contract import encode_stop_words
 from lr_backend.engine import EngineCall, Generation, cancel_tensors
 from lr_backend.notice import NOTICE_VARIABLE
-from tests.support.embedded_engines import Gate, Pause, prompt, tiny_checkpoint
+from tests.support.embedded_engines import Gate, Pause, check_accounting, prompt, tiny_checkpoint
 from tests.support.fake_pb_utils import StubError, StubException, StubFamily, StubRequest, stub_module
 from tests.support.observed import WAIT_S
 
@@ -63,7 +63,7 @@ def model(module: Any, repository: Path) -> Iterator[Any]:
     model = module.TritonPythonModel()
     model.initialize(arguments(repository))
     yield model
-    model._engine.check_integrity()
+    check_accounting(model._engine)
     model.finalize()
 
 
@@ -178,7 +178,7 @@ def test_metrics_follow_the_engine(model: Any) -> None:
     request = StubRequest(tensors(draft_ids=np.array([1, 2], np.int32), max_new_tokens=3))
     model.execute([request])
     request.answer()
-    model._engine.check_integrity()  # runs after the iteration that answered, when that is booked
+    check_accounting(model._engine)  # runs after the iteration that answered, when that is booked
     model._metrics.refresh()
     values = {name: value for (name, role), value in StubFamily.values.items() if role == "target"}
     assert all(name.startswith("lr_engine_") for name in values)

@@ -25,7 +25,7 @@ from lr_backend.hardware.pace import EnginePace, Runtime
 from lr_backend.hardware.rules import OWN_RULES, UpstreamRules
 from lr_backend.hardware.sharing import CardSharing
 from tests.support.embedded_engines import Pending, engine_config, request
-from tests.support.paced import TARGET
+from tests.support.paced import TARGET, close
 
 SYSTEM = "h200_sxm"
 LIKE = DeploymentSpec.load("qwen3-32b-apart")
@@ -220,8 +220,7 @@ def test_its_parameters_open_an_engine_that_writes_the_workloads_texts(
     feed = Script(role, plain.texts).source().begin(asked)
     assert feed.num_ready >= 3
     assert found.token_ids == tuple(token for _ in range(3) for token in feed.take().token_ids)
-    engine.check_integrity()
-    engine.close()
+    close(engine)
 
 
 def test_scripted_texts_need_a_pace(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from tests.support.embedded_engines import (
     Pause,
     ask,
     cancel,
+    check_accounting,
     engines,
     padded_checkpoint,
     prompt,
@@ -237,7 +238,7 @@ def test_a_draft_that_computes_nonsense_drafts_nothing(target: Path, tmp_path: P
         plain, answer = (ask(engine, request(prompt(9), 20, num_draft_tokens=count))[0] for count in (0, 4))
         assert answer.token_ids == plain.token_ids
         assert answer.num_draft_tokens == 0
-        engine.check_integrity()
+        check_accounting(engine)
     finally:
         engine.close()
 
