@@ -39,7 +39,7 @@ def _take_tokens(new: NewTokens, counters: Counters, now_ns: int) -> bool:
     tail = sequence.tokens[max(0, len(sequence.tokens) - sequence.request.stop_words.longest) :]
     emitted, ended = cut_at_end(sequence.request, num_output, tail, new.token_ids, sequence.max_new_tokens)
     sequence.tokens += emitted
-    sequence.num_computed = min(sequence.num_computed + new.num_stored, len(sequence.tokens))
+    sequence.num_computed = min(sequence.num_computed + len(new.token_ids) - 1, len(sequence.tokens))
     sequence.log_probs += new.log_probs[: len(emitted)]
     num_accepted = min(new.num_accepted, len(emitted))
     sequence.num_accepted += num_accepted

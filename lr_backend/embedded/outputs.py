@@ -39,7 +39,7 @@ def _draw(output: Output, num_rows: int) -> Draw:
 
 
 def _nothing(output: Output) -> NewTokens:
-    return NewTokens(output.chunk.sequence, [], [], 0)
+    return NewTokens(output.chunk.sequence, [], [])
 
 
 def _forbid_early_ends(logits: Tensor, outputs: Iterable[Output]) -> None:
@@ -62,5 +62,4 @@ def _new_tokens(logits: Tensor, output: Output, num_rows: int, token_ids: list[i
     if sequence.request.return_log_probs:
         rows = logits[output.first : output.first + len(token_ids)]
         log_probs = chosen_log_probs(rows, torch.tensor(token_ids, device=logits.device)).tolist()
-    num_accepted = len(token_ids) - 1
-    return NewTokens(sequence, token_ids, log_probs, num_stored=num_accepted, num_accepted=num_accepted)
+    return NewTokens(sequence, token_ids, log_probs, num_accepted=len(token_ids) - 1)

@@ -119,9 +119,10 @@ class Sequence:
 class NewTokens:
     """What one sequence gained: at least one token, or none where its logits are not finite.
 
+    Keys and values of all tokens but the last are in the pool.
+
     Attributes:
         log_probs: of the tokens, if the request wants them.
-        num_stored: how many of the tokens have their keys and values in the pool: all but the last.
         num_accepted: how many of the tokens were draft tokens; with the engine's own, the tokens of each pass beyond one.
         num_proposed: draft tokens that the engine wrote for them.
     """
@@ -129,6 +130,5 @@ class NewTokens:
     sequence: Sequence
     token_ids: list[int]
     log_probs: list[float]
-    num_stored: int
     num_accepted: int = 0
     num_proposed: int = 0

@@ -225,15 +225,13 @@ def _gained(sequence: Sequence, feed: Feed, num_passes: int, room: int) -> NewTo
     if num_passes > 1:  # of one token each
         passes = [feed.take() for _ in range(num_passes)]
         token_ids = [token for one in passes for token in one.token_ids]
-        return NewTokens(sequence, token_ids, [score for one in passes for score in one.log_probs], num_passes - 1)
+        return NewTokens(sequence, token_ids, [score for one in passes for score in one.log_probs])
     # A script knows the drafts that were sent; near the end of the context fewer are verified.
     found = feed.take_up_to(min(room, len(sequence.drafts) + 1) if sequence.drafts else room)
-    num_more = len(found.token_ids) - 1
     return NewTokens(
         sequence,
         list(found.token_ids),
         list(found.log_probs),
-        num_stored=num_more,
-        num_accepted=num_more,
+        num_accepted=len(found.token_ids) - 1,
         num_proposed=found.num_proposed,
     )

@@ -153,7 +153,7 @@ class RunAhead:
     def _gained(self, one: Sequence, described: _Sequence, start: int) -> NewTokens:
         """What a sequence has gained that was described from its token ``start`` on."""
         if described.is_broken:
-            return NewTokens(one, [], [], 0)
+            return NewTokens(one, [], [])
         known = len(one.tokens) - start
         first = (described.tokens - self._integers.address) // 8
         drawn = self._integers.places[first + known : first + described.count].tolist()
@@ -163,7 +163,7 @@ class RunAhead:
             scores = self._scores.places[first + known : first + described.count].view(np.float64).tolist()
         if self._drafter and described.max_drafts:
             self._drafter.has_seen(one.table.blocks, start, start + described.seen)
-        return NewTokens(one, drawn, scores, len(drawn) - 1, described.num_accepted, described.num_proposed)
+        return NewTokens(one, drawn, scores, described.num_accepted, described.num_proposed)
 
 
 @lru_cache(maxsize=64)
