@@ -45,7 +45,8 @@ PYTHON_BASE = "localhost/lookahead-check/python"
 TRTLLM_BASE = "localhost/lookahead-check/trtllm-stand-in"
 IMAGES = {"cpu": "localhost/lookahead-check/cpu", "trtllm": "localhost/lookahead-check/trtllm"}
 NGC_VENV = "/opt/venv-tritonserver"
-# What NVIDIA's image has of our dependencies, by TensorRT-LLM 1.2.1's own requirements. Not torch: the command does without.
+# What NVIDIA's image has of our dependencies, by TensorRT-LLM 1.2.1's own requirements, and of Triton's own OpenAI front
+# end. Not torch: the command does without.
 NGC_PACKAGES = (
     "numpy<2",
     "transformers==4.57.3",
@@ -53,6 +54,7 @@ NGC_PACKAGES = (
     "psutil",
     "jinja2",
     "safetensors",
+    "fastapi==0.121.2",
     "setuptools<80",
     "wheel<=0.45.1",
 )
