@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from lr_backend.build.pace import stood_for
-from lr_backend.cli.errors import fail, refuse
+from lr_backend.cli.errors import fail, refuse, write
 from lr_backend.emulated.workload import Workload
 from lr_backend.errors import LookaheadError
 from lr_backend.plan.sweep import SWEPT, as_json, as_markdown, sweep
@@ -53,8 +53,5 @@ def emulate(
         return
     whole = f"# {spec} on {system}, {workload}\n\n{page}\nPredicted on a virtual clock; {note}.\n"
     document = {"spec": spec, "system": system, "workload": workload, "price": price, **as_json(found)}
-    try:
-        output.write_text(whole, encoding="utf-8")
-        output.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        fail(LookaheadError(f"cannot write {output}: {error.strerror}"))
+    write(output, whole)
+    write(output.with_suffix(".json"), json.dumps(document, indent=1) + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NoReturn
 
 import typer
@@ -20,6 +21,14 @@ def fail(error: LookaheadError) -> NoReturn:
     """A failure (a server's reasons may follow on their own lines): exit status 1."""
     _say(error.message)
     raise typer.Exit(1)
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file that was asked for; exit status 1 where that cannot be."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        fail(LookaheadError(f"cannot write {path}: {error.strerror}"))
 
 
 def _say(message: str) -> None:

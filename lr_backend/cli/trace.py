@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from lr_backend.cli.errors import fail
+from lr_backend.cli.errors import fail, write
 from lr_backend.errors import LookaheadError
 from lr_backend.trace.analysis import analyse
 from lr_backend.trace.chrome import chrome_json
@@ -36,12 +36,5 @@ def trace(
     console.print(report(loaded, analysis))
     for path, text in ((html, page(loaded, analysis) if html else ""), (chrome, chrome_json(loaded) if chrome else "")):
         if path is not None:
-            _write(path, text)
+            write(path, text)
             console.print(f"wrote {path}", highlight=False, markup=False, soft_wrap=True)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        fail(LookaheadError(f"cannot write {path}: {error.strerror}"))

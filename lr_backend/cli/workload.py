@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from lr_backend.cli.errors import fail, refuse
+from lr_backend.cli.errors import fail, refuse, write
 from lr_backend.emulated.workload import Workload, published
 from lr_backend.errors import LookaheadError
 from lr_backend.plan.fit_texts import fit_workload
@@ -53,10 +53,7 @@ def workload(
     if output is None:
         typer.echo(text, nl=False)
         return
-    try:
-        output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        fail(LookaheadError(f"cannot write {output}: {error.strerror}"))
+    write(output, text)
     Console().print(f"wrote {output}", highlight=False, markup=False, soft_wrap=True)
 
 
