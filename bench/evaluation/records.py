@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from bench.evaluation.errors import EvaluationError
 from bench.evaluation.scoring import Outcome, Score
 from bench.evaluation.tasks import Rule
+from lr_backend.errors import first_error
 from lr_backend.hardware.lateness import Lateness
 
 VERSION = 1
@@ -215,7 +216,7 @@ class RunDirectory:
         try:
             return RunRecord.model_validate_json(text)
         except ValidationError as error:
-            raise EvaluationError(f"{self.path / RUN}: {_first(error)}") from None
+            raise EvaluationError(f"{self.path / RUN}: {first_error(error)}") from None
 
     def begin(self, run: RunRecord) -> bool:
         """Write the settings, or hold them against those that are there; whether an earlier run goes on.
@@ -322,7 +323,7 @@ def _lines(path: Path, record: type[RecordT]) -> Iterator[RecordT]:
             try:
                 yield record.model_validate_json(line)
             except ValidationError as error:
-                raise EvaluationError(f"{path}, line {number}: {_first(error)}") from None
+                raise EvaluationError(f"{path}, line {number}: {first_error(error)}") from None
 
 
 def _cut_half_line(path: Path) -> None:
@@ -332,8 +333,3 @@ def _cut_half_line(path: Path) -> None:
         content = file.read()
         if content and not content.endswith(b"\n"):
             file.truncate(content.rfind(b"\n") + 1)
-
-
-def _first(error: ValidationError) -> str:
-    one = error.errors(include_url=False, include_context=False)[0]
-    return f"{'.'.join(str(part) for part in one['loc']) or 'record'}: {one['msg']}"

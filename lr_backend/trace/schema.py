@@ -14,7 +14,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from lr_backend.engine import Role
-from lr_backend.errors import TraceError
+from lr_backend.errors import TraceError, first_error
 from lr_backend.request import FinishReason, LookaheadRequest, StepRecord, Usage
 
 VERSION = 2
@@ -166,9 +166,7 @@ class Trace(BaseModel):
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_context=False)[0]
-            where = ".".join(str(part) for part in first["loc"]) or "document"
-            raise TraceError(f"not a trace of version {VERSION}: {where}: {first['msg']}") from error
+            raise TraceError(f"not a trace of version {VERSION}: {first_error(error)}") from error
 
     @classmethod
     def load(cls, path: Path) -> Self:

@@ -154,8 +154,8 @@ def test_the_first_documents_of_this_version_stay_readable() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "document"),
-        ("[]", "document"),
+        ("", "version 2: Invalid JSON"),
+        ("[]", "version 2: Input should be an object"),
         ("{}", "request_id"),
         (json.dumps(MINIMAL | {"version": 1}), "version"),
         (json.dumps(MINIMAL | {"schema": "other"}), "schema"),
