@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from lr_backend.engine import Role
 from lr_backend.engine.checkpoint import WEIGHT_INDEX, architecture_of, json_object, positive_int, read_vocabulary, weight_files
-from lr_backend.errors import CheckpointError
+from lr_backend.errors import CheckpointError, ConfigError
 
 FLOAT_DTYPES = ("F32", "F16", "BF16")
 MAX_HEADER_BYTES = 100_000_000
@@ -116,6 +118,21 @@ def check_checkpoint(directory: Path, *, weights_needed: bool = True) -> Checkpo
         vocabulary=vocabulary,
         files=tuple(sorted({*weights, *(file for file in named if file.is_file())})),
     )
+
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """A CheckpointError of the block says first whose checkpoint it is: a role's, or that of a section of the spec."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{what}: {error.message}") from error
+
+
+def require_positions(role: Role, wanted: int, most: int) -> None:
+    """Raises: ConfigError: the spec wants longer sequences than the checkpoint was made for."""
+    if wanted > most:
+        raise ConfigError(f"{role}.max_seq_len={wanted} is beyond the checkpoint's {most} positions")
 
 
 def without_tied_head(tensors: Mapping[str, StoredTensor], *, tied: bool) -> dict[str, StoredTensor]:

@@ -18,7 +18,14 @@ from rich.console import Console
 import lr_backend
 from lr_backend.build.admission import Admission, admissions, require_admission, shortfalls
 from lr_backend.build.calibration import hash_texts, require_texts, without_texts
-from lr_backend.build.checkpoints import CheckpointInfo, check_checkpoint, check_same_vocabulary, has_weights
+from lr_backend.build.checkpoints import (
+    CheckpointInfo,
+    check_checkpoint,
+    check_same_vocabulary,
+    has_weights,
+    naming,
+    require_positions,
+)
 from lr_backend.build.digests import digests, installed_versions, num_bytes_to_read, sha256_text
 from lr_backend.build.engine_check import check_engine
 from lr_backend.build.gpu_spec import GpuDeployment, TrtllmEngineSpec
@@ -180,7 +187,8 @@ def plan_gpu_build(
     require_replaceable(output)
     roles = spec.roles_here if role is None else (role,)
     sources = find_sources(spec)
-    _require_positions(spec, sources)
+    for each, source in sources.items():
+        require_positions(each, spec.engine(each).max_seq_len, source.shape.max_positions)
     _require_ranks(spec, sources)
     memory = estimate(spec, sources)
     require_fit(spec, memory)
@@ -194,7 +202,8 @@ def plan_gpu_build(
         # Of those elsewhere no weights are wanted.
         whole = sources[each].exact or (each not in roles and (directory / "tokenizer.json").is_file())
         if need_checkpoints or (directory.is_dir() and whole):
-            infos[each] = _checked(each, directory, weights_needed=each in roles)
+            with naming(each):
+                infos[each] = check_checkpoint(directory, weights_needed=each in roles)
         else:
             waiting.append(f"{each}: files and hashes, for the checkpoint at {directory}")
     if Role.TARGET in infos and Role.DRAFT in infos:
@@ -233,13 +242,6 @@ def plan_gpu_build(
     return GpuPlan(spec, output, roles, sources, infos, calibration, memory, admission, steps, files, tuple(waiting), own_parts)
 
 
-def _require_positions(spec: GpuDeployment, sources: Mapping[Role, Source]) -> None:
-    for role, source in sources.items():
-        wanted, most = spec.engine(role).max_seq_len, source.shape.max_positions
-        if wanted > most:
-            raise ConfigError(f"{role}.max_seq_len={wanted} is beyond the checkpoint's {most} positions")
-
-
 def _require_ranks(spec: GpuDeployment, sources: Mapping[Role, Source]) -> None:
     """Each rank gets as many heads as the others, and as much of each feed-forward layer."""
     for role, source in sources.items():
@@ -248,13 +250,6 @@ def _require_ranks(spec: GpuDeployment, sources: Mapping[Role, Source]) -> None:
         if shape.num_heads % tp or shape.intermediate_size % tp or not kv_fits:
             heads = f"{shape.num_heads} heads, {shape.num_kv_heads} of keys and values"
             raise ConfigError(f"{role}.tp_size={tp}: {heads} and layers of {shape.intermediate_size} cannot be split so")
-
-
-def _checked(role: Role, directory: Path, *, weights_needed: bool) -> CheckpointInfo:
-    try:
-        return check_checkpoint(directory, weights_needed=weights_needed)
-    except CheckpointError as error:
-        raise CheckpointError(f"{role}: {error.message}") from error
 
 
 def _drafter_waits(spec: GpuDeployment, target: CheckpointInfo | None, need_checkpoints: bool) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import lr_backend
-from lr_backend.build.checkpoints import CheckpointInfo, check_checkpoint, check_same_vocabulary
+from lr_backend.build.checkpoints import CheckpointInfo, check_checkpoint, check_same_vocabulary, naming, require_positions
 from lr_backend.build.digests import digests, installed_versions, sha256_text
 from lr_backend.build.gpu_build import build_gpu_deployment
 from lr_backend.build.render import (
@@ -27,7 +27,6 @@ from lr_backend.build.report import BuildReport
 from lr_backend.build.spec import DeploymentSpec, EmbeddedDeployment, EmulatedDeployment, GpuDeployment
 from lr_backend.emulated.vocabulary import VOCABULARY
 from lr_backend.engine import Role
-from lr_backend.errors import CheckpointError, ConfigError
 
 _PACKAGES = ("torch", "transformers", "numpy", "nvidia-pytriton")
 
@@ -94,14 +93,10 @@ def build_repository(
 
 
 def _check_role(spec: EmbeddedDeployment, role: Role, *, weights_needed: bool) -> CheckpointInfo:
-    try:
-        weights_needed = weights_needed and not spec.engine(role).random_weights
-        info = check_checkpoint(spec.checkpoint_dir(role), weights_needed=weights_needed)
-    except CheckpointError as error:
-        raise CheckpointError(f"{role}: {error.message}") from error
-    wanted = spec.engine(role).max_seq_len
-    if wanted > info.max_positions:
-        raise ConfigError(f"{role}.max_seq_len={wanted} is beyond the checkpoint's {info.max_positions} positions")
+    engine = spec.engine(role)
+    with naming(role):
+        info = check_checkpoint(spec.checkpoint_dir(role), weights_needed=weights_needed and not engine.random_weights)
+    require_positions(role, engine.max_seq_len, info.max_positions)
     return info
 
 

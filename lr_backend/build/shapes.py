@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lr_backend.build.checkpoints import read_header
+from lr_backend.build.checkpoints import naming, read_header
 from lr_backend.build.gpu_spec import GpuDeployment
 from lr_backend.engine import Role
 from lr_backend.engine.checkpoint import architecture_of, json_object, positive_int, weight_files
@@ -189,17 +189,12 @@ def find_sources(spec: GpuDeployment) -> dict[Role, Source]:
     """
     found: dict[Role, Source] = {}
     for role in Role if spec.runs_loop else spec.roles_here:
-        engine = spec.engine(role)
-        try:
-            found[role] = find_source(spec.checkpoint_dir(role), engine.hub)
-        except CheckpointError as error:
-            raise CheckpointError(f"{role}: {error.message}") from error
+        with naming(role):
+            found[role] = find_source(spec.checkpoint_dir(role), spec.engine(role).hub)
     if Role.TARGET not in spec.roles_here:
         return found
-    try:
+    with naming("target.speculative"):
         found[Role.TARGET] = replace(found[Role.TARGET], drafter=_find_drafter(spec, found[Role.TARGET].shape))
-    except CheckpointError as error:
-        raise CheckpointError(f"target.speculative: {error.message}") from error
     return found
 
 
