@@ -93,11 +93,8 @@ def virtual(deployment: EmulatedDeployment) -> Scenario:
     machine = machine_of(stood_for(deployment.emulates), deployment.system)
     # Triton's own hop is real, and is not in slow motion with the rest.
     faster_s = BLS_MS.value * (1.0 - 1.0 / deployment.slow_motion) / 2e3
-    places = {
-        role: replace(place, hops=replace(place.hops, there_s=place.hops.there_s - faster_s, back_s=place.hops.back_s - faster_s))
-        for role, place in machine.places.items()
-    }
-    return Scenario.of(deployment.loop_config(), deployment.texts, replace(machine, places=places))
+    machine = machine.with_longer_hops(dict.fromkeys(machine.places, -faster_s))
+    return Scenario.of(deployment.loop_config(), deployment.texts, machine)
 
 
 def _ask(url: str, texts: Texts, policy: Policy, numbers: range) -> float:

@@ -87,15 +87,11 @@ class Setting:
     def of(cls, deployment: EmulatedDeployment) -> Setting:
         """A deployment without Triton's hop, and without limits of how many it answers."""
         machine = machine_of(stood_for(deployment.emulates), deployment.system)
-        hop_s = BLS_MS.value / 2e3
-        places = {
-            role: replace(place, hops=replace(place.hops, there_s=place.hops.there_s - hop_s, back_s=place.hops.back_s - hop_s))
-            for role, place in machine.places.items()
-        }
+        machine = machine.with_longer_hops(dict.fromkeys(machine.places, -BLS_MS.value / 2e3))
         config = deployment.loop_config()
         limits = config.limits.model_copy(update={"max_in_flight_requests": NO_LIMIT})
         config = config.model_copy(update={"limits": limits})
-        return cls(deployment.texts, replace(machine, places=places), config, load_models(config))
+        return cls(deployment.texts, machine, config, load_models(config))
 
     def sets(self, load: int, loop_s: float = 0.0) -> Sets:
         return Sets(self.workload, replace(self.machine, loop_s=loop_s), -(-load // A_SET))

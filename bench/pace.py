@@ -167,13 +167,7 @@ def _gain(scenario: Scenario, policy: Policy, machine: Machine) -> float:
 
 def with_hops(machine: Machine, measured: Iterable[MeasuredHops]) -> Machine:
     """The machine with calls that are on their way for as long as they were here."""
-    places = dict(machine.places)
-    for one in measured:
-        place = places[one.role]
-        beyond_s = (one.mean_ms - one.constant_ms) / 2e3
-        longer = replace(place.hops, there_s=place.hops.there_s + beyond_s, back_s=place.hops.back_s + beyond_s)
-        places[one.role] = replace(place, hops=longer)
-    return replace(machine, places=places)
+    return machine.with_longer_hops({one.role: (one.mean_ms - one.constant_ms) / 2e3 for one in measured})
 
 
 # What is shown ---------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
 from lr_backend.engine import Role
@@ -111,6 +111,15 @@ class Machine:
                 tokens_per_block=size.tokens_per_block,
             )
         return cls(places, LAWS[next(iter(paces.values())).sharing])
+
+    def with_longer_hops(self, seconds: Mapping[Role, float]) -> Self:
+        """The machine with so many seconds more on each way of a call, there and back; below 0: with fewer."""
+        places = dict(self.places)
+        for role, more_s in seconds.items():
+            hops = places[role].hops
+            longer = replace(hops, there_s=hops.there_s + more_s, back_s=hops.back_s + more_s)
+            places[role] = replace(places[role], hops=longer)
+        return replace(self, places=places)
 
     def cost_ratio(self, kv_tokens: int) -> float:
         """c: time of a drafted token over that of a target's, each model alone with so many tokens behind it."""
