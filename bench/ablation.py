@@ -34,7 +34,7 @@ from rich.table import Table
 
 from bench.kit.hardware import Hardware, ceilings, device_line, measure_hardware
 from bench.kit.intervals import Share
-from bench.kit.measure import LEARNS_FROM, ModeReport, Sample, best_baseline, looks_ahead, mean_step_tokens, report
+from bench.kit.measure import LEARNS_FROM, ModeReport, Sample, best_baseline, compared, looks_ahead, mean_step_tokens, report
 from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
 from bench.kit.rows import AS_IT_IS, PROBLEM_SEED, Change, Row, ask, compare
 from bench.kit.serving import (
@@ -56,7 +56,6 @@ from lr_backend.config import LoopConfig
 from lr_backend.errors import ConfigError
 from lr_backend.hardware.lateness import Lateness
 from lr_backend.request import VerifierName
-from lr_backend.verify.verdict import UNCOMPARED
 
 PUBLISHED, PUBLISHED_PACED = PAGES / "ablation.json", PAGES / "ablation_paced.json"
 BASELINE = "ar"
@@ -155,15 +154,10 @@ class Checked:
     @classmethod
     def of(cls, answers: Iterable[Iterable[StepRecord]]) -> Checked:
         """Of the steps of each answer, one to a problem."""
-        compared = [
-            (number, step)
-            for number, steps in enumerate(answers)
-            for step in steps
-            if step.drafted_text is not None and step.target_text is not None and step.reason not in UNCOMPARED
-        ]
-        accepted = [(number, step) for number, step in compared if step.origin == "draft"]
+        decided = [(number, step) for number, steps in enumerate(answers) for step in steps if compared(step)]
+        accepted = [(number, step) for number, step in decided if step.origin == "draft"]
         return cls(
-            Share.of((number, step.origin == "draft") for number, step in compared),
+            Share.of((number, step.origin == "draft") for number, step in decided),
             Share.of((number, not same_step(step.target_text or "", step.drafted_text or "")) for number, step in accepted),
         )
 

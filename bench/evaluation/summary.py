@@ -29,10 +29,10 @@ from bench.evaluation.statistics import (
 from bench.evaluation.tasks import StepChecker, step_checker
 from bench.kit.hardware import Hardware, ceilings
 from bench.kit.intervals import Cluster, Estimate, Share, ratio, ratio_of_sums
-from bench.kit.measure import Sample, accepted_runs, looks_ahead, mean_step_tokens, num_decided
+from bench.kit.measure import Sample, accepted_runs, compared, looks_ahead, mean_step_tokens, num_decided
 from lr_backend.hardware.lateness import Lateness
 from lr_backend.request import LookaheadRequest, Mode
-from lr_backend.verify.verdict import FAILED, SAME, UNCOMPARED, Reason
+from lr_backend.verify.verdict import FAILED, SAME, Reason
 
 BASELINE = "ar"
 DEFAULT_MARGIN = 0.015
@@ -486,11 +486,6 @@ def _with_ceilings(
 
 def _fields(row: Row) -> dict[str, Any]:
     return {name: getattr(row, name) for name in row.__dataclass_fields__}
-
-
-def compared(step: StepRecord) -> bool:
-    """A drafted step was there and was decided on beside the target's."""
-    return step.drafted_text is not None and step.target_text is not None and step.reason not in UNCOMPARED
 
 
 def checked(steps: Iterable[tuple[str, StepRecord]], checker: StepChecker) -> Checked | None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from lr_client import Usage
+from lr_client import StepRecord, Usage
 
 from bench.kit.intervals import paired_speedup
-from lr_backend.verify.verdict import Reason
+from lr_backend.verify.verdict import UNCOMPARED, Reason
 
 LEARNS_FROM = 50
 """Requests that a server has answered before a mode that learns is measured."""
@@ -80,6 +80,11 @@ def _row(group: Sequence[Sample], speedup: tuple[float, float, float]) -> ModeRe
         passes_per_token=_rate(sum(usage.num_target_passes for usage in usages), tokens),
         latency_s=seconds / len(group),
     )
+
+
+def compared(step: StepRecord) -> bool:
+    """A drafted step was there and was decided on beside the target's."""
+    return step.drafted_text is not None and step.target_text is not None and step.reason not in UNCOMPARED
 
 
 def num_decided(usage: Usage) -> int:
