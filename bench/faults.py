@@ -29,7 +29,8 @@ from rich.table import Table
 from bench.kit.crowd import CANCELLED, NUM_CLIENTS, Asking, Crowd, Ended, ask, asking, crowd
 from bench.kit.held import Held, Kept
 from bench.kit.output import PAGES, console_of_any_width, print_line, write_json
-from bench.kit.stand import START_S, Stand, proxied, standing
+from bench.kit.serving import START_S
+from bench.kit.stand import Stand, proxied, standing
 from lr_backend.build.base import Layout
 from lr_backend.serve.warmup import QUESTION
 

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -137,6 +137,20 @@ def short_texts(workload: str, num_steps: int, folder: Path) -> str:
     return str(file)
 
 
+def said_when_served(printed: Path, has_ended: Callable[[], bool] = lambda: False) -> str:
+    """All that ``lookahead serve`` has printed once it can be asked.
+
+    Raises:
+        RuntimeError: it ended before, or took too long.
+    """
+    deadline = time.monotonic() + START_S
+    while "ask it something" not in (said := printed.read_text(encoding="utf-8") if printed.exists() else ""):
+        if has_ended() or time.monotonic() > deadline:
+            raise RuntimeError(f"not served: {said[-2000:]}")
+        time.sleep(0.2)
+    return said
+
+
 @dataclass(frozen=True)
 class CommandServed:
     """Where ``lookahead serve`` says that it listens: base URLs without a path."""
@@ -158,11 +172,7 @@ def command_serving(words: Sequence[str], folder: Path) -> Iterator[CommandServe
     with printed.open("wb") as output:
         process = subprocess.Popen([*command, *ports], stdout=output, stderr=subprocess.STDOUT)
     try:
-        deadline = time.monotonic() + START_S
-        while "ask it something" not in (said := printed.read_text(encoding="utf-8")):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"not served: {said[-2000:]}")
-            time.sleep(0.2)
+        said = said_when_served(printed, lambda: process.poll() is not None)
         found = dict(re.findall(r"(OpenAI API|HTTP) +(http://[^/\s]+)", said))
         yield CommandServed(found["OpenAI API"], found["HTTP"])
     finally:

@@ -21,10 +21,9 @@ from pathlib import Path
 import psutil
 
 from bench.kit.held import name_of
-from bench.kit.serving import demo_spec
+from bench.kit.serving import START_S, demo_spec, said_when_served
 from lr_backend.build.base import Layout
 
-START_S = 180.0
 READY_S = 5.0
 SHM = Path("/dev/shm")
 NGINX = """
@@ -106,11 +105,7 @@ class Stand:
         return None
 
     def wait_served(self) -> None:
-        deadline = time.monotonic() + START_S
-        while not self.output.exists() or "ask it something" not in self.output.read_text(encoding="utf-8"):
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"not served within {START_S:g} s: {self.output.read_text(encoding='utf-8')}")
-            time.sleep(0.2)
+        said_when_served(self.output)
 
     def stop(self) -> None:
         self._stopping.set()
