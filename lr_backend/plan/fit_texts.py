@@ -16,6 +16,7 @@ import numpy as np
 from lr_backend.emulated.workload import Workload
 from lr_backend.engine import Role
 from lr_backend.errors import TraceError
+from lr_backend.policy.draft_length import expected_tokens
 from lr_backend.request import Origin, StepRecord
 from lr_backend.steps.tokens import num_equal
 from lr_backend.trace.schema import Purpose, Trace
@@ -249,6 +250,5 @@ def acceptance_from_length(mean_accepted: float, num_drafts: int) -> float:
     low, high = 0.0, 1.0
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        expected = sum(middle**k for k in range(1, num_drafts + 1))
-        low, high = (middle, high) if expected < mean_accepted else (low, middle)
+        low, high = (middle, high) if expected_tokens(middle, num_drafts) - 1.0 < mean_accepted else (low, middle)
     return low
