@@ -36,7 +36,7 @@ from lr_backend.trace.schema import Trace
 ASSUMED_SPREAD = 0.3
 DEFAULT_SPEC = "qwen3-32b-apart"
 USUAL_DEPTH = 8
-DRAFT_TOKENS = 8
+USUAL_DRAFT_TOKENS = 8
 """In one verification, where nobody says."""
 ROUGH = "a rough fit: these answers made few engine calls; a longer answer, or more --trace, tells more"
 _SHARED = {LAWS[CardSharing.MPS]: "with CUDA MPS", LAWS[CardSharing.TIME_SLICES]: "in turns"}
@@ -196,7 +196,7 @@ def _token_fields(
         if not mode.speculates_tokens:
             return {}
         by_itself = proposer == ProposerName.ENGINE
-        wanted = DRAFT_TOKENS if draft_tokens is None else draft_tokens
+        wanted = USUAL_DRAFT_TOKENS if draft_tokens is None else draft_tokens
         if spec is not None and not by_itself and (why := draft_tokens_refused(spec, wanted)):
             refuse(f"--draft-tokens {wanted}: {why}")
         return {"proposer": (proposer or ProposerName.DRAFT_MODEL).value, "num_draft_tokens": wanted}
