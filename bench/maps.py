@@ -16,7 +16,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from math import nan
 from pathlib import Path
 from statistics import fmean
@@ -151,15 +151,15 @@ def explore(cell: Cell, seed: int = 0) -> Found:
     found = {name: predicted(asked, replace(policy, num_requests=cell.load), seed) for name, policy in POLICIES.items()}
     ms = {name: ms_a_token(one.usages) for name, one in found.items()}
     is_asked = (cell.system, cell.sizes, cell.alpha) == ("h200_sxm", LARGER, EQUAL_ALPHA)
-    limit = _limit(asked, cell.load, ms["ar"] / ms[LIMITED]) if is_asked else None
+    limit = _limit(asked, cell.load, ms["ar"] / ms[LIMITED], seed) if is_asked else None
     return Found(cell, ms, limit, ms_a_token(found[CHOOSES].before[:FIRST]))
 
 
-def learn(one: Found) -> dict[str, Any]:
+def learn(one: Found, seed: int = 0) -> dict[str, Any]:
     """What ``auto`` makes of a cell while it learns: milliseconds a token by sets of answers, from an empty server on."""
     cell, best = one.cell, min(FIXED, key=lambda name: one.ms_a_token[name])
     policy = replace(POLICIES[CHOOSES], num_requests=cell.load)
-    usages = simulate_steady(_behind_loops(scenario(cell), policy), policy, learns_from=NUM_SETS * cell.load).before
+    usages = simulate_steady(_behind_loops(scenario(cell), policy), policy, seed, learns_from=NUM_SETS * cell.load).before
     sets = [ms_a_token(usages[start : start + cell.load]) for start in range(0, len(usages), cell.load)]
     return {**asdict(cell), "best": best, "best_ms_a_token": one.ms_a_token[best], "auto_ms_a_token": sets}
 
@@ -182,12 +182,12 @@ def predicted(
     return simulate_steady(changed, policy, seed, learns_from=LEARNS_FROM, num_answers=_num_answers(policy.num_requests))
 
 
-def _limit(asked: Scenario, load: int, gain: float) -> tuple[str, float]:
+def _limit(asked: Scenario, load: int, gain: float, seed: int) -> tuple[str, float]:
     """The cost without which lookahead would gain most."""
     alone, ahead = (replace(POLICIES[name], num_requests=load) for name in ("ar", LIMITED))
 
     def gain_without(free: Callable[[Machine], Machine]) -> float:
-        slow, fast = (ms_a_token(predicted(asked, policy, free=free).usages) for policy in (alone, ahead))
+        slow, fast = (ms_a_token(predicted(asked, policy, seed, free=free).usages) for policy in (alone, ahead))
         return slow / fast
 
     without = {name: gain_without(free) for name, free in LIMITS.items()}
@@ -335,7 +335,7 @@ def main(
                 found.append(one.result())
         equal = dict(zip(pairs, (one.result() for one in using), strict=True))
         hardest = sorted((one for one in found if one.ms_a_token), key=lambda one: one.auto_share_of_best)[:NUM_HARDEST]
-        learned = list(pool.map(learn, hardest))
+        learned = list(pool.map(partial(learn, seed=seed), hardest))
     for system, sizes in dict.fromkeys((cell.system, cell.sizes) for cell in sorted(asked, key=lambda cell: cell.system)):
         for alpha in sorted({one.alpha for one in asked if (one.system, one.sizes) == (system, sizes)}):
             console.print(map_table(found, system, sizes, alpha))
@@ -348,6 +348,7 @@ def main(
     told = summary(found, equal)
     document: dict[str, Any] = {
         "label": label_of(profiles),
+        "seed": seed,
         "cells": [
             {**asdict(one.cell), "ms_a_token": one.ms_a_token, "first_ms": one.first_ms, "limit": one.limit} for one in found
         ],

@@ -157,8 +157,7 @@ ENGINE_INPUTS: tuple[TensorSpec, ...] = (
 )
 
 DRAFTING_ENGINE_INPUTS: tuple[TensorSpec, ...] = (*ENGINE_INPUTS, _scalar("num_draft_tokens", "INT32", embedded=True))
-"""What an engine takes that may draft by itself: upstream's, and how many draft tokens it may write for a pass. TensorRT-LLM's
-drafters work for all requests alike: that of the LLM API only holds the tensor against its own number."""
+"""What an engine takes that may draft by itself: upstream's, and how many draft tokens it may write for a pass."""
 
 ENGINE_OUTPUTS: tuple[TensorSpec, ...] = (
     _output("output_ids", "INT32", -1, -1, embedded=True),

@@ -139,7 +139,7 @@ class LookaheadRequest(BaseModel):
     top_p: float = Field(default=1.0, gt=0.0, le=1.0, allow_inf_nan=False)
     """share of the probability to sample from"""
     top_k: int = Field(default=0, ge=0, le=1 << 20)
-    """number of tokens to sample from; 0 is all; TensorRT-LLM takes 1024 at most"""
+    """number of tokens to sample from; 0 is all; of more than 1024 TensorRT-LLM takes 1024"""
     seed: int = Field(default_factory=draw_seed, ge=0, le=MAX_SEED)
     """every draw derives from it; unset, the server draws one at random and tells it in `usage`"""
     stop: tuple[str, ...] = Field(default=(), max_length=16)

@@ -86,15 +86,15 @@ def _ask_once(client: Client, plan: Plan, key: Key) -> AnswerRecord:
     options = plan.options(key)
     collector = Collector()
     started = time.perf_counter()
-    late: dict[str, str] = {}
+    late: dict[str, str | float] = {}
     with client.stream(plan.tasks[key.task].question, options, timeout_s=plan.timeout_s) as events:
         try:
             for event in events:
                 collector.add(event)
         except RequestTimeout:
+            late = {"finish_reason": TIMED_OUT, "latency_s": time.perf_counter() - started}
             if not client.is_ready(models=[client.model]):
                 raise
-            late = {"finish_reason": TIMED_OUT}
     latency_s = time.perf_counter() - started
     assert options.seed is not None
     record = answer_record(key, options.seed, collector.result(), latency_s)

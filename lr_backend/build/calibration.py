@@ -21,8 +21,9 @@ FORMATS = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 _KNOWN, _KNOWN_VERSION = "cnn_dailymail", "3.0.0"
 _TRAIN = re.compile(r"(^|[^a-z0-9])train(ing)?([^a-z0-9]|$)")
 _OTHERS = re.compile(r"(^|[^a-z0-9])(test(ing)?|validation|valid|dev|eval(uation)?)([^a-z0-9]|$)")
-_VERSION_IN_README = re.compile(r"^\s*-?\s*config_name:\s*[\"']?([^\"'\s]+)", re.MULTILINE)
-_FILES_IN_README = re.compile(r"^configs:.*?^\s*(?:-\s*)?(?:path|data_files):\s*[\"']?([^\"'\s/]+)/", re.MULTILINE | re.DOTALL)
+_CONFIGS = re.compile(r"^configs:\n(?:[-\s].*\n)*", re.MULTILINE)
+_VERSION = re.compile(r"^[- ]*config_name: *[\"']?([^\"'\s]+)", re.MULTILINE)
+_FILES = re.compile(r"^[- ]*(?:path|data_files): *[\"']?([^\"'\s]+)", re.MULTILINE)
 _PARQUET, _MAX_FOOTER = b"PAR1", 1 << 24
 
 
@@ -55,18 +56,19 @@ def require_texts(folder: Path) -> None:
         raise ConfigError(f"calibration texts: {train[0]} cannot be read: {error}") from error
     if column not in columns:
         raise ConfigError(f"calibration texts: {train[0]} has no column {column}: {', '.join(columns) or 'it is empty'}")
-    if known and not list(folder.glob("*.py")):  # a loader of the folder's own knows its versions
+    if known and not (folder / f"{folder.name}.py").is_file():  # a loader of the folder's own knows its versions
         _require_version(folder)
 
 
 def _require_version(folder: Path) -> None:
     readme = folder / "README.md"
     told = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
-    if _KNOWN_VERSION not in _VERSION_IN_README.findall(told):
-        raise ConfigError(f"calibration texts: there is no {readme} that names the version {_KNOWN_VERSION} (config_name)")
-    first = _FILES_IN_README.search(told)
-    if first and not (folder / first[1]).is_dir():
-        raise ConfigError(f"calibration texts: {readme} begins with files in {first[1]}/, which must be there too: download all")
+    configs = found[0] if (found := _CONFIGS.search(told)) else ""
+    if _KNOWN_VERSION not in _VERSION.findall(configs):
+        raise ConfigError(f"calibration texts: there is no {readme} whose configs name the version {_KNOWN_VERSION}")
+    first = _FILES.search(configs)
+    if first and not any(folder.glob(first[1])):
+        raise ConfigError(f"calibration texts: {readme} begins with the files {first[1]}, which must be there too: download all")
 
 
 def hash_texts(folder: Path | None) -> dict[str, str]:

@@ -21,7 +21,7 @@ class StopRequest:
                 signal.signal(number, self._seen)
 
     def _seen(self, number: int, frame: FrameType | None) -> None:
-        # It runs between two steps of the main thread, which may hold the event's lock just then; this queue has none.
+        # It runs between two steps of the main thread, which may hold the event's lock. Into this queue it may always put.
         self._signals.put(number)
 
     def _listen(self) -> None:

@@ -103,15 +103,17 @@ def _said(given: object) -> object:
     return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
 
 
-class _Part(Checked):
-    type: Literal["text"]
-    text: str
-    prompt_cache_breakpoint: Any = None
-
+class _Sparse(Checked):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, given: object) -> object:
         return _said(given)
+
+
+class _Part(_Sparse):
+    type: Literal["text"]
+    text: str
+    prompt_cache_breakpoint: Any = None
 
 
 _Content = Annotated[
@@ -162,7 +164,7 @@ def _text_of(content: str | list[_Part]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content if part.text)
 
 
-class _StreamOptions(Checked):
+class _StreamOptions(_Sparse):
     include_usage: bool | None = False
     include_obfuscation: Literal[False] | None = False
     continuous_usage_stats: Literal[False] | None = False

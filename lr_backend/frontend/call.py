@@ -86,7 +86,7 @@ class Call:
         headers, kind = self.headers | error.headers, Response
         if error.code == "body_too_large" or (not self.has_body and is_long(self.request)):
             headers, kind = {**headers, "connection": "close"}, Lingering
-        elif error.code == "draining":  # who asks again does so by a connection of his own, which a balancer takes elsewhere
+        elif error.code == "draining":  # who asks again does so over a new connection, which a balancer may take elsewhere
             headers, kind = {**headers, "connection": "close"}, Response if self.has_body else Lingering
         return kind(error.body(self.request_id), error.status, headers, "application/json")
 

@@ -18,7 +18,7 @@ KEEP_IDLE_S, KEEP_EVERY_S = 60, 15
 """A silent connection is asked after so long, and then so often, whether its other side lives; it ends after :data:`UNREAD_S`."""
 
 KEEP_ALIVE_S = 620
-"""For a connection without a request: longer than a gateway keeps one (Google's: 600 s), so that it closes it."""
+"""For a connection without a request: longer than gateways keep one (Google's: 600 s), so that it is they who close it."""
 MAX_AHEAD_BYTES = 64 << 10
 """Sent behind a request that is being answered; with more the connection ends."""
 CLOSING_S = 2

@@ -31,6 +31,8 @@ PROPOSE_S = 1.0
 """A proposer has so long for an answer. The target waits for it, and the next step of the request too."""
 UPSTREAM_BLOCK = 256
 """Threads of a block in TensorRT-LLM's sampling by ``top_p``."""
+LEAST_SUM = 0.99
+"""Of all probabilities in FP16: each of 151,936 small ones may lose 3e-8, and a large one 2.4e-4."""
 
 
 @dataclass(frozen=True)
@@ -233,11 +235,11 @@ def _draft_tokens(
 def verifies_draft_tokens(config: LoopConfig, asked: Sampling) -> bool:
     """Whether the target's engine may be given draft tokens where tokens are drawn so.
 
-    With logits, TensorRT-LLM lists the tokens that may be drawn, and ends a list with -1. A list of all tokens (``top_k`` 0 and
-    ``top_p`` 1) it ends in the next request's list, unless the vocabulary is a multiple of its block: that request then never
-    draws its likeliest token (samplingTopPKernels.cu, ``topPSsampling``).
+    With logits, TensorRT-LLM lists the tokens that may be drawn, and ends a list with -1. A list of all tokens it ends in the
+    next request's list, unless the vocabulary is a multiple of its block: that request then never draws its likeliest token
+    (samplingTopPKernels.cu, ``topPSsampling``). All are listed where probabilities, in FP16, do not add up to ``top_p``.
     """
-    lists_all = asked.top_k == 0 and asked.top_p == 1.0
+    lists_all = asked.top_k == 0 and asked.top_p > LEAST_SUM
     if config.draft_logits == "none" or asked.greedy:
         return True
     return config.draft_logits == "one_hot" and not (lists_all and config.vocab_size % UPSTREAM_BLOCK)

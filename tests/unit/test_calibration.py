@@ -67,11 +67,12 @@ def test_what_calibration_would_fail_on_is_refused(tmp_path: Path, files: dict[s
 def readme(*versions: str) -> bytes:
     """What the hub holds: each version, and where its files are."""
     of = "".join(f"- config_name: {one}\n  data_files:\n  - split: train\n    path: {one}/train-*\n" for one in versions)
-    return f"---\ndataset_info:\n- config_name: 3.0.0\nconfigs:\n{of}---\n# Texts\n".encode()
+    about = "".join(f"- config_name: {one}\n  features:\n  - name: article\n" for one in ("1.0.0", "2.0.0", "3.0.0"))
+    return f"---\nlicense: apache-2.0\ndataset_info:\n{about}configs:\n{of}tags:\n- news\n---\n# Texts\n".encode()
 
 
 def test_the_known_texts_have_another_column_and_a_version(tmp_path: Path) -> None:
-    texts = {"3.0.0/train-0.parquet": parquet("article", "highlights"), "1.0.0/train.jsonl": b""}
+    texts = {"3.0.0/train-0.parquet": parquet("article", "highlights"), "1.0.0/train-0.parquet": b""}
     folder = write(tmp_path / "cnn_dailymail", texts | {"README.md": readme("1.0.0", "2.0.0", "3.0.0")})
     require_texts(folder)
     (folder / "3.0.0" / "train-0.parquet").write_bytes(parquet("text"))
@@ -82,9 +83,13 @@ def test_the_known_texts_have_another_column_and_a_version(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        ({}, "no .*README.md that names the version 3.0.0"),
-        ({"README.md": b"# Texts"}, "no .*README.md that names the version 3.0.0"),
-        ({"README.md": readme("1.0.0", "3.0.0")}, "begins with files in 1.0.0/, which must be there too: download all"),
+        ({}, "no .*README.md whose configs name the version 3.0.0"),
+        ({"README.md": b"# Texts"}, "no .*README.md whose configs name the version 3.0.0"),
+        ({"README.md": readme("1.0.0"), "1.0.0/train-0.parquet": b""}, "no .*README.md whose configs name the version 3.0.0"),
+        ({"README.md": readme("1.0.0", "3.0.0")}, "begins with the files 1.0.0/train-., which must be there too: download all"),
+        ({"README.md": readme("1.0.0", "3.0.0"), "1.0.0/test-0.parquet": b""}, "which must be there too"),
+        ({"README.md": readme("1.0.0", "3.0.0"), "1.0.0/train-0.parquet": b""}, ""),
+        ({"prepare.py": b""}, "no .*README.md"),
         ({"README.md": readme("3.0.0", "1.0.0")}, ""),
         ({"README.md": b"---\nconfigs:\n- config_name: '3.0.0'\n  data_files: \"3.0.0/train-*\"\n---\n"}, ""),
         ({"cnn_dailymail.py": b""}, ""),

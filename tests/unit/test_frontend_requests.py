@@ -163,6 +163,7 @@ def test_every_field_arrives_under_its_own_name() -> None:
         (chat(temperature=None, stop=None, n=None, user=None, stream_options=None, lookahead=None), {}),
         (chat(user="someone", lookahead={"mode": None}), {}),
         (chat(prompt_cache_key="k", safety_identifier="me", metadata={"a": "b"}), {}),
+        (chat(stream_options={"include_usage": True, "chunk_size": None}), {}),
         (chat(prompt_cache_retention="24h", prompt_cache_options={"ttl": "30m"}), {}),
         (chat(stream_options={"continuous_usage_stats": False}), {}),
         (chat(stream_options={"include_usage": None, "include_obfuscation": None, "continuous_usage_stats": None}), {}),

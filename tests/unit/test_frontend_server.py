@@ -672,13 +672,17 @@ def test_a_process_that_is_to_end_says_so_to_the_end_and_finishes_what_it_has(se
         assert (late.status, late.error["code"], late.headers["retry-after"]) == (503, "draining", "5")
         assert late.headers["connection"] == "close"  # the next try may reach another server
         assert served.ask("GET", "/ready").status == 503
-        assert served.ask("GET", "/health").status == 200
+        other = served.connect()
+        other.request("GET", "/health")
+        response = other.getresponse()
+        assert response.read() and response.status == 200
         assert process.wait(0.0) is None
+        assert idle.sock is None and other.sock is not None
         pause.opened.set()
-        # The idle connection is open still, and holds nothing up.
+        # The other connection is idle and open still, and holds nothing up.
         assert process.wait(WAIT_S) == 0
         assert held.result(WAIT_S).events[-1] == ("", "[DONE]")
-        idle.close()
+        other.close()
 
 
 @pytest.mark.parametrize(("stream", "status"), [(True, 200), (False, 503)])

@@ -42,6 +42,7 @@ def test_no_mode_and_no_proposer_sends_a_draft(mode: Mode, proposer: ProposerNam
     ("draft_logits", "vocab_size", "drawn", "sent"),
     [
         ("one_hot", 151_936, {"temperature": 0.6}, False),
+        ("one_hot", 151_936, {"temperature": 0.6, "top_p": 0.999}, False),
         ("one_hot", 151_936, {"temperature": 0.6, "top_k": 20}, True),
         ("one_hot", 151_936, {"temperature": 0.6, "top_p": 0.95}, True),
         ("one_hot", 151_936, {"temperature": 0.0}, True),

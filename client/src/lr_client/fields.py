@@ -49,7 +49,8 @@ class Options:
         int | None,
         Field(
             "INT32",
-            "number of tokens to sample from; 0 is all; TensorRT-LLM takes 1024 at most (0 to 2^20)",
+            "number of tokens to sample from; 0 is all; of more than 1024 TensorRT-LLM takes 1024 (0 to "
+            "2^20)",
         ),
     ] = None
     seed: Annotated[
