@@ -124,7 +124,7 @@ def test_secrets_are_in_no_answer_metric_or_log(served: Served) -> None:
     and from nowhere else, so there it is."""
     assert served.ask(PROMPT)[0] == 200
     heard = [
-        served.ask(PROMPT, stop=[PROMPT] * 9),
+        served.ask(PROMPT, stop=[PROMPT] * 17),
         served.ask(PROMPT, role=PROMPT),
         served.ask(PROMPT * 3000),
         served.ask("q", key=f"wrong {PROMPT}"),

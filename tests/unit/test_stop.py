@@ -15,6 +15,7 @@ from tests.support.waiting import until
 def stop() -> Iterator[StopRequest]:
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # it is ignored where the tests run under nohup
     yield StopRequest()
     for number, handler in before.items():
         signal.signal(number, handler)
