@@ -86,19 +86,20 @@ def _ask_once(client: Client, plan: Plan, key: Key) -> AnswerRecord:
     options = plan.options(key)
     collector = Collector()
     started = time.perf_counter()
-    late: dict[str, str | float] = {}
+    late: RequestTimeout | None = None
     with client.stream(plan.tasks[key.task].question, options, timeout_s=plan.timeout_s) as events:
         try:
             for event in events:
                 collector.add(event)
-        except RequestTimeout:
-            late = {"finish_reason": TIMED_OUT, "latency_s": time.perf_counter() - started}
-            if not client.is_ready(models=[client.model]):
-                raise
+        except RequestTimeout as error:
+            late = error
     latency_s = time.perf_counter() - started
+    if late is not None and not client.is_ready(models=[client.model]):
+        raise late
     assert options.seed is not None
     record = answer_record(key, options.seed, collector.result(), latency_s)
-    return record.model_copy(update={"endpoint": plan.endpoint, **late})
+    finish = record.finish_reason if late is None else TIMED_OUT
+    return record.model_copy(update={"endpoint": plan.endpoint, "finish_reason": finish})
 
 
 def warm_up(client: Client, plan: Plan, task: str) -> None:

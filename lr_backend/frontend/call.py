@@ -84,9 +84,8 @@ class Call:
     def failed(self, error: ApiError) -> Response:
         self.log(error.status, code=error.code)
         headers, kind = self.headers | error.headers, Response
-        if error.code == "body_too_large" or (not self.has_body and is_long(self.request)):
-            headers, kind = {**headers, "connection": "close"}, Lingering
-        elif error.code == "draining":  # who asks again does so over a new connection, which a balancer may take elsewhere
+        # While draining too: who asks again does so over a new connection, which a balancer may take elsewhere.
+        if error.code in ("body_too_large", "draining") or (not self.has_body and is_long(self.request)):
             headers, kind = {**headers, "connection": "close"}, Response if self.has_body else Lingering
         return kind(error.body(self.request_id), error.status, headers, "application/json")
 
