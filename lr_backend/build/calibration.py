@@ -2,7 +2,7 @@
 
 Upstream gives the folder to ``datasets.load_dataset`` and takes the split ``train``: its column ``text``, or of CNN/DailyMail,
 which it knows by the path, ``article`` of version 3.0.0. That runs after minutes of loading a model. Here the first
-file is looked at, and what ``datasets`` 3.1 wants of a version: a README that names it, and the files of the first version there.
+file is looked at, and what ``datasets`` 3.1 wants of a version: a README that names it, and the files of the version named first.
 """
 
 from __future__ import annotations
