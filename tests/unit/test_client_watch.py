@@ -190,10 +190,13 @@ def test_without_the_rule_nobody_looks_beside_the_loop(make: Callable[..., Any],
 
 def test_what_is_answered_is_watched_no_more(make: Callable[..., Any]) -> None:
     model = make(cancellation_check_period_ms=1)
-    requests, twin = [call(f"{number}", 3) for number in range(8)], call("0", 3)
-    model.execute([*requests, twin])
+    requests, long, twin = [call(f"{number}", 3) for number in range(8)], call("long", 8000), call("long", 3)
+    model.execute([*requests, long, twin])
     assert all(one.answer().error is None for one in requests)
     assert "in flight already" in twin.error().message
+    assert [one.request_id for one in model._watch._clients] == ["long"]
+    model.execute([StubRequest(cancel_tensors(), "long")])
+    assert long.answer().error is None
     assert model._watch._clients == {}
 
 
