@@ -120,10 +120,11 @@ class MetricSheet:
         return {**self._labels, **dict(key[1])}
 
     def _run(self) -> None:
-        while not self._stopped.is_set():
+        is_last = False
+        while not is_last:
             self._changed.wait(IDLE_S)
             self._changed.clear()
-            self._stopped.wait(REFRESH_S)
+            is_last = self._stopped.wait(REFRESH_S)
             try:
                 self.refresh()
             except Exception:  # of Triton's, as when its shared memory is full: counts and gauges are sent the next time
