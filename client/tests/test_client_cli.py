@@ -269,7 +269,7 @@ def test_ctrl_c_cancels_the_request_and_exits_130(server: FakeServer, gate: Gate
     with subprocess.Popen(command, **pipes, text=True, preexec_fn=hear_ctrl_c) as process:
         try:
             assert process.stdout is not None
-            assert gate.reached.wait(WAIT_S)
+            assert gate.reached.wait(120.0)  # an interpreter starts first
             assert process.stdout.read(1) == "a"
             process.send_signal(signal.SIGINT)
             _, errors = process.communicate(timeout=WAIT_S)
@@ -290,7 +290,7 @@ def test_an_address_may_say_that_it_wants_tls(tmp_path: Path) -> None:
     trusting = {**os.environ, "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH": str(certificate)}
     answer = [Reply(text="2"), Reply(finish="stop")]
     with FakeServer({"What is 1 + 1?": answer}, credentials=credentials) as secure:
-        for url, status in ((f"grpcs://{secure.url}", 0), (secure.url, 1)):
-            asked = [sys.executable, "-m", "lr_client", "check", "--timeout", "5", "--url", url]
+        for url, status, limit_s in ((f"grpcs://{secure.url}", 0, "30"), (secure.url, 1, "5")):
+            asked = [sys.executable, "-m", "lr_client", "check", "--timeout", limit_s, "--url", url]
             done = subprocess.run(asked, env=trusting, capture_output=True, text=True, timeout=60)
             assert done.returncode == status, done.stderr

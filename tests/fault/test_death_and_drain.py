@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from queue import Queue
@@ -103,7 +103,9 @@ def answers_by_loop(server: TritonServer) -> list[int]:
 
 SEVERAL = "several_loops"
 KINDS = {**{layout.value: {"layout": f'"{layout}"'} for layout in Layout}, SEVERAL: {"num_loops": 2}}
-"""Settings of the server by the name of its spec."""
+"""Settings of the server by the name of its spec, besides those of all."""
+FOR_ALL = {"exit_timeout_s": 60}
+"""A busy machine takes its time."""
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +113,7 @@ def specs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("mortal")
     checkpoints = make_tiny_models(root / "checkpoints")
     return {
-        kind: write_spec(root / "engines" / f"{kind}.toml", checkpoints, name=kind.replace("_", "-"), **server)  # type: ignore[arg-type]
+        kind: write_spec(root / "engines" / f"{kind}.toml", checkpoints, name=kind.replace("_", "-"), **FOR_ALL, **server)  # type: ignore[arg-type]
         for kind, server in KINDS.items()
     }
 
@@ -229,7 +231,7 @@ def test_a_target_that_hangs_ends_the_server(tmp_path: Path, monkeypatch: pytest
     """Its process lives, as one does whose cards have lost each other."""
     monkeypatch.setattr(room, "HANG_S", 1.0)
     path = write_spec(tmp_path / "engines" / "tiny.toml", make_tiny_models(tmp_path / "checkpoints"))
-    path.write_text(f"{path.read_text()}\n[lookahead.timeouts]\ntarget_s = 5.0\n")
+    path.write_text(f"{path.read_text()}\n[lookahead.timeouts]\ntarget_s = 15.0\n")
     with keeping({SEVERAL: path}, tmp_path) as kept, Client(kept.server.grpc_url, timeout_s=READY_S) as client:
         assert not client.ask("What follows?", OPTIONS).usage.degraded
         os.kill(stubs_of(kept.server.pid)["target"][0], signal.SIGSTOP)
@@ -248,7 +250,7 @@ def test_a_server_that_is_to_end_answers_what_it_has_and_refuses_what_comes(
     specs: dict[str, Path], tmp_path: Path, kind: str
 ) -> None:
     command = [str(Path(sys.executable).with_name("lookahead")), "serve", "--spec", str(specs[kind])]
-    for option in ("--http-port", "--grpc-port", "--metrics-port"):
+    for option in ("--http-port", "--grpc-port", "--metrics-port", "--openai-port"):
         command += [option, "0"]
     output = tmp_path / "output"
     around = {**os.environ, "COLUMNS": "200"}
@@ -312,7 +314,7 @@ class Alone:
 def alone(specs: dict[str, Path], tmp_path: Path) -> Iterator[Alone]:
     spec, printed = tmp_path / "alone.toml", tmp_path / "output"
     text = specs[Layout.PROCESS_A_ROLE].read_text(encoding="utf-8")
-    text = text.replace("[target]\n", ALONE).replace("exit_timeout_s = 5", "exit_timeout_s = 30")
+    text = text.replace("[target]\n", ALONE)
     spec.write_text(text, encoding="utf-8")
     command = [str(Path(sys.executable).with_name("lookahead")), "serve", "--spec", str(spec), "--role", "target"]
     command += [word for port in ("http", "grpc", "metrics") for word in (f"--{port}-port", "0")]
@@ -326,7 +328,7 @@ def alone(specs: dict[str, Path], tmp_path: Path) -> Iterator[Alone]:
             serving.kill()
 
 
-LONG = EngineCall("long", np.arange(1, 9, dtype=np.int32), 400)
+LONG = EngineCall("long", np.arange(1, 9, dtype=np.int32), 800)
 
 
 def assert_a_call_finishes_before_the_end(alone: Alone) -> None:
@@ -342,7 +344,7 @@ def test_a_server_of_one_role_lets_calls_finish_before_it_ends(alone: Alone) -> 
 
 def test_a_server_of_one_role_ends_with_its_engine(alone: Alone) -> None:
     """Triton would never answer the call, and its step loop is elsewhere: a connection that breaks tells it."""
-    alone.begin(LONG)
+    alone.begin(replace(LONG, max_new_tokens=1900))
     (stub,) = stubs_of(alone.serving.pid)["target"]
     os.kill(stub, signal.SIGKILL)
     _, error = alone.answers.get(timeout=READY_S)

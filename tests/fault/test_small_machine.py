@@ -96,7 +96,7 @@ def command_lines() -> Iterator[bytes]:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("small")
-    spec = write_spec(folder / "tiny.toml", make_tiny_models(folder / "models"))
+    spec = write_spec(folder / "tiny.toml", make_tiny_models(folder / "models"), exit_timeout_s=60)
     keys, printed, disk = folder / "keys", folder / "printed", folder / "disk"
     keys.write_text(API_KEY + "\n")
     disk.mkdir()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
 from typing import Any
 
 import numpy as np
@@ -179,17 +180,16 @@ def test_a_client_that_goes_away_frees_what_it_held(server: TritonServer, triton
 
     assert becomes(running, lambda now: now == 0.0) == 0.0
     cancelled = settled(lambda: server.counter("lr_engine_cancelled_total")["target"])
-    failures: list[Exception | None] = []
+    failures: Queue[Exception | None] = Queue()
     call = triton.async_infer(
         "target",
         grpc_inputs(EngineCall("", Texts(WORKLOAD, 0).prompt(5), 16_000).tensors()),
-        callback=lambda result, error: failures.append(error),
+        callback=lambda result, error: failures.put(error),
     )
     assert becomes(running, lambda now: now == 1.0) == 1.0
     call.cancel()
     assert becomes(running, lambda now: now == 0.0) == 0.0
-    (failure,) = failures
-    assert "CANCELLED" in f"{failure}"
+    assert "CANCELLED" in f"{failures.get(timeout=WAIT_S)}"
     assert becomes(lambda: server.counter("lr_engine_cancelled_total")["target"], lambda now: now > cancelled) == cancelled + 1
     assert becomes(lambda: server.counter("lr_engine_blocks_used")["target"], lambda used: used == 0.0) == 0.0
 

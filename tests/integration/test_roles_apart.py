@@ -149,7 +149,8 @@ def test_engines_answer_the_loop_and_nobody_else(fleet: Fleet) -> None:
     warm_engines(fleet.judge.http_url, [Role.JUDGE], key=KEY)
 
 
-def test_the_doctor_knows_a_key_that_opens_from_one_that_does_not(fleet: Fleet) -> None:
+def test_the_doctor_knows_a_key_that_opens_from_one_that_does_not(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lr_backend.serve.remotes.ANSWER_S", READY_S)
     url = f"grpc://{fleet.judge.grpc_url}"
     assert why_refused(url, Role.JUDGE, KEY) == ""
     for key, told in (("", "without a key"), ("another-key-0123456789", "with this key")):

@@ -26,8 +26,9 @@ if failure.exists():
     print("CUDA out of memory", file=sys.stderr)
     sys.exit(int(failure.read_text()))
 if (control / f"hang-{{tool}}").exists():
-    (control / "pid").write_text(str(os.getpid()))
     import time
+    time.sleep(0.3)  # whoever reads the number may end whoever started this, who may be about to learn of it
+    (control / "pid").write_text(str(os.getpid()))
     time.sleep(600)
 output = Path(flags["output_dir"])
 if tool == "build":

@@ -29,6 +29,11 @@ class ScriptedTime:
     def __init__(self) -> None:
         self._now = 0.0
         self._script: list[tuple[float, Callable[[], None]]] = []
+        self._is_written = False
+
+    def begin(self) -> None:
+        """The script is whole. Before that nothing of it happens: its end may belong in the middle of what its beginning does."""
+        self._is_written = True
 
     def at(self, when: float, happen: Callable[[], None]) -> None:
         """Have something happen on the way, at its time."""
@@ -42,7 +47,7 @@ class ScriptedTime:
     def wait(self, changed: threading.Condition, seconds: float | None) -> None:
         """Runs the next piece of the script if its time comes before the end of the wait."""
         end = None if seconds is None else self._now + seconds
-        if self._script and (end is None or self._script[0][0] <= end):
+        if self._is_written and self._script and (end is None or self._script[0][0] <= end):
             when, happen = self._script.pop(0)
             self._now = max(self._now, when)
             happen()
@@ -162,6 +167,7 @@ class Bench:
             self.changed.notify_all()
 
     def answer(self, name: str) -> Answer:
+        self.time.begin()
         with self.changed:
             assert self.changed.wait_for(lambda: name in self.answers, 30.0), f"no answer to {name}"
             return self.answers[name]

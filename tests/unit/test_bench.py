@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from itertools import islice
+from math import isfinite
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -61,7 +62,7 @@ def test_the_engine_benchmark_ends_with_its_figures(checkpoint: Path, tmp_path: 
     figures = json.loads(output.strip().splitlines()[-1])
     assert {"decode_vs_transformers", "batch8_scaling", "verify8_cost", "prefix_reused_share", "device"} <= figures.keys()
     assert figures["prefix_reused_share"] >= 0.95
-    assert all(figures[name] > 0 for name in figures["ranges"])
+    assert all(isfinite(figures[name]) for name in figures["ranges"])  # a difference of two times may be below 0
     kept = json.loads(path.read_text())
     assert kept == {"another run": {"decode_vs_transformers": 2.0}, "python -m bench engine": figures}
 

@@ -155,7 +155,7 @@ def test_the_loop_runs_over_iterations_that_are_computed(monkeypatch: pytest.Mon
     # The draft is ahead of its target however busy this machine is.
     large = replace(small, spec=replace(tiny("Qwen3ForCausalLM"), num_layers=60))
     what = card.scenario("h200_sxm", CardSharing.MPS)
-    short = replace(what, workload=replace(what.workload, prompt_tokens=20, step_tokens=4, num_steps=2))
+    short = replace(what, workload=replace(what.workload, prompt_tokens=20, step_tokens=4, num_steps=6))
 
     with workers({Role.TARGET: large, Role.DRAFT: small, Role.JUDGE: small}) as those:
         found = card.on_card(those, short, Policy(Mode.LR, 2), 1)

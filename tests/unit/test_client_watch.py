@@ -158,8 +158,8 @@ def test_a_client_that_goes_away_ends_its_request_and_no_other(make: Callable[..
     """The long ones would take minutes."""
     model = make(cancellation_check_period_ms=1)
     gone, nameless, stays = call("gone", 8000), call("", 8000), call("stays", 8000)
-    gone.is_gone = nameless.is_gone = True
     model.execute([gone, nameless, stays])
+    gone.is_gone = nameless.is_gone = True
     assert 0 < gone.answer().outputs["sequence_length"].item() < 8000
     assert 0 < nameless.answer().outputs["sequence_length"].item() < 8000
     assert not stays.answers
@@ -172,8 +172,8 @@ def test_a_client_that_goes_away_ends_its_request_and_no_other(make: Callable[..
 def test_an_engine_whose_loop_is_elsewhere_looks_without_the_rule(make: Callable[..., Any]) -> None:
     model = make(cancellation_check_period_ms=None)
     gone = call("gone", 8000)
-    gone.is_gone = True
     model.execute([gone])
+    gone.is_gone = True
     assert 0 < gone.answer().outputs["sequence_length"].item() < 8000
 
 
@@ -194,7 +194,8 @@ def test_what_is_answered_is_watched_no_more(make: Callable[..., Any]) -> None:
     model.execute([*requests, long, twin])
     assert all(one.answer().error is None for one in requests)
     assert "in flight already" in twin.error().message
-    assert [one.request_id for one in model._watch._clients] == ["long"]
+    with model._watch._lock:
+        assert [one.request_id for one in model._watch._clients] == ["long"]
     model.execute([StubRequest(cancel_tensors(), "long")])
     assert long.answer().error is None
     assert model._watch._clients == {}

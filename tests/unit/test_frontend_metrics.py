@@ -109,7 +109,8 @@ def test_every_failure_that_an_alert_looks_at_is_there_before_it_happens() -> No
     assert "not_finite" in codes and wanted <= found and all(one[0] in ANSWERING for one in found)
 
 
-def test_tritons_page_follows() -> None:
+def test_tritons_page_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lr_backend.frontend.metrics.TIMEOUT_S", 20.0)
     with triton_page() as address, door(address) as served:
         found = samples(served)
     assert found["nv_x_total" if ("nv_x_total", ()) in found else "nv_x", ()] == 3.0

@@ -601,8 +601,9 @@ def test_who_looks_whether_it_is_ready_is_told_of_a_target_that_is_loaded_anew(s
         assert (answer.status, answer.headers["x-lookahead-waits-for"]) == (503, "target")
 
 
-def test_a_target_that_lives_elsewhere_has_to_be_ready_too(server: Any) -> None:
+def test_a_target_that_lives_elsewhere_has_to_be_ready_too(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of its servers is enough."""
+    monkeypatch.setattr("lr_backend.frontend.app.TARGET_READY_S", 20.0)
     server.models = {"lookahead", "target"}
     with frontend(server.url, targets=("127.0.0.1:1", server.url)) as served:
         assert served.ask("GET", "/ready").status == 200
@@ -612,7 +613,8 @@ def test_a_target_that_lives_elsewhere_has_to_be_ready_too(server: Any) -> None:
         assert served.ask("GET", "/ready").status == 503
 
 
-def test_a_target_that_is_ready_is_enough_while_another_is_silent(server: Any) -> None:
+def test_a_target_that_is_ready_is_enough_while_another_is_silent(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lr_backend.frontend.app.TARGET_READY_S", 20.0)
     server.models = {"lookahead", "target"}
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes the connection, and says nothing
         url = f"127.0.0.1:{silent.getsockname()[1]}"

@@ -59,6 +59,7 @@ def test_a_server_that_is_to_stop_does_not_wait_for_a_model_that_loads(
 ) -> None:
     dead = subprocess.Popen(["sleep", "60"])
     monkeypatch.setattr(room, "stubs_of", lambda _: {"draft": [dead.pid], "lookahead": [os.getpid()]})
+    monkeypatch.setattr(room, "STOP_S", 10.0)
     server = server_of(tmp_path, silent)
     heard = threading.Event()
     keeper = StubKeeper(server, lambda _: heard.set())

@@ -21,7 +21,7 @@ from lr_backend.errors import ConfigError
 from lr_backend.serve import server as launcher
 from lr_backend.serve.guard import remove_shared_memory
 from lr_backend.serve.launch import LaunchPlan
-from lr_backend.serve.server import Ports, ServerError, ServerOptions, TritonServer, free_ports, useful_lines
+from lr_backend.serve.server import PORT_ATTEMPTS, Ports, ServerError, ServerOptions, TritonServer, free_ports, useful_lines
 from tests.support import fake_mpirun, fake_triton
 from tests.support.waiting import all_ended
 
@@ -174,9 +174,9 @@ def test_guard_and_server_hold_the_servers_folder(start: type[Started]) -> None:
     server = start("ok").server
     server.start()
     assert server.log_file is not None and server._guard is not None and server.pid is not None
-    folder = str(server.log_file.parent)
-    for pid in (server._guard.pid, server.pid):
-        assert folder in {os.readlink(descriptor) for descriptor in Path(f"/proc/{pid}/fd").iterdir()}
+    folder = server.log_file.parent
+    for pid in (server._guard.pid, server.pid):  # they may still start, and close descriptors meanwhile
+        assert any(descriptor.exists() and descriptor.samefile(folder) for descriptor in Path(f"/proc/{pid}/fd").iterdir())
 
 
 def test_only_its_owner_may_read_the_log(start: type[Started], tmp_path: Path) -> None:
@@ -357,7 +357,7 @@ def test_a_lost_race_for_a_port_is_run_again(start: type[Started]) -> None:
     started = start("port")
     started.server.start()
     started.server.wait_ready(BOUND_S)
-    assert started.server._attempts == 2
+    assert 2 <= started.server._attempts <= PORT_ATTEMPTS  # another test's server may lose it a port too
 
 
 def test_a_port_that_was_asked_for_is_not_replaced(start: type[Started], repository: Path) -> None:
