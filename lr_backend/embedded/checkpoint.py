@@ -209,12 +209,16 @@ class TensorFiles:
         self._unread = set(self._files)
 
     def read(self, name: str, *shape: int) -> torch.Tensor:
-        """One tensor, in the type it is stored in. Raises: CheckpointError: absent, another shape, not finite."""
+        """One tensor, in the type it is stored in, and in memory of its own: the file may be replaced while it is served.
+
+        Raises:
+            CheckpointError: absent, another shape, not finite.
+        """
         file = self._files.get(name)
         if file is None:
             raise CheckpointError(f"tensor {name} is missing")
         try:
-            tensor: torch.Tensor = file.get_tensor(name)
+            tensor: torch.Tensor = file.get_tensor(name).clone()
         except (SafetensorError, OSError, ValueError) as error:
             raise CheckpointError(f"tensor {name} cannot be read: {error}") from error
         if tuple(tensor.shape) != shape:

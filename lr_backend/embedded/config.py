@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BeforeValidator, InstanceOf
+from pydantic import BeforeValidator, InstanceOf, model_validator
 
 from lr_backend.engine.settings import EmbeddedSettings, WeightDtype
 from lr_backend.hardware.pace import EnginePace
@@ -34,6 +34,14 @@ class EngineConfig(EmbeddedSettings, EngineParameters):
     speculative_weight_dtype: WeightDtype = "auto"
     pace: Annotated[InstanceOf[EnginePace] | None, BeforeValidator(_read_pace)] = None
     script: str | None = None
+
+    @model_validator(mode="after")
+    def _every_prompt_gets_in(self) -> Self:
+        charges_blocks = self.pace is not None and self.pace.rules.charges_whole_prefix
+        if charges_blocks and self.max_num_tokens < self.tokens_per_block:
+            rule = f"at least tokens_per_block = {self.tokens_per_block}: at this pace prompts are read by whole blocks"
+            raise ValueError(f"max_num_tokens={self.max_num_tokens}: {rule}")
+        return self
 
     @property
     def num_blocks(self) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -21,8 +22,8 @@ def choose_tokens(logits: Tensor, outputs: Items[Output]) -> list[NewTokens]:
     finite = torch.isfinite(logits.sum(dim=1)).tolist()
     num_finite = [_num_leading(finite[one.first : one.first + one.chunk.num_logits]) for one in outputs]
     begun = [(one, count) for one, count in zip(outputs, num_finite, strict=True) if count]
-    _forbid_early_ends(logits, [output for output, _ in begun])
-    drawn = drawn_tokens(logits, [_draw(output, count) for output, count in begun])
+    with _early_ends_forbidden(logits, [output for output, _ in begun]):
+        drawn = drawn_tokens(logits, [_draw(output, count) for output, count in begun])
     chosen = [_new_tokens(logits, *one, tokens) for one, tokens in zip(begun, drawn, strict=True)]
     return chosen + [_nothing(output) for output, count in zip(outputs, num_finite, strict=True) if not count]
 
@@ -42,15 +43,22 @@ def _nothing(output: Output) -> NewTokens:
     return NewTokens(output.chunk.sequence, [], [])
 
 
-def _forbid_early_ends(logits: Tensor, outputs: Iterable[Output]) -> None:
-    """Before ``min_tokens`` no end token may be drawn: give it no chance in those rows."""
+@contextmanager
+def _early_ends_forbidden(logits: Tensor, outputs: Iterable[Output]) -> Iterator[None]:
+    """Before ``min_tokens`` no end token may be drawn: it has no chance in those rows. Log-probabilities count it again."""
+    before: list[tuple[Tensor, Tensor]] = []
     for output in outputs:
         sequence = output.chunk.sequence
         missing = sequence.request.min_tokens - sequence.num_generated
         end_id = sequence.request.end_id
         if missing > 0 and end_id is not None and end_id < logits.shape[1]:
             last = output.first + min(missing, output.chunk.num_logits)
-            logits[output.first : last, end_id] = float("-inf")
+            ends = logits[output.first : last, end_id]
+            before.append((ends, ends.clone()))
+            ends.fill_(float("-inf"))
+    yield
+    for ends, values in before:
+        ends.copy_(values)
 
 
 def _new_tokens(logits: Tensor, output: Output, num_rows: int, token_ids: list[int]) -> NewTokens:

@@ -94,6 +94,17 @@ def test_no_end_token_before_min_tokens(engine: EmbeddedEngine) -> None:
     assert stopped.token_ids == answer.token_ids[: answer.token_ids.index(*word) + 1], "stop words do not wait, as upstream's"
 
 
+def test_log_probs_before_min_tokens_are_the_models_too(engine: EmbeddedEngine) -> None:
+    """An end token that may not be drawn yet makes no other token likelier."""
+    free = request(prompt(9), 6, sampling=Sampling(5.0), seed=5, return_log_probs=True)
+    plain = ask(engine, free)[0]
+    likely = greedy(engine, prompt(9), 1)[0]
+    assert likely not in plain.token_ids
+    held = ask(engine, replace(free, end_id=likely, min_tokens=6))[0]
+    assert held.token_ids == plain.token_ids
+    assert held.log_probs == pytest.approx(plain.log_probs, abs=1e-5)
+
+
 def test_output_is_silently_reduced_to_max_seq_len(make_engine: MakeEngine) -> None:
     engine = make_engine(max_seq_len=40)
     assert len(ask(engine, request(prompt(36), 100))[0].token_ids) == 4

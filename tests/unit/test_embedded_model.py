@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import pytest
 import torch
 
-from lr_backend.embedded.checkpoint import read_spec
+from lr_backend.embedded.checkpoint import TensorFiles, read_spec
 from lr_backend.embedded.native.model import NativeModel
 from lr_backend.embedded.reference.model import DecoderModel
 from lr_backend.errors import CheckpointError
@@ -229,6 +229,16 @@ def test_values_that_are_not_finite_are_refused(checkpoint: Path, opened: Open) 
 
     with pytest.raises(CheckpointError, match="not finite"):
         opened(checkpoint)
+
+
+def test_a_file_that_is_replaced_changes_nothing_that_is_served(tmp_path: Path) -> None:
+    """In place, as ``cp`` does it."""
+    file = tiny_checkpoint(tmp_path) / "model.safetensors"
+    tensor = TensorFiles(tmp_path).read("model.norm.weight", 32)
+    before = tensor.clone()
+    with file.open("r+b") as other:
+        other.write(bytes(file.stat().st_size))
+    assert torch.equal(tensor, before)
 
 
 def test_missing_files_are_refused(checkpoint: Path, opened: Open) -> None:

@@ -25,7 +25,7 @@ from lr_backend.emulated.workload import Workload
 from lr_backend.engine import EngineCall, Role
 from lr_backend.engine.request import EngineResponse
 from lr_backend.engine.upstream_errors import UpstreamFailure, kind_of, prompt_too_long, queue_full, too_many_drafts
-from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, LookaheadError, Overloaded
+from lr_backend.errors import ConfigError, EngineError, EngineRejected, EngineUnavailable, LookaheadError, Overloaded
 from lr_backend.hardware.cost import Iteration, Join
 from lr_backend.hardware.rules import OWN_RULES, UpstreamRules
 from lr_backend.hardware.sharing import IDLE, Demand
@@ -252,6 +252,15 @@ def test_one_that_ends_in_its_first_iteration_ends_once() -> None:
     driven.timeline.cancel(sequence)
     assert driven.iterate()[1] == [Ended(sequence)]
     assert driven.timeline.stats().num_cancelled == 0
+
+
+def test_a_prompt_that_would_never_get_in_is_refused_with_the_settings() -> None:
+    for rules in (UpstreamRules(), replace(OWN_RULES, charges_whole_prefix=True)):
+        sizes = {"max_batch_size": 4, "max_num_tokens": 16, "tokens_per_block": 32, "pace": replace(TARGET, rules=rules)}
+        with pytest.raises(ConfigError, match="at least tokens_per_block = 32"):
+            engine_config(Path(), **sizes)
+        engine_config(Path(), **{**sizes, "pace": replace(TARGET, rules=OWN_RULES)})
+        engine_config(Path(), **{**sizes, "max_num_tokens": 32})
 
 
 def test_without_the_rule_one_that_waits_goes_at_once() -> None:
