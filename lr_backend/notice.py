@@ -233,8 +233,8 @@ class Lessons:
 
     def heard(self) -> Iterator[Sequence[Any]]:
         """Those that were told since the last time, by whomever."""
-        self._num_heard = max(self._num_heard, self._num_told[0] - self.NUM + self._MARGIN)
-        while self._num_heard < self._num_told[0]:
+        while self._num_heard < (num_told := self._num_told[0]):
+            self._num_heard = max(self._num_heard, num_told - self.NUM + self._MARGIN)  # older ones are being written over
             place = self._place(self._num_heard)
             self._num_heard += 1
             yield json.loads(self._memory[place : place + self.SIZE])

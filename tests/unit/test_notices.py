@@ -143,6 +143,23 @@ def test_lessons_are_heard_by_all_in_one_order(tmp_path_factory: pytest.TempPath
         assert loops[0].tell([np.float32(0.5), np.int64(3)]) and list(loops[1].heard()) == [[0.5, 3.0]]
 
 
+def test_lessons_that_are_written_over_while_others_are_heard_are_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, num = tmp_path / "notice", 8
+    monkeypatch.setattr(Lessons, "NUM", num)
+    monkeypatch.setattr(Lessons, "_MARGIN", 1)
+    Lessons.make(path)
+    teller, hearer = Lessons.beside(path), Lessons.beside(path)
+    for number in range(5):
+        teller.tell([number])
+    heard = hearer.heard()
+    assert next(heard) == [0]
+    for number in range(5, 2 * num):
+        teller.tell([number])
+    assert [number for (number,) in heard] == [*range(num + 1, 2 * num)]
+
+
 def test_what_a_writer_that_died_has_begun_was_never_told(tmp_path: Path) -> None:
     path = tmp_path / "notice"
     Lessons.make(path)
