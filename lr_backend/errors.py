@@ -168,7 +168,7 @@ def first_error(error: _Validation, leave_out: Container[object] = ()) -> str:
     return f"{where + ': ' if where else ''}{str(first['msg']).removeprefix('Value error, ')}"
 
 
-def own_task_is_cancelled(error: BaseException) -> bool:
-    """Whether the task that runs is to end, and did not only hear of the end of another one that a plug-in waited for."""
+def own_task_is_cancelled() -> bool:
+    """Whether the task that runs is to end. What a plug-in raises does not tell: it may swallow that, or pass on another's."""
     task = asyncio.current_task()
-    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+    return task is not None and task.cancelling() > 0

@@ -90,10 +90,12 @@ class _Step:
                 proposed = await source.proposer.propose(context, max_tokens)
             found = tuple(int(token) for token in proposed)[:max_tokens]
         except (Exception, asyncio.CancelledError) as error:  # a deployment's own code may raise anything
-            if own_task_is_cancelled(error):
-                raise
+            if own_task_is_cancelled():
+                raise asyncio.CancelledError from error
             source.failed(error, at_once=limit.expired())
             return ()
+        if own_task_is_cancelled():  # it has swallowed that
+            raise asyncio.CancelledError
         source.num_failures = 0
         return within(found, source.num_ids)
 

@@ -32,7 +32,7 @@ class GuardedVerifier:
                 answer: object = await self.verifier.verify(pair)
             verdict = _sound(answer)
         except (Exception, asyncio.CancelledError) as error:  # a deployment's own code may raise anything
-            if own_task_is_cancelled(error):
+            if own_task_is_cancelled():
                 raise
             if limit.expired():
                 return Verdict(False, Reason.TIMEOUT, verifier=self.name)

@@ -281,6 +281,27 @@ def test_a_vocabulary_may_have_gaps(eos: str | None) -> None:
     assert step is not None and step.ids == (1, 9) and not step.markers
 
 
+@pytest.mark.parametrize("swallows", [False, True], ids=["turns", "swallows"])
+def test_a_proposer_that_hides_a_cancel_keeps_nobody(swallows: bool) -> None:
+    class Hides:
+        async def propose(self, ids: Any, max_tokens: int) -> tuple[int, ...]:
+            try:
+                await asyncio.get_running_loop().create_future()
+            except asyncio.CancelledError:
+                if not swallows:
+                    raise ValueError("another error") from None
+            return (1,)
+
+    async def ask() -> None:
+        async with asyncio.timeout(5.0):
+            async with Lookup(Hides()).step(np.array([1], np.int32), np.zeros((2, 0), np.int32), lambda ids: 9, None) as step:
+                await step.next((), 4)
+            raise AssertionError("it went on")
+
+    with pytest.raises(TimeoutError):
+        run_virtual(ask())
+
+
 def test_a_proposer_that_never_answers_proposes_nothing() -> None:
     class Waits:
         async def propose(self, ids: Any, max_tokens: int) -> tuple[int, ...]:
