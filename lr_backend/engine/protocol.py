@@ -8,7 +8,7 @@ same two methods. There is no finish reason on purpose: the TensorRT-LLM contrac
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
 
@@ -132,14 +132,6 @@ def one_hot_logits(draft_ids: IntArray, vocab_size: int) -> npt.NDArray[Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineTiming:
-    """Seconds on the engine's own clock, as differences from arrival; zero where the engine does not say."""
-
-    queue_s: float = 0.0
-    total_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class Generation:
     """What an engine wrote for one call.
 
@@ -148,6 +140,8 @@ class Generation:
         num_draft_tokens: drafts that were verified (the engine may shorten them silently).
         num_accepted_tokens: how many of those it accepted.
         num_reused_tokens: prefix tokens that came from the KV cache; None: the engine was not asked.
+        queue_s, total_s: from its arrival until it was first scheduled and until its last token, on the engine's own clock; 0
+            where the engine does not say.
     """
 
     token_ids: tuple[int, ...]
@@ -155,7 +149,8 @@ class Generation:
     num_accepted_tokens: int = 0
     num_reused_tokens: int | None = None
     log_probs: tuple[float, ...] = ()
-    timing: EngineTiming = field(default_factory=EngineTiming)
+    queue_s: float = 0.0
+    total_s: float = 0.0
 
     @classmethod
     def from_tensors(cls, outputs: dict[str, npt.NDArray[Any]], *, tokens_per_block: int = 32) -> Generation:
@@ -177,10 +172,8 @@ class Generation:
             num_accepted_tokens=number("total_accepted_draft_tokens"),
             num_reused_tokens=number(reused) * tokens_per_block if (reused := "kv_cache_reused_blocks") in outputs else None,
             log_probs=tuple(np.ravel(outputs["output_log_probs"])[:length].tolist()) if "output_log_probs" in outputs else (),
-            timing=EngineTiming(
-                queue_s=since_arrival("first_scheduled_time_ns"),
-                total_s=since_arrival("last_token_time_ns"),
-            ),
+            queue_s=since_arrival("first_scheduled_time_ns"),
+            total_s=since_arrival("last_token_time_ns"),
         )
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lr_backend.contract import DRAFTING_ENGINE_INPUTS, TensorMap, decode_stop_words
-from lr_backend.engine import EngineCall, EngineTiming, Generation, Sampling
+from lr_backend.engine import EngineCall, Generation, Sampling
 from lr_backend.errors import EngineRejected, InvalidRequest
 
 _SPECS = {spec.name: spec for spec in DRAFTING_ENGINE_INPUTS}
@@ -214,10 +214,8 @@ class EngineResponse:
             num_accepted_tokens=self.num_accepted_tokens,
             num_reused_tokens=self.num_reused_tokens,
             log_probs=self.log_probs,
-            timing=EngineTiming(
-                queue_s=since_arrival(self.first_scheduled_ns),
-                total_s=since_arrival(self.last_token_ns),
-            ),
+            queue_s=since_arrival(self.first_scheduled_ns),
+            total_s=since_arrival(self.last_token_ns),
         )
 
 

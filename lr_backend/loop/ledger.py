@@ -153,9 +153,9 @@ class Ledger:
         """Tokens of prompt and text that a step waits for if it begins now: all until the first call of each role is back."""
         return 0 if self.read_s.keys() >= set(roles) else self.prompt_tokens + self.committed_tokens
 
-    def reads(self, role: Role) -> bool:
+    def reads(self, *roles: Role) -> bool:
         """A step that begins now waits until a long text is read."""
-        return self.num_read(role) >= LONG_PROMPT
+        return self.num_read(*roles) >= LONG_PROMPT
 
     def has_waited(self, began_s: float = inf) -> bool:
         """What is committed next may have waited until a model had read a long text: it did so since the last commit.
@@ -346,7 +346,7 @@ class MeteredEngine:
             span.num_proposed, span.num_accepted = generation.num_draft_tokens, generation.num_accepted_tokens
             self._ledger.engine_drafted(generation)
         span.num_reused_tokens = generation.num_reused_tokens
-        span.queue_s, span.engine_s = generation.timing.queue_s, generation.timing.total_s
+        span.queue_s, span.engine_s = generation.queue_s, generation.total_s
         if generation.num_reused_tokens is not None:
             self._ledger.num_reused_tokens = (self._ledger.num_reused_tokens or 0) + generation.num_reused_tokens
         return generation

@@ -54,7 +54,7 @@ def test_calls_run_together_and_drafts_are_verified(checkpoint: Path) -> None:
         assert (verified.token_ids, verified.num_draft_tokens, verified.num_accepted_tokens) == (full, 7, 7)
         stopped = await engine.generate(call(stop_words=encode_stop_words([full[2:4]])))
         assert stopped.token_ids == full[:4]
-        assert 0 < stopped.timing.queue_s <= stopped.timing.total_s
+        assert 0 < stopped.queue_s <= stopped.total_s
 
     run(checkpoint, body)
 

@@ -177,7 +177,7 @@ def test_the_times_that_an_answer_carries_are_the_hardwares_where_a_thread_wakes
     bench.time.at(0.0, lambda: (bench.ask("a", 20, 4), bench.time.stall(HOP_S + 0.9 * MAX_JITTER_S)))
     result = bench.answer("a").result
     assert isinstance(result, EngineResponse)
-    assert result.generation().timing.total_s == pytest.approx(run_s(20, 4), abs=1e-6)
+    assert result.generation().total_s == pytest.approx(run_s(20, 4), abs=1e-6)
 
 
 @pytest.mark.parametrize("is_idle", [True, False])
@@ -189,7 +189,7 @@ def test_who_comes_after_an_iteration_was_to_end_is_not_in_the_next_one_from_bef
     bench.time.at(ended_s + later_s - HOP_S, lambda: (bench.ask("b", 20, 1), bench.time.stall(HOP_S + later_s)))
     result = bench.answer("b").result
     assert isinstance(result, EngineResponse)
-    timing = result.generation().timing
+    timing = result.generation()
     queue_s = 0.0 if is_idle else COSTS.seconds(Iteration((), 1, 21)) - later_s
     join = Iteration((Join(20, 0),)) if is_idle else Iteration((Join(20, 0),), 1, 22)
     assert timing.queue_s == pytest.approx(queue_s, abs=1e-5)
