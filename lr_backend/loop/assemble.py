@@ -83,7 +83,7 @@ def assemble(request: LookaheadRequest, prompt_ids: IntArray, request_id: str, s
     Raises:
         InvalidRequest: this server lacks what the request's mode, its verifier, its proposer or its audits need.
     """
-    config, models, learned = server.config, server.models, server.learned
+    config, models = server.config, server.models
     limits = config.limits
     _require(request, config)
     request = _within(request, limits)
@@ -97,7 +97,7 @@ def assemble(request: LookaheadRequest, prompt_ids: IntArray, request_id: str, s
 
     def draft_failed() -> None:
         ledger.degrade("draft")
-        policy.keep_alone()
+        policy.lose_draft()
 
     def proposer_failed() -> None:
         policy.lose_draft_tokens()
@@ -109,7 +109,7 @@ def assemble(request: LookaheadRequest, prompt_ids: IntArray, request_id: str, s
     # Before the policy, which keeps what it learns by the verifier's name: a client may make one up.
     verifier = make_verifier(request, config, verifier_parts(metered, request, server))
     can_draft = draft_tokens is not None or num_engine_drafts > 0
-    policy = _policy(request, server, len(prompt_ids), can_draft=can_draft)
+    policy = _policy(request, server, can_draft=can_draft)
     text = TextStream(models.tokenizer, request.stop, models.rules.hidden_ids)
     max_tokens = min(request.max_tokens or limits.max_tokens, limits.max_tokens)
     unmetered = verifier_parts(server.engines, request, server)
@@ -126,7 +126,6 @@ def assemble(request: LookaheadRequest, prompt_ids: IntArray, request_id: str, s
         verifier=verifier,
         audit=RequestAudit(request, server.audits, lambda: make_verifier(request, config, unmetered)),
         policy=policy,
-        shared=learned,
     )
 
 
@@ -175,14 +174,14 @@ def _chooses(request: LookaheadRequest) -> bool:
     return request.mode.chooses and not request.deterministic
 
 
-def _policy(request: LookaheadRequest, server: Server, num_prompt_tokens: int, *, can_draft: bool) -> RequestPolicy:
+def _policy(request: LookaheadRequest, server: Server, *, can_draft: bool) -> RequestPolicy:
     """``can_draft``: there are draft tokens to be had."""
     config, learned = server.config, server.learned
     max_depth = request.max_depth if request.mode.speculates_steps else 0
     if not _chooses(request):
         return RequestPolicy(request, learned, max_depth, can_draft=can_draft)
     verifier, must_draft = request.effective_verifier, config.engine_always_drafts
-    return Measured(request, learned, max_depth, verifier, must_draft, num_prompt_tokens, can_draft=can_draft)
+    return Measured(request, learned, max_depth, verifier, must_draft, can_draft=can_draft)
 
 
 def _most_draft_tokens(request: LookaheadRequest, config: LoopConfig) -> int:
@@ -202,9 +201,10 @@ def _draft_tokens(
     """Where draft tokens come from that the loop hands over; None: there are none, or the engine writes its own."""
     config = server.config
     most = _most_draft_tokens(request, config)
-    most = server.learned.num_draft_tokens(request.proposer, most) if _chooses(request) else most
     if most == 0 or request.proposer == ProposerName.ENGINE or not verifies_draft_tokens(config, request.sampling):
         return None
+    learned = server.learned.draft_length[request.proposer]
+    most = learned.best(most) if _chooses(request) else most
     one_hot_vocab = config.vocab_size if config.draft_logits == "one_hot" else 0
     timeout_s = None if request.deterministic else config.timeouts.draft_s
     if request.proposer == ProposerName.NGRAM:
@@ -214,7 +214,7 @@ def _draft_tokens(
         lookup = Lookup(proposer, num_ids, timeout_s and min(timeout_s, PROPOSE_S), proposer_failed)
         return DraftTokens(lookup, most, one_hot_vocab)
     # What pays depends on time.
-    first = most if request.deterministic else server.learned.num_draft_tokens_first(request.proposer, most)
+    first = most if request.deterministic else learned.first(most)
     source = DraftModel(
         engine=MeteredEngine(server.engines.draft, Role.DRAFT, ledger, timeout_s=timeout_s, drafts_tokens=True),
         sampling=_sampling_of_draft_tokens(request.sampling, seeds.coupled),

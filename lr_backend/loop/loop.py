@@ -30,9 +30,9 @@ from lr_backend.loop.ledger import Ledger
 from lr_backend.loop.tree import Decision, Horizon, Node, Tree
 from lr_backend.loop.work import Change, WorkUnderWay
 from lr_backend.loop.writer import StepWriter
-from lr_backend.policy.policy import Learned, RequestPolicy
+from lr_backend.policy.policy import RequestPolicy
 from lr_backend.propose.growing import GrowingText
-from lr_backend.request import FinishReason, LookaheadRequest, Origin, ProposerName
+from lr_backend.request import FinishReason, LookaheadRequest, Origin
 from lr_backend.steps.rules import Ending, StepRules
 from lr_backend.steps.step import Step
 from lr_backend.trace.schema import Purpose
@@ -48,7 +48,7 @@ class LookaheadLoop:
 
     Attributes:
         draft_sampling: how the first drafted step after a prefix is drawn; the others are drawn as the request asks.
-        policy: what this request speculates; ``shared`` is what all requests learn from.
+        policy: what this request speculates; ``policy.shared`` is what all requests learn from.
     """
 
     request: LookaheadRequest
@@ -63,7 +63,6 @@ class LookaheadLoop:
     verifier: Verifier
     audit: RequestAudit
     policy: RequestPolicy
-    shared: Learned
     _work: WorkUnderWay = field(init=False)
     _drafting: dict[Node, GrowingText] = field(default_factory=dict)
     """Drafted steps as far as they are written."""
@@ -85,7 +84,7 @@ class LookaheadLoop:
         answer, limit_s = self.answer, self.config.timeouts.request_s
         try:
             async with asyncio.timeout(min(self.request.deadline_s or limit_s, limit_s)) as deadline:
-                with self.shared.prices.request():
+                with self.policy.shared.prices.request():
                     self.policy.begin()
                     await self._answer()
         except TimeoutError:
@@ -97,9 +96,8 @@ class LookaheadLoop:
             raise TargetUnavailable(f"the target engine failed: {error.message}") from error
         answer.flush()
         if self.target.draft_tokens is not None:
-            ledger = self.ledger
-            timed = ledger.timed_verifications(), ledger.timed_draft_calls(), ledger.beginnings
-            self.shared.learn_draft_length(self.request.proposer, *timed)
+            timed = self.ledger.timed_verifications(), self.ledger.timed_draft_calls(), self.ledger.beginnings
+            self.policy.shared.learn_draft_length(self.request.proposer, *timed)
         assert answer.finish is not None
         usage = self.ledger.usage(self.request.mode).model_copy(update={**self.audit.usage(), "seed": self.request.seed})
         return Outcome(self.request, answer.finish, usage, answer.completion_ids, self.ledger)
@@ -110,7 +108,7 @@ class LookaheadLoop:
             await (self._reason() if self._depth or self.request.is_watched else self._write_alone(self._num_alone))
         self.policy.keep_alone()
         while self.answer.finish is None:
-            await self._write_alone(self._num_alone if self.ledger.reads(Role.TARGET) else self.answer.num_left)
+            await self._write_alone(self._num_alone if self.ledger.reads(*self._readers) else self.answer.num_left)
 
     async def _write_alone(self, most: int) -> None:
         """A stretch of at most ``most`` tokens by the target alone, or no more than a step where somebody waits for it.
@@ -121,7 +119,7 @@ class LookaheadLoop:
         most = min(most, STRETCH_STEPS * self.config.limits.max_step_tokens)
         ending = self.rules.of_step if watched else self.rules.of_answer
         step = await self._target_step(prefix, self._budget(prefix) if watched else most, ending)
-        num_steps = 1 if watched else max(1, round(len(step.ids) / self.shared.step_tokens))
+        num_steps = 1 if watched else max(1, round(len(step.ids) / self.policy.shared.step_tokens))
         self.policy.committed(len(step.ids), num_steps, verifier=self.audit.decides, counts=not self.ledger.has_waited())
         self.answer.commit(step, Origin.TARGET, Reason.NONE)
 
@@ -173,13 +171,14 @@ class LookaheadLoop:
 
     def _commit(self, decision: Decision) -> None:
         """Make the step final, and tell all who count it or learn from it."""
-        waits = self.ledger.waits_for_draft(decision) and self.shared.prices.excuses_draft()
-        compared, first, by = decision.compared, None if waits else decision.first, self.audit.decides
+        waits = self.ledger.waits_for_draft(decision) and self.policy.shared.prices.excuses_draft()
+        compared, by = decision.compared, self.audit.decides
+        first = None if waits else decision.first_by(by)
         pair = partial(self._pair, decision.position, compared, f"{self.request_id}/audit/{len(decision.position.prefix)}")
         self.ledger.root_moved(decision)
         self.audit.decided(decision.verdict, len(decision.position.prefix), pair)
         if first is not None:
-            self.shared.decided(by, *first)
+            self.policy.shared.decided(by, *first)
         accepted, began_s = first and first[0], decision.position.times_s["target_started_s"]
         counts = not (waits or self.ledger.has_waited(began_s))
         self.policy.committed(len(decision.step.ids), accepted=accepted, compared=bool(compared), verifier=by, counts=counts)
@@ -192,7 +191,7 @@ class LookaheadLoop:
 
     def _look_ahead(self, tree: Tree) -> None:
         """As far as it pays from here."""
-        policy, acceptance = self.policy, self.shared.acceptance[self.audit.decides]
+        policy, acceptance = self.policy, self.policy.shared.acceptance[self.audit.decides]
         tree.horizon = Horizon(self._depth, policy.min_chance, policy.min_draft_chance, acceptance.rate)
 
     # The work at one node: each coroutine returns what its completion changes ---------------------------------------
@@ -203,7 +202,7 @@ class LookaheadLoop:
         # In pieces, where the target verifies them while they are written.
         in_pieces = is_first and tokens is not None and tokens.source.follows_drafted and self.policy.uses_draft_tokens
         try:
-            with self.shared.prices.drafting(self.ledger.num_read(Role.DRAFT)) as work:
+            with self.policy.shared.prices.drafting(self.ledger.num_read(Role.DRAFT)) as work:
                 step = await self.draft.draft(
                     node.prefix,
                     self._budget(node.prefix),
@@ -224,9 +223,9 @@ class LookaheadLoop:
     def _drafted(self, tree: Tree, node: Node, step: Step | None) -> None:
         if step is None:  # no draft, no lookahead: the target goes on alone
             self.ledger.degrade("draft")
-            self.policy.keep_alone()
+            self.policy.lose_draft()
         elif step.log_prob is not None:
-            node.chance = self.shared.acceptance[self.audit.decides].confidence.chance(step.log_prob)
+            node.chance = self.policy.shared.acceptance[self.audit.decides].confidence.chance(step.log_prob)
         tree.drafted(node, step)
 
     async def _write_target(self, tree: Tree, node: Node) -> Change:
@@ -246,7 +245,7 @@ class LookaheadLoop:
         began_s, verdict = self.ledger.now_s(), await verifier.verify(pair)
         # Only the verifier's own verdicts are timed: no stand-in's, no failure's.
         if verifier is self.verifier and verdict.reason not in UNASKED:
-            self.shared.prices.judged(self.request.effective_verifier, self.ledger.now_s() - began_s)
+            self.policy.shared.prices.judged(self.request.effective_verifier, self.ledger.now_s() - began_s)
         if verdict.reason is Reason.JUDGE_ERROR:
             self.ledger.degrade("judge")
             self.policy.keep_alone()
@@ -262,12 +261,9 @@ class LookaheadLoop:
 
     async def _target_step(self, prefix: IntArray, most: int, ending: Ending, node: Node | None = None) -> Step:
         """The target's step after ``prefix``, timed; with draft tokens where they pay."""
-        tokens, sibling = self.target.draft_tokens, node.sibling if node is not None else 0
-        with_tokens = self.policy.uses_draft_tokens and (tokens is None or tokens.source.is_available)
-        asks_draft = with_tokens and self.request.proposer == ProposerName.DRAFT_MODEL
-        num_read = self.ledger.num_read(*((Role.TARGET, Role.DRAFT) if asks_draft else (Role.TARGET,)))
-        with self.shared.prices.step(drafts=with_tokens, num_read=num_read) as work:
-            if with_tokens and tokens is not None:
+        sibling, with_tokens = node.sibling if node is not None else 0, self.policy.uses_draft_tokens
+        with self.policy.shared.prices.step(drafts=with_tokens, num_read=self.ledger.num_read(*self._readers)) as work:
+            if with_tokens and self.target.draft_tokens is not None:
                 drafted = self._drafting.get(node.children[0]) if node is not None and node.children else None
                 step = await self.target.speculate(prefix, most, ending, sibling=sibling, drafted=drafted)
             else:
@@ -284,10 +280,15 @@ class LookaheadLoop:
         return 0 if self.ledger.draft_failed else max(self.policy.depth, audited)
 
     @property
+    def _readers(self) -> tuple[Role, ...]:
+        """Who has to have read the text before the target's next step comes."""
+        return (Role.TARGET, Role.DRAFT) if self.policy.asks_draft else (Role.TARGET,)
+
+    @property
     def _num_alone(self) -> int:
         """Tokens that the target writes before looking ahead may pay again."""
-        steps = None if self.ledger.draft_failed else self.policy.alone_steps()
-        return self.answer.num_left if steps is None else min(self.answer.num_left, ceil(steps * self.shared.step_tokens))
+        steps = None if self.ledger.draft_failed else self.policy.alone_steps(reads=self.ledger.reads(*self._readers))
+        return self.answer.num_left if steps is None else min(self.answer.num_left, ceil(steps * self.policy.shared.step_tokens))
 
     def _has_come_to_rest(self, tree: Tree) -> bool:
         """Only the target's next step is left to start; alone it may be longer than a step."""

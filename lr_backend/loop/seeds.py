@@ -53,9 +53,5 @@ class Seeds:
         return self._own(f"step/{start}" if self.by_step else "answer")
 
     def _own(self, what: str) -> int:
-        return _hash(f"{self.request_seed}/{what}") >> 1
-
-
-def _hash(text: str) -> int:
-    """64 bits."""
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
+        digest = blake2b(f"{self.request_seed}/{what}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") >> 1

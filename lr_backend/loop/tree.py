@@ -24,7 +24,7 @@ from enum import StrEnum
 import numpy as np
 
 from lr_backend.contract import IntArray
-from lr_backend.request import Origin
+from lr_backend.request import Origin, VerifierName
 from lr_backend.steps.step import Step
 from lr_backend.verify.verdict import FAILED, Reason, Verdict, settle
 
@@ -101,16 +101,10 @@ class Node:
         if self.own is not None:
             yield self.own, left
 
-    def below(self) -> Iterator[Node]:
-        """The nodes one step further."""
-        yield from self.children
-        if self.own is not None:
-            yield self.own
-
     def subtree(self) -> Iterator[Node]:
         """This node and all below, parents first."""
         yield self
-        for node in self.below():
+        for node in self.children if self.own is None else (*self.children, self.own):
             yield from node.subtree()
 
 
@@ -147,12 +141,15 @@ class Decision:
             return Origin.DRAFT
         return Origin.CORRECTION if self.compared is not None else Origin.TARGET
 
-    @property
-    def first(self) -> tuple[bool, float | None] | None:
-        """Whether the first drafted step was accepted, and its log-probability; None: there was none, or nobody could say, as
-        draft or verifier failed. What became of the others depends on it."""
+    def first_by(self, verifier: str) -> tuple[bool, float | None] | None:
+        """Whether the first drafted step was accepted, and its log-probability. What became of the others depends on it.
+
+        None: there was none, or ``verifier`` has not said, as it or the draft failed, or as equal tokens alone would do there.
+        """
         child = self.position.children[0] if self.position.children else None
         if child is None or child.verdict is None or child.verdict.reason in FAILED:
+            return None
+        if child.verdict.verifier == VerifierName.EXACT != verifier:
             return None
         return child.verdict.accepted, child.drafted.log_prob if child.drafted is not None else None
 

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from lr_backend.policy.average import Average
 from lr_backend.policy.prices import Crowding
 
-LEAST_SEEN = 16
-"""Verifications before they are believed."""
+LEAST_SEEN, MEMORY = 16, 256
+"""Verifications before they are believed, and after which older ones have faded to about a third."""
 
 
 def expected_tokens(acceptance: float, num_draft_tokens: int) -> float:
@@ -34,7 +34,7 @@ class DraftLength:
     """What the verifications of one proposer's draft tokens have lately brought."""
 
     def __init__(self) -> None:
-        self._accepted, self._ended = Average(memory=256), Average(memory=256)
+        self._accepted, self._ended = Average(MEMORY), Average(MEMORY)
         self._accepted_first, self._ended_first = Average(), Average()
         """Of the first verifications of steps."""
         self._verifying, self._drafting = Crowding(), Crowding()

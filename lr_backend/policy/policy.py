@@ -8,7 +8,7 @@ prices, corrected by what was measured (:mod:`~lr_backend.policy.trial`).
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import log2
@@ -16,10 +16,10 @@ from typing import Any
 
 from lr_backend.clock import Clock
 from lr_backend.policy.acceptance import Acceptance
-from lr_backend.policy.draft_length import DraftLength
+from lr_backend.policy.draft_length import MEMORY, DraftLength
 from lr_backend.policy.formulas import speedup
 from lr_backend.policy.others import Alone, Others
-from lr_backend.policy.prices import LONG_PROMPT, STALE_STEPS, Prices
+from lr_backend.policy.prices import STALE_STEPS, Prices
 from lr_backend.policy.trial import LEAST_STEPS, Predict, Trial, Turn, Way
 from lr_backend.request import LookaheadRequest, ProposerName
 
@@ -58,13 +58,10 @@ class Learned:
 
     def trial(self, proposer: str, verifier: str, ways: tuple[Way, ...]) -> Trial:
         """That of the present load: requests in flight, by the nearest power of two."""
-        key = self._key(proposer, verifier, ways)
+        key = round(log2(max(1, self.prices.num_in_all))), proposer, verifier, ways
         if key not in self._trials:
             self._tell("trial", *key, self._most_first)
         return self._trials[key]
-
-    def _key(self, proposer: str, verifier: str, ways: tuple[Way, ...]) -> Key:
-        return round(log2(max(1, self.prices.num_in_all))), proposer, verifier, ways
 
     @property
     def _most_first(self) -> bool:
@@ -93,7 +90,7 @@ class Learned:
         if turn == self.trial(*of).turn:
             predicted = [predict(each) for each in of[-1]]
             about = (seconds, num_tokens, num_steps, self.prices.num_in_all)
-            self._tell("committed", *self._key(*of), self._most_first, turn.way, predicted, fresh, joins, *about)
+            self._tell("committed", turn.load, *of, self._most_first, turn.way, predicted, fresh, joins, *about)
 
     def decided(self, verifier: str, accepted: bool, log_prob: float | None) -> None:
         """A drafted step at the root was accepted by this verifier, or not."""
@@ -149,21 +146,14 @@ class Learned:
         """From one answer: draft tokens proposed and accepted, and seconds, of every verification; tokens and seconds of every
         call of the draft; draft tokens proposed and accepted where a step began."""
         learned = self.draft_length[proposer]
-        for num_proposed, num_accepted, seconds in verifications:
+        # Of what came before, next to nothing would be left; and a long answer has many, while which nobody else gets to run.
+        for num_proposed, num_accepted, seconds in deque(verifications, 4 * MEMORY):
             learned.verified(num_proposed, num_accepted, seconds)
         if proposer == ProposerName.DRAFT_MODEL:
-            for num_tokens, seconds in draft_calls:
+            for num_tokens, seconds in deque(draft_calls, 4 * MEMORY):
                 learned.drafted(num_tokens, seconds)
             for num_proposed, num_accepted in beginnings:
                 learned.verified_first(num_proposed, num_accepted)
-
-    def num_draft_tokens(self, proposer: str, most: int) -> int:
-        """To verify at once."""
-        return self.draft_length[proposer].best(most) if most else 0
-
-    def num_draft_tokens_first(self, proposer: str, most: int) -> int:
-        """That a step begins with."""
-        return self.draft_length[proposer].first(most)
 
     @property
     def step_tokens(self) -> float:
@@ -216,19 +206,35 @@ class RequestPolicy:
         """Below which nothing is begun behind drafted steps."""
         return 0.0
 
-    def alone_steps(self) -> int | None:
-        """Steps that the target writes alone in one go, where the depth is 0; None: all the rest."""
+    def alone_steps(self, *, reads: bool = False) -> int | None:
+        """Steps that the target writes alone in one go, where the depth is 0; None: all the rest.
+
+        Args:
+            reads: a long text is read first. Such a call has no price, so it is to be a short one.
+        """
         return None
 
     def begin(self) -> None:
         """From now on the request is counted among those in flight, and its steps take time. Only the measured policy heeds this
         and what follows."""
 
+    @property
+    def asks_draft(self) -> bool:
+        """Whether the target's steps wait for the draft's tokens."""
+        return self.uses_draft_tokens and self.request.proposer == ProposerName.DRAFT_MODEL
+
     def lose_draft_tokens(self) -> None:
         """Their source has failed."""
+        self.can_draft = False
+
+    def lose_draft(self) -> None:
+        """It has failed, and drafts neither steps nor tokens any more."""
+        self.keep_alone()
+        if self.request.proposer == ProposerName.DRAFT_MODEL:
+            self.lose_draft_tokens()
 
     def keep_alone(self) -> None:
-        """Looking ahead is over: the reasoning has ended, or draft or judge have failed."""
+        """Looking ahead is over: the reasoning has ended, or the judge has failed."""
 
     def committed(
         self,
@@ -257,23 +263,18 @@ class Measured(RequestPolicy):
     Attributes:
         verifier: who decides on drafted steps.
         must_draft: the target writes nothing without draft tokens.
-        num_prompt_tokens: to be read before the first step.
     """
 
     verifier: str
     must_draft: bool = False
-    num_prompt_tokens: int = 0
     _ways: tuple[Way, ...] = field(init=False)
     _turn: Turn = field(init=False)
     _since_s: float = field(init=False)
     _way_before: Way | None = None
     """Of the steps before; None: these are the first."""
     _is_alone: bool = False
-    _reads: bool = field(init=False)
-    """Reading the prompt is most of what the next step takes."""
 
     def __post_init__(self) -> None:
-        self._reads = self.num_prompt_tokens >= LONG_PROMPT
         self._find_ways()
         self.begin()
 
@@ -290,7 +291,7 @@ class Measured(RequestPolicy):
     def lose_draft_tokens(self) -> None:
         # Steps with draft tokens will have no price any more, so none must wait for one.
         if self.can_draft and not self.must_draft:
-            self.can_draft = False
+            super().lose_draft_tokens()
             self._find_ways()
 
     @property
@@ -322,9 +323,8 @@ class Measured(RequestPolicy):
         # would be timed without what it is for, as long as nobody knows the price of a row.
         return min(self.shared.least_chance / self._share_sooner, self.shared.acceptance[self.verifier].rate)
 
-    def alone_steps(self) -> int:
-        # One at a time where somebody waits for each. The call that reads a long prompt is not timed: so it is a short one.
-        if self.request.is_watched or self._reads:
+    def alone_steps(self, *, reads: bool = False) -> int:
+        if self.request.is_watched or reads:  # somebody waits for each, or it teaches nothing
             return 1
         return STEPS_ALONE[min(self._trial.num_kept, len(STEPS_ALONE) - 1)]
 
@@ -345,13 +345,13 @@ class Measured(RequestPolicy):
         self.verifier = verifier or self.verifier  # once a risk budget is spent, only equal tokens are accepted
         now_s = self.shared.prices.clock()
         # What was drafted before looking ahead has stopped was paid for then.
-        if counts and not self._is_alone and not self._reads and (self._turn.way.ahead or not compared):
+        if counts and not self._is_alone and (self._turn.way.ahead or not compared):
             seconds = now_s - self._since_s - (0.0 if accepted is None else self._luck_s(accepted))
             about = (seconds, num_tokens, num_steps, self._predicted)
             joins = self._way_before not in (None, self._turn.way)
             self.shared.committed(self._of, self._turn, *about, fresh=not accepted, joins=joins)
         self._way_before = self._turn.way
-        self._since_s, self._turn, self._reads = now_s, self._turn_now, False
+        self._since_s, self._turn = now_s, self._turn_now
 
     @property
     def _of(self) -> tuple[str, str, tuple[Way, ...]]:

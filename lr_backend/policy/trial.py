@@ -88,6 +88,7 @@ class Trial:
 
     Attributes:
         way: to take now.
+        num_spans: that have come to their end.
         num_kept: spans in a row after which it was still the best. Tries of other ways between them count for nothing.
     """
 
@@ -107,7 +108,7 @@ class Trial:
         self._surprises = dict.fromkeys(self._ways, 0)
         """How many spans of each way in a row took far longer than usual, or far shorter (negative)."""
         self._spent_s = self._lost_s = 0.0
-        self._num_spans = 0
+        self.num_spans = 0
         self._span = self._settled = NOTHING
         """What this span has brought, and of it what came after all requests took its way."""
         self._num_requests = 1
@@ -128,11 +129,6 @@ class Trial:
     def turn(self) -> Turn:
         """The way to take now, and since which change."""
         return Turn(self.way, self._num_turns, self._load)
-
-    @property
-    def num_spans(self) -> int:
-        """Spans that have come to their end."""
-        return self._num_spans
 
     @property
     def num_kept(self) -> int:
@@ -221,7 +217,7 @@ class Trial:
             others = [way for way in self._ways if way != best]
             new = [way for way in others if self._is_new(way, expected[way], expected[best])]
             close = [way for way in others if self._may_be_best(way, expected[way], expected[best])]
-            free = new or (close if self._num_spans % SPANS_A_TRY == 0 else [])
+            free = new or (close if self.num_spans % SPANS_A_TRY == 0 else [])
             # A span of a way that is slower by some share costs that share of a span.
             cheap = [way for way in others if self._affords(expected[way] / expected[best] - 1.0)]
             stale = [way for way in others if self._left[way] >= STALE_SPANS or way == self._doubted]
@@ -287,7 +283,7 @@ class Trial:
         self._off[self.way].add(taken / predict(self.way), told)
         fade = 1.0 - 1.0 / COST_MEMORY
         self._spent_s, self._lost_s = fade * self._spent_s + self._span.seconds, fade * self._lost_s
-        self._num_spans += 1
+        self.num_spans += 1
         before = self.way
         self._left = {way: num + 1 for way, num in self._left.items()} | {before: 0}
         if self._is_charged:  # what a way loses that has been the best until now is no price of trying

@@ -59,10 +59,6 @@ class DraftModel:
     num_ids: int | None = None
     _calls: count[int] = field(default_factory=count)
 
-    @property
-    def is_available(self) -> bool:
-        return self.available()
-
     @asynccontextmanager
     async def step(self, prefix: IntArray, stop_words: IntArray, room: Room, drafted: GrowingText | None) -> AsyncIterator[_Step]:
         step = _Step(self, prefix, stop_words, room, drafted if self.follows_drafted else None)
@@ -112,7 +108,7 @@ class _Step:
 
     async def next(self, written: Sequence[int], max_tokens: int) -> Proposal:
         model, wanted = self._model, max_tokens if self._model.patient else 1
-        while model.is_available:
+        while model.available():
             text = self._source(written)
             await text.has(len(written) + wanted)
             if not text.agrees(written):
@@ -164,7 +160,7 @@ class _Step:
 
     async def _write(self, text: GrowingText, origins: list[str]) -> None:
         try:
-            while (room := self._room(text.ids)) and self._model.is_available:
+            while (room := self._room(text.ids)) and self._model.available():
                 call_id, ids = await self._model.write(self._prefix, text.ids, self._stop_words, room)
                 if not ids:
                     break

@@ -53,14 +53,10 @@ class DraftSource(Protocol):
 
     Attributes:
         follows_drafted: it reads the drafted step beside a target step while that is written.
-        is_available: it has not failed.
     """
 
     @property
     def follows_drafted(self) -> bool: ...
-
-    @property
-    def is_available(self) -> bool: ...
 
     def step(
         self, prefix: IntArray, stop_words: IntArray, room: Room, drafted: GrowingText | None

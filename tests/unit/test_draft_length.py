@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lr_backend.policy.draft_length import LEAST_SEEN, DraftLength, expected_tokens
+from lr_backend.policy.draft_length import LEAST_SEEN, MEMORY, DraftLength, expected_tokens
+from lr_backend.policy.policy import Learned
 
 
 def learned(
@@ -62,6 +63,14 @@ def test_calls_that_take_long_whatever_they_write_are_few() -> None:
     by_token, by_call = learned(0.75, drafted_token_s=50.0), learned(0.75, call_s=250.0, drafted_token_s=1.0)
 
     assert by_token.best(10) < by_call.best(10)
+
+
+def test_of_a_long_answer_the_end_is_learned_from() -> None:
+    bad, good = [(8, 0, 30.0)] * 5000, [(8, 8, 30.0), (8, 6, 30.0)] * 2 * MEMORY
+    whole, end = Learned(lambda: 0.0), Learned(lambda: 0.0)
+    whole.learn_draft_length("draft_model", bad + good, [(8, 1.0)] * 9, ())
+    end.learn_draft_length("draft_model", good, [(8, 1.0)] * 9, ())
+    assert whole.draft_length["draft_model"].best(8) == end.draft_length["draft_model"].best(8) > 1
 
 
 @given(st.lists(st.tuples(st.integers(1, 10), st.floats(0.0, 1.0), *[st.floats(1e-3, 10.0)] * 2), max_size=60))

@@ -494,8 +494,8 @@ def test_how_many_draft_tokens_bring_most_is_learned_from_answers() -> None:
 
     world.draft.delay = lambda call, num_tokens: float(num_tokens)
     learned = run_virtual(ask())
-    assert 1 <= learned.num_draft_tokens("draft_model", 8) < 8
-    assert learned.num_draft_tokens("engine", 8) == 8, "of another proposer nothing was seen"
+    assert 1 <= learned.draft_length["draft_model"].best(8) < 8
+    assert learned.draft_length["engine"].best(8) == 8, "of another proposer nothing was seen"
 
 
 def test_a_deadline_cuts_a_draft_short() -> None:

@@ -10,7 +10,7 @@ import pytest
 from lr_backend.engine import Role
 from lr_backend.loop.ledger import READING_STEPS, Ledger
 from lr_backend.policy.acceptance import Acceptance
-from lr_backend.policy.policy import Learned, RequestPolicy
+from lr_backend.policy.policy import Learned, Measured, RequestPolicy
 from lr_backend.policy.prices import LONG_PROMPT, MOST_EXCUSED, Prices
 from lr_backend.policy.trial import Trial
 from lr_backend.request import Usage, VerifierName
@@ -24,7 +24,7 @@ ALL = 1 << 20
 @pytest.fixture(params=[len(PROMPT), ALL], ids=["long", "short"])
 def is_long(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the prompt of three tokens counts as a long one."""
-    for module in ("loop.ledger", "policy.prices", "policy.policy"):
+    for module in ("loop.ledger", "policy.prices"):
         monkeypatch.setattr(f"lr_backend.{module}.LONG_PROMPT", request.param)
     return bool(request.param == len(PROMPT))
 
@@ -110,6 +110,18 @@ def test_a_short_answer_behind_a_long_prompt_has_a_price(is_long: bool, mode: st
     assert len(world.target.calls) == (2 if is_long and mode == "auto" else 1)
     priced = learned.prices.target[False].token_s.value is not None
     assert priced == (mode == "auto" or not is_long)
+
+
+def test_a_short_answer_whose_draft_must_first_read_has_a_price(is_long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draft tokens come in where the target has read the prompt, and the draft has not."""
+
+    def letters(context: tuple[int, ...], seed: int) -> int:
+        return END if len(context) > len(PROMPT) + 70 else FIRST_LETTER
+
+    world = World.of(letters, letters)
+    monkeypatch.setattr(Measured, "uses_draft_tokens", property(lambda self: len(world.target.calls) > 0))
+    _, learned = answered(world, prompt=(*PROMPT, THINK, CLOSE), mode="auto", num_draft_tokens=4, stream=False)
+    assert learned.prices.target[True].token_s.value is not None
 
 
 def test_a_step_that_waits_for_a_draft_that_reads_has_no_price(is_long: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lr_backend.engine import Role
+from lr_backend.loop.ledger import Ledger
 from lr_backend.notice import Lessons, OtherLoops, Seats
 from lr_backend.plan.simulation import Policy, simulate
 from lr_backend.policy.average import Average
@@ -155,15 +157,33 @@ def test_what_is_written_behind_the_reasoning_counts_for_no_way() -> None:
 def test_the_first_steps_behind_a_long_prompt_count_for_no_way(num_prompt_tokens: int, num_spans: int) -> None:
     clock = Clock()
     shared = Learned(clock)
-    policy = Measured(request(stream=False), shared, 0, JUDGE, can_draft=False, num_prompt_tokens=num_prompt_tokens)
+    ledger = Ledger(clock, num_prompt_tokens)
+    policy = Measured(request(stream=False), shared, 0, JUDGE, can_draft=False)
     lengths = []
     for _ in range(2):
-        lengths.append(policy.alone_steps())
+        lengths.append(policy.alone_steps(reads=ledger.reads(Role.TARGET)))
         clock.now_s += 9.0
-        policy.committed(240, SPAN_STEPS)
+        ledger.called(Role.TARGET)
+        policy.committed(240, SPAN_STEPS, counts=not ledger.has_waited())
+        ledger.step_committed(240, num_reasoning=0)
     assert shared.trial(policy.request.proposer, JUDGE, (Way(False, False),)).num_spans == num_spans
     # A short answer in one call would count for none as a whole.
     assert [length == 1 for length in lengths] == [num_spans == 1, False]
+
+
+def test_steps_count_at_the_load_that_they_were_written_at_though_it_changes_meanwhile() -> None:
+    shared, ways = Learned(Clock()), (Way(True, False), Way(False, False))
+    of = (ProposerName.DRAFT_MODEL, JUDGE, ways)
+    turn = shared.trial(*of).turn
+
+    def predict(way: Way) -> float:
+        shared.prices.num_requests = 8  # another process has taken in some
+        return 1.0
+
+    shared.committed(of, turn, 9.0, 240, 16 * SPAN_STEPS, predict, fresh=True)
+    assert turn.load == 0
+    shared.prices.num_requests = 1
+    assert shared.trial(*of).num_spans == 1
 
 
 def test_steps_that_say_nothing_of_their_way_count_for_none() -> None:

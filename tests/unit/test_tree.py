@@ -292,7 +292,7 @@ def test_where_only_equal_steps_are_taken_by_now_an_earlier_verdict_does_not_cou
 
     assert decision is not None and (decision.winner is child) == winner
     assert decision.reason is (Reason.EXACT if same else Reason.RISK_BUDGET)
-    assert decision.first == (same, None)
+    assert decision.first_by("judge") == (same, None)
 
 
 @pytest.mark.parametrize("same", [True, False])
@@ -328,7 +328,24 @@ def test_what_became_of_the_first_drafted_step_is_told_whoever_won() -> None:
     decision = tree.move_root()
 
     assert decision is not None and decision.winner is second
-    assert decision.first == (False, -0.5)
+    assert decision.first_by("judge") == (False, -0.5)
+
+
+@pytest.mark.parametrize("accepted", [False, True])
+def test_where_equal_tokens_alone_would_do_nothing_is_learned_of_the_judge(accepted: bool) -> None:
+    tree = window()
+    (child,) = begin(tree)
+    tree.drafted(child, step(9 if accepted else 8))
+    write(tree, step(9))
+    tree.start_verdicts()
+    if not accepted:
+        tree.judged(child, Verdict(False, Reason.DIFFERENT, verifier="exact"))
+
+    decision = tree.move_root()
+
+    assert decision is not None
+    assert decision.first_by("exact") == (accepted, None)
+    assert decision.first_by("judge") == ((True, None) if accepted else None)
 
 
 def test_a_draft_that_failed_says_nothing_of_what_is_accepted() -> None:
@@ -340,7 +357,7 @@ def test_a_draft_that_failed_says_nothing_of_what_is_accepted() -> None:
     decision = tree.move_root()
 
     assert decision is not None and decision.compared is child
-    assert decision.first is None
+    assert decision.first_by("judge") is None
 
 
 @pytest.mark.parametrize("reason", [Reason.JUDGE_ERROR, Reason.VERIFIER_ERROR, Reason.TIMEOUT, Reason.GARBAGE])
@@ -355,7 +372,7 @@ def test_a_verifier_that_failed_says_nothing_of_what_is_accepted(reason: Reason)
     decision = tree.move_root()
 
     assert decision is not None and decision.compared is child
-    assert decision.first is None
+    assert decision.first_by("judge") is None
 
 
 @pytest.mark.parametrize("lower_is_first", [True, False])
