@@ -168,7 +168,9 @@ def first_error(error: _Validation, leave_out: Container[object] = ()) -> str:
     return f"{where + ': ' if where else ''}{str(first['msg']).removeprefix('Value error, ')}"
 
 
-def own_task_is_cancelled() -> bool:
-    """Whether the task that runs is to end. What a plug-in raises does not tell: it may swallow that, or pass on another's."""
+def heed_cancel(error: BaseException | None = None) -> None:
+    """End the task that runs if it is to end. What a plug-in makes of that does not tell: it may swallow it, turn it into another
+    ``error``, or pass on the end of another task that it waited for."""
     task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
+    if task is not None and task.cancelling() > 0:
+        raise asyncio.CancelledError from error

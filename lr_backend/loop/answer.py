@@ -139,6 +139,13 @@ class Answer:
             return False
         return not tools or not np.isin(prefix[self._prompt_length :], list(tools)).any()
 
+    def decided_by_meaning(self, decision: Decision) -> bool:
+        """Whether the first drafted step could have been accepted with other tokens than the target's."""
+        target, child = decision.position.target, next(iter(decision.position.children), None)
+        if target is None or child is None or child.drafted is None:
+            return False
+        return self.may_accept_by_meaning(append(decision.position.prefix, child.drafted), target)
+
     def plain(self, step: Step) -> str:
         """The text of a step, without special tokens."""
         return self._decoded(step.ids)

@@ -32,7 +32,7 @@ from lr_backend.loop.work import Change, WorkUnderWay
 from lr_backend.loop.writer import StepWriter
 from lr_backend.policy.policy import RequestPolicy
 from lr_backend.propose.growing import GrowingText
-from lr_backend.request import FinishReason, LookaheadRequest, Origin
+from lr_backend.request import FinishReason, LookaheadRequest, Origin, VerifierName
 from lr_backend.steps.rules import Ending, StepRules
 from lr_backend.steps.step import Step
 from lr_backend.trace.schema import Purpose
@@ -172,8 +172,8 @@ class LookaheadLoop:
     def _commit(self, decision: Decision) -> None:
         """Make the step final, and tell all who count it or learn from it."""
         waits = self.ledger.waits_for_draft(decision) and self.policy.shared.prices.excuses_draft()
-        compared, by = decision.compared, self.audit.decides
-        first = None if waits else decision.first_by(by)
+        answer, compared, by = self.answer, decision.compared, self.audit.decides
+        first = decision.first_by(by) if not waits and (by == VerifierName.EXACT or answer.decided_by_meaning(decision)) else None
         pair = partial(self._pair, decision.position, compared, f"{self.request_id}/audit/{len(decision.position.prefix)}")
         self.ledger.root_moved(decision)
         self.audit.decided(decision.verdict, len(decision.position.prefix), pair)
@@ -182,7 +182,7 @@ class LookaheadLoop:
         accepted, began_s = first and first[0], decision.position.times_s["target_started_s"]
         counts = not (waits or self.ledger.has_waited(began_s))
         self.policy.committed(len(decision.step.ids), accepted=accepted, compared=bool(compared), verifier=by, counts=counts)
-        self.answer.commit(decision.step, decision.origin, decision.reason, decision)
+        answer.commit(decision.step, decision.origin, decision.reason, decision)
 
     def _cancel(self, nodes: Collection[Node]) -> None:
         self._work.cancel(nodes)

@@ -144,12 +144,12 @@ class Decision:
     def first_by(self, verifier: str) -> tuple[bool, float | None] | None:
         """Whether the first drafted step was accepted, and its log-probability. What became of the others depends on it.
 
-        None: there was none, or ``verifier`` has not said, as it or the draft failed, or as equal tokens alone would do there.
+        None: there was none, or ``verifier`` has not said: it or the draft failed, or the risk budget was spent meanwhile.
         """
         child = self.position.children[0] if self.position.children else None
         if child is None or child.verdict is None or child.verdict.reason in FAILED:
             return None
-        if child.verdict.verifier == VerifierName.EXACT != verifier:
+        if child.verdict.reason is Reason.RISK_BUDGET and verifier != VerifierName.EXACT:
             return None
         return child.verdict.accepted, child.drafted.log_prob if child.drafted is not None else None
 
@@ -264,7 +264,7 @@ class Tree:
             node, depth, chance, drafted = frontier.pop()
             least = self.horizon.min_draft_chance if drafted else self.horizon.min_chance
             # Unlikely, or lost already: nothing more is spent below it.
-            if depth and (node.lost or node.drafting is not Drafting.DONE or node.closed or chance <= 0.0 or chance < least):
+            if depth and (node.lost or node.drafting is not Drafting.DONE or node.closed or chance < least):
                 continue
             yield node, depth, chance
             parts = node.chances(self.horizon.acceptance)

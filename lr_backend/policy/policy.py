@@ -88,8 +88,8 @@ class Learned:
                 more or fewer.
         """
         if turn == self.trial(*of).turn:
+            about = (seconds, num_tokens, num_steps, self.prices.num_in_all)  # first: others may come meanwhile
             predicted = [predict(each) for each in of[-1]]
-            about = (seconds, num_tokens, num_steps, self.prices.num_in_all)
             self._tell("committed", turn.load, *of, self._most_first, turn.way, predicted, fresh, joins, *about)
 
     def decided(self, verifier: str, accepted: bool, log_prob: float | None) -> None:

@@ -12,7 +12,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 
 from lr_backend.contract import IntArray
-from lr_backend.errors import own_task_is_cancelled
+from lr_backend.errors import heed_cancel
 from lr_backend.propose.growing import GrowingText
 from lr_backend.propose.proposal import Proposal, Room, within
 
@@ -90,12 +90,10 @@ class _Step:
                 proposed = await source.proposer.propose(context, max_tokens)
             found = tuple(int(token) for token in proposed)[:max_tokens]
         except (Exception, asyncio.CancelledError) as error:  # a deployment's own code may raise anything
-            if own_task_is_cancelled():
-                raise asyncio.CancelledError from error
+            heed_cancel(error)
             source.failed(error, at_once=limit.expired())
             return ()
-        if own_task_is_cancelled():  # it has swallowed that
-            raise asyncio.CancelledError
+        heed_cancel()
         source.num_failures = 0
         return within(found, source.num_ids)
 

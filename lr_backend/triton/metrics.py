@@ -88,7 +88,7 @@ class MetricSheet:
                 self._metrics[key].observe(value)
 
     def close(self) -> None:
-        """Send nothing more, and have Triton forget these metrics.
+        """Send what is left, and have Triton forget these metrics.
 
         Triton's objects tell it when they go. Whatever lives until the process ends does so after the connection is gone, which
         is a segmentation fault.

@@ -11,7 +11,7 @@ from numbers import Real
 import numpy as np
 
 from lr_backend.clock import time_limit
-from lr_backend.errors import own_task_is_cancelled
+from lr_backend.errors import heed_cancel
 from lr_backend.verify.verdict import SETTLED, Reason, StepPair, Verdict, Verifier
 
 _logger = logging.getLogger(__name__)
@@ -32,12 +32,12 @@ class GuardedVerifier:
                 answer: object = await self.verifier.verify(pair)
             verdict = _sound(answer)
         except (Exception, asyncio.CancelledError) as error:  # a deployment's own code may raise anything
-            if own_task_is_cancelled():
-                raise
+            heed_cancel(error)
             if limit.expired():
                 return Verdict(False, Reason.TIMEOUT, verifier=self.name)
             self._tell("the verifier %s failed", self.name, error=error)
             return Verdict(False, Reason.VERIFIER_ERROR, verifier=self.name)
+        heed_cancel()
         if verdict is None:
             self._tell("the verifier %s gave no verdict but a %s", self.name, type(answer).__name__)
             return Verdict(False, Reason.GARBAGE, verifier=self.name)

@@ -65,12 +65,16 @@ def test_calls_that_take_long_whatever_they_write_are_few() -> None:
     assert by_token.best(10) < by_call.best(10)
 
 
-def test_of_a_long_answer_the_end_is_learned_from() -> None:
-    bad, good = [(8, 0, 30.0)] * 5000, [(8, 8, 30.0), (8, 6, 30.0)] * 2 * MEMORY
-    whole, end = Learned(lambda: 0.0), Learned(lambda: 0.0)
-    whole.learn_draft_length("draft_model", bad + good, [(8, 1.0)] * 9, ())
-    end.learn_draft_length("draft_model", good, [(8, 1.0)] * 9, ())
-    assert whole.draft_length["draft_model"].best(8) == end.draft_length["draft_model"].best(8) > 1
+def test_of_a_long_answer_the_end_is_learned_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it would hold up the other requests of a process."""
+    seen: list[tuple[str, int]] = []
+    monkeypatch.setattr(DraftLength, "verified", lambda self, num, *rest: seen.append(("verified", num)))
+    monkeypatch.setattr(DraftLength, "drafted", lambda self, num, *rest: seen.append(("drafted", num)))
+    numbers = range(10_000)
+    calls = iter([(number, 0, 1.0) for number in numbers]), iter([(number, 1.0) for number in numbers])
+    Learned(lambda: 0.0).learn_draft_length("draft_model", *calls, ())
+    last = numbers[-4 * MEMORY :]
+    assert seen == [*(("verified", number) for number in last), *(("drafted", number) for number in last)]
 
 
 @given(st.lists(st.tuples(st.integers(1, 10), st.floats(0.0, 1.0), *[st.floats(1e-3, 10.0)] * 2), max_size=60))

@@ -16,8 +16,9 @@ from lr_backend.config import Timeouts
 from lr_backend.engine import EngineCall
 from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, InvalidRequest, NotFinite, TargetUnavailable
 from lr_backend.loop.answer import Outcome
+from lr_backend.policy.acceptance import Acceptance
 from lr_backend.policy.policy import Learned
-from lr_backend.request import FinishReason, Mode, ProposerName
+from lr_backend.request import FinishReason, Mode, Origin, ProposerName
 from lr_backend.steps.rules import StepRules
 from lr_backend.steps.step import StepEnd
 from lr_backend.testing import ScriptedEngine, run_virtual
@@ -423,15 +424,21 @@ def test_a_tool_call_is_taken_word_for_word(
     """Even by a judge to whom everything means the same, and also where a call goes on over several steps."""
     world = make_world(salt, agreement, like_rate=1.0, tool_rate=0.3).shuffled(order)
 
-    outcome = run_virtual(world.answer(mode=mode, trace=True, **shape))
+    learned: list[bool] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Acceptance, "decided", lambda self, accepted, log_prob: learned.append(accepted))
+        outcome = run_virtual(world.answer(mode=mode, trace=True, **shape))
 
-    prefix, in_call = list(PROMPT), False
+    prefix, in_call, num_rejected = list(PROMPT), False, 0
     for record in outcome.ledger.records:
         ids = outcome.completion_ids[len(prefix) - len(PROMPT) :][: record.num_tokens]
         if in_call or TOOL in ids:
             assert ids == tuple(own_tokens(world, prefix, len(ids)))
         in_call |= TOOL in ids
+        num_rejected += not in_call and record.origin is not Origin.DRAFT
         prefix += ids
+    if mode is not Mode.LOSSLESS:
+        assert learned.count(False) <= num_rejected, "a call says nothing of what the judge accepts"
 
 
 def own_tokens(world: World, prefix: list[int], num_tokens: int) -> list[int]:

@@ -171,6 +171,16 @@ def test_the_first_steps_behind_a_long_prompt_count_for_no_way(num_prompt_tokens
     assert [length == 1 for length in lengths] == [num_spans == 1, False]
 
 
+@pytest.mark.parametrize(("proposer", "keeps"), [(ProposerName.DRAFT_MODEL, False), (ProposerName.NGRAM, True)])
+def test_a_draft_that_has_failed_has_no_draft_tokens_in_any_mode(proposer: ProposerName, keeps: bool) -> None:
+    shared = Learned(Clock())
+    asked = request(proposer=proposer)
+    for policy in (RequestPolicy(asked, shared, 4, can_draft=True), Measured(asked, shared, 4, JUDGE, can_draft=True)):
+        assert policy.uses_draft_tokens and policy.asks_draft is not keeps
+        policy.lose_draft()
+        assert (policy.uses_draft_tokens, policy.asks_draft) == (keeps, False)
+
+
 def test_steps_count_at_the_load_that_they_were_written_at_though_it_changes_meanwhile() -> None:
     shared, ways = Learned(Clock()), (Way(True, False), Way(False, False))
     of = (ProposerName.DRAFT_MODEL, JUDGE, ways)

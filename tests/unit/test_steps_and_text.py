@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -23,7 +23,8 @@ from lr_backend.steps.segment import BLANK_LINE
 from lr_backend.steps.step import StepEnd
 from lr_backend.steps.text import TextStream, text_of
 from lr_backend.testing import run_virtual
-from lr_backend.verify import Reason, Verdict, settle
+from lr_backend.verify import Reason, StepPair, Verdict, settle
+from lr_backend.verify.guarded import GuardedVerifier
 from tests.support.checkpoints import QWEN_LIKE
 from tests.support.word_tokenizer import WordTokenizer
 from tests.support.world import BREAK, CLOSE, DOT_BREAK, DOT_NEWLINE, END, NEWLINE, RULES, THINK, TOKENIZER, TOOL
@@ -282,7 +283,8 @@ def test_a_vocabulary_may_have_gaps(eos: str | None) -> None:
 
 
 @pytest.mark.parametrize("swallows", [False, True], ids=["turns", "swallows"])
-def test_a_proposer_that_hides_a_cancel_keeps_nobody(swallows: bool) -> None:
+@pytest.mark.parametrize("proposes", [False, True], ids=["verifier", "proposer"])
+def test_a_plug_in_that_hides_a_cancel_keeps_nobody(swallows: bool, proposes: bool) -> None:
     class Hides:
         async def propose(self, ids: Any, max_tokens: int) -> tuple[int, ...]:
             try:
@@ -292,8 +294,13 @@ def test_a_proposer_that_hides_a_cancel_keeps_nobody(swallows: bool) -> None:
                     raise ValueError("another error") from None
             return (1,)
 
+        async def verify(self, pair: StepPair) -> Verdict:
+            return Verdict(bool(await self.propose(None, 1)), Reason.PLUG_IN)
+
     async def ask() -> None:
         async with asyncio.timeout(5.0):
+            if not proposes:
+                await GuardedVerifier("hides", Hides(), 9.0).verify(cast(StepPair, None))
             async with Lookup(Hides()).step(np.array([1], np.int32), np.zeros((2, 0), np.int32), lambda ids: 9, None) as step:
                 await step.next((), 4)
             raise AssertionError("it went on")

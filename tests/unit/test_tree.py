@@ -292,7 +292,7 @@ def test_where_only_equal_steps_are_taken_by_now_an_earlier_verdict_does_not_cou
 
     assert decision is not None and (decision.winner is child) == winner
     assert decision.reason is (Reason.EXACT if same else Reason.RISK_BUDGET)
-    assert decision.first_by("judge") == (same, None)
+    assert decision.first_by("exact") == (same, None)
 
 
 @pytest.mark.parametrize("same", [True, False])
@@ -331,21 +331,28 @@ def test_what_became_of_the_first_drafted_step_is_told_whoever_won() -> None:
     assert decision.first_by("judge") == (False, -0.5)
 
 
-@pytest.mark.parametrize("accepted", [False, True])
-def test_where_equal_tokens_alone_would_do_nothing_is_learned_of_the_judge(accepted: bool) -> None:
+def test_a_fixed_mode_looks_ahead_though_nothing_is_ever_accepted() -> None:
+    tree = window(max_depth=4, acceptance=0.0)
+    for depth in range(1, 4):
+        (child,) = begin(tree)
+        tree.drafted(child, step(8))
+        assert child.depth == depth
+    assert len(tree.start_targets()) == 1
+
+
+def test_a_verdict_of_a_spent_budget_is_not_the_judges() -> None:
     tree = window()
     (child,) = begin(tree)
-    tree.drafted(child, step(9 if accepted else 8))
+    tree.drafted(child, step(8))
     write(tree, step(9))
     tree.start_verdicts()
-    if not accepted:
-        tree.judged(child, Verdict(False, Reason.DIFFERENT, verifier="exact"))
+    tree.judged(child, Verdict(False, Reason.RISK_BUDGET, verifier="exact"))
 
     decision = tree.move_root()
 
     assert decision is not None
-    assert decision.first_by("exact") == (accepted, None)
-    assert decision.first_by("judge") == ((True, None) if accepted else None)
+    assert decision.first_by("exact") == (False, None)
+    assert decision.first_by("judge") is None
 
 
 def test_a_draft_that_failed_says_nothing_of_what_is_accepted() -> None:
