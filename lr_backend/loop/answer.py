@@ -140,11 +140,11 @@ class Answer:
         return not tools or not np.isin(prefix[self._prompt_length :], list(tools)).any()
 
     def decided_by_meaning(self, decision: Decision) -> bool:
-        """Whether the first drafted step could have been accepted with other tokens than the target's."""
+        """Whether other tokens than the target's could be accepted of the first drafted step; of a late one, had it come."""
         target, child = decision.position.target, next(iter(decision.position.children), None)
-        if target is None or child is None or child.drafted is None:
+        if target is None or child is None:
             return False
-        return self.may_accept_by_meaning(append(decision.position.prefix, child.drafted), target)
+        return self.may_accept_by_meaning(append(decision.position.prefix, child.drafted or target), target)
 
     def plain(self, step: Step) -> str:
         """The text of a step, without special tokens."""

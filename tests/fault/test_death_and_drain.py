@@ -196,8 +196,8 @@ def kill_each_and_see_it_back(kept: Kept) -> None:
     assert sum(shares) == len(crowd.answered) and min(shares) > 0.2 * sum(shares)
     # What each process has measured stands where all of them take it in.
     kinds = Counter(kind for kind, *_ in Lessons.beside(kept.server.notice_file).heard())
-    num_drafted = sum("draft" not in degraded for degraded in crowd.answered)
-    assert kinds["drafted"] and kinds["step"] >= len(crowd.answered) and kinds["decided"] >= num_drafted > 0
+    assert kinds["drafted"] and kinds["step"] >= len(crowd.answered)
+    assert not kinds["decided"], "these models never begin to reason, and so only equal tokens would do"
 
 
 def test_without_its_keeper_a_dead_target_does_not_come_back(kept: Kept) -> None:
