@@ -72,6 +72,7 @@ class AuditCase:
         verifier: whose acceptance is audited.
         first: asked first, off the critical path; what it rejects, or accepts for the same words, is no case. None: the pair was
             accepted.
+        share: of its request's steps that are audited.
         done: told whether the step was rightly accepted; None: nobody could tell.
         context: of its request, for logs and spans. Another request's audit may be what makes room for this one.
     """
@@ -79,6 +80,7 @@ class AuditCase:
     pair: StepPair
     verifier: str
     first: Verifier | None = None
+    share: float = 1.0
     done: Callable[[bool | None], None] = lambda right: None
     context: Context = field(default_factory=copy_context)
 
@@ -186,7 +188,7 @@ class AuditDesk:
             counts.num_right += answer
             counts.num_false_accepts += not answer
             if not counts.recent.repeats(case.pair):
-                counts.false_accepts.add(not answer)
+                counts.false_accepts.add(not answer, case.share)
             case.done(answer)
 
     async def _answer(self, case: AuditCase) -> bool | Reason | None:

@@ -9,6 +9,8 @@ Z_95 = 1.959964
 """Two-sided 95 % of a normal distribution."""
 LEAST_AUDITS = 20.0
 """An interval around a few audits is too sure of itself; nothing is beyond doubt before these."""
+LEAST_SHARE = 0.01
+"""An audit stands for no more than a hundred steps: the client chooses the share, and one audit is not to outweigh all others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +69,15 @@ class FalseAccepts:
         # Replaced as a whole: another thread may read it.
         self.estimate = Estimate()
 
-    def add(self, false: bool) -> None:
-        """One more audit: whether it called the step wrongly accepted."""
-        self._weight = self._weight * self._fade + 1.0
-        self._false = self._false * self._fade + false
-        self._squares = self._squares * self._fade**2 + 1.0
+    def add(self, false: bool, share: float = 1.0) -> None:
+        """One more audit: whether it called the step wrongly accepted.
+
+        Args:
+            share: of its request's steps that are audited, in (0, 1]. The audit stands for the others too.
+        """
+        weight = 1.0 / max(share, LEAST_SHARE)
+        self._weight = self._weight * self._fade + weight
+        self._false = self._false * self._fade + weight * false
+        self._squares = self._squares * self._fade**2 + weight**2
         called, num = min(1.0, self._false / self._weight), self._weight**2 / self._squares
         self.estimate = corrected(called, num, *self._errors)

@@ -84,9 +84,9 @@ class RequestAudit:
         if not self._is_drawn(place):
             return
         if verdict.accepted and verdict.reason not in SAME:
-            self._num_taken += self._desk.offer(AuditCase(pair_of(), self._name, done=self._done))
+            self._num_taken += self._desk.offer(AuditCase(pair_of(), self._name, share=self._share, done=self._done))
         elif verdict.reason is Reason.RISK_BUDGET:
-            self._desk.offer(AuditCase(pair_of(), self._name, first=self._verifier))
+            self._desk.offer(AuditCase(pair_of(), self._name, first=self._verifier, share=self._share))
 
     def usage(self) -> dict[str, Any]:
         """The audit's fields of :class:`~lr_backend.request.Usage`, as of now."""

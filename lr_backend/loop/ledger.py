@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -126,6 +126,8 @@ class Ledger:
     first_step_s: float | None = None
     read_s: dict[Role, float] = field(default_factory=dict)
     _run_length: int = 0
+    _discarded: Sequence[Node] = ()
+    """By the last move of the root."""
 
     def __post_init__(self) -> None:
         self.origin_s = self.clock()
@@ -220,8 +222,8 @@ class Ledger:
 
     def step_committed(self, num_tokens: int, *, num_reasoning: int) -> None:
         """Count a step. Nobody asks any more for the text before what its move has discarded."""
-        if (move := self.moves.get(self.num_steps)) is not None:
-            forget_prefixes(move.discarded)
+        forget_prefixes(self._discarded)
+        self._discarded = ()
         self.num_steps += 1
         self.committed_tokens += num_tokens
         self.reasoning_tokens += num_reasoning
@@ -231,6 +233,7 @@ class Ledger:
 
     def root_moved(self, decision: Decision) -> None:
         """A position at the root was decided, with or without a drafted step; its step is committed next."""
+        self._discarded = decision.discarded
         if self.traced:
             self.moves[self.num_steps] = decision
         if decision.winner is not None:

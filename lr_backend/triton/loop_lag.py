@@ -9,6 +9,8 @@ from lr_backend.clock import running_clock
 
 LOOK_S = 0.05
 """A look costs the process some 50 microseconds, its place in a histogram included."""
+LONGEST_S = 60.0
+"""A longer stall was no load's: the machine or its container stood still. Every look in it would be a stall of its own."""
 
 
 async def watch_lag(tell: Callable[[float], None], busy: Callable[[], bool] = lambda: True, look_s: float = LOOK_S) -> None:
@@ -25,7 +27,7 @@ async def watch_lag(tell: Callable[[float], None], busy: Callable[[], bool] = la
         await asyncio.sleep(look_s)
         is_busy = busy()
         if wanted or is_busy:
-            late_s = now() - due_s
+            late_s = min(now() - due_s, LONGEST_S)
             tell(max(0.0, late_s))
             while (late_s := late_s - look_s) > 0.0:
                 tell(late_s)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import numpy.typing as npt
@@ -40,6 +41,9 @@ CANCEL_POLL_S = 0.1
 """Triton tells of a client that went away only when asked (``is_cancelled``)."""
 KEEP_UP_S = 1.0
 """What others learn is listened to so often at least, which is long before it is overwritten."""
+
+QUICK_CALLS = 500
+"""Engine calls of an answer whose trace is made at once: some 10 ms. In a longer time others are answered meanwhile."""
 
 log = structlog.get_logger()
 
@@ -131,6 +135,7 @@ class LookaheadService:
         self._engines = engines
         self._server: Server | None = None
         self._prompts = Prompts(models.tokenizer, config)
+        self._threads = ThreadPoolExecutor(1, "traces")
         parts = VerifierParts(engines.target, engines.judge, models.tokenizer, models.judge_prompt, models.judge_tokenizer)
         self.audits = AuditDesk(lambda: make_auditor(config, parts, models.checker), config.audit)
         self.drafts = drafts if drafts is not None else DraftCounts()
@@ -197,6 +202,7 @@ class LookaheadService:
         """End what no request waits for."""
         self.audits.cancel()
         self._prompts.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _answer(
         self, request: LookaheadRequest, prompt_ids: IntArray, request_id: str, replies: Replies, watchers: Sequence[Watcher]
@@ -237,8 +243,7 @@ class LookaheadService:
         self._count_drafts(outcome)
         for each in watchers:
             each.answered(usage)
-        trace = build_trace(outcome, request_id, self._config.pace) if request.trace else None
-        replies.send(final_tensors("".join(parts), finish_reason, usage, trace), final=True)
+        replies.send(await self._last_tensors(request_id, outcome, "".join(parts)), final=True)
         log.info(
             "request_finished",
             request_id=request_id,
@@ -250,6 +255,17 @@ class LookaheadService:
             degraded=usage.degraded,
         )
         return finish_reason
+
+    async def _last_tensors(self, request_id: str, outcome: Outcome, text: str) -> TensorMap:
+        """The last response, with the whole ``text`` of an answer that was not streamed."""
+
+        def made() -> TensorMap:
+            trace = build_trace(outcome, request_id, self._config.pace) if outcome.request.trace else None
+            return final_tensors(text, outcome.finish_reason, outcome.usage, trace)
+
+        if not outcome.request.trace or len(outcome.ledger.spans) <= QUICK_CALLS:
+            return made()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, made)
 
     async def _unless_cancelled(self, loop: LookaheadLoop, replies: Replies) -> Outcome:
         """Run the loop to its end, or stop it soon after the client has gone."""

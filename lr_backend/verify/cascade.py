@@ -15,13 +15,17 @@ Stage = Callable[[StepPair], Verdict | None]
 """One look at a pair: its verdict, or None where it is undecided."""
 _UNREADABLE = "\ufffd"
 """What a tokenizer writes for bytes that are no character, as where a step was cut inside one."""
+_QUOTES = frozenset("\"'`")
 
 
 def same_text(pair: StepPair) -> Verdict | None:
     """Accepts the same words with other white space: tokens can cut one text in several ways. Rejects them where a line is
-    indented in another way, which is another program, and where a part cannot be read, whose bytes may be any."""
+    indented in another way, which is another program, and where a part cannot be read, whose bytes may be any. White space
+    within quotes may be what a program is about, so there it is not decided."""
     target, drafted = _lines(pair.target_text), _lines(pair.drafted_text)
     if [words for _, words in target] != [words for _, words in drafted]:
+        return None
+    if not _QUOTES.isdisjoint(pair.target_text) and _stripped(pair.target_text) != _stripped(pair.drafted_text):
         return None
     accepted = target == drafted and _UNREADABLE not in pair.target_text
     return Verdict(accepted, Reason.SAME_TEXT if accepted else Reason.DIFFERENT, verifier="same_text")
@@ -34,6 +38,11 @@ def _lines(text: str) -> list[tuple[str, list[str]]]:
     if indented[:1] == [" "]:
         indented[0] = ""
     return [(indent, line.split()) for indent, line in zip(indented, lines, strict=True)]
+
+
+def _stripped(text: str) -> list[str]:
+    """The lines that are not blank, without white space around them."""
+    return [stripped for line in text.splitlines() if (stripped := line.strip())]
 
 
 def numeric_veto(pair: StepPair) -> Verdict | None:

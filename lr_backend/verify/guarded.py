@@ -38,6 +38,8 @@ class GuardedVerifier:
             self._tell("the verifier %s failed", self.name, error=error)
             return Verdict(False, Reason.VERIFIER_ERROR, verifier=self.name)
         heed_cancel()
+        if limit.expired():  # it has swallowed that
+            return Verdict(False, Reason.TIMEOUT, verifier=self.name)
         if verdict is None:
             self._tell("the verifier %s gave no verdict but a %s", self.name, type(answer).__name__)
             return Verdict(False, Reason.GARBAGE, verifier=self.name)

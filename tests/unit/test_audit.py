@@ -160,6 +160,25 @@ def test_a_young_rate_is_the_plain_share(found: list[bool]) -> None:
     assert rate.estimate.num == pytest.approx(len(found), rel=1e-3)
 
 
+def test_an_audit_stands_for_the_steps_of_its_request_that_were_not_drawn() -> None:
+    """Most steps are of requests of which few are audited; one of twenty is of a request that audits all of its own."""
+    rate, num = FalseAccepts(memory=10**9), 20_000
+    for index in range(num):
+        rate.add(index % 100 == 0, share=0.05)  # of 400,000 steps 1 % are wrong
+    for index in range(num):
+        rate.add(index % 5 == 0, share=1.0)
+    assert rate.estimate.rate == pytest.approx((0.01 * 400_000 + 0.2 * num) / (400_000 + num), rel=1e-3)
+    assert num < rate.estimate.num < 2 * num, "unequal weights tell less than equal ones"
+
+
+def test_no_single_audit_outweighs_all_others() -> None:
+    rate = FalseAccepts(memory=10**9)
+    for _ in range(1000):
+        rate.add(False)
+    rate.add(True, share=1e-9)
+    assert rate.estimate.rate is not None and rate.estimate.rate < 0.1
+
+
 @given(st.lists(st.booleans(), max_size=300), st.integers(20, 100), st.booleans())
 def test_old_evidence_fades(found: list[bool], memory: int, now: bool) -> None:
     rate = FalseAccepts(memory)

@@ -20,7 +20,7 @@ from lr_backend.request import LookaheadRequest, Mode, Origin, Usage
 from lr_backend.testing import run_virtual
 from lr_backend.triton import metrics as metrics_module
 from lr_backend.triton import request_metrics as named
-from lr_backend.triton.loop_lag import watch_lag
+from lr_backend.triton.loop_lag import LONGEST_S, watch_lag
 from lr_backend.triton.metrics import Key, MetricSheet
 from lr_backend.triton.request_metrics import COUNTERS, ENDS, GAUGES, HISTOGRAMS, RequestMetrics, end_of, request_metrics
 from lr_backend.verify import Reason
@@ -250,6 +250,23 @@ def test_a_stall_weighs_as_long_as_it_lasts() -> None:
 
     run_virtual(run())
     assert told[:4] == pytest.approx([3.5, 2.5, 1.5, 0.5])
+
+
+def test_a_machine_that_stood_still_is_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[float] = []
+
+    async def run() -> None:
+        clock = asyncio.get_running_loop()
+        assert isinstance(clock, VirtualClockLoop)
+        watching = asyncio.create_task(watch_lag(told.append, look_s=1.0))
+        clock.call_at(0.9, hold_up, clock, 43_200.0)
+        await asyncio.sleep(43_202.0)
+        watching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await watching
+
+    run_virtual(run())
+    assert told[0] == LONGEST_S and len(told) < LONGEST_S + 5
 
 
 def test_processor_time_is_counted() -> None:

@@ -8,6 +8,7 @@ import importlib
 import json
 import random
 import sys
+import threading
 import tracemalloc
 import types
 from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping
@@ -26,6 +27,7 @@ from lr_backend.config import AuditSettings, Limits
 from lr_backend.errors import EngineRejected, EngineUnavailable, InvalidRequest, LookaheadError
 from lr_backend.fields import LOOKAHEAD_INPUTS, LOOKAHEAD_OUTPUTS
 from lr_backend.loop.assemble import Engines
+from lr_backend.loop.tracing import build_trace
 from lr_backend.notice import Seats
 from lr_backend.request import Mode, Usage, VerifierName
 from lr_backend.telemetry import Telemetry
@@ -111,9 +113,21 @@ def test_a_stream_ends_with_finish_reason_and_usage() -> None:
     assert "".join(json.loads(response["step"])["text"] for response in steps) == replies.text
 
 
+@pytest.mark.parametrize("is_long", [True, False], ids=["long", "short"])
 @pytest.mark.parametrize("stream", [True, False])
-def test_the_trace_comes_with_the_last_response_and_only_when_asked_for(stream: bool) -> None:
+def test_the_trace_comes_with_the_last_response_and_only_when_asked_for(
+    stream: bool, is_long: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+
+    def noted(*about: Any) -> Trace:
+        threads.append(threading.current_thread().name)
+        return build_trace(*about)
+
+    monkeypatch.setattr("lr_backend.triton.service.build_trace", noted)
+    monkeypatch.setattr("lr_backend.triton.service.QUICK_CALLS", 0 if is_long else 500)
     replies = ask(make_world(), trace=True, stream=stream)
+    assert [name.startswith("traces") for name in threads] == [is_long], "others are answered while a long one is made"
     *before, last = replies.sent
     trace = Trace.from_json(last["trace"])
     assert trace.usage == Usage.model_validate_json(last["usage"])

@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -166,6 +167,19 @@ def test_what_is_no_verdict_rejects(answer: object) -> None:
     )
 
 
+def test_a_verdict_that_is_late_rejects_though_its_verifier_hides_that() -> None:
+    class Hides:
+        async def verify(self, pair: StepPair) -> Verdict:
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(9.0)
+            return Verdict(True, Reason.PLUG_IN)
+
+    assert run_virtual(GuardedVerifier("hides", Hides(), 5.0).verify(make_pair())) == Verdict(
+        False, Reason.TIMEOUT, verifier="hides"
+    )
+    assert run_virtual(GuardedVerifier("hides", Hides(), 10.0).verify(make_pair())).accepted
+
+
 @pytest.mark.parametrize("answer", [ZeroDivisionError(), "no verdict"], ids=repr)
 def test_a_verifier_that_fails_for_every_step_is_logged_once(answer: object, caplog: pytest.LogCaptureFixture) -> None:
     class Fails:
@@ -250,6 +264,8 @@ def test_a_cancelled_verdict_is_cancelled() -> None:
         ("    return s\n\n", "return s\n\n", False),
         (" So it is.", "So it is.", True),
         pytest.param("a:\n b: 1", "a:\nb: 1", False, id="indented by one blank"),
+        pytest.param("s.replace('  ', ' ')", "s.replace(' ', '  ')", None, id="white space within quotes"),
+        ("Tom's is 5.\n\n", " Tom's is 5.", True),
         pytest.param("So it is \ufffd", "So it is \ufffd", False, id="cut inside two characters that may differ"),
     ],
 )
