@@ -9,8 +9,9 @@ Z_95 = 1.959964
 """Two-sided 95 % of a normal distribution."""
 LEAST_AUDITS = 20.0
 """An interval around a few audits is too sure of itself; nothing is beyond doubt before these."""
-LEAST_SHARE = 0.01
-"""An audit stands for no more than a hundred steps: the client chooses the share, and one audit is not to outweigh all others."""
+LEAST_SHARE = 0.1
+"""An audit stands for ten steps at most. The client chooses the share, and one audit is not to outweigh all others: neither in
+the rate, nor in how sure of it anybody may be."""
 
 
 @dataclass(frozen=True, slots=True)

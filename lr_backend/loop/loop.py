@@ -173,11 +173,11 @@ class LookaheadLoop:
         """Make the step final, and tell all who count it or learn from it."""
         waits = self.ledger.waits_for_draft(decision) and self.policy.shared.prices.excuses_draft()
         answer, compared, by = self.answer, decision.compared, self.audit.decides
-        first = decision.first_by(by) if not waits and (by == VerifierName.EXACT or answer.decided_by_meaning(decision)) else None
+        first = None if waits else decision.first_by(by)
         pair = partial(self._pair, decision.position, compared, f"{self.request_id}/audit/{len(decision.position.prefix)}")
         self.ledger.root_moved(decision)
         self.audit.decided(decision.verdict, len(decision.position.prefix), pair)
-        if first is not None:
+        if first is not None and (by == VerifierName.EXACT or answer.decided_by_meaning(decision)):
             self.policy.shared.decided(by, *first)
         accepted, began_s = first and first[0], decision.position.times_s["target_started_s"]
         counts = not (waits or self.ledger.has_waited(began_s))

@@ -276,14 +276,13 @@ class Tree:
         lost: list[Node] = []
         for node in list(self.root.subtree()):
             lost += self._merged(node)
-            is_decided = is_open = False
+            is_decided = False
             for child in node.children:
                 is_rejected = child.verdict is not None and not child.verdict.accepted
                 if (is_decided or is_rejected) and not child.lost:
                     lost += child.subtree()
                     child.children, child.own, child.lost = [], None, True
-                is_open = is_open or child.verdict is None
-                is_decided = is_decided or not (is_open or is_rejected)
+                is_decided = is_decided or (child.verdict is not None and child.verdict.accepted)
             if is_decided and node.own is not None:
                 lost += node.own.subtree()
                 node.own = None

@@ -9,6 +9,7 @@ USUAL_ALPHA, USUAL_STEPS, USUAL_UNTIL = 0.6, 8.0, 64
 """What is expected of a verifier that has decided nothing yet; as how many of its steps that counts at first, and after how many
 it counts no more."""
 MAX_ALPHA = 0.98
+"""No step is taken for certain; nor for hopeless, as often as one is not."""
 LATELY = 32
 """Steps that tell luck from change."""
 
@@ -29,7 +30,7 @@ class Acceptance:
         """Share of the drafted steps at the root that are accepted, smoothed while few are known: a first verdict says little."""
         count, value = self._accepted.count, self._accepted.value or 0.0
         weight = USUAL_STEPS * max(0.0, 1.0 - count / USUAL_UNTIL)
-        return min(MAX_ALPHA, (count * value + weight * USUAL_ALPHA) / (count + weight))
+        return min(MAX_ALPHA, max(1.0 - MAX_ALPHA, (count * value + weight * USUAL_ALPHA) / (count + weight)))
 
     @property
     def rate_lately(self) -> float:

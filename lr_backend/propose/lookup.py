@@ -94,6 +94,9 @@ class _Step:
             source.failed(error, at_once=limit.expired())
             return ()
         heed_cancel()
+        if limit.expired():  # it has swallowed that
+            source.failed(TimeoutError(), at_once=True)
+            return ()
         source.num_failures = 0
         return within(found, source.num_ids)
 

@@ -25,9 +25,9 @@ def same_text(pair: StepPair) -> Verdict | None:
     target, drafted = _lines(pair.target_text), _lines(pair.drafted_text)
     if [words for _, words in target] != [words for _, words in drafted]:
         return None
-    if not _QUOTES.isdisjoint(pair.target_text) and _stripped(pair.target_text) != _stripped(pair.drafted_text):
-        return None
     accepted = target == drafted and _UNREADABLE not in pair.target_text
+    if accepted and not _QUOTES.isdisjoint(pair.target_text) and _inner(pair.target_text) != _inner(pair.drafted_text):
+        return None
     return Verdict(accepted, Reason.SAME_TEXT if accepted else Reason.DIFFERENT, verifier="same_text")
 
 
@@ -40,9 +40,9 @@ def _lines(text: str) -> list[tuple[str, list[str]]]:
     return [(indent, line.split()) for indent, line in zip(indented, lines, strict=True)]
 
 
-def _stripped(text: str) -> list[str]:
-    """The lines that are not blank, without white space around them."""
-    return [stripped for line in text.splitlines() if (stripped := line.strip())]
+def _inner(text: str) -> list[str]:
+    """Its lines, without white space around them or around all."""
+    return [line.strip() for line in text.strip().splitlines()]
 
 
 def numeric_veto(pair: StepPair) -> Verdict | None:

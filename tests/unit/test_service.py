@@ -8,10 +8,10 @@ import importlib
 import json
 import random
 import sys
-import threading
 import tracemalloc
 import types
 from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -27,7 +27,6 @@ from lr_backend.config import AuditSettings, Limits
 from lr_backend.errors import EngineRejected, EngineUnavailable, InvalidRequest, LookaheadError
 from lr_backend.fields import LOOKAHEAD_INPUTS, LOOKAHEAD_OUTPUTS
 from lr_backend.loop.assemble import Engines
-from lr_backend.loop.tracing import build_trace
 from lr_backend.notice import Seats
 from lr_backend.request import Mode, Usage, VerifierName
 from lr_backend.telemetry import Telemetry
@@ -118,16 +117,21 @@ def test_a_stream_ends_with_finish_reason_and_usage() -> None:
 def test_the_trace_comes_with_the_last_response_and_only_when_asked_for(
     stream: bool, is_long: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    threads: list[str] = []
+    handed_over: list[str] = []
 
-    def noted(*about: Any) -> Trace:
-        threads.append(threading.current_thread().name)
-        return build_trace(*about)
+    class AtOnce(ThreadPoolExecutor):
+        """Virtual time knows no other threads."""
 
-    monkeypatch.setattr("lr_backend.triton.service.build_trace", noted)
+        def submit(self, work: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
+            handed_over.append(self._thread_name_prefix)  # type: ignore[attr-defined]
+            done: Future[Any] = Future()
+            done.set_result(work())
+            return done
+
+    monkeypatch.setattr("lr_backend.triton.service.ThreadPoolExecutor", AtOnce)
     monkeypatch.setattr("lr_backend.triton.service.QUICK_CALLS", 0 if is_long else 500)
     replies = ask(make_world(), trace=True, stream=stream)
-    assert [name.startswith("traces") for name in threads] == [is_long], "others are answered while a long one is made"
+    assert handed_over == ["traces"] * is_long, "others are answered while a long one is made"
     *before, last = replies.sent
     trace = Trace.from_json(last["trace"])
     assert trace.usage == Usage.model_validate_json(last["usage"])

@@ -265,6 +265,8 @@ def test_a_cancelled_verdict_is_cancelled() -> None:
         (" So it is.", "So it is.", True),
         pytest.param("a:\n b: 1", "a:\nb: 1", False, id="indented by one blank"),
         pytest.param("s.replace('  ', ' ')", "s.replace(' ', '  ')", None, id="white space within quotes"),
+        pytest.param("if s == 'a  b':\n    x\ny", "if s == 'a b':\n    x\n    y", False, id="another program with quotes"),
+        pytest.param('"""a\n\nb"""', '"""a\nb"""', None, id="a blank line within quotes"),
         ("Tom's is 5.\n\n", " Tom's is 5.", True),
         pytest.param("So it is \ufffd", "So it is \ufffd", False, id="cut inside two characters that may differ"),
     ],
