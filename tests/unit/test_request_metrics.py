@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -213,22 +213,27 @@ def hold_up(clock: VirtualClockLoop, seconds: float) -> None:
     clock._jumping.now_s += seconds
 
 
-def test_the_lag_is_what_holds_the_event_loop_up() -> None:
-    page, metrics = Page(), RequestMetrics(1)
-    busy = [False, True, False, False, True]  # at the end of each look, the last one first
+def watch(tell: Callable[[float], None], *busy: Callable[[], bool], stall_s: float, until_s: float) -> None:
+    """Look every second; from 0.9 s on nobody gets to run for a while."""
 
     async def run() -> None:
         clock = asyncio.get_running_loop()
         assert isinstance(clock, VirtualClockLoop)
-        watching = asyncio.create_task(watch_lag(metrics.lagged, busy.pop, look_s=1.0))
-        await asyncio.sleep(0.5)
-        clock.call_at(0.9, hold_up, clock, 0.35)
-        await asyncio.sleep(5.0)
+        watching = asyncio.create_task(watch_lag(tell, *busy, look_s=1.0))
+        clock.call_at(0.9, hold_up, clock, stall_s)
+        await asyncio.sleep(until_s)
         watching.cancel()
         with pytest.raises(asyncio.CancelledError):
             await watching
 
     run_virtual(run())
+
+
+def test_the_lag_is_what_holds_the_event_loop_up() -> None:
+    page, metrics = Page(), RequestMetrics(1)
+    busy = [False, True, False, False, True]  # at the end of each look, the last one first
+
+    watch(metrics.lagged, busy.pop, stall_s=0.35, until_s=5.5)
     sheet = request_metrics(page, metrics)
     sheet.close()
     assert page.observed[named.LAG_S, (("loop", "0"),)] == pytest.approx([0.25, 0.0, 0.0, 0.0])
@@ -238,34 +243,14 @@ def test_a_stall_weighs_as_long_as_it_lasts() -> None:
     """One late timer in a minute of others would be none of a hundred."""
     told: list[float] = []
 
-    async def run() -> None:
-        clock = asyncio.get_running_loop()
-        assert isinstance(clock, VirtualClockLoop)
-        watching = asyncio.create_task(watch_lag(told.append, look_s=1.0))
-        clock.call_at(0.9, hold_up, clock, 3.6)
-        await asyncio.sleep(5.0)
-        watching.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await watching
-
-    run_virtual(run())
+    watch(told.append, stall_s=3.6, until_s=5.0)
     assert told[:4] == pytest.approx([3.5, 2.5, 1.5, 0.5])
 
 
-def test_a_machine_that_stood_still_is_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_stood_still_is_no_load() -> None:
     told: list[float] = []
 
-    async def run() -> None:
-        clock = asyncio.get_running_loop()
-        assert isinstance(clock, VirtualClockLoop)
-        watching = asyncio.create_task(watch_lag(told.append, look_s=1.0))
-        clock.call_at(0.9, hold_up, clock, 43_200.0)
-        await asyncio.sleep(43_202.0)
-        watching.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await watching
-
-    run_virtual(run())
+    watch(told.append, stall_s=43_200.0, until_s=43_202.0)
     assert told[0] == LONGEST_S and len(told) < LONGEST_S + 5
 
 
