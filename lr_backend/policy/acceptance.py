@@ -9,7 +9,7 @@ USUAL_ALPHA, USUAL_STEPS, USUAL_UNTIL = 0.6, 8.0, 64
 """What is expected of a verifier that has decided nothing yet; as how many of its steps that counts at first, and after how many
 it counts no more."""
 MAX_ALPHA = 0.98
-"""No step is taken for certain; nor for hopeless, as often as one is not."""
+"""A rate is at most this, and at least what is left to 1: no step is certain to be accepted, or to be rejected."""
 LATELY = 32
 """Steps that tell luck from change."""
 

@@ -146,7 +146,7 @@ class Learned:
         """From one answer: draft tokens proposed and accepted, and seconds, of every verification; tokens and seconds of every
         call of the draft; draft tokens proposed and accepted where a step began."""
         learned = self.draft_length[proposer]
-        # Of what came before, next to nothing would be left; and a long answer has many, while which nobody else gets to run.
+        # Averages keep next to nothing of earlier ones. A long answer has thousands, and other requests would wait for them.
         for num_proposed, num_accepted, seconds in deque(verifications, 4 * MEMORY):
             learned.verified(num_proposed, num_accepted, seconds)
         if proposer == ProposerName.DRAFT_MODEL:

@@ -10,7 +10,7 @@ from lr_backend.clock import running_clock
 LOOK_S = 0.05
 """A look costs the process some 50 microseconds, its place in a histogram included."""
 LONGEST_S = 60.0
-"""A longer stall was no load's: the machine or its container stood still. Every look in it would be a stall of its own."""
+"""A longer stall counts as one of this length. No load makes one: the machine or its container stood still."""
 
 
 async def watch_lag(tell: Callable[[float], None], busy: Callable[[], bool] = lambda: True, look_s: float = LOOK_S) -> None:

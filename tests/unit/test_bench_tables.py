@@ -116,6 +116,7 @@ def test_what_a_check_has_started_ends_with_it(tmp_path: Path) -> None:
 
 def test_the_check_in_progress_ends_with_the_runner(tmp_path: Path) -> None:
     noted = tmp_path / "pid"
+    # Whoever reads the number may end the runner, which may be about to learn of its child.
     code = f"import os, time; time.sleep(0.3); open({str(noted)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     runner = f"""
 from pathlib import Path
