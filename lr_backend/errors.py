@@ -174,3 +174,15 @@ def heed_cancel(error: BaseException | None = None) -> None:
     task = asyncio.current_task()
     if task is not None and task.cancelling() > 0:
         raise asyncio.CancelledError from error
+
+
+def require_in_time(limit: asyncio.Timeout) -> None:
+    """What a plug-in returns after it was told to end counts for nothing.
+
+    Raises:
+        CancelledError: the task that runs is to end.
+        TimeoutError: the plug-in's time was up.
+    """
+    heed_cancel()
+    if limit.expired():
+        raise TimeoutError

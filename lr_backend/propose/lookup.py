@@ -12,7 +12,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 
 from lr_backend.contract import IntArray
-from lr_backend.errors import heed_cancel
+from lr_backend.errors import heed_cancel, require_in_time
 from lr_backend.propose.growing import GrowingText
 from lr_backend.propose.proposal import Proposal, Room, within
 
@@ -88,14 +88,11 @@ class _Step:
         try:
             async with asyncio.timeout(source.timeout_s) as limit:
                 proposed = await source.proposer.propose(context, max_tokens)
+            require_in_time(limit)
             found = tuple(int(token) for token in proposed)[:max_tokens]
         except (Exception, asyncio.CancelledError) as error:  # a deployment's own code may raise anything
             heed_cancel(error)
             source.failed(error, at_once=limit.expired())
-            return ()
-        heed_cancel()
-        if limit.expired():  # it has swallowed that
-            source.failed(TimeoutError(), at_once=True)
             return ()
         source.num_failures = 0
         return within(found, source.num_ids)

@@ -11,7 +11,7 @@ from numbers import Real
 import numpy as np
 
 from lr_backend.clock import time_limit
-from lr_backend.errors import heed_cancel
+from lr_backend.errors import heed_cancel, require_in_time
 from lr_backend.verify.verdict import SETTLED, Reason, StepPair, Verdict, Verifier
 
 _logger = logging.getLogger(__name__)
@@ -30,6 +30,7 @@ class GuardedVerifier:
         try:
             async with time_limit(self.timeout_s) as limit:
                 answer: object = await self.verifier.verify(pair)
+            require_in_time(limit)
             verdict = _sound(answer)
         except (Exception, asyncio.CancelledError) as error:  # a deployment's own code may raise anything
             heed_cancel(error)
@@ -37,9 +38,6 @@ class GuardedVerifier:
                 return Verdict(False, Reason.TIMEOUT, verifier=self.name)
             self._tell("the verifier %s failed", self.name, error=error)
             return Verdict(False, Reason.VERIFIER_ERROR, verifier=self.name)
-        heed_cancel()
-        if limit.expired():  # it has swallowed that
-            return Verdict(False, Reason.TIMEOUT, verifier=self.name)
         if verdict is None:
             self._tell("the verifier %s gave no verdict but a %s", self.name, type(answer).__name__)
             return Verdict(False, Reason.GARBAGE, verifier=self.name)
