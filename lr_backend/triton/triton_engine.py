@@ -60,8 +60,9 @@ MOST_CANCELS, MOST_UNHEARD = 2, 1
 """Cancels of an engine at a time; after one that went unheard they go one by one. Each that is never answered holds one of
 Triton's threads, and the reserve has few. How often in a row they may go unheard: this process may have stood still for a moment.
 An engine that hears no more hangs."""
-RETRY_S, MOST_DOUBLINGS = 5.0, 6
-"""How long an engine that is out of order is left alone before one call tries it again; how often that is doubled at most."""
+RETRY_S, MOST_DOUBLINGS, MOST_DOUBLINGS_OF_ENDED = 5.0, 6, 3
+"""How long an engine that is out of order is left alone before one call tries it again; how often that is doubled at most, and
+how often by calls that were ended on this side. Those hold no place, and nobody here hears when their server is started anew."""
 
 Infer = Callable[[str, str, TensorMap, tuple[str, ...]], Awaitable[dict[str, npt.NDArray[Any]]]]
 """(model, request id, inputs, wanted outputs) -> outputs. Raises EngineError."""
@@ -260,7 +261,8 @@ class Breaker:
 
     @property
     def _retry_s(self) -> float:
-        return float(self._first_s * 2 ** min(self.num_hung + self.num_ended, MOST_DOUBLINGS))
+        num_kept = self.num_hung + min(self.num_ended, MOST_DOUBLINGS_OF_ENDED)
+        return float(self._first_s * 2 ** min(num_kept, MOST_DOUBLINGS))
 
 
 class TritonEngine:

@@ -654,7 +654,8 @@ def test_an_engine_that_keeps_calls_is_tried_more_and_more_rarely() -> None:
 
 
 def test_a_replica_that_hangs_keeps_no_place_of_the_others() -> None:
-    """A call by gRPC can be ended on this side. The replica is left alone, and tried again more and more rarely."""
+    """A call by gRPC can be ended on this side. The replica is left alone, and tried again more and more rarely,
+    but not so rarely that it would stay away for long once it is started anew."""
 
     async def main() -> None:
         gate, hung, healthy = CallGate(8), ScriptedTriton(seconds=1e9, deaf=10**9), ScriptedTriton(seconds=1.0)
@@ -672,9 +673,9 @@ def test_a_replica_that_hangs_keeps_no_place_of_the_others() -> None:
                 await asyncio.sleep(0.5)
                 trying.cancel()
             assert (await well.generate(call(str(number)))).token_ids == (1, 2, 3)
-        assert hung.num_calls - 8 < 10, "each pause is twice the last"
+        assert hung.num_calls - 8 < 20, "each pause is twice the last, up to 40 s"
         hung.seconds = 1.0
-        await asyncio.sleep(64 * RETRY_S)
+        await asyncio.sleep(8 * RETRY_S)
         assert (await sick.generate(call("well again"))).token_ids == (1, 2, 3)
         assert (await asyncio.gather(*(sick.generate(call(str(number))) for number in range(4))))[3].token_ids == (1, 2, 3)
         assert gate.num_in_flight == 0
