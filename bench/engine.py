@@ -93,7 +93,7 @@ class Ours:
         """Share of a cached prefix that branches which continue it, all at once, do not compute again."""
         run_all(self._engine, [EngineRequest("", prefix, 1)])
         answers = run_all(self._engine, [EngineRequest("", prefix + branch, 4) for branch in branches])
-        return min(answer.num_reused_tokens for answer in answers) / len(prefix)
+        return min(answer.num_reused_tokens or 0 for answer in answers) / len(prefix)
 
     def prefill_tokens_per_s(self, prompt: Tokens) -> float:
         """Tokens a second of a prompt of which nothing is cached."""

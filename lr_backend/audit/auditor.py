@@ -8,10 +8,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Thread
 from typing import Any, Protocol
+
+import numpy as np
 
 from lr_backend.config import Checker, LoopConfig
 from lr_backend.engine import Engine
@@ -22,6 +25,7 @@ from lr_backend.verify.factory import VerifierParts
 from lr_backend.verify.judge_prompt import JudgePrompt, readable_step_tokens
 from lr_backend.verify.verdict import Reason, StepPair
 
+_logger = logging.getLogger(__name__)
 MAX_CHECKS = 4
 """Of a checker, at a time: one that somebody waits for, and those that were given up."""
 
@@ -59,6 +63,7 @@ class CheckerAuditor:
     def __init__(self, checker: Checker) -> None:
         self._checker = checker
         self._num_running = 0
+        self._is_told = False
 
     async def audit(self, pair: StepPair) -> bool | Reason:
         if self._num_running >= MAX_CHECKS:
@@ -82,10 +87,20 @@ class CheckerAuditor:
 
     def _check(self, pair: StepPair) -> bool | Reason:
         try:
-            same = self._checker(pair.drafted_text.strip(), pair.target_text.strip())
-        except BaseException:  # whatever a function of the deployment's raises, it is a failed audit
+            same: object = self._checker(pair.drafted_text.strip(), pair.target_text.strip())
+        except BaseException as error:  # whatever a function of the deployment's raises, it is a failed audit
+            self._tell("the checker failed", error)
             return Reason.VERIFIER_ERROR
-        return same if isinstance(same, bool) else Reason.GARBAGE
+        if isinstance(same, (bool, np.bool_)):
+            return bool(same)
+        self._tell(f"the checker gave no bool but a {type(same).__name__}")
+        return Reason.GARBAGE
+
+    def _tell(self, event: str, error: BaseException | None = None) -> None:
+        """A line in the log, once: without audits no risk budget is ever spent."""
+        if not self._is_told:
+            self._is_told = True
+            _logger.warning(event, exc_info=error)
 
 
 def make_auditor(config: LoopConfig, parts: VerifierParts, checker: Checker | None) -> Auditor:

@@ -147,14 +147,19 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class EngineResponse:
-    """What a run came to. Times are ``time.monotonic_ns``; token ids are the new ones only."""
+    """What a run came to. Times are ``time.monotonic_ns``; token ids are the new ones only.
+
+    Attributes:
+        num_reused_tokens: None: the engine does not say, nor ``num_allocated_blocks``.
+        first_scheduled_ns: 0: it does not say.
+    """
 
     request: EngineRequest
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...] = ()
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    num_reused_tokens: int = 0
+    num_reused_tokens: int | None = 0
     num_allocated_blocks: int = 0
     tokens_per_block: int = 1
     arrival_ns: int = field(default_factory=time.monotonic_ns)
@@ -172,7 +177,8 @@ class EngineResponse:
         }
         if request.return_log_probs:
             outputs["output_log_probs"] = np.array(self.log_probs, dtype=np.float32).reshape(1, 1, -1)
-            outputs["cum_log_probs"] = np.array([[math.fsum(self.log_probs)]], dtype=np.float32)
+            if len(self.log_probs) == len(self.token_ids):
+                outputs["cum_log_probs"] = np.array([[math.fsum(self.log_probs)]], dtype=np.float32)
         if request.return_num_input_tokens:
             outputs["num_input_tokens"] = np.array([[len(request.input_ids)]], dtype=np.int32)
         if request.return_num_output_tokens:
@@ -182,21 +188,25 @@ class EngineResponse:
         return outputs
 
     def _perf_metrics(self) -> dict[str, npt.NDArray[Any]]:
-        reused_blocks = self.num_reused_tokens // self.tokens_per_block
         rate = self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
         integers = {
-            "kv_cache_alloc_new_blocks": self.num_allocated_blocks,
-            "kv_cache_reused_blocks": reused_blocks,
-            "kv_cache_alloc_total_blocks": self.num_allocated_blocks + reused_blocks,
             "total_accepted_draft_tokens": self.num_accepted_tokens,
             "total_draft_tokens": self.num_draft_tokens,
         }
+        if self.num_reused_tokens is not None:
+            reused_blocks = self.num_reused_tokens // self.tokens_per_block
+            integers |= {
+                "kv_cache_alloc_new_blocks": self.num_allocated_blocks,
+                "kv_cache_reused_blocks": reused_blocks,
+                "kv_cache_alloc_total_blocks": self.num_allocated_blocks + reused_blocks,
+            }
         times = {
             "arrival_time_ns": self.arrival_ns,
-            "first_scheduled_time_ns": self.first_scheduled_ns,
             "first_token_time_ns": self.first_token_ns,
             "last_token_time_ns": self.last_token_ns,
         }
+        if self.first_scheduled_ns:
+            times["first_scheduled_time_ns"] = self.first_scheduled_ns
         metrics: dict[str, npt.NDArray[Any]] = {name: np.array([[value]], dtype=np.int32) for name, value in integers.items()}
         metrics |= {name: np.array([[value]], dtype=np.int64) for name, value in times.items()}
         metrics["acceptance_rate"] = np.array([[rate]], dtype=np.float32)

@@ -244,18 +244,19 @@ class LlmApiEngine:
         elif len(log_probs) < len(run.tokens):
             log_probs = ()  # of a token that it drew upstream may say none, as where several share the last place of top_k
         perf = perf_of(completion)
-        num_drafts, num_accepted = draft_counts(self.config, len(run.tokens), passes_of(output), perf.num_draft_tokens)
+        reported = perf.num_draft_tokens if perf else 0
+        num_drafts, num_accepted = draft_counts(self.config, len(run.tokens), passes_of(output), reported)
         return EngineResponse(
             request,
             tuple(run.tokens),
             log_probs,
             num_draft_tokens=num_drafts,
             num_accepted_tokens=num_accepted,
-            num_reused_tokens=perf.num_reused_blocks * self.config.tokens_per_block,
-            num_allocated_blocks=perf.num_allocated_blocks,
+            num_reused_tokens=perf.num_reused_blocks * self.config.tokens_per_block if perf else None,
+            num_allocated_blocks=perf.num_allocated_blocks if perf else 0,
             tokens_per_block=self.config.tokens_per_block,
             arrival_ns=run.arrival_ns,
-            first_scheduled_ns=run.arrival_ns + perf.queue_ns,
+            first_scheduled_ns=run.arrival_ns + perf.queue_ns if perf else 0,
             first_token_ns=run.first_token_ns,
             last_token_ns=run.last_token_ns,
         )

@@ -25,23 +25,23 @@ def log_probs_of(completion: Any, tokens: Sequence[int]) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Perf:
-    """Upstream's ``request_perf_metrics`` of one request; zeros where it says nothing.
+    """Upstream's ``request_perf_metrics`` of one request.
 
     Attributes:
         num_draft_tokens: that were verified. 0 in the PyTorch flow of 1.2.1, whatever was drafted.
     """
 
-    num_reused_blocks: int = 0
-    num_allocated_blocks: int = 0
-    queue_ns: int = 0
-    num_draft_tokens: int = 0
+    num_reused_blocks: int
+    num_allocated_blocks: int
+    queue_ns: int
+    num_draft_tokens: int
 
 
-def perf_of(completion: Any) -> Perf:
-    """Upstream sends them with the last response only, hence not for runs that were cut short here."""
+def perf_of(completion: Any) -> Perf | None:
+    """Upstream sends them with the last response only, hence not for runs that were cut short here: None."""
     metrics = getattr(completion, "request_perf_metrics", None)
     if metrics is None:
-        return Perf()
+        return None
     cache, times = metrics.kv_cache_metrics, metrics.timing_metrics
     waited = times.first_scheduled_time - times.arrival_time
     queue_ns = waited // timedelta(microseconds=1) * 1000 if isinstance(waited, timedelta) else int(waited * 1e9)

@@ -13,8 +13,9 @@ as of 1.2 and of main in August 2026):
   Words of several ids have no public way in. So every word is matched on the stream, by
   :func:`lr_backend.engine.stopping.cut_at_end` as in the embedded engine; the engine gets the single ids as well, so that it
   stops by itself.
-- **The end id** is emitted by the PyTorch flow. It is asked to ignore it (``ignore_eos``) and gets it as a stop id, which
-  ``min_tokens`` does not hold back. So that is refused beside an end id; without one it means nothing.
+- **The end id** is emitted by the PyTorch flow. So upstream is told that there is none (``end_id`` -1, as ``ignore_eos`` would
+  switch off stop ids as well) and gets it as a stop id, which ``min_tokens`` does not hold back. That is refused beside an end
+  id; without one it means nothing.
 - **Seeds**: 1.2's default sampler draws from one generator for all requests; a request's seed is passed on and counts only where
   ``sampler`` is ``TRTLLMSampler``. With ``coupled_noise`` it counts everywhere, as a logits processor draws.
 - **Log-probabilities** are those of the k likeliest tokens. The drawn one is among them if k >= ``top_k``. The one-model EAGLE-3
@@ -81,7 +82,6 @@ def sampling_arguments(request: EngineRequest, config: LlmApiConfig, max_new_tok
         **chosen,
         "end_id": NO_END_ID,
         "pad_id": PAD_ID,
-        "ignore_eos": True,
         "max_tokens": max_new_tokens,
         "seed": request.seed,
         "stop_token_ids": engine_stop_ids(request) or None,

@@ -15,7 +15,7 @@ class LlmApiStats:
 
     Attributes:
         num_tokens_decoded: tokens given out.
-        num_tokens_dropped: tokens that the engine wrote past a stop that only the stream showed.
+        num_tokens_dropped: tokens that came together with a stop that only the stream showed, behind it.
         num_draft_tokens: drafted by the engine itself; an upper bound where n-grams are looked up.
         num_waiting: requests beyond ``max_batch_size``; which ones wait, the engine decides.
     """

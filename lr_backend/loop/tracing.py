@@ -56,7 +56,7 @@ def _call(span: CallSpan, ledger: Ledger, ends: Sequence[int]) -> Call:
         num_committed_tokens=num_committed if in_answer else 0,
         num_draft_tokens=span.num_proposed,
         num_accepted_tokens=span.num_accepted,
-        num_reused_tokens=span.num_reused_tokens or 0,
+        num_reused_tokens=span.num_reused_tokens,
         queue_ms=_ms(span.queue_s),
         engine_ms=_ms(span.engine_s),
     )

@@ -58,10 +58,10 @@ def fit_workload(traces: Sequence[Trace]) -> Workload:
 
 
 def by_verifier(traces: Sequence[Trace]) -> dict[str, list[Trace]]:
-    """The traces in which each verifier has compared steps."""
+    """The traces in which each verifier alone has compared steps: none whose risk budget was spent."""
     groups: dict[str, list[Trace]] = {}
     for trace in traces:
-        if any(_trials(record, trace) for record in trace.steps):
+        if not trace.usage.risk_budget_spent and any(_trials(record, trace) for record in trace.steps):
             groups.setdefault(trace.request.effective_verifier, []).append(trace)
     return groups
 
@@ -193,7 +193,7 @@ def _verdict_lengths(traces: Iterable[Trace], step_tokens: float) -> dict[str, i
     calls = [call for trace in traces for call in trace.calls if call.role is Role.JUDGE and call.completed]
     if not calls:
         return {}
-    prefix = round(fmean(call.num_reused_tokens for call in calls))
+    prefix = round(fmean(call.num_reused_tokens or 0 for call in calls))
     others = round(fmean(call.num_prompt_tokens for call in calls) - prefix - 2 * step_tokens)
     return {"verdict_prefix_tokens": prefix, "verdict_tokens": max(0, others)}
 

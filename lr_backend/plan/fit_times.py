@@ -210,7 +210,7 @@ class _Times:
 
 def _num_new(call: Call) -> int:
     """Tokens of the prompt that had to be computed."""
-    return call.num_prompt_tokens - call.num_reused_tokens
+    return call.num_prompt_tokens - (call.num_reused_tokens or 0)
 
 
 def _num_new_within(calls: Iterable[Call], of_role: Iterable[Call], of_all: Iterable[Call]) -> list[float]:
@@ -261,8 +261,9 @@ def _judges(call: Call) -> bool:
 def _passes(traces: Sequence[Trace], num_cores: float | None) -> tuple[_Times, list[_Recorded], bool]:
     """The times, what ran when by them, and whether there were few calls. Raises: TraceError: too few calls to fit."""
     recorded = _with_timelines(traces, num_cores)
-    # An engine that does not say what it reused says nothing of its prompts either.
-    says_reuse = any(call.num_reused_tokens for trace in traces for call in trace.calls)
+    # Engines that do not say of each call what they reused say nothing of their prompts either.
+    told = [call.num_reused_tokens for trace in traces for call in trace.calls if _decodes(call)]
+    says_reuse = any(told) and None not in told
     for _ in range(ROUNDS):
         target, draft = (_Timed.of(recorded, role, _decodes) for role in (Role.TARGET, Role.DRAFT))
         for found in (target, draft):

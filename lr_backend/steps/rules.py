@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from heapq import nsmallest
 from typing import Any
 
 from lr_backend.contract import IntArray, encode_stop_words
@@ -92,7 +93,7 @@ class StepRules:
         """Work out the stop lists.
 
         Pairs cover a delimiter split over two tokens. They are bounded by :data:`MAX_PAIRS`, shortest texts first; whatever slips
-        through is cut by :meth:`cut`, at the price of a few tokens too many.
+        through is cut by :meth:`cut`, at the price of the tokens that were written behind it.
         """
         ends = frozenset(end_ids)
         if not ends:
@@ -102,9 +103,8 @@ class StepRules:
         relevant = {token: text for token, text in pieces.items() if set(text) & set("".join(delimiters))}
         whole = sorted(token for token, text in relevant.items() if _holds(text, delimiters))
         parts = {token: text for token, text in relevant.items() if not _holds(text, delimiters)}
-        pairs = [pair for delimiter in delimiters for pair in _split_pairs(delimiter, parts)]
         always = _singles([*sorted(ends), *sorted(close)])
-        words = [*always, *_singles(whole), *pairs[:MAX_PAIRS]]
+        words = [*always, *_singles(whole), *_split_pairs(delimiters, parts)]
         tools = frozenset(tool_ids)
         closing = tools | ends | close
         return cls(
@@ -157,7 +157,6 @@ class StepRules:
     def cut(self, ids: Sequence[int], max_tokens: int) -> Step | None:
         """The first step in ``ids``, or None if they hold no end and are fewer than ``max_tokens``."""
         delimiters = self.segmenter.delimiters
-        overlap = max(map(len, delimiters)) - 1
         text = ""
         for count, token in enumerate(ids[:max_tokens], start=1):
             if token in self.end_ids:
@@ -165,9 +164,9 @@ class StepRules:
             if token == self.think_close_id:
                 return self.step(ids[:count], StepEnd.THINK_CLOSE)
             piece = self.pieces.get(token, _OTHER_TEXT)
-            recent = text[len(text) - overlap :] + piece if overlap < len(text) else text + piece
+            is_candidate = _completes(text, piece, delimiters)
             text += piece
-            if _holds(recent, delimiters) and self.segmenter.ends(text):
+            if is_candidate and self.segmenter.ends(text):
                 return self.step(ids[:count], StepEnd.DELIMITER)
         return self.step(ids[:max_tokens], StepEnd.CAP) if len(ids) >= max_tokens else None
 
@@ -197,20 +196,27 @@ def _holds(text: str, delimiters: Sequence[str]) -> bool:
     return any(delimiter in text for delimiter in delimiters)
 
 
+def _completes(text: str, piece: str, delimiters: Sequence[str]) -> bool:
+    """``piece`` brings the end of a delimiter, which may have begun in the ``text`` before it."""
+    return any(delimiter in text[max(0, len(text) + 1 - len(delimiter)) :] + piece for delimiter in delimiters)
+
+
 def _singles(tokens: Iterable[int]) -> list[tuple[int, ...]]:
     """Stop words of one token each."""
     return [(token,) for token in tokens]
 
 
-def _split_pairs(delimiter: str, parts: Mapping[int, str]) -> list[tuple[int, int]]:
-    """Pairs of tokens, neither of which holds the delimiter, whose joined text does; shortest texts first."""
-    starts = [(token, text) for token, text in parts.items() if any(text.endswith(delimiter[:n]) for n in _cuts(delimiter))]
-    ends = [(token, text) for token, text in parts.items() if any(text.startswith(delimiter[n:]) for n in _cuts(delimiter))]
-    pairs = [
-        (len(left) + len(right), first, second) for first, left in starts for second, right in ends if delimiter in left + right
-    ]
-    return [(first, second) for _, first, second in sorted(pairs)]
+def _split_pairs(delimiters: Sequence[str], parts: Mapping[int, str]) -> list[tuple[int, int]]:
+    """Pairs of tokens, neither of which holds a delimiter, whose joined text does: the :data:`MAX_PAIRS` of shortest text."""
+    found: set[tuple[int, int, int]] = set()
+    for delimiter in delimiters:
+        for cut in range(1, len(delimiter)):
+            # Whatever is among the shortest pairs has both its tokens among the shortest ones. All pairs may be millions.
+            starts = _shortest((token, text) for token, text in parts.items() if text.endswith(delimiter[:cut]))
+            ends = _shortest((token, text) for token, text in parts.items() if text.startswith(delimiter[cut:]))
+            found |= {(len(left) + len(right), first, second) for first, left in starts for second, right in ends}
+    return [(first, second) for _, first, second in nsmallest(MAX_PAIRS, found)]
 
 
-def _cuts(delimiter: str) -> range:
-    return range(1, len(delimiter))
+def _shortest(tokens: Iterable[tuple[int, str]]) -> list[tuple[int, str]]:
+    return nsmallest(MAX_PAIRS, tokens, key=lambda one: (len(one[1]), one[0]))

@@ -195,12 +195,12 @@ def _moved(track: Track, y: float) -> Track:
 
 
 def _title(call: Call) -> str:
+    reused = "" if call.num_reused_tokens is None else f" ({call.num_reused_tokens} reused)"
     lines = [
         f"{call.role.value}: {call.purpose.value.replace('_', ' ')} {call.step}, {call.outcome.value}",
         f"{milliseconds(call.start_ms)} to {milliseconds(call.end_ms)}, {milliseconds(call.duration_ms)} long",
         f"depth {call.depth}" + (f", candidate {call.sibling}" if call.sibling else ""),
-        f"{call.num_prompt_tokens} tokens in ({call.num_reused_tokens} reused), {call.num_tokens} out,"
-        f" {call.num_committed_tokens} of them in the answer",
+        f"{call.num_prompt_tokens} tokens in{reused}, {call.num_tokens} out, {call.num_committed_tokens} of them in the answer",
     ]
     if call.num_draft_tokens:
         lines.append(f"draft tokens: {call.num_accepted_tokens} of {call.num_draft_tokens} accepted")

@@ -19,7 +19,7 @@ HELP = {
     "num_tokens_prefilled": "Prompt and draft tokens computed",
     "num_tokens_decoded": "Tokens given out",
     "num_tokens_reused": "Prompt tokens taken from the KV cache",
-    "num_tokens_dropped": "Tokens written past a stop that only the stream showed",
+    "num_tokens_dropped": "Tokens that came behind a stop that only the stream showed",
     "num_draft_tokens": "Draft tokens verified",
     "num_accepted_tokens": "Draft tokens accepted",
     "num_requests": "Calls that ended without an error; those that were cancelled on their way are among them",

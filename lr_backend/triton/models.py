@@ -25,9 +25,12 @@ def load_tokenizer(directory: Path) -> Any:
     if not (directory / "tokenizer.json").exists() and not (directory / "tokenizer_config.json").exists():
         raise CheckpointError(f"{directory.name}: no tokenizer in the checkpoint directory")
     try:
-        return _class_for(directory).from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        tokenizer = _class_for(directory).from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{directory.name}: the tokenizer cannot be loaded: {error}") from error
+    # Up to transformers 4 this took blanks out of what was decoded (" !" became "!"), of code as well. Llama 3 has it on.
+    tokenizer.clean_up_tokenization_spaces = False
+    return tokenizer
 
 
 def _class_for(directory: Path) -> Any:

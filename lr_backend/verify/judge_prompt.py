@@ -41,7 +41,8 @@ AUDIT_TASK_TEXT = (
     "step 2 unchanged, [unaligned] if you found a difference or are not sure. Answer with the label only."
 )
 
-_SECTION = re.compile(r"</?step [12]>")
+_SECTION = re.compile(r"<\s*/?\s*step\s*[12]\s*>", re.IGNORECASE)
+"""As a small model may read it."""
 _SLOT_1, _SLOT_2 = "\x00first\x00", "\x00second\x00"
 
 

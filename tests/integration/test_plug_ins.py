@@ -21,13 +21,13 @@ ENTRY_POINTS = f"""
 [lookahead.verifiers]
 same_numbers = {PACKAGE}.verify:SameNumbers
 [lookahead.segmenters]
-sentences = {PACKAGE}.segment:Sentences
+lines = {PACKAGE}.segment:Lines
 """
 SPEC = f"""
 [lookahead]
 raw_prompts = true
 [lookahead.segmenter]
-factory = "sentences"
+factory = "lines"
 least_words = 1
 [lookahead.proposers.repeat]
 factory = "{PACKAGE}.propose:Repeat"
@@ -104,4 +104,4 @@ def test_without_the_package_the_spec_is_refused_by_name(tmp_path: Path) -> None
     told = subprocess.run([sys.executable, "-c", BUILD, "build", "--spec", path], capture_output=True, text=True)
 
     assert told.returncode != 0
-    assert "sentences" in told.stderr + told.stdout and "no installed package offers one" in told.stderr + told.stdout
+    assert "lines" in told.stderr + told.stdout and "no installed package offers one" in told.stderr + told.stdout

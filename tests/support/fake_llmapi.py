@@ -5,6 +5,7 @@ What it keeps to (file in NVIDIA/TensorRT-LLM: what):
 - ``llmapi/llm.py``: unknown arguments of ``LLM`` are a ValueError; ``generate_async`` raises RuntimeError once shut down,
   ValueError for a prompt over ``max_num_tokens`` without chunked prefill, ValueError without both ``end_id`` and tokenizer;
   returns at once; ``_check_health`` says whether it was shut down.
+- ``executor/base_worker.py``: ``ignore_eos`` switches off the end id and all stop words.
 - ``sampling_params.py``: keyword arguments only; ``pad_id`` falls back to ``end_id``; ranges of top_p, top_k, temperature; greedy
   for top_k 1, top_p 0, temperature 0 or nothing given; ``_get_stop_words`` is the ``stop_token_ids``, each a word.
 - ``executor/result.py``: an object is awaited or iterated, each step takes one response; ``outputs[0].token_ids`` grows in
@@ -359,7 +360,7 @@ class FakeLLM:
                 response.finish_reason = "stop"
             elif len(one.written) >= params.max_tokens:
                 response.finish_reason = "length"
-            elif token in (params.stop_token_ids or ()):
+            elif token in (params.stop_token_ids or ()) and not params.ignore_eos:
                 response.finish_reason = "stop"
             best = sorted(likely.items(), key=lambda item: -item[1])[: params.logprobs or 0]
             if params.logprobs:

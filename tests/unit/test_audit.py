@@ -476,20 +476,23 @@ def test_a_template_that_refuses_the_auditors_prompt_refuses_the_request_that_as
     assert run_virtual(world.answer(mode="lr")).completion_ids
 
 
-def test_a_checker_gets_the_drafted_text_first_and_may_fail() -> None:
+def test_a_checker_gets_the_drafted_text_first_and_may_fail(caplog: pytest.LogCaptureFixture) -> None:
     def checker(drafted: str, target: str) -> bool:
+        if target == "numpy's":
+            return np.bool_(True)  # type: ignore[return-value]
         if target == "broken":
             raise ZeroDivisionError
         return "yes" if target == "no bool" else drafted == target.upper()  # type: ignore[return-value]
 
     auditor = CheckerAuditor(checker)
-    texts = [("one\n\n", " ONE"), ("ONE", "one"), ("broken", ""), ("no bool", "")]
+    texts = [("one\n\n", " ONE"), ("ONE", "one"), ("broken", ""), ("no bool", ""), ("numpy's", "")]
 
     async def all_of_them() -> list[bool | Reason]:
         return [await auditor.audit(make_pair(target=target, drafted=drafted)) for target, drafted in texts]
 
     # On the real clock: a virtual one does not wait for threads.
-    assert asyncio.run(all_of_them()) == [True, False, Reason.VERIFIER_ERROR, Reason.GARBAGE]
+    assert asyncio.run(all_of_them()) == [True, False, Reason.VERIFIER_ERROR, Reason.GARBAGE, True]
+    assert [line.message for line in caplog.records] == ["the checker failed"], "once"
 
 
 class Stuck:

@@ -107,12 +107,15 @@ def test_what_is_predicted_from_traces_is_what_the_scenario_gains() -> None:
     assert predicted == pytest.approx(wanted, rel=0.1)
 
 
-def test_an_engine_that_does_not_say_what_it_reused_says_nothing_of_its_prompts() -> None:
-    silent = [
-        trace.model_copy(update={"calls": tuple(call.model_copy(update={"num_reused_tokens": 0}) for call in trace.calls)})
-        for trace in recorded(changed(BASE, call_s=0.005))
-    ]
-    found = fit(silent)
+@pytest.mark.parametrize("says", [lambda call: False, lambda call: call.num_tokens == 1, lambda call: call.role is Role.JUDGE])
+def test_an_engine_that_does_not_say_of_each_call_what_it_reused_says_nothing_of_its_prompts(
+    says: Callable[[Call], bool],
+) -> None:
+    def told(call: Call) -> Call:
+        return call if says(call) else call.model_copy(update={"num_reused_tokens": None})
+
+    known = recorded(changed(BASE, call_s=0.005))
+    found = fit([trace.model_copy(update={"calls": tuple(map(told, trace.calls))}) for trace in known])
 
     assert (found.times.target_prompt_s, found.times.draft_prompt_s) == (0.0, 0.0)
     assert found.times.call_s == pytest.approx(0.005, abs=0.002)
@@ -202,6 +205,8 @@ def test_a_request_whose_budget_was_spent_says_nothing_of_the_meaning() -> None:
     assert fit_workload([spent, *traces[1:]]).acceptance_rate == fit_workload(traces[1:]).acceptance_rate
     with pytest.raises(TraceError, match="no drafted step was compared"):
         fit_workload([spent])
+    request = spent.request.model_copy(update={"verifier": "cascade"})
+    assert fit_by_verifier([spent.model_copy(update={"request": request}), *traces]).keys() == {"judge"}
 
 
 def test_verifications_that_were_cancelled_say_nothing_of_the_draft_tokens() -> None:

@@ -176,7 +176,7 @@ def test_sampling_reaches_upstream_as_it_is() -> None:
     params = FakeSamplingParams(**sampling_arguments(asked, CONFIG, 8))
     assert (params.temperature, params.top_k, params.top_p, params.seed, params.max_tokens) == (0.6, 20, 0.95, 2**64 - 1, 8)
     assert not params.greedy
-    assert params.ignore_eos and params.include_stop_str_in_output and params.return_perf_metrics
+    assert not params.ignore_eos and params.include_stop_str_in_output and params.return_perf_metrics
     assert not params.detokenize and params.end_id is not None
 
 

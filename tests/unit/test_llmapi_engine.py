@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lr_backend.embedded.sampler import Draw, drawn_tokens
-from lr_backend.engine import Sampling
+from lr_backend.engine import Generation, Sampling
 from lr_backend.engine.request import EngineRequest, EngineResponse
 from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, LookaheadError, Overloaded
 from lr_backend.llmapi.engine import LlmApiEngine
@@ -67,8 +67,7 @@ def fake(engine: LlmApiEngine) -> FakeLLM:
 def test_a_run_ends_at_its_length(make: Make) -> None:
     answer = ask(make(), count=5)
     assert answer.token_ids == (0, 1, 2, 3, 4)
-    assert 0 < answer.arrival_ns <= answer.first_scheduled_ns
-    assert answer.arrival_ns < answer.first_token_ns <= answer.last_token_ns
+    assert 0 < answer.arrival_ns < answer.first_token_ns <= answer.last_token_ns
 
 
 def test_a_single_stop_token_ends_the_run_at_the_engine_and_is_kept(make: Make) -> None:
@@ -224,6 +223,16 @@ def test_upstreams_measurements_are_passed_on(make: Make) -> None:
     assert answer.num_reused_tokens == 12
     assert answer.first_scheduled_ns - answer.arrival_ns == 2_000_000
     assert tensors["total_draft_tokens"].tolist() == [[0]]
+
+
+def test_of_a_call_that_was_cut_on_the_stream_nothing_is_said_that_upstream_did_not_say(make: Make) -> None:
+    """It has measured that call, and tells it with the last response, for which nobody waits."""
+    answer = ask(make(), (1, 2), return_perf_metrics=True)
+    tensors = answer.tensors()
+    assert answer.token_ids == (0, 1, 2) and answer.num_reused_tokens is None
+    assert not {"kv_cache_reused_blocks", "kv_cache_alloc_new_blocks", "first_scheduled_time_ns"} & tensors.keys()
+    found = Generation.from_tensors(tensors)
+    assert (found.num_reused_tokens, found.queue_s) == (None, 0.0) and found.total_s > 0.0
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ DOUBTS = {
     "garbage": "garbage",
     "empty": "garbage",
     "not finite": "garbage",
-    "refused": "judge_error",
+    "refused": "garbage",
     "error": "judge_error",
 }
 

@@ -80,7 +80,7 @@ def test_a_section_that_cannot_be_is_refused(section: str, named: dict[str, Any]
 
 
 def test_a_segmenter_without_a_delimiter_is_refused(package: str) -> None:
-    config = CONFIG.model_copy(update={"segmenter": PlugIn(factory=f"{package}.segment:Sentences", delimiters=[])})
+    config = CONFIG.model_copy(update={"segmenter": PlugIn(factory=f"{package}.segment:Lines", delimiters=[])})
     with pytest.raises(ConfigError, match="segmenter: it names no delimiter"):
         config.make_parts()
     assert CONFIG.make_parts().segmenter == Delimiter("\n\n")

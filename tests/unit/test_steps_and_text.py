@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, cast
 
 import numpy as np
@@ -18,8 +19,9 @@ from lr_backend.contract import decode_stop_words
 from lr_backend.errors import ConfigError
 from lr_backend.propose import Lookup, NGram, Proposal
 from lr_backend.propose.ngram import lookup_ngram
+from lr_backend.steps import rules
 from lr_backend.steps.rules import StepRules
-from lr_backend.steps.segment import BLANK_LINE
+from lr_backend.steps.segment import BLANK_LINE, Delimiter
 from lr_backend.steps.step import StepEnd
 from lr_backend.steps.text import TextStream, text_of
 from lr_backend.testing import run_virtual
@@ -30,6 +32,18 @@ from tests.support.word_tokenizer import WordTokenizer
 from tests.support.world import BREAK, CLOSE, DOT_BREAK, DOT_NEWLINE, END, NEWLINE, RULES, THINK, TOKENIZER, TOOL
 
 tokens = st.lists(st.integers(0, len(TOKENIZER.words) - 1), max_size=30)
+
+
+@dataclass(frozen=True)
+class Several:
+    """Delimiters, with which no step ends."""
+
+    delimiters: tuple[str, ...]
+    asked: list[str] = field(default_factory=list)
+
+    def ends(self, text: str) -> bool:
+        self.asked.append(text)
+        return False
 
 
 @given(tokens, st.integers(1, 40))
@@ -84,6 +98,41 @@ def test_the_stop_list_holds_delimiters_inside_tokens_pairs_and_every_end() -> N
 
     assert {(END,), (CLOSE,), (BREAK,), (DOT_BREAK,), (NEWLINE, NEWLINE), (DOT_NEWLINE, NEWLINE)} == set(words)
     assert decode_stop_words(RULES.end_words) == ((END,),)
+
+
+def test_of_delimiters_split_over_two_tokens_the_shortest_pairs_are_stop_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "MAX_PAIRS", 7)
+    delimiters = (". ", ".\n", "a.\n")
+    words = [*(f"{'x' * n}." for n in range(5)), *(f" {'y' * n}" for n in range(5)), "\n", "\nz", "a", ".\nz", "end"]
+    pieces = dict(enumerate(words))
+    built = StepRules.build(Several(delimiters), pieces, [len(pieces) - 1])
+
+    def holds(text: str) -> bool:
+        return any(one in text for one in delimiters)
+
+    split = [
+        (len(left + right), first, second)
+        for (first, left), (second, right) in product(pieces.items(), repeat=2)
+        if holds(left + right) and not holds(left) and not holds(right)
+    ]
+    shortest = {(first, second) for _, first, second in sorted(split)[:7]}
+    assert {word for word in decode_stop_words(built.stop_words) if len(word) == 2} == shortest
+
+
+def test_a_vocabulary_of_a_hundred_thousand_words_has_its_pairs_in_no_time() -> None:
+    """Each word that ends with a full stop goes with each that begins with a blank: some billions."""
+    pieces = {number: f"{number}." if number % 2 else f" {number}" for number in range(100_000)} | {100_000: ""}
+    built = StepRules.build(Delimiter(". "), pieces, [100_000])
+    assert len(decode_stop_words(built.stop_words)) == 1 + rules.MAX_PAIRS
+
+
+def test_a_delimiter_that_was_refused_is_not_asked_about_again() -> None:
+    """Its end must be where it was just written, however long another delimiter is."""
+
+    segmenter = Several(("\n\n", "\n```\n"))
+    pieces = dict(enumerate(["a", "\n", "\n\n", "b", "```", "end"]))
+    StepRules.build(segmenter, pieces, [5]).cut([0, 2, 3, 3, 1, 4, 1, 3], 20)
+    assert segmenter.asked == ["a\n\n", "a\n\nbb\n```\n"]
 
 
 def test_a_tokenizer_without_an_end_token_is_refused() -> None:
