@@ -47,7 +47,7 @@ def shard_of(hub: str, tp_size: int = 1) -> ModelSpec:
         intermediate_size=shape.intermediate_size // tp_size,
         vocab_size=shape.vocab_size // tp_size,
         rms_norm_eps=NORM_EPS,
-        max_position_embeddings=shape.max_positions,
+        max_positions=shape.max_positions,
         tie_word_embeddings=shape.tied_embeddings,
         rope=_rope(shape),
     )

@@ -13,7 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lr_backend.engine import Role
-from lr_backend.engine.checkpoint import WEIGHT_INDEX, architecture_of, json_object, positive_int, read_vocabulary, weight_files
+from lr_backend.engine.checkpoint import (
+    WEIGHT_INDEX,
+    architecture_of,
+    json_object,
+    num_positions,
+    positive_int,
+    read_vocabulary,
+    weight_files,
+)
 from lr_backend.errors import CheckpointError, ConfigError
 
 FLOAT_DTYPES = ("F32", "F16", "BF16")
@@ -95,12 +103,11 @@ def check_checkpoint(directory: Path, *, weights_needed: bool = True) -> Checkpo
     path = directory / "config.json"
     config = json_object(path)
     architecture = architecture_of(config, path)
-    vocab_size, num_layers, max_positions = (
-        positive_int(config, key, path) for key in ("vocab_size", "num_hidden_layers", "max_position_embeddings")
-    )
+    vocab_size, num_layers = (positive_int(config, key, path) for key in ("vocab_size", "num_hidden_layers"))
     tied = bool(config.get("tie_word_embeddings", False))
     weights = weight_files(directory) if weights_needed else []
-    tensors = _tensors(weights, directory)
+    # An index may lie beside weights that are not wanted here, and were not brought.
+    tensors = _tensors(weights, directory) if weights_needed else {}
     if weights_needed:
         _require_tensors(tensors, architecture, num_layers, tied, directory)
         _require_shapes(tensors, vocab_size, directory)
@@ -113,7 +120,7 @@ def check_checkpoint(directory: Path, *, weights_needed: bool = True) -> Checkpo
         directory=directory,
         architecture=architecture,
         vocab_size=vocab_size,
-        max_positions=max_positions,
+        max_positions=num_positions(config, path),
         num_parameters=sum(tensor.size for tensor in without_tied_head(tensors, tied=tied).values()),
         vocabulary=vocabulary,
         files=tuple(sorted({*weights, *(file for file in named if file.is_file())})),

@@ -12,7 +12,7 @@ from typing import Any
 from lr_backend.build.checkpoints import naming, read_header
 from lr_backend.build.gpu_spec import GpuDeployment
 from lr_backend.engine import Role
-from lr_backend.engine.checkpoint import architecture_of, json_object, positive_int, weight_files
+from lr_backend.engine.checkpoint import architecture_of, json_object, num_positions, positive_int, weight_files
 from lr_backend.errors import CheckpointError
 
 KNOWN_MODELS = Path(__file__).with_name("known_models.toml")
@@ -121,7 +121,7 @@ def shape_from_config(config: Mapping[str, Any], where: Path) -> ModelShape:
         intermediate_size=positive_int(config, "intermediate_size", where),
         vocab_size=positive_int(config, "vocab_size", where),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        max_positions=positive_int(config, "max_position_embeddings", where),
+        max_positions=num_positions(config, where),
     )
 
 

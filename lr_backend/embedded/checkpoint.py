@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from lr_backend.engine.checkpoint import architecture_of, json_object, positive_int, read_vocabulary, weight_files
+from lr_backend.engine.checkpoint import architecture_of, json_object, num_positions, positive_int, read_vocabulary, weight_files
 from lr_backend.errors import CheckpointError
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -30,20 +30,13 @@ class ModelSpec:
     intermediate_size: int
     vocab_size: int
     rms_norm_eps: float
-    max_position_embeddings: int
+    max_positions: int
     tie_word_embeddings: bool
     rope: Mapping[str, Any]
 
     @property
     def qk_norm(self) -> bool:
         return self.architecture == "Qwen3ForCausalLM"
-
-    @property
-    def max_positions(self) -> int:
-        """Longest sequence. Linear and YaRN scaling stretch it; of Llama 3's, ``config.json`` says the stretched length."""
-        factor = float(self.rope["factor"]) if self.rope["rope_type"] in ("linear", "yarn") else 1.0
-        stretched = float(self.rope["original_max_position_embeddings"]) * factor
-        return max(self.max_position_embeddings, int(stretched))
 
     @property
     def qkv_bias(self) -> bool:
@@ -109,7 +102,6 @@ def _refuse_unsupported(config: Mapping[str, Any], path: Path) -> None:
 def _spec(config: Mapping[str, Any], architecture: str, path: Path) -> ModelSpec:
     num_heads = positive_int(config, "num_attention_heads", path)
     hidden_size = positive_int(config, "hidden_size", path)
-    max_positions = positive_int(config, "max_position_embeddings", path)
     return ModelSpec(
         architecture=architecture,
         hidden_size=hidden_size,
@@ -120,9 +112,9 @@ def _spec(config: Mapping[str, Any], architecture: str, path: Path) -> ModelSpec
         intermediate_size=positive_int(config, "intermediate_size", path),
         vocab_size=positive_int(config, "vocab_size", path),
         rms_norm_eps=_real(config, "rms_norm_eps", path),
-        max_position_embeddings=max_positions,
+        max_positions=num_positions(config, path),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-        rope=_rope(config, max_positions, path),
+        rope=_rope(config, path),
     )
 
 
@@ -140,14 +132,14 @@ def _above(least: float, values: Mapping[str, Any], name: str, path: Path) -> fl
     return value
 
 
-def _rope(config: Mapping[str, Any], max_positions: int, path: Path) -> dict[str, Any]:
+def _rope(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Rope settings of both spellings: ``rope_parameters`` (transformers 5) or ``rope_scaling`` with ``rope_theta``."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
     if rope["rope_type"] not in ROPE_TYPES:
         raise CheckpointError(f"{path}: rope_type {rope['rope_type']!r} is not one of {', '.join(ROPE_TYPES)}")
     rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
-    rope.setdefault("original_max_position_embeddings", max_positions)
+    rope.setdefault("original_max_position_embeddings", positive_int(config, "max_position_embeddings", path))
     _above(1.0, rope, "rope_theta", path)
     own = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor"), "yarn": ("factor",)}
     optional = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")

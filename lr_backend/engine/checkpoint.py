@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,23 @@ def positive_int(config: Mapping[str, Any], name: str, where: Path, default: int
     if type(value) is not int or value < 1:  # True is an int too
         raise CheckpointError(f"{where}: {name}={value!r} must be a positive integer")
     return value
+
+
+def num_positions(config: Mapping[str, Any], where: Path) -> int:
+    """Longest sequence of a model. Linear and YaRN scaling stretch it; of Llama 3's, ``config.json`` says the stretched length.
+
+    Raises:
+        CheckpointError: ``max_position_embeddings`` is no positive integer.
+    """
+    most = positive_int(config, "max_position_embeddings", where)
+    scaling = config.get("rope_parameters") or config.get("rope_scaling")
+    if not isinstance(scaling, Mapping):
+        return most
+    factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings", most)
+    stretches = (scaling.get("rope_type") or scaling.get("type")) in ("linear", "yarn")
+    if not stretches or not all(isinstance(number, int | float) and isfinite(number) for number in (factor, original)):
+        return most
+    return max(most, int(original * factor))
 
 
 def weight_files(directory: Path) -> list[Path]:

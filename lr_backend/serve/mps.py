@@ -15,6 +15,7 @@ from pathlib import Path
 CONTROL = "nvidia-cuda-mps-control"
 PIPES_VARIABLE, PIPES = "CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"
 LOG_VARIABLE = "CUDA_MPS_LOG_DIRECTORY"
+CARDS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _ASK, _QUIT, _LIMIT_S = "get_server_list\n", "quit\n", 10.0
 
 
@@ -36,14 +37,17 @@ def probe_mps(environment: Mapping[str, str]) -> Mps:
 
 
 def start(environment: Mapping[str, str]) -> Mps:
-    """Start the daemon, for processes with this environment; what is there then."""
+    """Start the daemon, for processes with this environment; what is there then.
+
+    It is to see all cards. One that is shown some numbers them anew, and what its clients are shown would name others.
+    """
     program = shutil.which(CONTROL, path=environment.get("PATH"))
     if program is None:
         return Mps.ABSENT
     for name in (PIPES_VARIABLE, LOG_VARIABLE):
         if environment.get(name):
             Path(environment[name]).mkdir(parents=True, exist_ok=True)
-    _run([program, "-d"], "", environment)
+    _run([program, "-d"], "", {name: value for name, value in environment.items() if name != CARDS_VARIABLE})
     return probe_mps(environment)
 
 

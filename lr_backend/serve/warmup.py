@@ -64,10 +64,10 @@ def warm_engines(
 
 
 def warm_loop(http_url: str, *, without: Container[str] = (), timeout_s: float = WARM_UP_S) -> WarmupAnswer:
-    """Ask the step loop of the server at ``host:port`` once. ``without``: roles that are known to be away.
+    """Ask the step loop of the server at ``host:port`` once. ``without``: roles that it may go on without.
 
     Raises:
-        WarmupError: it refused, failed, did not answer in time, or without a role that is not away.
+        WarmupError: it refused, failed, did not answer in time, or without another role.
     """
     body = {"text_input": QUESTION, "mode": "lr_sd", "max_tokens": MAX_TOKENS, "temperature": 0.0, "stream": False}
     answer = post_json(http_url, "lookahead", "generate", body, timeout_s)

@@ -13,6 +13,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from lr_backend.build.checkpoints import check_checkpoint, check_same_vocabulary
+from lr_backend.build.shapes import shape_from_config
+from lr_backend.engine.checkpoint import json_object
 from lr_backend.errors import CheckpointError
 from tests.support.tiny_models import make_checkpoint
 
@@ -49,6 +51,15 @@ def test_a_good_checkpoint_passes(checkpoint: Path) -> None:
     assert info.num_parameters == sum(array.size for array in weights.values())
     assert info.vocabulary["<|im_end|>"] == 2
     assert {path.name for path in info.files} >= {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"}
+
+
+def test_a_context_may_be_stretched(checkpoint: Path) -> None:
+    """As Qwen3's page has it for long texts: ``max_position_embeddings`` stays."""
+    path = checkpoint / "config.json"
+    edit_json(path, rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048})
+    assert check_checkpoint(checkpoint).max_positions == 8192 == shape_from_config(json_object(path), path).max_positions
+    edit_json(path, rope_scaling={"rope_type": "yarn", "factor": "four"})
+    assert check_checkpoint(checkpoint).max_positions == 2048
 
 
 def test_a_stored_head_that_is_tied_is_no_parameter(checkpoint: Path) -> None:

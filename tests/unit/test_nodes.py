@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import pwd
 import shutil
 import socket
@@ -28,6 +30,7 @@ from lr_backend.serve import sshd
 from lr_backend.serve.launch import COMPILED_ENVIRONMENT, launch_plan
 from lr_backend.serve.nodes import KEY_VARIABLE, Group, Nodes, group_of, private_key, public_key, why_silent
 from lr_backend.serve.server import ServerOptions, TritonServer
+from lr_backend.serve.warmup import WarmupError
 from tests.support import fake_mpirun, fake_triton
 from tests.support.fake_trtllm import write_gpu_spec
 
@@ -183,6 +186,28 @@ def test_the_loop_waits_for_a_leader_as_long_as_that_may_take(tmp_path: Path, mo
         serve._warm_up(Console(), server, DeploymentSpec.load(path), stop, time.monotonic() + 1000.0)  # type: ignore[arg-type]
     assert waited == [120, 240], "its nodes first, then its models"
     assert all(900.0 < left_s <= 1000.0 for left_s in asked) and asked, "what is left of all that they may take"
+
+
+def test_a_draft_elsewhere_that_fails_keeps_no_loop_from_starting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have another key by now. One of the server's own must answer, and so must the target."""
+    degraded = ["draft"]
+    answer = {"text_output": "6", "finish_reason": "stop", "usage": json.dumps({"degraded": degraded})}
+    monkeypatch.setattr("lr_backend.serve.warmup.post_json", lambda *given: answer)
+    monkeypatch.setattr(serve, "warm_engines", lambda *given, **others: None)
+    monkeypatch.setattr(serve, "wait_for_roles", lambda *given: {})
+    path = write_gpu_spec(tmp_path, checkpoints=False)
+    text = path.read_text(encoding="utf-8")
+    server = SimpleNamespace(http_url="", loop_key="", options=ServerOptions(), seats=SimpleNamespace(num_used=9))
+
+    def warm_up() -> str:
+        said, stop = io.StringIO(), SimpleNamespace(event=threading.Event())
+        serve._warm_up(Console(file=said), server, DeploymentSpec.load(path), stop, time.monotonic())  # type: ignore[arg-type]
+        return said.getvalue()
+
+    with pytest.raises(WarmupError, match="answered without draft"):
+        warm_up()
+    path.write_text(text.replace("[draft]\n", '[draft]\nurl = "grpc://draft:8001"\n'), encoding="utf-8")
+    assert warm_up() == "without draft: it is there, and fails\n"
 
 
 # ------------------------------------------------------------------------------------------------------------ waiting for nodes
