@@ -172,7 +172,7 @@ RUN printf '%s\n' /opt/lookahead /opt/lookahead/lib \
 USER 1000:1000
 EXPOSE 8000 8001 8002 9000
 STOPSIGNAL SIGTERM
-HEALTHCHECK --interval=10s --timeout=6s --start-period=900s --retries=3 \
+HEALTHCHECK --interval=10s --timeout=6s --start-period=1080s --retries=3 \
     CMD ["python3", "-I", "-S", "/opt/lookahead/lr_backend/serve/health.py"]
 # Engines that share a card run at once by CUDA MPS, else in turns. Its daemon serves one user of one container, so it needs nothing
 # of the host: the container toolkit brings the program. Where there is none, the server says what that costs, and goes on.

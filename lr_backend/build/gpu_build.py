@@ -458,9 +458,9 @@ def _require_current(plan: GpuPlan, role: Role, console: Console) -> None:
 
 
 def _flags_of(argv: Any) -> list[str]:
-    """The arguments without the program, which may lie elsewhere, and without what changes no engine."""
+    """The arguments without what changes no engine, and without the places of program and folders, which may have moved."""
     first = next((at for at, part in enumerate(argv) if str(part).startswith("--")), len(argv))
-    flags = [str(part) for part in argv[first:]]
+    flags = [Path(part).name if str(part).startswith("/") else str(part) for part in argv[first:]]
     return [part for at, part in enumerate(flags) if "--workers" not in flags[max(0, at - 1) : at + 1]]
 
 
@@ -468,6 +468,8 @@ def _manifest(plan: GpuPlan, command: str, dry_run: bool) -> dict[str, Any]:
     compiled = [role for role in plan.spec.roles_here if isinstance(plan.spec.engine(role), TrtllmEngineSpec)]
     paths = {role: plan.dirs(role).manifest for role in compiled}
     engines = {} if dry_run else {role.value: read_engine_manifest(path) for role, path in paths.items() if path.is_file()}
+    for name, entry in engines.items():
+        entry["engine_dir"] = str(plan.dirs(Role(name)).engine)  # where it lies by now
     material = json.dumps([dict(plan.files), engines, lr_backend.__version__], sort_keys=True)
     return {
         "spec": plan.spec.name,

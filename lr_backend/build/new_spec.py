@@ -23,7 +23,7 @@ from lr_backend.build.checkpoints import (
     read_header,
     without_tied_head,
 )
-from lr_backend.build.gpu_spec import GpuRuntime
+from lr_backend.build.gpu_spec import GPUS_A_NODE, GpuRuntime
 from lr_backend.build.shapes import ModelShape, known_models, shape_from_config
 from lr_backend.engine import Role
 from lr_backend.engine.checkpoint import json_object, weight_files
@@ -263,8 +263,9 @@ class Placed:
         return bool(others & set(self.gpus[role]))
 
 
-def ways_to_place(target: Model, num_gpus: int) -> list[Placed]:
+def ways_to_place(target: Model, num_gpus: int, runtime: GpuRuntime) -> list[Placed]:
     """Ways to lay three models over so many cards, the preferred one first: draft and judge on cards of their own, or beside."""
+    num_gpus = num_gpus if runtime == "llmapi" else min(num_gpus, GPUS_A_NODE)
     most = max(size for size in (1, 2, 4, 8, 16) if size <= num_gpus and target.shape.num_heads % size == 0)
     beside = Placed({Role.TARGET: tuple(range(most)), Role.DRAFT: (0,), Role.JUDGE: (min(1, most - 1),)})
     if num_gpus == 1:
@@ -438,6 +439,8 @@ def _sampling(target: Model) -> tuple[dict[str, float | int], str]:
         value = generation.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most:
             found[name] = kind(value)
+    if "temperature" not in found:  # as transformers has it
+        return {"temperature": 1.0, **found}, "the target's generation_config.json asks for sampling, and names no temperature"
     return found, f"{', '.join(found)}: as the target's generation_config.json has them"
 
 

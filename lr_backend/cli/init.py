@@ -135,7 +135,7 @@ def _write_gpu(
     first: ConfigError | None = None
     kind: GpuRuntime = "tensorrtllm" if runtime is Runtime.TENSORRTLLM else "llmapi"
     choices = iteration_choices(models, kind, max_seq_len)
-    for placed in ways_to_place(models[Role.TARGET], cards.num_gpus):
+    for placed in ways_to_place(models[Role.TARGET], cards.num_gpus, kind):
         text_of = partial(gpu_spec, models, naming, cards, kind, placed, max_seq_len=max_seq_len)
         try:
             return _write(path, _best_text(path, text_of, choices))

@@ -403,6 +403,18 @@ def test_a_server_renders_over_engines_that_are_there_and_only_then(spec: GpuDep
         serve_from(changed, tools)
 
 
+def test_engines_may_be_moved_with_their_spec_and_checkpoints(spec: GpuDeployment, tools: FakeTools) -> None:
+    """As where a checkout is mounted into an image under another name than that in which it was built."""
+    build(spec, tools)
+    there = spec.root.with_name("moved")
+    shutil.move(spec.root, there)
+    moved = load(there / "engines" / spec.path.name)
+    report = serve_from(moved, tools)
+    assert report.written and len(tools.calls()) == 6
+    assert str(there) in (report.output / "target" / "config.pbtxt").read_text()
+    assert mismatches(manifest_of(report), hopper(), {}) == ()
+
+
 @pytest.mark.parametrize(
     ("platform", "said"),
     [

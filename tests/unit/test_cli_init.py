@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -114,7 +115,12 @@ def test_a_tokenizer_without_markers_is_looked_ahead_in_over_the_whole_answer(
 
 def test_a_checkpoint_that_asks_for_no_sampling_is_greedy(tmp_path: Path) -> None:
     target, draft = make_pair(tmp_path, "llama")
-    (target / "generation_config.json").unlink()
+    path = target / "generation_config.json"
+    path.write_text(json.dumps({"do_sample": True, "top_k": 20}), encoding="utf-8")
+    defaults = made(target, draft).loop_config().defaults
+    assert (defaults["temperature"], defaults["top_k"]) == (1.0, 20), "as transformers would"
+    shutil.rmtree("engines")
+    path.unlink()
     assert made(target, draft).loop_config().defaults["temperature"] == 0.0
 
 
@@ -180,6 +186,13 @@ def test_a_known_model_has_its_name_on_the_hub(tmp_path: Path, monkeypatch: pyte
     assert isinstance(spec, GpuDeployment)
     assert spec.target.hub == ("Somebody/target" if folder == "target" else "")
     assert spec.draft.hub == "", "another shape than the known model's"
+
+
+def test_compiled_engines_are_laid_over_eight_cards_at_most(tmp_path: Path) -> None:
+    """TensorRT-LLM can address no others."""
+    result = run(*make_pair(tmp_path, "qwen3"), "--runtime", "tensorrtllm", "--system", "h100_sxm", "--gpus", "16")
+    assert result.exit_code == 0, result.output
+    assert "of 16 cards, 6, 7, 8, 9" in result.output
 
 
 @pytest.mark.parametrize(("num_gpus", "idle"), [(4, ""), (5, "4"), (6, ""), (8, "6,7")])

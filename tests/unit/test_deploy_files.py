@@ -32,6 +32,7 @@ from lr_backend.frontend.settings import Settings
 from lr_backend.serve import health
 from lr_backend.serve.mps import LOG_VARIABLE, PIPES_VARIABLE
 from lr_backend.serve.server import CLEANUP_MARGIN_S
+from lr_backend.serve.warmup import WARM_UP_S
 from tools.supply_chain import locked, with_what_they_need
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -419,7 +420,7 @@ def test_a_server_is_given_the_time_that_it_takes_to_drain(path: Path) -> None:
     if isinstance(spec, GpuDeployment):
         assert spec.server.exit_timeout_s >= spec.loop_config().limits.max_tokens / 70, "the longest answer, at 70 tokens/s"
     start_s = int(service["healthcheck"]["start_period"].removesuffix("s"))
-    assert start_s >= spec.server.load_timeout_s
+    assert start_s >= spec.server.load_timeout_s + (WARM_UP_S if isinstance(spec, GpuDeployment) else 0.0)
 
 
 @pytest.mark.parametrize("name", ["gpu", "build"])
