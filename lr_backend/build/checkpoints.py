@@ -25,6 +25,8 @@ from lr_backend.engine.checkpoint import (
 from lr_backend.errors import CheckpointError, ConfigError
 
 FLOAT_DTYPES = ("F32", "F16", "BF16")
+FP8_DTYPE = "F8_E4M3"
+"""Of weights that are quantised already, with scales beside them. The LLM API loads them as they are."""
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit; a larger number is garbage, not a header."""
 
@@ -89,11 +91,12 @@ class StoredTensor:
         return size
 
 
-def check_checkpoint(directory: Path, *, weights_needed: bool = True) -> CheckpointInfo:
+def check_checkpoint(directory: Path, *, weights_needed: bool = True, fp8: bool = False) -> CheckpointInfo:
     """Check one checkpoint folder.
 
     Args:
         weights_needed: False for an engine that draws its weights; then none are looked for.
+        fp8: its matrices may be quantised, for an engine that loads such.
 
     Raises:
         CheckpointError: names the folder, the file or tensor, and what is wrong with it.
@@ -109,7 +112,8 @@ def check_checkpoint(directory: Path, *, weights_needed: bool = True) -> Checkpo
     # An index may lie beside weights that are not wanted here, and were not brought.
     tensors = _tensors(weights, directory) if weights_needed else {}
     if weights_needed:
-        _require_tensors(tensors, architecture, num_layers, tied, directory)
+        required = _require_tensors(tensors, architecture, num_layers, tied, directory)
+        _require_dtypes(tensors, required, (*FLOAT_DTYPES, FP8_DTYPE) if fp8 else FLOAT_DTYPES, directory)
         _require_shapes(tensors, vocab_size, directory)
     vocabulary = read_vocabulary(directory)
     if vocabulary and max(vocabulary.values()) >= vocab_size:
@@ -208,16 +212,23 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 def _require_tensors(
     tensors: Mapping[str, StoredTensor], architecture: str, num_layers: int, tied: bool, directory: Path
-) -> None:
+) -> set[str]:
+    """The names of all tensors that there must be."""
     per_layer = (*_LAYER_TENSORS, *_EXTRA_LAYER_TENSORS[architecture])
     required = {"model.embed_tokens.weight", "model.norm.weight"} | (set() if tied else {"lm_head.weight"})
     required |= {f"model.layers.{layer}.{name}" for layer in range(num_layers) for name in per_layer}
     missing = sorted(required - set(tensors))
     if missing:
         raise CheckpointError(f"{directory}: {len(missing)} tensors are missing, the first is {missing[0]}")
+    return required
+
+
+def _require_dtypes(
+    tensors: Mapping[str, StoredTensor], required: Iterable[str], dtypes: tuple[str, ...], directory: Path
+) -> None:
     for name in required:
-        if tensors[name].dtype not in FLOAT_DTYPES:
-            raise CheckpointError(f"{directory}: {name} is {tensors[name].dtype}, not one of {', '.join(FLOAT_DTYPES)}")
+        if tensors[name].dtype not in dtypes:
+            raise CheckpointError(f"{directory}: {name} is {tensors[name].dtype}, not one of {', '.join(dtypes)}")
 
 
 def _require_shapes(tensors: Mapping[str, StoredTensor], vocab_size: int, directory: Path) -> None:

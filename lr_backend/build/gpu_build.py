@@ -203,7 +203,7 @@ def plan_gpu_build(
         whole = sources[each].exact or (each not in roles and (directory / "tokenizer.json").is_file())
         if need_checkpoints or (directory.is_dir() and whole):
             with naming(each):
-                infos[each] = check_checkpoint(directory, weights_needed=each in roles)
+                infos[each] = check_checkpoint(directory, weights_needed=each in roles, fp8=spec.engine(each).loads_fp8)
         else:
             waiting.append(f"{each}: files and hashes, for the checkpoint at {directory}")
     if Role.TARGET in infos and Role.DRAFT in infos:
@@ -267,7 +267,7 @@ def _drafter_waits(spec: GpuDeployment, target: CheckpointInfo | None, need_chec
     if not there:
         raise CheckpointError(f"target.speculative: {folder} does not hold config.json and weights of {ours.kind}")
     if ours.kind == "draft_target":
-        info = check_checkpoint(folder)
+        info = check_checkpoint(folder, fp8=True)
         if target is not None:
             check_same_vocabulary(target, info)
     return []

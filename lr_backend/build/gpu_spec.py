@@ -121,6 +121,11 @@ class GpuEngineSpec(EngineSpec):
         return self
 
     @property
+    def loads_fp8(self) -> bool:
+        """Whether it takes a checkpoint whose weights are quantised already."""
+        return False
+
+    @property
     def weight_dtype(self) -> str:
         """What the weights are held in: ``dtype``, or ``fp8`` where they are quantised."""
         return self.dtype
@@ -286,6 +291,10 @@ class LlmapiEngineSpec(GpuEngineSpec):
         if self.speculative is not None and (self.coupled_noise or self.sampler == "TRTLLMSampler"):
             raise ValueError("speculative excludes coupled_noise and sampler TRTLLMSampler: upstream has neither beside it")
         return self
+
+    @property
+    def loads_fp8(self) -> bool:
+        return True
 
     @property
     def num_drafts(self) -> int:

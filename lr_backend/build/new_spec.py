@@ -17,6 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from lr_backend.build.admission import iteration_sizes
 from lr_backend.build.checkpoints import (
+    FP8_DTYPE,
     CheckpointInfo,
     check_checkpoint,
     check_same_vocabulary,
@@ -137,8 +138,8 @@ class Naming:
     root: Path
 
 
-def read_models(target: Path, draft: Path, judge: Path) -> Models:
-    """Check three checkpoints and that they go together.
+def read_models(target: Path, draft: Path, judge: Path, *, fp8: bool = False) -> Models:
+    """Check three checkpoints and that they go together. ``fp8`` as in :func:`~lr_backend.build.checkpoints.check_checkpoint`.
 
     Raises:
         CheckpointError: one of them is incomplete, corrupt or unsupported, or target and draft have other vocabularies; with
@@ -146,7 +147,8 @@ def read_models(target: Path, draft: Path, judge: Path) -> Models:
     """
     folders = {Role.TARGET: target, Role.DRAFT: draft, Role.JUDGE: judge}
     models = {
-        role: _read(role, folder.resolve() if ".." in folder.parts else folder.absolute()) for role, folder in folders.items()
+        role: _read(role, folder.resolve() if ".." in folder.parts else folder.absolute(), fp8=fp8)
+        for role, folder in folders.items()
     }
     try:
         check_same_vocabulary(models[Role.TARGET].info, models[Role.DRAFT].info)
@@ -156,18 +158,18 @@ def read_models(target: Path, draft: Path, judge: Path) -> Models:
     return models
 
 
-def _read(role: Role, folder: Path) -> Model:
+def _read(role: Role, folder: Path, *, fp8: bool) -> Model:
     if not folder.is_dir():
         raise CheckpointError(f"--{role} {folder} is not a folder: download it first (hf download NAME --local-dir DIR)")
     try:
-        info = check_checkpoint(folder)
+        info = check_checkpoint(folder, fp8=fp8)
         path = folder / "config.json"
         shape = shape_from_config(json_object(path), path)
         stored = {name: tensor for file in weight_files(folder) for name, tensor in read_header(file).items()}
     except CheckpointError as error:
         remedy = "these are served: Qwen3, Qwen2.5 and Llama checkpoints in the Hugging Face layout, with their tokenizer"
         raise CheckpointError(f"--{role}: {error.message}; {remedy}") from error
-    sizes = {"F32": 4, "BF16": 2, "F16": 2}
+    sizes = {"F32": 4, "BF16": 2, "F16": 2, FP8_DTYPE: 1}
     tensors = without_tied_head(stored, tied=shape.tied_embeddings).values()
     generation = folder / "generation_config.json"
     return Model(

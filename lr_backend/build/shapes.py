@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lr_backend.build.checkpoints import naming, read_header
+from lr_backend.build.checkpoints import FP8_DTYPE, naming, read_header
 from lr_backend.build.gpu_spec import GpuDeployment
 from lr_backend.engine import Role
 from lr_backend.engine.checkpoint import architecture_of, json_object, num_positions, positive_int, weight_files
@@ -52,12 +52,14 @@ class WeightCounts:
         embedding: the input table: on every rank.
         head: the output matrix: split over the ranks. TensorRT-LLM keeps one of its own also where the checkpoint ties it.
         replicated: norms: on every rank.
+        fp8: the files hold ``linear`` in FP8, quantised already.
     """
 
     linear: int
     embedding: int
     head: int
     replicated: int
+    fp8: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +96,13 @@ def count_stored_weights(directory: Path) -> WeightCounts:
     Raises:
         CheckpointError: a file is missing, no safetensors, or cut short.
     """
-    sizes: dict[str, int] = {}
-    for path in weight_files(directory):
-        sizes |= {name: tensor.size for name, tensor in read_header(path).items()}
+    stored = {name: tensor for path in weight_files(directory) for name, tensor in read_header(path).items()}
+    sizes = {name: tensor.size for name, tensor in stored.items()}
     embedding = sizes.pop("model.embed_tokens.weight", 0)
     head = sizes.pop("lm_head.weight", embedding)
     replicated = sum(size for name, size in sizes.items() if "norm" in name)
-    return WeightCounts(sum(sizes.values()) - replicated, embedding, head, replicated)
+    fp8 = any(stored[name].dtype == FP8_DTYPE for name in sizes)
+    return WeightCounts(sum(sizes.values()) - replicated, embedding, head, replicated, fp8)
 
 
 def shape_from_config(config: Mapping[str, Any], where: Path) -> ModelShape:

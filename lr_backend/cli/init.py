@@ -84,7 +84,7 @@ def init(
         refuse(f"{path} is there already: give another --name or --output, or --force to replace it")
     console = Console()
     try:
-        models = read_models(target, draft, judge or target)
+        models = read_models(target, draft, judge or target, fp8=runtime is Runtime.LLMAPI)
         naming = Naming(name, path.parent.parent if path.parent.name == "engines" else path.parent)
         if runtime is Runtime.EMBEDDED:
             text = embedded_spec(models, naming, _host(), max_seq_len)

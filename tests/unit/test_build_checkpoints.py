@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
+from safetensors.torch import load_file as load_torch_file
+from safetensors.torch import save_file as save_torch_file
 
 from lr_backend.build.checkpoints import check_checkpoint, check_same_vocabulary
-from lr_backend.build.shapes import shape_from_config
+from lr_backend.build.shapes import find_source, shape_from_config
 from lr_backend.engine.checkpoint import json_object
 from lr_backend.errors import CheckpointError
 from tests.support.tiny_models import make_checkpoint
@@ -72,6 +76,20 @@ def test_a_stored_head_that_is_tied_is_no_parameter(checkpoint: Path) -> None:
     assert check_checkpoint(checkpoint).num_parameters == without
     edit_json(checkpoint / "config.json", tie_word_embeddings=False)
     assert check_checkpoint(checkpoint).num_parameters == without + head.size
+
+
+def test_weights_that_are_quantised_already_are_for_an_engine_that_loads_them(checkpoint: Path) -> None:
+    """As Qwen3-32B-FP8 has them: matrices in FP8, a scale for each of their blocks."""
+    path, shape = checkpoint / "model.safetensors", find_source(checkpoint, "")
+    weights = load_torch_file(path)
+    linear = [name for name in weights if "_proj.weight" in name]
+    assert linear and not shape.weights.fp8
+    scales = {f"{name}_scale_inv": torch.ones(1, 1) for name in linear}
+    save_torch_file(weights | scales | {name: weights[name].to(torch.float8_e4m3fn) for name in linear}, path)
+    with pytest.raises(CheckpointError, match="is F8_E4M3, not one of F32, F16, BF16"):
+        check_checkpoint(checkpoint)
+    check_checkpoint(checkpoint, fp8=True)
+    assert find_source(checkpoint, "").weights == replace(shape.weights, linear=shape.weights.linear + len(linear), fp8=True)
 
 
 def test_a_sharded_checkpoint_passes(checkpoint: Path) -> None:
