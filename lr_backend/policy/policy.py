@@ -78,7 +78,6 @@ class Learned:
         predict: Predict,
         *,
         fresh: bool,
-        joins: bool = False,
     ) -> None:
         """One request took ``seconds`` for so many tokens, as in :meth:`~lr_backend.policy.trial.Trial.committed`.
 
@@ -90,7 +89,7 @@ class Learned:
         if turn == self.trial(*of).turn:
             about = (seconds, num_tokens, num_steps, self.prices.num_in_all)  # first: others may come meanwhile
             predicted = [predict(each) for each in of[-1]]
-            self._tell("committed", turn.load, *of, self._most_first, turn.way, predicted, fresh, joins, *about)
+            self._tell("committed", turn.load, *of, self._most_first, turn.way, predicted, fresh, *about)
 
     def decided(self, verifier: str, accepted: bool, log_prob: float | None) -> None:
         """A drafted step at the root was accepted by this verifier, or not."""
@@ -111,12 +110,12 @@ class Learned:
         match kind, values:
             case "trial", (load, proposer, verifier, ways, most_first):
                 self._begin_trial(load, (proposer, verifier, _ways(ways)), most_first=most_first)
-            case "committed", (load, proposer, verifier, ways, most_first, way, predicted, fresh, joins, *about):
+            case "committed", (load, proposer, verifier, ways, most_first, way, predicted, fresh, *about):
                 others = (proposer, verifier, _ways(ways))
                 predict = dict(zip(others[-1], predicted, strict=True)).__getitem__
                 # A process that has come late may have missed its beginning. It takes the others' way: it heeds no other's steps.
                 self._begin_trial(load, others, most_first=most_first, way=Way(*way))
-                self._trials[load, *others].committed(Way(*way), *about, predict=predict, fresh=fresh, joins=joins)
+                self._trials[load, *others].committed(Way(*way), *about, predict=predict, fresh=fresh)
             case "decided", (verifier, accepted, log_prob):
                 self.acceptance[verifier].decided(accepted, log_prob)
             case _:
@@ -343,14 +342,14 @@ class Measured(RequestPolicy):
         counts: bool = True,
     ) -> None:
         self.verifier = verifier or self.verifier  # once a risk budget is spent, only equal tokens are accepted
-        now_s = self.shared.prices.clock()
-        # What was drafted before looking ahead has stopped was paid for then.
-        if counts and not self._is_alone and (self._turn.way.ahead or not compared):
+        now_s, before, self._way_before = self.shared.prices.clock(), self._way_before, self._turn.way
+        # The first step of another way is written beside what is left of the last one. What was drafted before looking ahead has
+        # stopped was paid for then.
+        counts = counts and before in (None, self._turn.way) and (self._turn.way.ahead or not compared)
+        if counts and not self._is_alone:
             seconds = now_s - self._since_s - (0.0 if accepted is None else self._luck_s(accepted))
             about = (seconds, num_tokens, num_steps, self._predicted)
-            joins = self._way_before not in (None, self._turn.way)
-            self.shared.committed(self._of, self._turn, *about, fresh=not accepted, joins=joins)
-        self._way_before = self._turn.way
+            self.shared.committed(self._of, self._turn, *about, fresh=not accepted)
         self._since_s, self._turn = now_s, self._turn_now
 
     @property

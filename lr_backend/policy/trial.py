@@ -15,8 +15,6 @@ from lr_backend.policy.average import Average
 SPAN_STEPS, FEWEST_STEPS, ENOUGH_STEPS = 8, 3, 64
 """Steps of each request in one span of a way: a window fills within a few. Fewer where all requests together have enough, down to
 so many each."""
-MOST_OVER = 4
-"""A span ends after so many times these steps at the latest, though requests still join its way."""
 LEAST_STEPS = 3
 """Of each kind of target step before its price is believed."""
 CHANGED_SHARE, CHANGED_SPANS = 1.5, 3
@@ -109,8 +107,8 @@ class Trial:
         """How many spans of each way in a row took far longer than usual, or far shorter (negative)."""
         self._spent_s = self._lost_s = 0.0
         self.num_spans = 0
-        self._span = self._settled = NOTHING
-        """What this span has brought, and of it what came after all requests took its way."""
+        self._span = NOTHING
+        """What this span has brought."""
         self._num_requests = 1
         self._kept, self._left = dict.fromkeys(self._ways, 0), dict.fromkeys(self._ways, 0)
         """Spans in a row after which a way was still the best, and spans since it was taken."""
@@ -118,8 +116,6 @@ class Trial:
         """It was left for long, and taken again."""
         self._is_charged = False
         """The way that is taken was not the best when it was chosen, and is tried for its low price."""
-        self._does_more = False
-        """Than the way before."""
         self._num_turns = 0
         self._best: Way = like._best if like is not None else self._ways[0]
         """It was the best when a way was last chosen. ``way`` may be another one, which is tried."""
@@ -181,33 +177,23 @@ class Trial:
         *,
         predict: Predict,
         fresh: bool = True,
-        joins: bool = False,
     ) -> None:
         """One request took ``seconds`` for so many tokens, the steps of one or more commits, in that way.
 
         Args:
             fresh: nothing is under way behind these steps. Where a span ends so, no work of it is left to the next one.
-            joins: it took another way before. What all did until now was beside that, and says little of all in one way.
         """
         if way != self.way:
             return
         self._num_requests = max(1, num_requests)
-        self._span, self._settled = (each.plus(seconds, num_tokens, num_steps) for each in (self._span, self._settled))
-        if joins:
-            self._settled = NOTHING
+        span = self._span = self._span.plus(seconds, num_tokens, num_steps)
         enough = max(FEWEST_STEPS * self._num_requests, min(SPAN_STEPS * self._num_requests, ENOUGH_STEPS))
-        is_settled = self._settled.num_steps >= enough
-        timed = self._settled if is_settled else self._span
-        is_long = (is_settled and fresh) or timed.num_steps >= (2 if is_settled else MOST_OVER) * enough
-        # What is slower than the best way ends early. Beside others that do less a way seems faster than it is: so where it is
-        # slower even then, no more need join it.
-        seen = self._span if self._does_more else self._settled
-        is_sure = self._does_more and seen.num_steps >= enough
-        is_bad = seen.num_steps >= max(SPAN_STEPS, self._num_requests) and self._takes_longer(seen, predict, is_sure)
-        timed = timed if is_long else seen
+        is_long = span.num_steps >= (enough if fresh else 2 * enough)
+        # What is slower than the best way ends early.
+        is_bad = span.num_steps >= max(SPAN_STEPS, self._num_requests) and self._takes_longer(span, predict)
         # Luck that was taken off may be more than a few short steps took: such a span goes on.
-        if timed.num_tokens and timed.seconds > 0.0 and (is_long or is_bad):
-            self._end_span(timed, predict)
+        if span.num_tokens and span.seconds > 0.0 and (is_long or is_bad):
+            self._end_span(predict)
 
     def choose(self, predict: Predict) -> Way:
         """Take the best way, or another one where its price may be paid; the best."""
@@ -252,12 +238,12 @@ class Trial:
         count, most = self._taken[way].count, self._most * best
         return 0 < count < KNOWN_SPANS and expected < most and expected * (1.0 - DOUBT / sqrt(count)) < best
 
-    def _takes_longer(self, seen: Span, predict: Predict, is_sure: bool) -> bool:
-        """These steps take more than the best other way is expected to; by more than chance makes it, unless that is sure."""
+    def _takes_longer(self, span: Span, predict: Predict) -> bool:
+        """These steps take more than the best other way is expected to, by more than chance makes it."""
         others = [self.expected(way, predict) for way in self._ways if way != self.way]
         # Twice the doubt, for they are looked at after each step.
-        share = 1.0 if is_sure else 1.0 + 2.0 * DOUBT / sqrt(seen.num_steps / SPAN_STEPS)
-        return bool(others) and seen.seconds > share * min(others) * seen.num_tokens
+        share = 1.0 + 2.0 * DOUBT / sqrt(span.num_steps / SPAN_STEPS)
+        return bool(others) and span.seconds > share * min(others) * span.num_tokens
 
     def _affords(self, share: float) -> bool:
         """A span that costs that share of the last one."""
@@ -272,25 +258,24 @@ class Trial:
             self._taken[self.way], self._off[self.way] = Average(memory=MEMORY), Average(memory=MEMORY)
             self._surprises[self.way] = 0
 
-    def _end_span(self, timed: Span, predict: Predict) -> None:
-        expected = {way: self.expected(way, predict) for way in self._ways}
-        best, taken = min(expected.values()), timed.seconds / timed.num_tokens
+    def _end_span(self, predict: Predict) -> None:
+        expected, span = {way: self.expected(way, predict) for way in self._ways}, self._span
+        best, taken = min(expected.values()), span.seconds / span.num_tokens
         self._look_for_change(taken)
         if self.way == self._doubted and self._surprises[self.way] >= 0:
             self._doubted = None
-        told = timed.num_steps / SPAN_STEPS
+        told = span.num_steps / SPAN_STEPS
         self._taken[self.way].add(taken, told)
         self._off[self.way].add(taken / predict(self.way), told)
         fade = 1.0 - 1.0 / COST_MEMORY
-        self._spent_s, self._lost_s = fade * self._spent_s + self._span.seconds, fade * self._lost_s
+        self._spent_s, self._lost_s = fade * self._spent_s + span.seconds, fade * self._lost_s
         self.num_spans += 1
         before = self.way
         self._left = {way: num + 1 for way, num in self._left.items()} | {before: 0}
         if self._is_charged:  # what a way loses that has been the best until now is no price of trying
-            self._lost_s += max(0.0, self._span.seconds - best * self._span.num_tokens)
+            self._lost_s += max(0.0, span.seconds - best * span.num_tokens)
         is_best = self.choose(predict) == before
         if self.way != before:
             self._num_turns += 1
-            self._does_more = self.way.ahead > before.ahead or self._adds_draft_calls(self.way, before)
         self._kept[before] = self._kept[before] + 1 if is_best else 0
-        self._span = self._settled = NOTHING
+        self._span = NOTHING

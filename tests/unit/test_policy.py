@@ -81,7 +81,7 @@ def test_steps_that_are_taken_for_their_price_count_for_no_way() -> None:
     commit(3 * SPAN_STEPS)
     assert (trial.way.draft_tokens, policy.uses_draft_tokens, trial.num_spans) == (True, False, 0)
     priced(drafts=False)
-    commit(2 + SPAN_STEPS)  # one more was begun before, and the next joins the way
+    commit(2 + SPAN_STEPS)  # one more was begun before, and the next is the first of its way
     assert trial.num_spans == 1
 
 
@@ -451,7 +451,7 @@ def test_a_process_that_has_missed_how_a_trial_began_goes_on_with_it(tmp_path: P
 def test_a_process_that_has_missed_how_a_trial_began_takes_the_others_way() -> None:
     """It would heed no step of theirs else, nor they of its own."""
     late, about = Learned(Clock()), (90.0, 240, SPAN_STEPS, 64)
-    late._learn("committed", 6, "draft_model", JUDGE, WAYS, True, (False, False), [1.0] * len(WAYS), True, False, *about)
+    late._learn("committed", 6, "draft_model", JUDGE, WAYS, True, (False, False), [1.0] * len(WAYS), True, *about)
     trial = late._trials[6, "draft_model", JUDGE, WAYS]
     assert (trial.way, trial._span.num_steps) == (Way(False, False), SPAN_STEPS)
 
@@ -471,26 +471,24 @@ def test_steps_that_were_begun_at_another_load_count_for_none() -> None:
         assert trial.num_spans == num_spans
 
 
-def test_a_request_joins_a_way_with_its_first_step_of_it() -> None:
+def test_the_first_step_of_another_way_counts_for_none() -> None:
+    """What is left of the last way is still under way beside it."""
     clock = Clock()
     shared = Learned(clock)
     trial = shared.trial(request().proposer, JUDGE, WAYS[1::2])
-    first, second = (Measured(request(), shared, 4, JUDGE, can_draft=False) for _ in range(2))
+    policy = Measured(request(), shared, 4, JUDGE, can_draft=False)
 
-    def commit(policy: Measured, num_steps: int) -> None:
+    def commit(num_steps: int) -> None:
         for _ in range(num_steps):
             clock.now_s += 1.0
             policy.committed(10)
 
-    with shared.prices.request():  # the trial's; these two are followed without being in flight
-        trial.way, trial._num_turns = trial._ways[1], 1
-        commit(first, 2)  # one was begun the other way, the next joins
-        commit(first, SPAN_STEPS - 1)
-        commit(second, 2)
-        commit(first, SPAN_STEPS - 1)
-        assert trial.num_spans == 0
-        commit(first, 1)
-        assert trial.num_spans == 1
+    trial.way, trial._num_turns = trial._ways[1], 1
+    commit(2)  # one was begun the other way
+    commit(SPAN_STEPS - 1)
+    assert trial.num_spans == 0
+    commit(1)
+    assert trial.num_spans == 1
 
 
 def test_answers_of_one_call_each_count_at_the_load_that_their_requests_make() -> None:
