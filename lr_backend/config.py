@@ -177,6 +177,7 @@ class LoopConfig(BaseModel):
             wordings, and after those the target seems to err more (docs/benchmarks/evaluation.md). Further siblings (``width``)
             keep the request's. Where it is set, noise is shared only by modes that accept nothing but the target's own words.
         vocab_size: logits width of the target, for ``one_hot``.
+        judge_seq_len: tokens that the judge's engine takes, its verdict among them; None: not known.
         coupled_noise: target and draft draw the token at a position with noise that follows from the call's seed and the position
             alone (:mod:`lr_backend.embedded`); sampled ``lossless`` answers need it. TensorRT-LLM's engines do not.
         own_branches: go on from a target step while the verdict on the drafted one is pending.
@@ -207,6 +208,7 @@ class LoopConfig(BaseModel):
     draft_logits: Literal["none", "one_hot", "off"] = "none"
     draft_temperature: float | None = Field(default=None, ge=0.0, le=2.0)
     vocab_size: int = Field(default=1, ge=1)
+    judge_seq_len: int | None = Field(default=None, ge=2)
     tokens_per_block: int = Field(default=32, ge=1)
     coupled_noise: bool = False
     own_branches: bool = True

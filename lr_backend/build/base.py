@@ -37,6 +37,7 @@ _FILLED_BY_BUILD = (
     "coupled_noise",
     "root",
     "pace",
+    "judge_seq_len",
     "remotes",
 )
 
@@ -308,6 +309,7 @@ class DeploymentSpec(Section):
                 "engine_always_drafts": self.engine_always_drafts,
                 "coupled_noise": self.coupled_noise,
                 "root": self.root,
+                "judge_seq_len": self.engine(Role.JUDGE).max_seq_len,
                 "remotes": self.remotes,
             }
         )

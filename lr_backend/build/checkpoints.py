@@ -17,7 +17,6 @@ from lr_backend.engine.checkpoint import (
     WEIGHT_INDEX,
     architecture_of,
     json_object,
-    num_positions,
     positive_int,
     read_vocabulary,
     weight_files,
@@ -106,7 +105,9 @@ def check_checkpoint(directory: Path, *, weights_needed: bool = True, fp8: bool 
     path = directory / "config.json"
     config = json_object(path)
     architecture = architecture_of(config, path)
-    vocab_size, num_layers = (positive_int(config, key, path) for key in ("vocab_size", "num_hidden_layers"))
+    vocab_size, num_layers, max_positions = (
+        positive_int(config, key, path) for key in ("vocab_size", "num_hidden_layers", "max_position_embeddings")
+    )
     tied = bool(config.get("tie_word_embeddings", False))
     weights = weight_files(directory) if weights_needed else []
     # An index may lie beside weights that are not wanted here, and were not brought.
@@ -124,7 +125,7 @@ def check_checkpoint(directory: Path, *, weights_needed: bool = True, fp8: bool 
         directory=directory,
         architecture=architecture,
         vocab_size=vocab_size,
-        max_positions=num_positions(config, path),
+        max_positions=max_positions,
         num_parameters=sum(tensor.size for tensor in without_tied_head(tensors, tied=tied).values()),
         vocabulary=vocabulary,
         files=tuple(sorted({*weights, *(file for file in named if file.is_file())})),

@@ -28,7 +28,7 @@ from lr_backend.build.checkpoints import (
 )
 from lr_backend.build.digests import digests, installed_versions, num_bytes_to_read, sha256_text
 from lr_backend.build.engine_check import check_engine
-from lr_backend.build.gpu_spec import GpuDeployment, TrtllmEngineSpec
+from lr_backend.build.gpu_spec import FP8_CAPABILITY, GpuDeployment, TrtllmEngineSpec
 from lr_backend.build.manifest import Platform, probe_platform, read_engine_manifest, require_servable
 from lr_backend.build.memory import (
     GIB,
@@ -63,6 +63,7 @@ from lr_backend.nvidia import TENSORRT_LLM
 
 SAID_BYTES = 1_000_000_000
 """More than this takes seconds to read, so it is said."""
+_PLACES = ("--model_dir", "--checkpoint_dir", "--output_dir", "--input_timing_cache", "--output_timing_cache")
 _PACKAGES = ("transformers", "numpy", "tensorrt-llm", "tensorrt")
 
 
@@ -189,7 +190,7 @@ def plan_gpu_build(
     sources = find_sources(spec)
     for each, source in sources.items():
         require_positions(each, spec.engine(each).max_seq_len, source.shape.max_positions)
-    _require_ranks(spec, sources)
+    _require_shapes(spec, sources)
     memory = estimate(spec, sources)
     require_fit(spec, memory)
     require_tensors(spec, sources)
@@ -242,9 +243,13 @@ def plan_gpu_build(
     return GpuPlan(spec, output, roles, sources, infos, calibration, memory, admission, steps, files, tuple(waiting), own_parts)
 
 
-def _require_ranks(spec: GpuDeployment, sources: Mapping[Role, Source]) -> None:
-    """Each rank gets as many heads as the others, and as much of each feed-forward layer."""
+def _require_shapes(spec: GpuDeployment, sources: Mapping[Role, Source]) -> None:
+    """Each rank gets as many heads as the others, and as much of each feed-forward layer. FP8 weights want cards for them."""
     for role, source in sources.items():
+        holds_fp8 = any(one is not None and one.weights.fp8 for one in (source, source.drafter))
+        if holds_fp8 and float(spec.hardware.compute_capability) < FP8_CAPABILITY:
+            wanted = f"compute capability {FP8_CAPABILITY}, not {spec.hardware.compute_capability}"
+            raise ConfigError(f"{role}: the checkpoint's weights are FP8, which needs {wanted}")
         shape, tp = source.shape, spec.engine(role).tp_size
         kv_fits = shape.num_kv_heads % tp == 0 or tp % shape.num_kv_heads == 0
         if shape.num_heads % tp or shape.intermediate_size % tp or not kv_fits:
@@ -458,9 +463,11 @@ def _require_current(plan: GpuPlan, role: Role, console: Console) -> None:
 
 
 def _flags_of(argv: Any) -> list[str]:
-    """The arguments without what changes no engine, and without the places of program and folders, which may have moved."""
+    """The arguments without what changes no engine, and without the places of program, checkpoint and engine, which may have
+    moved: what lies there is compared by itself."""
     first = next((at for at, part in enumerate(argv) if str(part).startswith("--")), len(argv))
-    flags = [Path(part).name if str(part).startswith("/") else str(part) for part in argv[first:]]
+    flags = [str(part) for part in argv[first:]]
+    flags = [Path(part).name if before in _PLACES else part for before, part in zip(["", *flags], flags, strict=False)]
     return [part for at, part in enumerate(flags) if "--workers" not in flags[max(0, at - 1) : at + 1]]
 
 

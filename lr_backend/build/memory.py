@@ -194,7 +194,7 @@ def require_fit(spec: GpuDeployment, gpus: tuple[GpuMemory, ...]) -> None:
 
 def _weights(engine: TrtllmEngineSpec | LlmapiEngineSpec, source: Source) -> int:
     counts, plain = source.weights, DTYPE_BYTES[engine.dtype]
-    matrices = counts.linear * DTYPE_BYTES["fp8" if counts.fp8 else engine.weight_dtype]
+    matrices = (counts.linear - counts.fp8) * DTYPE_BYTES[engine.weight_dtype] + counts.fp8 * DTYPE_BYTES["fp8"]
     split = matrices + counts.head * plain
     return -(-split // engine.tp_size) + (counts.embedding + counts.replicated) * plain
 

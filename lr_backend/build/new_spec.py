@@ -442,7 +442,8 @@ def _sampling(target: Model) -> tuple[dict[str, float | int], str]:
         if isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most:
             found[name] = kind(value)
     if "temperature" not in found:  # as transformers has it
-        return {"temperature": 1.0, **found}, "the target's generation_config.json asks for sampling, and names no temperature"
+        found = {"temperature": 1.0, **found}
+        return found, f"{', '.join(found)}: the target's generation_config.json asks for sampling, and says no temperature"
     return found, f"{', '.join(found)}: as the target's generation_config.json has them"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from lr_backend.build.checkpoints import FP8_DTYPE, naming, read_header
 from lr_backend.build.gpu_spec import GpuDeployment
 from lr_backend.engine import Role
-from lr_backend.engine.checkpoint import architecture_of, json_object, num_positions, positive_int, weight_files
+from lr_backend.engine.checkpoint import architecture_of, json_object, positive_int, weight_files
 from lr_backend.errors import CheckpointError
 
 KNOWN_MODELS = Path(__file__).with_name("known_models.toml")
@@ -52,14 +52,14 @@ class WeightCounts:
         embedding: the input table: on every rank.
         head: the output matrix: split over the ranks. TensorRT-LLM keeps one of its own also where the checkpoint ties it.
         replicated: norms: on every rank.
-        fp8: the files hold ``linear`` in FP8, quantised already.
+        fp8: of ``linear``, what the files hold in FP8, quantised already.
     """
 
     linear: int
     embedding: int
     head: int
     replicated: int
-    fp8: bool = False
+    fp8: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def count_stored_weights(directory: Path) -> WeightCounts:
     embedding = sizes.pop("model.embed_tokens.weight", 0)
     head = sizes.pop("lm_head.weight", embedding)
     replicated = sum(size for name, size in sizes.items() if "norm" in name)
-    fp8 = any(stored[name].dtype == FP8_DTYPE for name in sizes)
+    fp8 = sum(size for name, size in sizes.items() if stored[name].dtype == FP8_DTYPE)
     return WeightCounts(sum(sizes.values()) - replicated, embedding, head, replicated, fp8)
 
 
@@ -123,7 +123,7 @@ def shape_from_config(config: Mapping[str, Any], where: Path) -> ModelShape:
         intermediate_size=positive_int(config, "intermediate_size", where),
         vocab_size=positive_int(config, "vocab_size", where),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        max_positions=num_positions(config, where),
+        max_positions=positive_int(config, "max_position_embeddings", where),
     )
 
 

@@ -380,9 +380,8 @@ def _warm_up(
     # A draft or judge elsewhere that is there and fails is its own server's affair, as one that is away.
     spared = [role for role in deployment.remotes if role is not Role.TARGET]
     answer = warm_loops(server, deployment.server.num_loops, without=spared, timeout_s=left_s())
-    for role in answer.usage.get("degraded", ()):
-        if role not in missing:
-            console.print(f"[yellow]without {role}:[/] it is there, and fails", highlight=False, soft_wrap=True)
+    for failed in answer.without.difference(missing):
+        console.print(f"[yellow]without {failed}:[/] it is there, and fails", highlight=False, soft_wrap=True)
     return answer
 
 

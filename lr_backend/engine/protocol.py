@@ -139,7 +139,7 @@ class Generation:
         token_ids: new tokens only; stop tokens kept. Shorter than asked for after a stop, a cancel, or dropped drafts.
         num_draft_tokens: drafts that were verified (the engine may shorten them silently).
         num_accepted_tokens: how many of those it accepted.
-        num_reused_tokens: prefix tokens that came from the KV cache; None: the engine was not asked.
+        num_reused_tokens: prefix tokens that came from the KV cache; None: the engine does not say.
         queue_s, total_s: from its arrival until it was first scheduled and until its last token, on the engine's own clock; 0
             where the engine does not say.
     """

@@ -269,7 +269,7 @@ class Measured(RequestPolicy):
     _ways: tuple[Way, ...] = field(init=False)
     _turn: Turn = field(init=False)
     _since_s: float = field(init=False)
-    _way_before: Way | None = None
+    _turn_before: Turn | None = None
     """Of the steps before; None: these are the first."""
     _is_alone: bool = False
 
@@ -342,11 +342,12 @@ class Measured(RequestPolicy):
         counts: bool = True,
     ) -> None:
         self.verifier = verifier or self.verifier  # once a risk budget is spent, only equal tokens are accepted
-        now_s, before, self._way_before = self.shared.prices.clock(), self._way_before, self._turn.way
-        # The first step of another way is written beside what is left of the last one. What was drafted before looking ahead has
-        # stopped was paid for then.
-        counts = counts and before in (None, self._turn.way) and (self._turn.way.ahead or not compared)
-        if counts and not self._is_alone:
+        now_s, before, self._turn_before = self.shared.prices.clock(), self._turn_before, self._turn
+        # The first step of another way is written beside what is left of the last one. Where the load goes up and down, most are
+        # first ones: those count.
+        is_first = before is not None and before.load == self._turn.load and before.way != self._turn.way
+        # What was drafted before looking ahead has stopped was paid for then.
+        if counts and not (is_first or self._is_alone) and (self._turn.way.ahead or not compared):
             seconds = now_s - self._since_s - (0.0 if accepted is None else self._luck_s(accepted))
             about = (seconds, num_tokens, num_steps, self._predicted)
             self.shared.committed(self._of, self._turn, *about, fresh=not accepted)

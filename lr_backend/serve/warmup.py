@@ -47,6 +47,11 @@ class WarmupAnswer:
     finish_reason: str
     usage: dict[str, Any]
 
+    @property
+    def without(self) -> frozenset[str]:
+        """Roles that failed."""
+        return frozenset(self.usage.get("degraded", ()))
+
 
 def warm_engines(
     http_url: str, roles: Iterable[Role] = Role, *, key: str = "", loop_key: str = "", timeout_s: float = WARM_UP_S
@@ -76,15 +81,16 @@ def warm_loop(http_url: str, *, without: Container[str] = (), timeout_s: float =
         raise WarmupError(f"lookahead ended its answer with {reason or 'no finish reason'!r}")
     usage = answer.get("usage")
     counts = json.loads(usage) if isinstance(usage, str) and usage else {}
-    if lost := [role for role in counts.get("degraded", ()) if role not in without]:
+    found = WarmupAnswer(str(answer.get("text_output", "")), reason, counts)
+    if lost := [role for role in sorted(found.without) if role not in without]:
         raise WarmupError(f"lookahead answered without {', '.join(lost)}")
-    return WarmupAnswer(str(answer.get("text_output", "")), reason, counts)
+    return found
 
 
 def warm_loops(
     server: TritonServer, num_loops: int, *, without: Container[str] = (), timeout_s: float = WARM_UP_S
 ) -> WarmupAnswer:
-    """Ask until every process of the step loop has answered, or so often that the rest may wait; one of the answers.
+    """Ask until every process of the step loop has answered, or so often that the rest may wait; the answer with fewest roles.
 
     Triton gives a request to whichever process takes it first, so nobody can ask a certain one.
 
@@ -97,7 +103,7 @@ def warm_loops(
             answers = list(pool.map(lambda _: ask(), range(num_loops)))
         if server.seats.num_used >= num_loops:
             break
-    return answers[0]
+    return max(answers, key=lambda answer: len(answer.without))
 
 
 def curl_line(http_url: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,8 @@ def load_models(config: LoopConfig) -> Models:
         max_step_tokens=readable_step_tokens(config.limits.max_step_tokens),
         prefill=judges_prefill(judge_tokenizer),
     )
+    if config.judge_seq_len is not None:
+        prompt = replace(prompt, max_tokens=config.judge_seq_len - 1)  # a verdict is a token
     return Models(rules, tokenizer, prompt, judge_tokenizer, own.verifiers, own.proposers, checker)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from lr_backend.clock import time_limit
 from lr_backend.engine import Engine, EngineCall, Generation
-from lr_backend.errors import EngineError, EngineRejected, NotFinite
+from lr_backend.errors import EngineError, NotFinite
 from lr_backend.steps.step import StepTokenizer
 from lr_backend.verify.judge_prompt import parse_verdict
 from lr_backend.verify.verdict import Reason
@@ -27,7 +27,7 @@ async def ask(engine: Engine, call: EngineCall, *, timeout_s: float | None, on_e
             return await engine.generate(call)
     except TimeoutError:
         return Reason.TIMEOUT
-    except (EngineRejected, NotFinite):  # of this call alone: a pair may be longer than the engine takes
+    except NotFinite:  # of this call alone
         return Reason.GARBAGE
     except EngineError:
         return on_error

@@ -59,13 +59,19 @@ class PromptTokenizer(Protocol):
 
 @dataclass(frozen=True)
 class JudgePrompt:
-    """Fixed token ids around the two steps; see :meth:`ids`."""
+    """Fixed token ids around the two steps; see :meth:`ids`.
+
+    Attributes:
+        max_step_tokens: of a step that is read.
+        max_tokens: of the whole prompt; None: its engine has no such limit.
+    """
 
     plain: PlainText
     head_ids: tuple[int, ...]
     middle_ids: tuple[int, ...]
     tail_ids: tuple[int, ...]
     max_step_tokens: int
+    max_tokens: int | None = None
 
     @classmethod
     def from_tokenizer(
@@ -111,15 +117,16 @@ class JudgePrompt:
         """Token ids of the whole prompt; the next token is the verdict. Both steps are stripped of surrounding white
         space, but for the indentation of their first lines.
 
-        None where one of them is longer than ``max_step_tokens``, as nobody can compare what was not read, or closes a section of
-        the prompt by its own words.
+        None where they are longer than is read, as nobody can compare what was not read, or one closes a section of the prompt by
+        its own words.
         """
         if _SECTION.search(target_step_text) or _SECTION.search(drafted_step_text):
             return None
         first, second = (self.plain.ids(_trimmed(text)) for text in (target_step_text, drafted_step_text))
         if max(len(first), len(second)) > self.max_step_tokens:
             return None
-        return [*self.head_ids, *first, *self.middle_ids, *second, *self.tail_ids]
+        ids = [*self.head_ids, *first, *self.middle_ids, *second, *self.tail_ids]
+        return ids if self.max_tokens is None or len(ids) <= self.max_tokens else None
 
 
 def _trimmed(text: str) -> str:

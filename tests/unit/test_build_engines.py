@@ -17,8 +17,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from lr_backend.build import gpu_build, render
@@ -403,6 +405,22 @@ def test_a_server_renders_over_engines_that_are_there_and_only_then(spec: GpuDep
         serve_from(changed, tools)
 
 
+@pytest.mark.parametrize("capability", ["8.0", "9.0"])
+def test_weights_in_fp8_want_cards_with_fp8_units(tmp_path: Path, capability: str) -> None:
+    path = write_gpu_spec(tmp_path / "project", runtime="llmapi")
+    path.write_text(path.read_text().replace('"9.0"', f'"{capability}"').replace("max_draft_len = 8\n", ""))
+    for file in (path.parents[1] / "ck" / "target").glob("*.safetensors"):
+        weights = load_file(file)
+        linear = {name: one.to(torch.float8_e4m3fn) for name, one in weights.items() if "_proj.weight" in name}
+        save_file(weights | linear, file)
+    spec = load(path)
+    refused = pytest.raises(ConfigError, match=r"target: the checkpoint's weights are FP8, which needs compute capability 8\.9")
+    with refused if capability == "8.0" else nullcontext():
+        plan = gpu_build.plan_gpu_build(spec, spec.built_dir, None, make_tools(tmp_path / "tools").chain)
+        target, draft = (plan.sources[role].weights for role in (Role.TARGET, Role.DRAFT))
+        assert (target.fp8, draft.fp8) == (target.linear, 0)
+
+
 def test_engines_may_be_moved_with_their_spec_and_checkpoints(spec: GpuDeployment, tools: FakeTools) -> None:
     """As where a checkout is mounted into an image under another name than that in which it was built."""
     build(spec, tools)
@@ -529,7 +547,7 @@ def test_ranks_get_equal_shares_of_a_model(spec: GpuDeployment, tp_size: int, fi
     sources = find_sources(spec)
     asked: Any = SimpleNamespace(engine=lambda role: SimpleNamespace(tp_size=tp_size if role is Role.TARGET else 1))
     with nullcontext() if fits else pytest.raises(ConfigError, match=f"target.tp_size={tp_size}: 4 heads"):
-        gpu_build._require_ranks(asked, sources)
+        gpu_build._require_shapes(asked, sources)
 
 
 def test_a_checkpoint_that_is_there_is_checked_even_in_a_dry_run(spec: GpuDeployment, tools: FakeTools) -> None:

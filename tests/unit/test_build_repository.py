@@ -148,6 +148,9 @@ def test_a_sequence_beyond_the_checkpoint_is_refused(spec: DeploymentSpec) -> No
     path.write_text(path.read_text().replace('"max_position_embeddings": 2048', '"max_position_embeddings": 1024'))
     with pytest.raises(ConfigError, match=r"draft\.max_seq_len=2048 is beyond the checkpoint's 1024 positions"):
         build_repository(spec)
+    stretched = {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 1024}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | stretched))
+    assert build_repository(spec).written, "the embedded engine computes it"
 
 
 @pytest.mark.parametrize("text", ["{{ unknown }}", "${left_over}", "{{ role", "{{ ''.__class__.__mro__ }}"])

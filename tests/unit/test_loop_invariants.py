@@ -137,7 +137,7 @@ DOUBTS = {
     "garbage": "garbage",
     "empty": "garbage",
     "not finite": "garbage",
-    "refused": "garbage",
+    "refused": "judge_error",
     "error": "judge_error",
 }
 

@@ -491,6 +491,32 @@ def test_the_first_step_of_another_way_counts_for_none() -> None:
     assert trial.num_spans == 1
 
 
+def test_spans_end_where_the_load_goes_up_and_down_all_the_time() -> None:
+    """Each step is then the first one of the way of its load."""
+    clock = Clock()
+    shared = Learned(clock)
+    of = request().proposer, JUDGE, WAYS[1::2]
+    policy = Measured(request(), shared, 4, JUDGE, can_draft=False)
+    with shared.prices.request():
+        quiet = shared.trial(*of)
+        with ExitStack() as crowd:
+            for _ in range(7):
+                crowd.enter_context(shared.prices.request())
+            busy = shared.trial(*of)
+        busy.way = next(way for way in busy._ways if way != quiet.way)
+        for _ in range(2 * SPAN_STEPS):
+            with ExitStack() as crowd:
+                for _ in range(7):
+                    crowd.enter_context(shared.prices.request())
+                policy.begin()
+                clock.now_s += 1.0
+                policy.committed(10)
+            policy.begin()
+            clock.now_s += 1.0
+            policy.committed(10)
+    assert quiet.num_spans > 0
+
+
 def test_answers_of_one_call_each_count_at_the_load_that_their_requests_make() -> None:
     """A request that comes is one more in flight than it finds. Steps of another load say nothing of this one."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -187,6 +187,14 @@ def test_a_step_that_the_judge_cannot_read_whole_is_not_taken(auditor: bool) -> 
         assert run_virtual(judge.verify(pair)) == Verdict(False, Reason.CAPPED, verifier="judge")
         assert not judge.failed
     assert not engine.calls
+
+
+def test_a_pair_that_is_longer_than_the_judges_engine_takes_is_not_taken() -> None:
+    prompt = JudgePrompt.from_tokenizer(FAMILIES)
+    ids = prompt.ids("one and two", "two and one")
+    assert ids is not None
+    for most, is_taken in ((len(ids), True), (len(ids) - 1, False)):
+        assert (replace(prompt, max_tokens=most).ids("one and two", "two and one") is not None) is is_taken
 
 
 def test_there_are_five_hundred_attacks() -> None:

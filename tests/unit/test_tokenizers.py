@@ -57,7 +57,7 @@ def test_the_class_is_the_one_that_the_checkpoint_names(tmp_path: Path, name: st
     assert ("Qwen2" in type(found).__name__) == (name in ("Qwen2TokenizerFast", None)), "None: by the model's type"
 
 
-def test_a_text_keeps_its_blanks_whatever_the_checkpoint_says(tmp_path: Path) -> None:
+def test_no_checkpoint_has_blanks_taken_out_of_its_text(tmp_path: Path) -> None:
     assert load_tokenizer(tiny(tmp_path, clean_up_tokenization_spaces=True)).clean_up_tokenization_spaces is False
 
 

@@ -80,10 +80,11 @@ function bar(startMs, endMs, scale, style, label, title, row) {
 }
 
 function about(call) {
+  const reused = call.num_reused_tokens === null ? "" : ` (${call.num_reused_tokens} reused)`;
   const lines = [
     `${call.role}: ${call.purpose.replaceAll("_", " ")} ${call.step}, ${call.outcome}`,
     `${milliseconds(call.start_ms)} to ${milliseconds(call.end_ms)}, depth ${call.depth}`,
-    `${call.num_prompt_tokens} tokens in (${call.num_reused_tokens} reused), ${call.num_tokens} out`,
+    `${call.num_prompt_tokens} tokens in${reused}, ${call.num_tokens} out`,
   ];
   if (call.num_draft_tokens) {
     lines.push(`draft tokens: ${call.num_accepted_tokens} of ${call.num_draft_tokens} accepted`);
