@@ -343,12 +343,13 @@ class Measured(RequestPolicy):
     ) -> None:
         self.verifier = verifier or self.verifier  # once a risk budget is spent, only equal tokens are accepted
         now_s, before, self._turn_before = self.shared.prices.clock(), self._turn_before, self._turn
-        # The first step of another way is written beside what is left of the last one. Where the load goes up and down, most are
-        # first ones: those count.
-        is_first = before is not None and before.load == self._turn.load and before.way != self._turn.way
         # What was drafted before looking ahead has stopped was paid for then.
-        if counts and not (is_first or self._is_alone) and (self._turn.way.ahead or not compared):
+        if counts and not self._is_alone and (self._turn.way.ahead or not compared):
             seconds = now_s - self._since_s - (0.0 if accepted is None else self._luck_s(accepted))
+            # What the first step of another way took says nothing: it is written beside what is left of the last one. Where the
+            # load goes up and down, most are first ones.
+            if before is not None and before.load == self._turn.load and before.way != self._turn.way:
+                seconds, num_tokens = 0.0, 0
             about = (seconds, num_tokens, num_steps, self._predicted)
             self.shared.committed(self._of, self._turn, *about, fresh=not accepted)
         self._since_s, self._turn = now_s, self._turn_now

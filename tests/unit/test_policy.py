@@ -81,7 +81,7 @@ def test_steps_that_are_taken_for_their_price_count_for_no_way() -> None:
     commit(3 * SPAN_STEPS)
     assert (trial.way.draft_tokens, policy.uses_draft_tokens, trial.num_spans) == (True, False, 0)
     priced(drafts=False)
-    commit(2 + SPAN_STEPS)  # one more was begun before, and the next is the first of its way
+    commit(1 + SPAN_STEPS)  # one more was begun before
     assert trial.num_spans == 1
 
 
@@ -471,24 +471,25 @@ def test_steps_that_were_begun_at_another_load_count_for_none() -> None:
         assert trial.num_spans == num_spans
 
 
-def test_the_first_step_of_another_way_counts_for_none() -> None:
+def test_what_the_first_step_of_another_way_took_says_nothing() -> None:
     """What is left of the last way is still under way beside it."""
     clock = Clock()
     shared = Learned(clock)
     trial = shared.trial(request().proposer, JUDGE, WAYS[1::2])
     policy = Measured(request(), shared, 4, JUDGE, can_draft=False)
 
-    def commit(num_steps: int) -> None:
+    def commit(num_steps: int, seconds: float) -> None:
         for _ in range(num_steps):
-            clock.now_s += 1.0
+            clock.now_s += seconds
             policy.committed(10)
 
     trial.way, trial._num_turns = trial._ways[1], 1
-    commit(2)  # one was begun the other way
-    commit(SPAN_STEPS - 1)
+    commit(2, 9.0)  # one was begun the other way
+    commit(SPAN_STEPS - 2, 1.0)
     assert trial.num_spans == 0
-    commit(1)
+    commit(1, 1.0)
     assert trial.num_spans == 1
+    assert trial._taken[trial._ways[1]].value == pytest.approx(0.1)
 
 
 def test_spans_end_where_the_load_goes_up_and_down_all_the_time() -> None:
