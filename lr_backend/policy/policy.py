@@ -78,6 +78,7 @@ class Learned:
         predict: Predict,
         *,
         fresh: bool,
+        joins: bool = False,
     ) -> None:
         """One request took ``seconds`` for so many tokens, as in :meth:`~lr_backend.policy.trial.Trial.committed`.
 
@@ -89,7 +90,7 @@ class Learned:
         if turn == self.trial(*of).turn:
             about = (seconds, num_tokens, num_steps, self.prices.num_in_all)  # first: others may come meanwhile
             predicted = [predict(each) for each in of[-1]]
-            self._tell("committed", turn.load, *of, self._most_first, turn.way, predicted, fresh, *about)
+            self._tell("committed", turn.load, *of, self._most_first, turn.way, predicted, fresh, joins, *about)
 
     def decided(self, verifier: str, accepted: bool, log_prob: float | None) -> None:
         """A drafted step at the root was accepted by this verifier, or not."""
@@ -110,12 +111,12 @@ class Learned:
         match kind, values:
             case "trial", (load, proposer, verifier, ways, most_first):
                 self._begin_trial(load, (proposer, verifier, _ways(ways)), most_first=most_first)
-            case "committed", (load, proposer, verifier, ways, most_first, way, predicted, fresh, *about):
+            case "committed", (load, proposer, verifier, ways, most_first, way, predicted, fresh, joins, *about):
                 others = (proposer, verifier, _ways(ways))
                 predict = dict(zip(others[-1], predicted, strict=True)).__getitem__
                 # A process that has come late may have missed its beginning. It takes the others' way: it heeds no other's steps.
                 self._begin_trial(load, others, most_first=most_first, way=Way(*way))
-                self._trials[load, *others].committed(Way(*way), *about, predict=predict, fresh=fresh)
+                self._trials[load, *others].committed(Way(*way), *about, predict=predict, fresh=fresh, joins=joins)
             case "decided", (verifier, accepted, log_prob):
                 self.acceptance[verifier].decided(accepted, log_prob)
             case _:
@@ -269,7 +270,7 @@ class Measured(RequestPolicy):
     _ways: tuple[Way, ...] = field(init=False)
     _turn: Turn = field(init=False)
     _since_s: float = field(init=False)
-    _turn_before: Turn | None = None
+    _way_before: Way | None = None
     """Of the steps before; None: these are the first."""
     _is_alone: bool = False
 
@@ -342,16 +343,14 @@ class Measured(RequestPolicy):
         counts: bool = True,
     ) -> None:
         self.verifier = verifier or self.verifier  # once a risk budget is spent, only equal tokens are accepted
-        now_s, before, self._turn_before = self.shared.prices.clock(), self._turn_before, self._turn
+        now_s = self.shared.prices.clock()
         # What was drafted before looking ahead has stopped was paid for then.
         if counts and not self._is_alone and (self._turn.way.ahead or not compared):
             seconds = now_s - self._since_s - (0.0 if accepted is None else self._luck_s(accepted))
-            # What the first step of another way took says nothing: it is written beside what is left of the last one. Where the
-            # load goes up and down, most are first ones.
-            if before is not None and before.load == self._turn.load and before.way != self._turn.way:
-                seconds, num_tokens = 0.0, 0
             about = (seconds, num_tokens, num_steps, self._predicted)
-            self.shared.committed(self._of, self._turn, *about, fresh=not accepted)
+            joins = self._way_before not in (None, self._turn.way)
+            self.shared.committed(self._of, self._turn, *about, fresh=not accepted, joins=joins)
+        self._way_before = self._turn.way
         self._since_s, self._turn = now_s, self._turn_now
 
     @property

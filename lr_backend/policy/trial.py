@@ -15,6 +15,8 @@ from lr_backend.policy.average import Average
 SPAN_STEPS, FEWEST_STEPS, ENOUGH_STEPS = 8, 3, 64
 """Steps of each request in one span of a way: a window fills within a few. Fewer where all requests together have enough, down to
 so many each."""
+MOST_OVER = 4
+"""A span ends after so many times these steps at the latest, though requests still join its way."""
 LEAST_STEPS = 3
 """Of each kind of target step before its price is believed."""
 CHANGED_SHARE, CHANGED_SPANS = 1.5, 3
@@ -107,8 +109,8 @@ class Trial:
         """How many spans of each way in a row took far longer than usual, or far shorter (negative)."""
         self._spent_s = self._lost_s = 0.0
         self.num_spans = 0
-        self._span = NOTHING
-        """What this span has brought."""
+        self._span = self._settled = NOTHING
+        """What this span has brought, and of it what came after all requests took its way."""
         self._num_requests = 1
         self._kept, self._left = dict.fromkeys(self._ways, 0), dict.fromkeys(self._ways, 0)
         """Spans in a row after which a way was still the best, and spans since it was taken."""
@@ -177,23 +179,29 @@ class Trial:
         *,
         predict: Predict,
         fresh: bool = True,
+        joins: bool = False,
     ) -> None:
         """One request took ``seconds`` for so many tokens, the steps of one or more commits, in that way.
 
         Args:
             fresh: nothing is under way behind these steps. Where a span ends so, no work of it is left to the next one.
+            joins: it took another way before. What all did until now was beside that, and says little of all in one way.
         """
         if way != self.way:
             return
         self._num_requests = max(1, num_requests)
-        span = self._span = self._span.plus(seconds, num_tokens, num_steps)
+        self._span, self._settled = (each.plus(seconds, num_tokens, num_steps) for each in (self._span, self._settled))
+        if joins:
+            self._settled = NOTHING
         enough = max(FEWEST_STEPS * self._num_requests, min(SPAN_STEPS * self._num_requests, ENOUGH_STEPS))
-        is_long = span.num_steps >= (enough if fresh else 2 * enough)
+        is_over = self._span.num_steps >= MOST_OVER * enough
+        timed = self._span if is_over and self._settled.num_steps < enough else self._settled
+        is_long = is_over or timed.num_steps >= (enough if fresh else 2 * enough)
         # What is slower than the best way ends early.
-        is_bad = span.num_steps >= max(SPAN_STEPS, self._num_requests) and self._takes_longer(span, predict)
+        is_bad = timed.num_steps >= max(SPAN_STEPS, self._num_requests) and self._takes_longer(timed, predict)
         # Luck that was taken off may be more than a few short steps took: such a span goes on.
-        if span.num_tokens and span.seconds > 0.0 and (is_long or is_bad):
-            self._end_span(predict)
+        if timed.num_tokens and timed.seconds > 0.0 and (is_long or is_bad):
+            self._end_span(timed, predict)
 
     def choose(self, predict: Predict) -> Way:
         """Take the best way, or another one where its price may be paid; the best."""
@@ -238,12 +246,12 @@ class Trial:
         count, most = self._taken[way].count, self._most * best
         return 0 < count < KNOWN_SPANS and expected < most and expected * (1.0 - DOUBT / sqrt(count)) < best
 
-    def _takes_longer(self, span: Span, predict: Predict) -> bool:
+    def _takes_longer(self, timed: Span, predict: Predict) -> bool:
         """These steps take more than the best other way is expected to, by more than chance makes it."""
         others = [self.expected(way, predict) for way in self._ways if way != self.way]
         # Twice the doubt, for they are looked at after each step.
-        share = 1.0 + 2.0 * DOUBT / sqrt(span.num_steps / SPAN_STEPS)
-        return bool(others) and span.seconds > share * min(others) * span.num_tokens
+        share = 1.0 + 2.0 * DOUBT / sqrt(timed.num_steps / SPAN_STEPS)
+        return bool(others) and timed.seconds > share * min(others) * timed.num_tokens
 
     def _affords(self, share: float) -> bool:
         """A span that costs that share of the last one."""
@@ -258,13 +266,13 @@ class Trial:
             self._taken[self.way], self._off[self.way] = Average(memory=MEMORY), Average(memory=MEMORY)
             self._surprises[self.way] = 0
 
-    def _end_span(self, predict: Predict) -> None:
+    def _end_span(self, timed: Span, predict: Predict) -> None:
         expected, span = {way: self.expected(way, predict) for way in self._ways}, self._span
-        best, taken = min(expected.values()), span.seconds / span.num_tokens
+        best, taken = min(expected.values()), timed.seconds / timed.num_tokens
         self._look_for_change(taken)
         if self.way == self._doubted and self._surprises[self.way] >= 0:
             self._doubted = None
-        told = span.num_steps / SPAN_STEPS
+        told = timed.num_steps / SPAN_STEPS
         self._taken[self.way].add(taken, told)
         self._off[self.way].add(taken / predict(self.way), told)
         fade = 1.0 - 1.0 / COST_MEMORY
@@ -278,4 +286,4 @@ class Trial:
         if self.way != before:
             self._num_turns += 1
         self._kept[before] = self._kept[before] + 1 if is_best else 0
-        self._span = NOTHING
+        self._span = self._settled = NOTHING

@@ -21,7 +21,7 @@ from lr_backend.plan.simulation import Policy, simulate
 from lr_backend.policy.average import Average
 from lr_backend.policy.policy import Learned, Measured, RequestPolicy
 from lr_backend.policy.prices import LONG_PROMPT, STALE_STEPS
-from lr_backend.policy.trial import LEAST_STEPS, SPAN_STEPS, Turn, Way
+from lr_backend.policy.trial import LEAST_STEPS, MOST_OVER, SPAN_STEPS, Turn, Way
 from lr_backend.request import LookaheadRequest, Mode, ProposerName, VerifierName
 from tests.support.examples import answers
 from tests.support.scenarios import fitted
@@ -81,7 +81,7 @@ def test_steps_that_are_taken_for_their_price_count_for_no_way() -> None:
     commit(3 * SPAN_STEPS)
     assert (trial.way.draft_tokens, policy.uses_draft_tokens, trial.num_spans) == (True, False, 0)
     priced(drafts=False)
-    commit(1 + SPAN_STEPS)  # one more was begun before
+    commit(2 + SPAN_STEPS)  # one more was begun before, and the next joins the way
     assert trial.num_spans == 1
 
 
@@ -451,7 +451,7 @@ def test_a_process_that_has_missed_how_a_trial_began_goes_on_with_it(tmp_path: P
 def test_a_process_that_has_missed_how_a_trial_began_takes_the_others_way() -> None:
     """It would heed no step of theirs else, nor they of its own."""
     late, about = Learned(Clock()), (90.0, 240, SPAN_STEPS, 64)
-    late._learn("committed", 6, "draft_model", JUDGE, WAYS, True, (False, False), [1.0] * len(WAYS), True, *about)
+    late._learn("committed", 6, "draft_model", JUDGE, WAYS, True, (False, False), [1.0] * len(WAYS), True, False, *about)
     trial = late._trials[6, "draft_model", JUDGE, WAYS]
     assert (trial.way, trial._span.num_steps) == (Way(False, False), SPAN_STEPS)
 
@@ -471,25 +471,26 @@ def test_steps_that_were_begun_at_another_load_count_for_none() -> None:
         assert trial.num_spans == num_spans
 
 
-def test_what_the_first_step_of_another_way_took_says_nothing() -> None:
-    """What is left of the last way is still under way beside it."""
+def test_a_request_joins_a_way_with_its_first_step_of_it() -> None:
     clock = Clock()
     shared = Learned(clock)
     trial = shared.trial(request().proposer, JUDGE, WAYS[1::2])
-    policy = Measured(request(), shared, 4, JUDGE, can_draft=False)
+    first, second = (Measured(request(), shared, 4, JUDGE, can_draft=False) for _ in range(2))
 
-    def commit(num_steps: int, seconds: float) -> None:
+    def commit(policy: Measured, num_steps: int) -> None:
         for _ in range(num_steps):
-            clock.now_s += seconds
+            clock.now_s += 1.0
             policy.committed(10)
 
-    trial.way, trial._num_turns = trial._ways[1], 1
-    commit(2, 9.0)  # one was begun the other way
-    commit(SPAN_STEPS - 2, 1.0)
-    assert trial.num_spans == 0
-    commit(1, 1.0)
-    assert trial.num_spans == 1
-    assert trial._taken[trial._ways[1]].value == pytest.approx(0.1)
+    with shared.prices.request():  # the trial's; these two are followed without being in flight
+        trial.way, trial._num_turns = trial._ways[1], 1
+        commit(first, 2)  # one was begun the other way, the next joins
+        commit(first, SPAN_STEPS - 1)
+        commit(second, 2)
+        commit(first, SPAN_STEPS - 1)
+        assert trial.num_spans == 0
+        commit(first, 1)
+        assert trial.num_spans == 1
 
 
 def test_spans_end_where_the_load_goes_up_and_down_all_the_time() -> None:
@@ -505,7 +506,7 @@ def test_spans_end_where_the_load_goes_up_and_down_all_the_time() -> None:
                 crowd.enter_context(shared.prices.request())
             busy = shared.trial(*of)
         busy.way = next(way for way in busy._ways if way != quiet.way)
-        for _ in range(2 * SPAN_STEPS):
+        for _ in range(1 + MOST_OVER * SPAN_STEPS):
             with ExitStack() as crowd:
                 for _ in range(7):
                     crowd.enter_context(shared.prices.request())

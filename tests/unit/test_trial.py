@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lr_backend.policy.trial import EXPLORED_SHARE, SPAN_STEPS, STALE_SPANS, Trial, Way
+from lr_backend.policy.trial import EXPLORED_SHARE, MOST_OVER, SPAN_STEPS, STALE_SPANS, Trial, Way
 
 WAYS = tuple(Way(ahead, drafts) for ahead, drafts in product((True, False), repeat=2))
 ALONE = Way(False, False)
@@ -233,13 +233,30 @@ def test_a_way_that_is_seen_to_be_bad_is_soon_left(num_requests: int, num_steps:
     assert steps_of_a_span(num_requests, 3.0) == num_steps
 
 
-def test_a_span_ends_where_nothing_is_under_way_behind_it_and_soon_in_any_case() -> None:
-    for is_fresh, num_steps in ((lambda num: num % 3 == 0, 9), (lambda num: False, 16)):
-        trial, num = Trial(WAYS[:1]), 0
-        while not trial.num_spans:
-            num += 1
-            trial.committed(WAYS[0], 10.0, 10, 1, 1, predict=lambda way: 1.0, fresh=is_fresh(num))
-        assert num == num_steps
+def test_a_way_is_timed_once_all_requests_take_it() -> None:
+    """The first of 32 that look ahead do so beside others that write alone still: they say what all will not have."""
+    trial, way = Trial(WAYS[:1]), WAYS[0]
+
+    def commit(num_steps: int, token_s: float, *, joins: bool = False) -> None:
+        for _ in range(num_steps):
+            trial.committed(way, 10 * token_s, 10, 1, 32, predict=lambda way: 1.0, joins=joins)
+
+    commit(60, 1.0)
+    commit(32, 1.1, joins=True)
+    commit(95, 1.5)
+    assert trial.num_spans == 0
+    commit(1, 1.5)
+    assert trial.num_spans == 1
+    assert trial._taken[way].value == pytest.approx(1.5)
+
+
+def test_a_span_ends_though_requests_join_its_way_all_the_time() -> None:
+    """Where the load goes up and down, requests change between the ways of two loads."""
+    trial, num = Trial(WAYS[:1]), 0
+    while not trial.num_spans:
+        trial.committed(WAYS[0], 20.0, 10, 1, 8, predict=lambda way: 1.0, joins=num % 8 == 0)
+        num += 1
+    assert num == MOST_OVER * 64
 
 
 def test_a_new_load_begins_with_what_is_known_of_the_nearest() -> None:
