@@ -118,6 +118,8 @@ class Trial:
         """It was left for long, and taken again."""
         self._is_charged = False
         """The way that is taken was not the best when it was chosen, and is tried for its low price."""
+        self._does_more = False
+        """Than the way before."""
         self._num_turns = 0
         self._best: Way = like._best if like is not None else self._ways[0]
         """It was the best when a way was last chosen. ``way`` may be another one, which is tried."""
@@ -194,11 +196,15 @@ class Trial:
         if joins:
             self._settled = NOTHING
         enough = max(FEWEST_STEPS * self._num_requests, min(SPAN_STEPS * self._num_requests, ENOUGH_STEPS))
-        is_over = self._span.num_steps >= MOST_OVER * enough
-        timed = self._span if is_over and self._settled.num_steps < enough else self._settled
-        is_long = is_over or timed.num_steps >= (enough if fresh else 2 * enough)
-        # What is slower than the best way ends early.
-        is_bad = timed.num_steps >= max(SPAN_STEPS, self._num_requests) and self._takes_longer(timed, predict)
+        is_settled = self._settled.num_steps >= enough
+        timed = self._settled if is_settled else self._span
+        is_long = (is_settled and fresh) or timed.num_steps >= (2 if is_settled else MOST_OVER) * enough
+        # What is slower than the best way ends early. Beside others that do less a way seems faster than it is: so where it is
+        # slower even then, no more need join it. One that fills the KV memory takes many times as long.
+        seen = self._span if self._does_more else self._settled
+        is_sure = self._does_more and seen.num_steps >= enough
+        is_bad = seen.num_steps >= max(SPAN_STEPS, self._num_requests) and self._takes_longer(seen, predict, is_sure)
+        timed = timed if is_long else seen
         # Luck that was taken off may be more than a few short steps took: such a span goes on.
         if timed.num_tokens and timed.seconds > 0.0 and (is_long or is_bad):
             self._end_span(timed, predict)
@@ -246,12 +252,12 @@ class Trial:
         count, most = self._taken[way].count, self._most * best
         return 0 < count < KNOWN_SPANS and expected < most and expected * (1.0 - DOUBT / sqrt(count)) < best
 
-    def _takes_longer(self, timed: Span, predict: Predict) -> bool:
-        """These steps take more than the best other way is expected to, by more than chance makes it."""
+    def _takes_longer(self, seen: Span, predict: Predict, is_sure: bool) -> bool:
+        """These steps take more than the best other way is expected to; by more than chance makes it, unless that is sure."""
         others = [self.expected(way, predict) for way in self._ways if way != self.way]
         # Twice the doubt, for they are looked at after each step.
-        share = 1.0 + 2.0 * DOUBT / sqrt(timed.num_steps / SPAN_STEPS)
-        return bool(others) and timed.seconds > share * min(others) * timed.num_tokens
+        share = 1.0 if is_sure else 1.0 + 2.0 * DOUBT / sqrt(seen.num_steps / SPAN_STEPS)
+        return bool(others) and seen.seconds > share * min(others) * seen.num_tokens
 
     def _affords(self, share: float) -> bool:
         """A span that costs that share of the last one."""
@@ -267,7 +273,7 @@ class Trial:
             self._surprises[self.way] = 0
 
     def _end_span(self, timed: Span, predict: Predict) -> None:
-        expected, span = {way: self.expected(way, predict) for way in self._ways}, self._span
+        expected = {way: self.expected(way, predict) for way in self._ways}
         best, taken = min(expected.values()), timed.seconds / timed.num_tokens
         self._look_for_change(taken)
         if self.way == self._doubted and self._surprises[self.way] >= 0:
@@ -276,14 +282,15 @@ class Trial:
         self._taken[self.way].add(taken, told)
         self._off[self.way].add(taken / predict(self.way), told)
         fade = 1.0 - 1.0 / COST_MEMORY
-        self._spent_s, self._lost_s = fade * self._spent_s + span.seconds, fade * self._lost_s
+        self._spent_s, self._lost_s = fade * self._spent_s + self._span.seconds, fade * self._lost_s
         self.num_spans += 1
         before = self.way
         self._left = {way: num + 1 for way, num in self._left.items()} | {before: 0}
         if self._is_charged:  # what a way loses that has been the best until now is no price of trying
-            self._lost_s += max(0.0, span.seconds - best * span.num_tokens)
+            self._lost_s += max(0.0, self._span.seconds - best * self._span.num_tokens)
         is_best = self.choose(predict) == before
         if self.way != before:
             self._num_turns += 1
+            self._does_more = self.way.ahead > before.ahead or self._adds_draft_calls(self.way, before)
         self._kept[before] = self._kept[before] + 1 if is_best else 0
         self._span = self._settled = NOTHING

@@ -494,7 +494,7 @@ def test_a_request_joins_a_way_with_its_first_step_of_it() -> None:
 
 
 def test_spans_end_where_the_load_goes_up_and_down_all_the_time() -> None:
-    """Each step is then the first one of the way of its load."""
+    """Each step then joins the way of its load."""
     clock = Clock()
     shared = Learned(clock)
     of = request().proposer, JUDGE, WAYS[1::2]

@@ -250,6 +250,21 @@ def test_a_way_is_timed_once_all_requests_take_it() -> None:
     assert trial._taken[way].value == pytest.approx(1.5)
 
 
+@pytest.mark.parametrize(("taken", "num_each"), [(1.4, 1), (1.05, 3)])
+def test_a_way_that_is_slower_even_beside_others_that_do_less_is_left_before_all_have_joined(taken: float, num_each: int) -> None:
+    """The sooner the slower it is: by a twentieth a few steps may be by chance."""
+    ways = (ALONE, Way(True, False))
+    trial = Trial(ways)
+    in_a_crowd(trial, dict.fromkeys(ways, 1.0), 1, lambda way: 1.0)
+    while trial.way == ALONE:
+        in_a_crowd(trial, dict.fromkeys(ways, 1.0), 1, lambda way: 0.99 if way.ahead else 1.0)
+    before, num = trial.num_spans, 0
+    while trial.num_spans == before:
+        trial.committed(trial.way, 10 * taken, 10, 1, 32, predict=lambda way: 1.0, joins=num % 4 == 0)
+        num += 1
+    assert (num, trial.way) == (num_each * 32, ALONE)
+
+
 def test_a_span_ends_though_requests_join_its_way_all_the_time() -> None:
     """Where the load goes up and down, requests change between the ways of two loads."""
     trial, num = Trial(WAYS[:1]), 0
