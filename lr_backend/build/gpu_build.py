@@ -247,7 +247,7 @@ def _require_shapes(spec: GpuDeployment, sources: Mapping[Role, Source]) -> None
     """Each rank gets as many heads as the others, and as much of each feed-forward layer. FP8 weights want cards for them."""
     for role, source in sources.items():
         holds_fp8 = any(one is not None and one.weights.fp8 for one in (source, source.drafter))
-        if holds_fp8 and float(spec.hardware.compute_capability) < FP8_CAPABILITY:
+        if holds_fp8 and spec.engine(role).loads_fp8 and float(spec.hardware.compute_capability) < FP8_CAPABILITY:
             wanted = f"compute capability {FP8_CAPABILITY}, not {spec.hardware.compute_capability}"
             raise ConfigError(f"{role}: the checkpoint's weights are FP8, which needs {wanted}")
         shape, tp = source.shape, spec.engine(role).tp_size
@@ -464,10 +464,11 @@ def _require_current(plan: GpuPlan, role: Role, console: Console) -> None:
 
 def _flags_of(argv: Any) -> list[str]:
     """The arguments without what changes no engine, and without the places of program, checkpoint and engine, which may have
-    moved: what lies there is compared by itself."""
+    moved: what lies there is compared by itself. Of calibration texts the name of their folder has to do."""
     first = next((at for at, part in enumerate(argv) if str(part).startswith("--")), len(argv))
     flags = [str(part) for part in argv[first:]]
-    flags = [Path(part).name if before in _PLACES else part for before, part in zip(["", *flags], flags, strict=False)]
+    flags = ["" if before in _PLACES else part for before, part in zip(["", *flags], flags, strict=False)]
+    flags = [Path(part).name if before == "--calib_dataset" else part for before, part in zip(["", *flags], flags, strict=False)]
     return [part for at, part in enumerate(flags) if "--workers" not in flags[max(0, at - 1) : at + 1]]
 
 

@@ -27,7 +27,7 @@ from lr_backend.build.checkpoints import (
 from lr_backend.build.gpu_spec import GPUS_A_NODE, GpuRuntime
 from lr_backend.build.shapes import ModelShape, known_models, shape_from_config
 from lr_backend.engine import Role
-from lr_backend.engine.checkpoint import json_object, weight_files
+from lr_backend.engine.checkpoint import json_object, num_positions, weight_files
 from lr_backend.errors import CheckpointError, ConfigError
 from lr_backend.steps.rules import THINK_MARKERS
 
@@ -192,7 +192,7 @@ def embedded_spec(models: Models, naming: Naming, host: Host, max_seq_len: int |
         ConfigError: the models do not fit the memory, or ``max_seq_len`` is beyond their positions.
     """
     target, draft = models[Role.TARGET], models[Role.DRAFT]
-    lengths = _lengths(models, max_seq_len or 4096, asked_for=max_seq_len is not None)
+    lengths = _lengths(models, max_seq_len or 4096, asked_for=max_seq_len is not None, stretched=True)
     own_drafts = host.decoder and target.fits_decoder and draft.fits_decoder and _same_width(target, draft)
     tokens = _kv_tokens(models, lengths, host, own_drafts)
     threads = {Role.TARGET: max(1, host.num_cores // 2), Role.DRAFT: max(1, host.num_cores // 4)}
@@ -347,9 +347,12 @@ def gpu_spec(
 # --------------------------------------------------------------------------------------------------------------------- in common
 
 
-def _lengths(models: Models, wanted: int, *, asked_for: bool) -> dict[Role, int]:
-    """``max_seq_len`` of each role."""
+def _lengths(models: Models, wanted: int, *, asked_for: bool, stretched: bool = False) -> dict[Role, int]:
+    """``max_seq_len`` of each role. ``stretched``: for an engine that computes what ``rope_scaling`` says."""
     positions = {role: model.info.max_positions for role, model in models.items()}
+    if stretched:
+        configs = {role: model.info.directory / "config.json" for role, model in models.items()}
+        positions = {role: num_positions(json_object(path), path) for role, path in configs.items()}
     most = min(positions[Role.TARGET], positions[Role.DRAFT])
     if asked_for and wanted > most:
         raise ConfigError(f"--max-seq-len {wanted}: the checkpoints were made for {most} positions")

@@ -146,10 +146,14 @@ def find_source(checkpoint: Path, hub: str) -> Source:
             raise CheckpointError(f"{checkpoint} has no config.json, and {hub or 'no hub name'} is not a known model")
         shape = known_models()[hub]
         return Source(shape, count_weights(shape), f"known shape of {hub}", exact=False)
-    shape = shape_from_config(json_object(path), path)
+    config = json_object(path)
+    shape = shape_from_config(config, path)
     if any(checkpoint.glob("*.safetensors")):
         return Source(shape, count_stored_weights(checkpoint), f"files of {checkpoint}", exact=True)
-    return Source(shape, count_weights(shape), f"config.json of {checkpoint}", exact=False)
+    counts, quantization = count_weights(shape), config.get("quantization_config")
+    if isinstance(quantization, Mapping) and quantization.get("quant_method") == "fp8":
+        counts = replace(counts, fp8=counts.linear)
+    return Source(shape, counts, f"config.json of {checkpoint}", exact=False)
 
 
 def find_head(checkpoint: Path, target: ModelShape) -> Source:

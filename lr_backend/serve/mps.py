@@ -39,7 +39,8 @@ def probe_mps(environment: Mapping[str, str]) -> Mps:
 def start(environment: Mapping[str, str]) -> Mps:
     """Start the daemon, for processes with this environment; what is there then.
 
-    It is to see all cards. One that is shown some numbers them anew, and what its clients are shown would name others.
+    It is to see all cards. One that is shown some numbers them anew, and what its clients are shown would name others. A part of
+    a card (MIG) is named by the daemon's environment alone.
     """
     program = shutil.which(CONTROL, path=environment.get("PATH"))
     if program is None:
@@ -47,7 +48,9 @@ def start(environment: Mapping[str, str]) -> Mps:
     for name in (PIPES_VARIABLE, LOG_VARIABLE):
         if environment.get(name):
             Path(environment[name]).mkdir(parents=True, exist_ok=True)
-    _run([program, "-d"], "", {name: value for name, value in environment.items() if name != CARDS_VARIABLE})
+    shown = environment.get(CARDS_VARIABLE, "")
+    others = {name: value for name, value in environment.items() if name != CARDS_VARIABLE or shown.startswith("MIG-")}
+    _run([program, "-d"], "", others)
     return probe_mps(environment)
 
 

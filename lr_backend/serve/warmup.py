@@ -98,9 +98,10 @@ def warm_loops(
         WarmupError: as :func:`warm_loop`.
     """
     ask = partial(warm_loop, server.http_url, without=without, timeout_s=timeout_s)
+    answers: list[WarmupAnswer] = []
     for _ in range(MAX_ROUNDS):
         with ThreadPoolExecutor(num_loops) as pool:
-            answers = list(pool.map(lambda _: ask(), range(num_loops)))
+            answers += pool.map(lambda _: ask(), range(num_loops))
         if server.seats.num_used >= num_loops:
             break
     return max(answers, key=lambda answer: len(answer.without))

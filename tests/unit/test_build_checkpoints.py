@@ -80,7 +80,12 @@ def test_weights_that_are_quantised_already_are_for_an_engine_that_loads_them(ch
     with pytest.raises(CheckpointError, match="is F8_E4M3, not one of F32, F16, BF16"):
         check_checkpoint(checkpoint)
     check_checkpoint(checkpoint, fp8=True)
-    assert find_source(checkpoint, "").weights == replace(shape.weights, linear=shape.weights.linear + len(linear), fp8=num_fp8)
+    found = find_source(checkpoint, "")
+    assert found.weights == replace(shape.weights, linear=shape.weights.linear + len(linear), fp8=num_fp8)
+    path.unlink()
+    edit_json(checkpoint / "config.json", quantization_config={"quant_method": "fp8"})
+    planned = find_source(checkpoint, "").weights
+    assert planned.fp8 == planned.linear, "before its weights are there"
 
 
 def test_a_sharded_checkpoint_passes(checkpoint: Path) -> None:

@@ -421,8 +421,12 @@ def test_weights_in_fp8_want_cards_with_fp8_units(tmp_path: Path, capability: st
         assert (target.fp8, draft.fp8) == (target.linear, 0)
 
 
-def test_engines_may_be_moved_with_their_spec_and_checkpoints(spec: GpuDeployment, tools: FakeTools) -> None:
+@pytest.mark.parametrize("fp8", [False, True])
+def test_engines_may_be_moved_with_their_spec_and_checkpoints(spec: GpuDeployment, tools: FakeTools, fp8: bool) -> None:
     """As where a checkout is mounted into an image under another name than that in which it was built."""
+    spec = quantised(spec) if fp8 else spec
+    (texts := spec.root / "texts" / "ours").mkdir(parents=True)
+    (texts / "train.jsonl").write_text('{"text": "one"}\n')
     build(spec, tools)
     there = spec.root.with_name("moved")
     shutil.move(spec.root, there)

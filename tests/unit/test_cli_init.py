@@ -146,6 +146,11 @@ def test_a_longer_sequence_than_the_models_have_is_refused(tmp_path: Path) -> No
     result = run(*make_pair(tmp_path, "qwen3"), "--max-seq-len", "4096")
     assert result.exit_code == 1 and "made for 2048 positions" in result.output
     assert not list(Path("engines").glob("*")) if Path("engines").exists() else True
+    pair = make_pair(tmp_path / "stretched", "qwen3")
+    for path in (folder / "config.json" for folder in pair):
+        rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 2048}
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_parameters": rope}), encoding="utf-8")
+    assert made(*pair, "--max-seq-len", "4096").target.max_seq_len == 4096
 
 
 def test_too_little_memory_is_named_with_the_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,8 +123,9 @@ def test_a_daemon_sees_all_cards_whatever_its_server_is_shown(tmp_path: Path) ->
     """It would number anew those that it is shown, and its clients, told of 6 and 7, would look for two that are not there."""
     shown = tmp_path / "shown"
     environment = fake_control(tmp_path, f'[ "$1" = -d ] && echo "<$CUDA_VISIBLE_DEVICES>" > {shown}')
-    mps.start(environment | {"CUDA_VISIBLE_DEVICES": "6,7"})
-    assert shown.read_text() == "<>\n"
+    for named, seen in (("6,7", "<>\n"), ("MIG-1f2e", "<MIG-1f2e>\n")):
+        mps.start(environment | {"CUDA_VISIBLE_DEVICES": named})
+        assert shown.read_text() == seen
 
 
 def test_a_daemon_is_started_in_its_folders_and_ended(tmp_path: Path) -> None:
