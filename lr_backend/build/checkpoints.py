@@ -17,6 +17,7 @@ from lr_backend.engine.checkpoint import (
     WEIGHT_INDEX,
     architecture_of,
     json_object,
+    num_positions,
     positive_int,
     read_vocabulary,
     weight_files,
@@ -57,6 +58,7 @@ class CheckpointInfo:
     Attributes:
         vocab_size: width of the logits; at least the tokenizer's size.
         max_positions: longest sequence that the model was made for, in tokens.
+        stretched_positions: the same for an engine that computes what ``rope_scaling`` says.
         vocabulary: token text to id, added tokens too.
         files: what the checkpoint consists of; what a manifest hashes.
     """
@@ -65,6 +67,7 @@ class CheckpointInfo:
     architecture: str
     vocab_size: int
     max_positions: int
+    stretched_positions: int
     num_parameters: int
     vocabulary: Mapping[str, int]
     files: tuple[Path, ...]
@@ -126,6 +129,7 @@ def check_checkpoint(directory: Path, *, weights_needed: bool = True, fp8: bool 
         architecture=architecture,
         vocab_size=vocab_size,
         max_positions=max_positions,
+        stretched_positions=num_positions(config, path),
         num_parameters=sum(tensor.size for tensor in without_tied_head(tensors, tied=tied).values()),
         vocabulary=vocabulary,
         files=tuple(sorted({*weights, *(file for file in named if file.is_file())})),

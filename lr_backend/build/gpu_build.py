@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -462,14 +463,17 @@ def _require_current(plan: GpuPlan, role: Role, console: Console) -> None:
         raise ConfigError(f"{role}: {others[0]} in {folder} is not what its engine was built from; run lookahead build again")
 
 
-def _flags_of(argv: Any) -> list[str]:
+def _flags_of(argv: Any) -> list[tuple[str, str]]:
     """The arguments without what changes no engine, and without the places of program, checkpoint and engine, which may have
     moved: what lies there is compared by itself. Of calibration texts the name of their folder has to do."""
     first = next((at for at, part in enumerate(argv) if str(part).startswith("--")), len(argv))
     flags = [str(part) for part in argv[first:]]
-    flags = ["" if before in _PLACES else part for before, part in zip(["", *flags], flags, strict=False)]
-    flags = [Path(part).name if before == "--calib_dataset" else part for before, part in zip(["", *flags], flags, strict=False)]
-    return [part for at, part in enumerate(flags) if "--workers" not in flags[max(0, at - 1) : at + 1]]
+    named = zip_longest(flags[::2], flags[1::2], fillvalue="")
+    return [(name, _unplaced(name, value)) for name, value in named if name != "--workers"]
+
+
+def _unplaced(name: str, value: str) -> str:
+    return "" if name in _PLACES else Path(value).name if name == "--calib_dataset" else value
 
 
 def _manifest(plan: GpuPlan, command: str, dry_run: bool) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from lr_backend.build.checkpoints import (
 from lr_backend.build.gpu_spec import GPUS_A_NODE, GpuRuntime
 from lr_backend.build.shapes import ModelShape, known_models, shape_from_config
 from lr_backend.engine import Role
-from lr_backend.engine.checkpoint import json_object, num_positions, weight_files
+from lr_backend.engine.checkpoint import json_object, weight_files
 from lr_backend.errors import CheckpointError, ConfigError
 from lr_backend.steps.rules import THINK_MARKERS
 
@@ -349,10 +349,8 @@ def gpu_spec(
 
 def _lengths(models: Models, wanted: int, *, asked_for: bool, stretched: bool = False) -> dict[Role, int]:
     """``max_seq_len`` of each role. ``stretched``: for an engine that computes what ``rope_scaling`` says."""
-    positions = {role: model.info.max_positions for role, model in models.items()}
-    if stretched:
-        configs = {role: model.info.directory / "config.json" for role, model in models.items()}
-        positions = {role: num_positions(json_object(path), path) for role, path in configs.items()}
+    infos = {role: model.info for role, model in models.items()}
+    positions = {role: info.stretched_positions if stretched else info.max_positions for role, info in infos.items()}
     most = min(positions[Role.TARGET], positions[Role.DRAFT])
     if asked_for and wanted > most:
         raise ConfigError(f"--max-seq-len {wanted}: the checkpoints were made for {most} positions")

@@ -27,7 +27,6 @@ from lr_backend.build.report import BuildReport
 from lr_backend.build.spec import DeploymentSpec, EmbeddedDeployment, EmulatedDeployment, GpuDeployment
 from lr_backend.emulated.vocabulary import VOCABULARY
 from lr_backend.engine import Role
-from lr_backend.engine.checkpoint import json_object, num_positions
 
 _PACKAGES = ("torch", "transformers", "numpy", "nvidia-pytriton")
 
@@ -97,8 +96,7 @@ def _check_role(spec: EmbeddedDeployment, role: Role, *, weights_needed: bool) -
     engine = spec.engine(role)
     with naming(role):
         info = check_checkpoint(spec.checkpoint_dir(role), weights_needed=weights_needed and not engine.random_weights)
-    path = info.directory / "config.json"
-    require_positions(role, engine.max_seq_len, num_positions(json_object(path), path))
+    require_positions(role, engine.max_seq_len, info.stretched_positions)
     return info
 
 

@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 
+from lr_backend.nvidia import VISIBLE
+
 CONTROL = "nvidia-cuda-mps-control"
 PIPES_VARIABLE, PIPES = "CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"
 LOG_VARIABLE = "CUDA_MPS_LOG_DIRECTORY"
-CARDS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _ASK, _QUIT, _LIMIT_S = "get_server_list\n", "quit\n", 10.0
 
 
@@ -48,9 +49,8 @@ def start(environment: Mapping[str, str]) -> Mps:
     for name in (PIPES_VARIABLE, LOG_VARIABLE):
         if environment.get(name):
             Path(environment[name]).mkdir(parents=True, exist_ok=True)
-    shown = environment.get(CARDS_VARIABLE, "")
-    others = {name: value for name, value in environment.items() if name != CARDS_VARIABLE or shown.startswith("MIG-")}
-    _run([program, "-d"], "", others)
+    named = {name: value for name, value in environment.items() if name != VISIBLE or value.startswith("MIG-")}
+    _run([program, "-d"], "", named)
     return probe_mps(environment)
 
 
