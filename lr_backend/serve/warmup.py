@@ -90,9 +90,12 @@ def warm_loop(http_url: str, *, without: Container[str] = (), timeout_s: float =
 def warm_loops(
     server: TritonServer, num_loops: int, *, without: Container[str] = (), timeout_s: float = WARM_UP_S
 ) -> WarmupAnswer:
-    """Ask until every process of the step loop has answered, or so often that the rest may wait; the answer with fewest roles.
+    """Ask until every process of the step loop has answered, or so often that the rest may wait.
 
     Triton gives a request to whichever process takes it first, so nobody can ask a certain one.
+
+    Returns:
+        The answer that went without most roles.
 
     Raises:
         WarmupError: as :func:`warm_loop`.

@@ -63,7 +63,7 @@ class Call(BaseModel):
         num_draft_tokens: draft tokens offered, of which the target wrote ``num_accepted_tokens`` itself. Told of the call that
             verified them, and of the draft model's that wrote them.
         num_reused_tokens: prompt tokens that came from the engine's KV cache; None: the engine does not say, or the call
-            did not come to its end.
+            was cancelled or failed.
         queue_ms: part of the time that the call waited inside the engine, where the engine says.
         engine_ms: part of the time that it was inside the engine; the rest it was on its way. 0: the engine does not say.
     """
