@@ -168,6 +168,16 @@ def first_error(error: _Validation, leave_out: Container[object] = ()) -> str:
     return f"{where + ': ' if where else ''}{str(first['msg']).removeprefix('Value error, ')}"
 
 
+def contained(error: BaseException) -> Exception:
+    """The same, as a task may end with it and its event loop go on. A library in Rust panics with what is no ``Exception``, and a
+    plug-in may exit: that would pass every handler, and nobody would be answered."""
+    if isinstance(error, Exception):
+        return error
+    found = RuntimeError(f"{type(error).__name__}: {error}")
+    found.__cause__ = error
+    return found
+
+
 def heed_cancel(error: BaseException | None = None) -> None:
     """End the task that runs if it is to end. What a plug-in makes of that does not tell: it may swallow it, turn it into another
     ``error``, or pass on the end of another task that it waited for."""

@@ -177,7 +177,9 @@ class AuditDesk:
         try:
             async with asyncio.timeout(self._settings.timeout_s):
                 answer = await self._answer(case)
-        except Exception:  # whatever it is, an audit that failed concerns no request
+        except asyncio.CancelledError:
+            raise
+        except BaseException:  # whatever it is, an audit that failed concerns no request
             answer = Reason.VERIFIER_ERROR
         if answer is None:
             counts.num_cleared += 1

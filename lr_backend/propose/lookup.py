@@ -90,7 +90,7 @@ class _Step:
                 proposed = await source.proposer.propose(context, max_tokens)
             require_in_time(limit)
             found = tuple(int(token) for token in proposed)[:max_tokens]
-        except (Exception, asyncio.CancelledError) as error:  # a deployment's own code may raise anything
+        except BaseException as error:  # a deployment's own code may raise anything
             heed_cancel(error)
             source.failed(error, at_once=limit.expired())
             return ()

@@ -252,7 +252,7 @@ class TritonPythonModel:
         except InvalidRequest as error:
             structlog.get_logger().info("request_failed", code=error.code, field=error.field, rule=error.rule)
             self._refuse(replies, error)
-        except Exception:
+        except BaseException:
             structlog.get_logger().exception("request_unread")
             self._refuse(replies, LookaheadError("internal error; see the server's log"))
         else:

@@ -19,7 +19,7 @@ from lr_backend.audit.desk import AuditDesk
 from lr_backend.clock import running_clock
 from lr_backend.config import LoopConfig
 from lr_backend.contract import IntArray, TensorMap
-from lr_backend.errors import Cancelled, InvalidRequest, LookaheadError, Overloaded
+from lr_backend.errors import Cancelled, InvalidRequest, LookaheadError, Overloaded, contained
 from lr_backend.loop.answer import Committed, Outcome, StepMark
 from lr_backend.loop.assemble import Engines, Models, Server, assemble
 from lr_backend.loop.ledger import CallSpan, Ledger
@@ -183,7 +183,7 @@ class LookaheadService:
             end = "cancelled"
             replies.fail(Cancelled("the server is shutting down"))
             raise
-        except Exception:  # a bug of ours must not leave the client waiting, nor tell it our insides
+        except BaseException:  # a bug must not leave the client waiting, nor tell it our insides
             log.exception("request_crashed", request_id=request_id)
             replies.fail(LookaheadError("internal error; see the server's log"))
         finally:
@@ -269,7 +269,7 @@ class LookaheadService:
 
     async def _unless_cancelled(self, loop: LookaheadLoop, replies: Replies) -> Outcome:
         """Run the loop to its end, or stop it soon after the client has gone."""
-        running = asyncio.create_task(loop.run())
+        running = asyncio.create_task(_run(loop))
         try:
             while True:
                 done, _ = await asyncio.wait({running}, timeout=CANCEL_POLL_S)
@@ -289,6 +289,15 @@ class LookaheadService:
             self.drafts.drafted_by_engine(num_passes, outcome.ledger.num_proposed, outcome.ledger.num_accepted)
         if outcome.ledger.verifications or num_passes:
             self.on_drafts()
+
+
+async def _run(loop: LookaheadLoop) -> Outcome:
+    try:
+        return await loop.run()
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:
+        raise contained(error) from error.__cause__
 
 
 def _told(error: LookaheadError) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from dataclasses import dataclass, replace
 from math import isfinite
@@ -32,7 +31,7 @@ class GuardedVerifier:
                 answer: object = await self.verifier.verify(pair)
             require_in_time(limit)
             verdict = _sound(answer)
-        except (Exception, asyncio.CancelledError) as error:  # a deployment's own code may raise anything
+        except BaseException as error:  # a deployment's own code may raise anything
             heed_cancel(error)
             if limit.expired():
                 return Verdict(False, Reason.TIMEOUT, verifier=self.name)

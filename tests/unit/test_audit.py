@@ -51,7 +51,7 @@ def make_pair(number: int = 0, target: str = "①", drafted: str = "②") -> Ste
 class ScriptedAuditor:
     """Answers by a rule over the pair, after a time; an exception is raised."""
 
-    rule: Callable[[StepPair], bool | Reason | Exception] = lambda pair: True
+    rule: Callable[[StepPair], bool | Reason | BaseException] = lambda pair: True
     takes_s: float = 1.0
     asked: list[StepPair] = field(default_factory=list)
     num_running: int = 0
@@ -66,7 +66,7 @@ class ScriptedAuditor:
         finally:
             self.num_running -= 1
         answer = self.rule(pair)
-        if isinstance(answer, Exception):
+        if isinstance(answer, BaseException):
             raise answer
         return answer
 
@@ -279,7 +279,7 @@ def test_draws_are_spread_evenly() -> None:
 def test_every_case_ends_in_one_count_and_never_too_many_run(
     moments_s: list[float], max_in_flight: int, max_waiting: int, salt: int
 ) -> None:
-    answers: list[bool | Reason | Exception] = [True, False, Reason.GARBAGE, RuntimeError("broken")]
+    answers: list[bool | Reason | BaseException] = [True, False, Reason.GARBAGE, SystemExit("broken")]
     auditor = ScriptedAuditor(lambda pair: answers[int(4 * chance(salt, pair.call_id))])
     desk = desk_of(auditor, max_in_flight=max_in_flight, max_waiting=max_waiting)
     told: list[bool | None] = []

@@ -29,10 +29,11 @@ from lr_backend.fields import LOOKAHEAD_INPUTS, LOOKAHEAD_OUTPUTS
 from lr_backend.loop.assemble import Engines
 from lr_backend.notice import Seats
 from lr_backend.request import Mode, Usage, VerifierName
+from lr_backend.steps.text import TextStream
 from lr_backend.telemetry import Telemetry
 from lr_backend.testing import run_virtual
 from lr_backend.trace.schema import Purpose, Trace
-from lr_backend.triton.prompts import max_text_bytes
+from lr_backend.triton.prompts import Prompts, max_text_bytes
 from lr_backend.triton.request_metrics import REQUESTS
 from lr_backend.triton.service import CANCEL_POLL_S, LookaheadService
 from lr_backend.triton.tensors import request_fields
@@ -421,18 +422,34 @@ def test_a_failing_target_is_one_typed_error(failure: LookaheadError, code: str)
     assert error.status == code
 
 
-def test_a_bug_of_ours_does_not_leave_the_client_waiting(capsys: pytest.CaptureFixture[str]) -> None:
+class Panic(BaseException):
+    """As tokenizers raise it where their Rust panics."""
+
+
+RAISED = [ZeroDivisionError("secret insides"), Panic("secret insides"), SystemExit("secret insides")]
+
+
+@pytest.mark.parametrize("error", RAISED, ids=repr)
+@pytest.mark.parametrize("where", ["engine", "prompt", "text"])
+def test_a_bug_does_not_leave_the_client_waiting(where: str, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     world = make_world()
 
-    def broken(context: tuple[int, ...], seed: int) -> int:
-        raise ZeroDivisionError("secret insides")
+    def broken(*args: object, **more: object) -> Any:
+        raise error
 
-    world.target.script = broken
+    match where:
+        case "engine":
+            world.target.script = broken
+        case "prompt":
+            monkeypatch.setattr(Prompts, "_make", broken)
+        case "text":
+            monkeypatch.setattr(TextStream, "push", broken)
 
-    (error,) = ask(world).errors
+    (told,) = ask(world).errors
 
-    assert "secret" not in error.public()
-    assert error.status == "INTERNAL"
+    assert "secret" not in told.public()
+    assert told.status == "INTERNAL"
+    world.assert_idle()
 
 
 def test_a_request_whose_span_cannot_begin_has_its_end_all_the_same() -> None:

@@ -385,6 +385,7 @@ def test_a_proposer_that_never_answers_proposes_nothing(hides: bool) -> None:
 class Quotes:
     """Fails at all but every ``well``-th call, with words of the text in its error."""
 
+    raises: type[BaseException]
     well: int = 10**9
     num_asked: int = 0
 
@@ -392,14 +393,15 @@ class Quotes:
         self.num_asked += 1
         if self.num_asked % self.well == 0:
             return (7,)
-        raise ValueError("cannot read 'Zanzibar quokka'")
+        raise self.raises("cannot read 'Zanzibar quokka'")
 
 
+@pytest.mark.parametrize("raises", [ValueError, SystemExit])
 @pytest.mark.parametrize(("well", "num_asked"), [(10**9, 3), (3, 9)])
 def test_a_proposer_that_fails_is_logged_once_and_asked_no_more_after_a_few_times(
-    well: int, num_asked: int, caplog: pytest.LogCaptureFixture
+    raises: type[BaseException], well: int, num_asked: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    proposer = Quotes(well)
+    proposer = Quotes(raises, well)
 
     told: list[bool] = []
 
@@ -413,7 +415,7 @@ def test_a_proposer_that_fails_is_logged_once_and_asked_no_more_after_a_few_time
     assert proposer.num_asked == num_asked
     assert told == [True] * (num_asked < 9)
     (line,) = caplog.records
-    assert "quokka" not in line.getMessage() and line.exc_info is not None and line.exc_info[0] is ValueError
+    assert "quokka" not in line.getMessage() and line.exc_info is not None and line.exc_info[0] is raises
 
 
 def test_a_proposer_that_waits_for_a_task_that_was_cancelled_proposes_nothing() -> None:

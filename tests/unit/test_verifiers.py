@@ -180,18 +180,18 @@ def test_a_verdict_that_is_late_rejects_though_its_verifier_hides_that() -> None
     assert run_virtual(GuardedVerifier("hides", Hides(), 10.0).verify(make_pair())).accepted
 
 
-@pytest.mark.parametrize("answer", [ZeroDivisionError(), "no verdict"], ids=repr)
+@pytest.mark.parametrize("answer", [ZeroDivisionError(), SystemExit(), "no verdict"], ids=repr)
 def test_a_verifier_that_fails_for_every_step_is_logged_once(answer: object, caplog: pytest.LogCaptureFixture) -> None:
     class Fails:
         async def verify(self, pair: StepPair) -> Any:
-            if isinstance(answer, Exception):
+            if isinstance(answer, BaseException):
                 raise answer
             return answer
 
     guarded = GuardedVerifier("fails", Fails(), None)
     assert not any(run_virtual(guarded.verify(make_pair())).accepted for _ in range(3))
     (line,) = caplog.records
-    assert "the verifier fails" in line.getMessage() and bool(line.exc_info) is isinstance(answer, Exception)
+    assert "the verifier fails" in line.getMessage() and bool(line.exc_info) is isinstance(answer, BaseException)
 
 
 def test_a_score_beyond_every_float_rejects() -> None:
