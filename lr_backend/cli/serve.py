@@ -287,7 +287,9 @@ def _run(
             keeper.start()
             if front is not None:
                 front.start(server.log_file)
-            answer = _unless_stopped(stop, partial(_warm_up, console, server, deployment, stop, loaded_by_s + WARM_UP_S))
+            answer = _unless_lost(
+                server, keeper, stop, partial(_warm_up, console, server, deployment, stop, loaded_by_s + WARM_UP_S)
+            )
             if front is not None and deployed is not None and not stop.event.is_set():
                 addresses, drain_s = (server.grpc_url, server.metrics_url), server.options.exit_timeout_s
                 front.open(deployed, *addresses, drain_s=drain_s, timeout_s=_FRONT_READY_S, notice_file=server.notice_file)
@@ -334,8 +336,12 @@ def _deployed(deployment: DeploymentSpec) -> Deployed:
     return Deployed.of(deployment.name, config, opens_reasoning=inside, needs=needs)
 
 
-def _unless_stopped(stop: StopRequest, work: Callable[[], Result]) -> Result | None:
-    """What the work returns or raises; None once the server is to stop: a model that hangs is not waited for."""
+def _unless_lost(server: TritonServer, keeper: StubKeeper, stop: StopRequest, work: Callable[[], Result]) -> Result | None:
+    """What the work returns or raises; None once the server is to stop: a model that hangs is not waited for.
+
+    Raises:
+        ServerError: a process has died meanwhile. A call that it was to answer is never answered.
+    """
     done: Future[Result] = Future()
 
     def run() -> None:
@@ -349,6 +355,9 @@ def _unless_stopped(stop: StopRequest, work: Callable[[], Result]) -> Result | N
     while not stop.event.is_set():
         if wait((done,), _LOOK_S).done:
             return done.result()
+        if keeper.lost.is_set() or keeper.dead:
+            why = keeper.why or f"the process of {' and '.join(sorted(keeper.dead))} died"
+            raise ServerError(f"{why}, asked for a first answer", useful_lines(server.log_text()))
     return None
 
 

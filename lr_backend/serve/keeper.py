@@ -47,7 +47,8 @@ class StubKeeper:
     """To be started once the server is ready. Not for servers that are stopping: stop it first.
 
     Attributes:
-        lost: set where something has died that is not mended in place; ``why`` says what.
+        lost: set where something has died that is not mended in place; ``why`` says what. It is watched on: while the answers in
+            flight come to their end, more may die.
     """
 
     def __init__(self, server: TritonServer, say: Callable[[str], None], load_s: float = LOAD_S) -> None:
@@ -132,7 +133,7 @@ class StubKeeper:
                 self._lose(f"what watches the models has failed: {error or type(error).__name__}")
 
     def _look(self) -> None:
-        while not self.lost.is_set():
+        while True:
             poll = select.poll()
             with self._state:
                 looked_at = (self._wake, *self._watched)
@@ -191,9 +192,9 @@ class StubKeeper:
             post(self._server.notice_file, self._dead)
         if LOOKAHEAD_MODEL in models:
             self._lose("a process of the step loop died")
-            return
-        if not self._has_loop:
+        elif not self._has_loop:
             self._lose(f"the process of {' and '.join(sorted(models))} died")
+        if self.lost.is_set():
             return
         for model in sorted(models):
             threading.Thread(target=self._mend, args=(model,), name=f"keeper of {model}", daemon=True).start()
@@ -220,7 +221,8 @@ class StubKeeper:
         self._say(f"{model} is back")
 
     def _lose(self, why: str) -> None:
-        self.why = why
+        if not self.lost.is_set():  # what dies later dies of it, or with it
+            self.why = why
         self.lost.set()
 
     def _call(self, verb: str, timeout_s: float) -> None:

@@ -24,6 +24,7 @@ from lr_backend.notice import Seat, Seats
 from lr_backend.serve import keeper as room
 from lr_backend.serve.keeper import StubKeeper
 from lr_backend.serve.server import ServerError, ServerOptions
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -73,7 +74,7 @@ def test_a_server_that_is_to_stop_does_not_wait_for_a_model_that_loads(
 
 def test_while_one_model_loads_others_are_seen_to_die(silent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that is short takes one process after another."""
-    processes = {name: subprocess.Popen(["sleep", "60"]) for name in ("draft", "judge", "lookahead")}
+    processes = {name: subprocess.Popen(["sleep", "60"]) for name in ("draft", "judge", "lookahead", "target")}
     monkeypatch.setattr(room, "stubs_of", lambda _: {name: [process.pid] for name, process in processes.items()})
     server = server_of(tmp_path, silent)
     posted: list[set[str]] = []
@@ -89,6 +90,11 @@ def test_while_one_model_loads_others_are_seen_to_die(silent: str, tmp_path: Pat
     processes["lookahead"].kill()
     processes["lookahead"].wait()
     assert keeper.lost.wait(10.0) and "step loop" in keeper.why
+    processes["target"].kill()
+    processes["target"].wait()
+    until(lambda: "target" in keeper.dead)  # it is watched on: the answers in flight come to their end, or do not
+    assert "step loop" in keeper.why and said.empty(), "and it is not mended"
+    assert posted.pop() == set(processes)
     assert posted == [{"draft"}, {"draft", "judge"}, {"draft", "judge", "lookahead"}]
     keeper.stop()
 
@@ -310,14 +316,29 @@ class Now:
         self.seconds += seconds
 
 
-def test_a_warm_up_that_hangs_is_not_waited_for_once_the_server_is_to_stop() -> None:
+def test_a_warm_up_that_hangs_is_not_waited_for_once_the_server_is_to_stop_or_a_process_has_died(tmp_path: Path) -> None:
     stop, hangs = SimpleNamespace(event=threading.Event()), threading.Event()
-    assert serve._unless_stopped(stop, lambda: 7) == 7  # type: ignore[arg-type]
+    server = server_of(tmp_path)
+    server.log_text = lambda: "killed: out of memory"
+
+    def keeper(*dead: str, why: str = "") -> Any:
+        lost = threading.Event()
+        if why:
+            lost.set()
+        return SimpleNamespace(lost=lost, dead=frozenset(dead), why=why)
+
+    def warmed(work: Callable[[], Any], keeper: Any) -> Any:
+        return serve._unless_lost(server, keeper, stop, work)  # type: ignore[arg-type]
+
+    assert warmed(lambda: 7, keeper()) == 7
     with pytest.raises(ServerError, match="bad"):
-        serve._unless_stopped(stop, fails)  # type: ignore[arg-type]
+        warmed(fails, keeper())
+    for died in (keeper("draft"), keeper("lookahead", why="the process of draft died")):
+        with pytest.raises(ServerError, match=r"^the process of draft died, asked for a first answer\nkilled: out of memory$"):
+            warmed(hangs.wait, died)
     threading.Timer(0.05, stop.event.set).start()
-    assert serve._unless_stopped(stop, hangs.wait) is None  # type: ignore[arg-type]
-    assert serve._unless_stopped(stop, fails) is None  # type: ignore[arg-type]
+    assert warmed(hangs.wait, keeper()) is None
+    assert warmed(fails, keeper()) is None
     hangs.set()
 
 
