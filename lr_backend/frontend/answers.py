@@ -6,6 +6,8 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
+from secrets import token_hex
 from typing import Any
 
 from lr_client import Event, FinishEvent, StepEvent, TextEvent
@@ -40,6 +42,13 @@ class Head:
             "model": self.model,
             "system_fingerprint": f"lookahead-{self.version}",
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Verbatim:
+    """What is JSON already. A trace may have megabytes: all others would wait while it is read and written again."""
+
+    json: str
 
 
 @dataclass(slots=True)
@@ -151,7 +160,7 @@ def _counts(usages: Iterable[Mapping[str, Any]]) -> Document:
 def _told(finish: FinishEvent) -> Document:
     """What the server says of one answer beside its text."""
     usage = {name: value for name, value in asdict(finish.usage).items() if name not in _OF_TOKENS}
-    trace = {} if finish.trace is None else {"trace": json.loads(finish.trace)}
+    trace = {} if finish.trace is None else {"trace": Verbatim(finish.trace)}
     return {"finish_reason": finish.finish_reason, **usage, **trace}
 
 
@@ -161,4 +170,13 @@ def _finish_reason(reason: str) -> str:
 
 def to_json(document: Document) -> bytes:
     """JSON on one line, as it is sent."""
-    return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+    mark, found = token_hex(), list[str]()
+
+    def marked(value: object) -> str:
+        assert isinstance(value, Verbatim), value
+        found.append(value.json)
+        return mark
+
+    text = json.dumps(document, default=marked, ensure_ascii=False, separators=(",", ":"))
+    first, *rest = text.split(f'"{mark}"') if found else (text,)
+    return "".join((first, *chain(*zip(found, rest, strict=True)))).encode("utf-8")

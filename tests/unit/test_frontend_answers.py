@@ -15,7 +15,7 @@ from openai.types import Completion, CompletionUsage
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from lr_backend.errors import CheckpointError
-from lr_backend.frontend.answers import Choice, Head, counts_document, to_json
+from lr_backend.frontend.answers import Choice, Head, Verbatim, counts_document, to_json
 from lr_backend.frontend.asked import Asked
 from lr_backend.frontend.reasoning import Splitter
 from lr_backend.frontend.template import opens_reasoning
@@ -137,6 +137,7 @@ def test_a_whole_chat() -> None:
     assert found.model_extra is not None
     told = found.model_extra["lookahead"]
     assert (told["finish_reason"], told["seed"], told["mode"], told["degraded"]) == ("deadline", 7, "lr", ["draft"])
+    assert to_json({"one": Verbatim("[1, 2]"), "two": [Verbatim("{}"), "three"]}) == b'{"one":[1, 2],"two":[{},"three"]}'
     assert (told["trace"], [step["text"] for step in told["steps"]]) == ({"spans": []}, ["<think>one. "])
     assert answer.usage is not None and answer.usage.completion_tokens_details is not None
     assert (answer.usage.total_tokens, answer.usage.completion_tokens_details.reasoning_tokens) == (14, 4)

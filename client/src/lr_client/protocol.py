@@ -231,7 +231,7 @@ def read_record(cls: type[RecordT], raw: bytes) -> RecordT:
         ServerError: it is not JSON, a needed key is missing, or a value has the wrong type.
     """
     with _readable(cls, raw):
-        return _record(cls, json.loads(raw))
+        return _reader_of(cls)(json.loads(raw))
 
 
 def read_steps(raw: bytes) -> list[StepRecord]:
@@ -241,8 +241,8 @@ def read_steps(raw: bytes) -> list[StepRecord]:
         ServerError: as :func:`read_record`.
     """
     with _readable(StepRecord, raw):
-        document = json.loads(raw)
-        return [_record(StepRecord, one) for one in (document if isinstance(document, list) else [document])]
+        document, read = json.loads(raw), _reader_of(StepRecord)
+        return [read(one) for one in (document if isinstance(document, list) else [document])]
 
 
 @contextmanager
@@ -255,15 +255,15 @@ def _readable(cls: type[RecordT], raw: bytes) -> Iterator[None]:
         raise ServerError(message, advice=_VERSION_ADVICE) from error
 
 
-def _record(cls: type[RecordT], document: object) -> RecordT:
-    if not isinstance(document, dict):
-        raise TypeError("not an object")
-    readers = _readers(cls)
-    return cls(**{name: read(document[name]) for name, read in readers.items() if name in document})
+def _reader_of(cls: type[RecordT]) -> Callable[[object], RecordT]:
+    readers = {name: _READERS[hint] for name, hint in get_type_hints(cls).items()}
 
+    def read_all(document: object) -> RecordT:
+        if not isinstance(document, dict):
+            raise TypeError("not an object")
+        return cls(**{name: read(document[name]) for name, read in readers.items() if name in document})
 
-def _readers(cls: type[RecordT]) -> dict[str, Callable[[object], Any]]:
-    return {name: _READERS[hint] for name, hint in get_type_hints(cls).items()}
+    return read_all
 
 
 def _of(*types: type) -> Callable[[object], Any]:
