@@ -141,7 +141,8 @@ class Frontend:
 
     async def _models(self, call: Call) -> Response:
         self._admit(call)
-        model = {"id": self._deployed.name, "object": "model", "created": self._created, "owned_by": "lookahead"}
+        named = dict.fromkeys(("id", "root"), self._deployed.name)  # vllm bench serve looks for the root
+        model = named | {"object": "model", "created": self._created, "owned_by": "lookahead"}
         if (name := call.request.path_params.get("name")) not in (None, self._deployed.name):
             raise ApiError("model_not_found", f"this server has {self._deployed.name}")
         call.log(200)

@@ -127,6 +127,7 @@ class _Turn(Checked):
     reasoning_content: str | None = None
     content: _Content
     name: str | None = None
+    type: Literal["text"] | None = None
     refusal: _Null = None
     annotations: _Null = None
     audio: _Null = None
@@ -167,7 +168,7 @@ def _text_of(content: str | list[_Part]) -> str:
 class _StreamOptions(_Sparse):
     include_usage: bool | None = False
     include_obfuscation: Literal[False] | None = False
-    continuous_usage_stats: Literal[False] | None = False
+    continuous_usage_stats: bool | None = False
 
 
 class _Body(Checked):

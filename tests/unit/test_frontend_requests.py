@@ -165,7 +165,7 @@ def test_every_field_arrives_under_its_own_name() -> None:
         (chat(prompt_cache_key="k", safety_identifier="me", metadata={"a": "b"}), {}),
         (chat(stream_options={"include_usage": True, "chunk_size": None}), {}),
         (chat(prompt_cache_retention="24h", prompt_cache_options={"ttl": "30m"}), {}),
-        (chat(stream_options={"continuous_usage_stats": False}), {}),
+        (chat(stream_options={"continuous_usage_stats": True}), {}),
         (chat(stream_options={"include_usage": None, "include_obfuscation": None, "continuous_usage_stats": None}), {}),
     ],
 )
@@ -231,6 +231,8 @@ def test_fields_of_other_servers_are_taken_or_refused_with_where_they_belong(doc
             ("assistant", "a"),
         ),
         ({"role": "assistant", "reasoning_content": "r", "reasoning": None, "content": "a"}, ("assistant", "<think>r</think>a")),
+        ({"role": "user", "content": "hi", "type": "text"}, ("user", "hi")),
+        ({"role": "assistant", "content": "a", "type": "text"}, ("assistant", "a")),
     ],
 )
 def test_messages_as_the_template_takes_them(message: Document, sent: tuple[str, str]) -> None:
