@@ -145,7 +145,9 @@ def test_every_expression_has_an_answer(served: Served, page: dict[str, Metric],
     with prometheus(served.address, tmp_path) as asked:
         ask_for_everything(served)
         asked.wait_for("sum(rate(lr_requests_total[1m])) and sum(rate(lr_audits_total[1m]))")
-        for expression in {**dashboard_expressions(), **alert_expressions()}.values():
+        for name, expression in {**dashboard_expressions(), **alert_expressions()}.items():
+            if name == "LookaheadRoleDown":  # of servers that are not here
+                continue
             # A scrape that comes late leaves a gap.
             reached_within(BOUND_S, lambda: bool(asked.ask(answering(expression))))  # noqa: B023
         rules = asked.rules()

@@ -417,9 +417,10 @@ def test_whoever_waits_for_the_roles_does_so_for_as_long_as_they_may_load(name: 
     startup = server["template"]["spec"]["containers"][0]["startupProbe"]
     start_s = startup["periodSeconds"] * startup["failureThreshold"]
     assert start_s >= spec.remotes_load_s + 30 and server["progressDeadlineSeconds"] >= spec.remotes_load_s + 600
-    down = named(documents, "PrometheusRule", "lr-lookahead")["spec"]["groups"][0]["rules"][0]
+    down, role_down, *_ = named(documents, "PrometheusRule", "lr-lookahead")["spec"]["groups"][0]["rules"]
     was_there, starts = (int(each) for each in re.findall(r"\[(\d+)m\].*offset (\d+)m", down["expr"])[0])
     assert was_there - 5 == starts >= start_s / 60, "a start that is within its time is no alert"
+    assert role_down["for"] == f"{starts}m"
 
 
 @pytest.mark.parametrize("name", PROFILES)
