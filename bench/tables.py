@@ -62,7 +62,7 @@ TABLES = (
         "maps",
         "bench.maps",
         "where lookahead pays, over load, context and acceptance; what equal GPUs are best used for",
-        45,
+        60,
         "benchmarks/emulation.md",
         "maps.json",
         _options("--system h200_sxm --load 1 --context 1000 --alpha 0.6"),

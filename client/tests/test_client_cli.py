@@ -95,6 +95,7 @@ def test_a_trace_that_cannot_be_saved_is_one_line(
     assert result.exit_code == 1
     assert result.output.splitlines()[-1].startswith(words)
     assert len(server.requests) == (folder != "missing")  # nothing is asked whose trace would be lost
+    assert not file.exists()  # an empty one would be read as a trace
 
 
 @pytest.mark.parametrize("more", [[], ["--json"]])

@@ -201,6 +201,8 @@ def _opened(path: Path | None) -> Iterator[TextIO | None]:
     finally:
         with _cannot_write(str(path)):
             file.close()
+            if path.is_file() and not path.stat().st_size:  # there was no answer to trace
+                path.unlink()
 
 
 @contextmanager
