@@ -12,6 +12,7 @@ from pathlib import Path
 from lr_backend.build.gpu_spec import TrtllmEngineSpec
 from lr_backend.contract import LOGITS_DTYPE, NUMPY_DTYPES
 from lr_backend.engine import Role
+from lr_backend.nvidia import VISIBLE
 
 CONVERTERS = {
     "Qwen3ForCausalLM": "models/core/qwen/convert_checkpoint.py",
@@ -100,7 +101,7 @@ def engine_steps(
     """Convert or quantize, then compile."""
     ranks = range(engine.tp_size)
     # The build times its kernels on the cards that will run them, and on no others.
-    environment = (("CUDA_VISIBLE_DEVICES", ",".join(map(str, engine.gpu_device_ids))),)
+    environment = ((VISIBLE, ",".join(map(str, engine.gpu_device_ids))),)
     quantizes = engine.quantization == "fp8"
     # Texts are read from a folder; what is made of them is cached where the build may write.
     offline = (("HF_HOME", str(dirs.root / "cache")), ("HF_HUB_OFFLINE", "1")) if quantizes else ()

@@ -24,7 +24,7 @@ from lr_backend.build.spec import DeploymentSpec, EmbeddedDeployment, GpuDeploym
 from lr_backend.embedded.native.library import DOES_NOT_OPEN, open_library
 from lr_backend.errors import CheckpointError, ConfigError, LookaheadError
 from lr_backend.mpi import spawning_alone
-from lr_backend.nvidia import IMAGE, TENSORRT_LLM, TRITON_RELEASE, Gpu, installed, probe_gpus, visible_gpus
+from lr_backend.nvidia import IMAGE, TENSORRT_LLM, TRITON_RELEASE, VISIBLE, Gpu, installed, probe_gpus, visible_gpus
 from lr_backend.resources import is_checkout, resource_root
 from lr_backend.serve.backend_dir import find_stub, find_tritonserver
 from lr_backend.serve.launch import COMPILED, LLM_API, ONE_RANK, LaunchMode, launch_plan
@@ -207,7 +207,7 @@ def probe(tritonserver: Path | None, needs: Needs, environment: Mapping[str, str
         executor_worker=os.access(backend / "trtllmExecutorWorker", os.X_OK),
         mpirun=shutil.which("mpirun", path=environment.get("PATH")),
         gpus=probe_gpus() if needs.placements else (),
-        cuda_visible_devices=environment.get("CUDA_VISIBLE_DEVICES"),
+        cuda_visible_devices=environment.get(VISIBLE),
         shm_bytes=_size_of(Path("/dev/shm")),
         memlock_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         stack_bytes=resource.getrlimit(resource.RLIMIT_STACK)[0],
