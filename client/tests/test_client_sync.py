@@ -307,8 +307,9 @@ def test_a_new_client_reaches_a_server_that_an_older_one_still_waits_for(server:
         assert old.ask("plain").text == "ab"
         server.die()
         for _ in range(3):  # by now gRPC waits before it connects again
-            with pytest.raises(ServerUnreachable):
-                old.ask("plain")
+            # A call that meets the end of its server may never be answered.
+            with pytest.raises((ServerUnreachable, RequestTimeout)):
+                old.ask("plain", timeout_s=2.0)
         with FakeServer(server.scripts, server.port) as back, Client(back.url) as new:
             assert new.ask("plain").text == "ab"
 
