@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -89,6 +89,7 @@ class Answer:
         self._prompt_length = len(prompt_ids)
         self._rules, self._text, self._tokenizer = rules, text, tokenizer
         self._ledger, self._emit, self._traced = ledger, emit, traced
+        self._steps_text = TextStream(tokenizer, hidden_ids=rules.hidden_ids)
         # A prompt may open or close the reasoning of this answer. What stands before the end of a turn is another answer's.
         tail = prompt_ids[-REASONING_TAIL_TOKENS:].tolist()
         ends = [index for index, token in enumerate(tail, 1) if token in rules.end_ids]
@@ -105,11 +106,13 @@ class Answer:
         return tuple(self.prefix[self._prompt_length :].tolist())
 
     def commit(self, step: Step, origin: Origin, reason: Reason, decision: Decision | None = None) -> None:
-        """Make a step final: extend the prefix, send its text, see whether it ends anything."""
-        self.prefix = append(self.prefix, step)
+        """Make a step final: extend the prefix, send its text, see whether it ends anything. What stands behind a stop string was
+        never said."""
         text = self._text.push(step.ids)
+        step = replace(step, ids=step.ids[: self._text.num_last])
+        self.prefix = append(self.prefix, step)
         self._ledger.step_committed(len(step.ids), num_reasoning=self._num_reasoning(step))
-        self.is_reasoning = self.is_reasoning and self._may_reason(self.prefix) and self.has_opened(self.prefix)
+        self.is_reasoning = self.is_reasoning and self._may_reason(self.prefix) and self._may_have_opened
         if self._text.stopped or step.end is StepEnd.END:
             self.finish = FinishReason.STOP
         elif len(self.prefix) >= self.end:
@@ -122,6 +125,11 @@ class Answer:
         """Send what was still held back; call once, at the end."""
         if held := self._text.flush():
             self._emit(Committed(held, None, None))
+
+    @property
+    def _may_have_opened(self) -> bool:
+        """Blank lines before the reasoning say nothing."""
+        return self.has_opened(self.prefix) or not self._decoded(self.completion_ids).strip()
 
     def has_opened(self, prefix: IntArray) -> bool:
         """The reasoning has begun; always true for a model that marks none."""
@@ -168,11 +176,12 @@ class Answer:
         return prefix[self._begins :]
 
     def _num_reasoning(self, step: Step) -> int:
-        close = self._rules.think_close_id
+        opening, close = self._rules.think_open_id, self._rules.think_close_id
         # Without marks nobody can tell reasoning from answer. A model with marks may answer without any.
         if close is None or not self.is_reasoning or not self.has_opened(self.prefix):
             return 0
-        return step.ids.index(close) + 1 if close in step.ids else len(step.ids)
+        end = step.ids.index(close) + 1 if close in step.ids else len(step.ids)
+        return end - (step.ids.index(opening) if opening in step.ids[:end] else 0)
 
     def _record(self, step: Step, origin: Origin, reason: Reason, decision: Decision | None) -> StepRecord:
         compared = decision.compared if decision is not None else None
@@ -186,7 +195,7 @@ class Answer:
             reason=reason.value,
             verifier=verdict.verifier if verdict is not None else None,
             score=verdict.score if verdict is not None else None,
-            text=self.plain(step),
+            text=self._steps_text.push(step.ids) + (self._steps_text.flush() if self.finish else ""),
             num_tokens=len(step.ids),
             sibling=compared.sibling if compared is not None else None,
             drafted_text=self.plain(compared.drafted) if compared is not None and compared.drafted else None,

@@ -110,7 +110,9 @@ def assemble(request: LookaheadRequest, prompt_ids: IntArray, request_id: str, s
     verifier = make_verifier(request, config, verifier_parts(metered, request, server))
     can_draft = draft_tokens is not None or num_engine_drafts > 0
     policy = _policy(request, server, can_draft=can_draft)
-    text = TextStream(models.tokenizer, request.stop, models.rules.hidden_ids)
+    # A completion goes on with its prompt, in the middle of a line or a word; an answer begins a text of its own.
+    goes_on = prompt_ids.tolist() if request.raw else ()
+    text = TextStream(models.tokenizer, request.stop, models.rules.hidden_ids, goes_on=goes_on)
     max_tokens = min(request.max_tokens or limits.max_tokens, limits.max_tokens)
     unmetered = verifier_parts(server.engines, request, server)
     return LookaheadLoop(

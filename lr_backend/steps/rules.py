@@ -141,7 +141,7 @@ class StepRules:
         tool_ids = [token for text in markers if (token := single_token(tokenizer, text)) is not None]
         rules = cls.build(segmenter, dict(enumerate(texts)), end_ids, open_id, close_id, tool_ids)
         marks = {open_id, close_id}
-        hidden = special - marks if special & marks else None
+        hidden = (special | set(end_ids)) - marks if special & marks or not special.issuperset(end_ids) else None
         # Nobody reads special tokens, so nobody could say that two steps that differ in them mean the same.
         return replace(rules, marker_ids=rules.marker_ids | special, hidden_ids=hidden, num_ids=num_ids)
 

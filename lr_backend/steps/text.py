@@ -23,29 +23,60 @@ def text_of(tokenizer: StepTokenizer, ids: Iterable[int], hidden_ids: Container[
 
 
 class TextStream:
-    """Incremental detokenizer of one answer with stop strings. Not thread-safe; owned by one request."""
+    """Incremental detokenizer of one answer with stop strings. Not thread-safe; owned by one request.
 
-    def __init__(self, tokenizer: StepTokenizer, stop: Sequence[str] = (), hidden_ids: Container[int] | None = None) -> None:
-        """``hidden_ids``: as in :func:`text_of`."""
+    Attributes:
+        stopped: a stop string is complete.
+        num_last: tokens of the last push, up to the one that completes a stop string.
+    """
+
+    def __init__(
+        self,
+        tokenizer: StepTokenizer,
+        stop: Sequence[str] = (),
+        hidden_ids: Container[int] | None = None,
+        *,
+        goes_on: Sequence[int] = (),
+    ) -> None:
+        """
+        Args:
+            hidden_ids: as in :func:`text_of`.
+            goes_on: tokens whose text the answer goes on with.
+        """
         self._tokenizer, self._hidden_ids = tokenizer, hidden_ids
         self._stop = tuple(stop)
         self._context_ids: list[int] = []
+        self._remember(goes_on)
         self._pending_ids: list[int] = []
         self._held = ""
         self.stopped = False
+        self.num_last = 0
 
     def push(self, ids: Sequence[int]) -> str:
         """Text that ``ids`` makes final. Sets ``stopped`` when a stop string is complete; text before it is returned."""
         if self.stopped:
             return ""
+        before = [*self._context_ids], [*self._pending_ids], self._held
+        self.num_last, text = len(ids), self._push(ids)
+        return self._push_singly(ids, *before) if self.stopped else text
+
+    def _push_singly(self, ids: Sequence[int], context_ids: list[int], pending_ids: list[int], held: str) -> str:
+        """The same from before that push: which token completes a stop string, and the first of several, does not depend on what
+        is pushed together."""
+        self._context_ids, self._pending_ids, self._held, self.stopped = context_ids, pending_ids, held, False
+        texts: list[str] = []
+        while not self.stopped and len(texts) < len(ids):
+            texts.append(self._push([ids[len(texts)]]))
+        self.num_last = len(texts)
+        return "".join(texts)
+
+    def _push(self, ids: Sequence[int]) -> str:
         self._pending_ids.extend(ids)
         text = self._pending_text()
         # At the end of the answer it may stay incomplete: a stop string before it must be seen now, to be what ends the answer.
         if text.endswith(_INCOMPLETE) and not any(stop in self._held + text for stop in self._stop):
             return ""
-        self._context_ids = [*self._context_ids, *self._pending_ids][-_CONTEXT_TOKENS:]
-        while _INCOMPLETE in self._decode(self._context_ids):  # it begins inside a character
-            del self._context_ids[0]
+        self._remember(self._pending_ids)
         self._pending_ids.clear()
         return self._release(text)
 
@@ -57,6 +88,11 @@ class TextStream:
         self._pending_ids.clear()
         held, self._held = self._held, ""
         return text + ("" if self.stopped else held)
+
+    def _remember(self, ids: Sequence[int]) -> None:
+        self._context_ids = [*self._context_ids, *ids][-_CONTEXT_TOKENS:]
+        while _INCOMPLETE in self._decode(self._context_ids):  # it begins inside a character
+            del self._context_ids[0]
 
     def _pending_text(self) -> str:
         before, whole = self._decode(self._context_ids), self._decode([*self._context_ids, *self._pending_ids])

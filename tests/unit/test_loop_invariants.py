@@ -6,7 +6,9 @@ from __future__ import annotations
 import asyncio
 import re
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,13 +17,17 @@ from lr_backend.clock import running_clock
 from lr_backend.config import Timeouts
 from lr_backend.engine import EngineCall
 from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, InvalidRequest, NotFinite, TargetUnavailable
-from lr_backend.loop.answer import Outcome
+from lr_backend.loop.answer import Answer, Committed, Outcome
+from lr_backend.loop.ledger import Ledger
 from lr_backend.policy.acceptance import Acceptance
 from lr_backend.policy.policy import Learned
 from lr_backend.request import FinishReason, Mode, Origin, ProposerName
 from lr_backend.steps.rules import StepRules
-from lr_backend.steps.step import StepEnd
+from lr_backend.steps.segment import BLANK_LINE
+from lr_backend.steps.step import Step, StepEnd
+from lr_backend.steps.text import TextStream
 from lr_backend.testing import ScriptedEngine, run_virtual
+from lr_backend.verify import Reason
 from tests.support.examples import answers
 from tests.support.world import (
     BREAK,
@@ -29,6 +35,7 @@ from tests.support.world import (
     CONFIG,
     END,
     FIRST_LETTER,
+    LETTERS,
     PROMPT,
     RULES,
     THINK,
@@ -467,6 +474,53 @@ def test_reasoning_tokens_are_those_that_a_client_can_tell_from_the_answer(rules
         outcome = run_virtual(world.fresh().answer(**fields))
         assert outcome.completion_ids == ids
         assert outcome.usage.reasoning_tokens == (ids.index(CLOSE) + 1 if counted else 0)
+
+
+def test_blank_lines_before_the_reasoning_do_not_end_it() -> None:
+    ids = (BREAK, BREAK, THINK, FIRST_LETTER, BREAK, FIRST_LETTER, BREAK, CLOSE, FIRST_LETTER + 1, END)
+
+    def script(context: tuple[int, ...], seed: int) -> int:
+        return ids[len(context) - len(PROMPT)]
+
+    for fields in ({"mode": "ar", "stream": False}, {"mode": "ar", "stream": True}, {"mode": "lr"}):
+        outcome = run_virtual(World.of(script, script).answer(**fields))
+        assert (outcome.completion_ids, outcome.usage.reasoning_tokens) == (ids, ids.index(CLOSE) + 1 - ids.index(THINK))
+        assert outcome.usage.num_steps_accepted > 0 or fields["mode"] == "ar"
+
+
+@pytest.mark.parametrize("fields", [{"mode": "ar", "stream": False}, {"mode": "ar"}, {"mode": "lr"}, {"mode": "sd"}], ids=str)
+def test_what_is_written_behind_a_stop_string_is_not_counted(fields: dict[str, Any]) -> None:
+    letters = tuple(range(FIRST_LETTER, FIRST_LETTER + 6))
+    ids = (THINK, *letters[:2], BREAK, *letters[2:], BREAK, END)
+
+    def script(context: tuple[int, ...], seed: int) -> int:
+        return ids[len(context) - len(PROMPT)]
+
+    world = World.of(script, script)
+    outcome = run_virtual(world.answer(stop=[LETTERS[3:5]], trace=True, **fields))
+    end = ids.index(letters[4]) + 1
+    assert (outcome.finish_reason, world.text) == ("stop", f"<think>{LETTERS[:2]}\n\n{LETTERS[2]}")
+    assert outcome.completion_ids == ids[:end]
+    assert (outcome.usage.completion_tokens, outcome.usage.reasoning_tokens) == (end, end)
+    records = outcome.ledger.records
+    assert sum(record.num_tokens for record in records) == end
+    assert "".join(record.text for record in records) == TOKENIZER.decode(ids[:end])
+
+
+def test_the_texts_of_steps_are_the_answer_though_one_ends_inside_a_character() -> None:
+    class Utf8:
+        def decode(self, token_ids: list[int], **_: Any) -> str:
+            return bytes(token_ids).decode("utf-8", errors="replace")
+
+    tokenizer: Any = Utf8()
+    told: list[Committed] = []
+    ledger, rules = Ledger(lambda: 0.0, 1), StepRules.build(BLANK_LINE, {}, [0])
+    text = TextStream(tokenizer)
+    answer = Answer(np.array([1], np.int32), 99, rules, text, tokenizer, ledger, told.append, traced=True)
+    whole = "a€😀".encode()
+    for ids in (whole[:3], whole[3:6], whole[6:]):
+        answer.commit(Step(tuple(ids), StepEnd.CAP), Origin.TARGET, Reason.NONE)
+    assert "".join(one.text for one in told) == "".join(one.text for one in ledger.records) == "a€😀"
 
 
 @pytest.mark.parametrize(

@@ -159,15 +159,17 @@ def test_a_stop_string_cuts_the_text_wherever_it_is_split(text: str, stop: list[
     tokenizer = WordTokenizer(["a", "b", "aba", "bb"])
     ids = tokenizer.encode(text)
     stream = TextStream(tokenizer, stop)
-    out = ""
-    while ids:
-        size = data.draw(st.integers(1, len(ids)))
-        out += stream.push(ids[:size])
-        ids = ids[size:]
+    out, num_tokens, left = "", 0, ids
+    while left and not stream.stopped:
+        size = data.draw(st.integers(1, len(left)))
+        out += stream.push(left[:size])
+        num_tokens, left = num_tokens + stream.num_last, left[size:]
     out += stream.flush()
 
-    found = [text.find(word) for word in stop if word in text]
-    assert out == (text[: min(found)] if found else text)
+    begun = (tokenizer.decode(ids[:number]) for number in range(len(ids) + 1))
+    number, said = next(((n, one) for n, one in enumerate(begun) if any(word in one for word in stop)), (len(ids), text))
+    found = [said.find(word) for word in stop if word in said]
+    assert (out, num_tokens) == (said[: min(found)] if found else text, number)
     assert stream.stopped == bool(found)
 
 
@@ -207,6 +209,8 @@ def test_a_tokenizer_that_drops_a_first_blank_drops_none_in_the_middle(words: li
         out += stream.push(left[:size])
         left = left[size:]
     assert out + stream.flush() == tokenizer.decode(ids)
+    goes_on = TextStream(tokenizer, goes_on=[0, 1, 3])
+    assert goes_on.push(ids) + goes_on.flush() == "".join(words), "as the text of a prompt"
 
 
 @given(st.text(alphabet="a€é😀\n ", min_size=1, max_size=20), st.data())
@@ -329,6 +333,12 @@ def test_a_vocabulary_may_have_gaps(eos: str | None) -> None:
     assert len(tokenizer) == 3 and rules.num_ids == 10
     step = rules.cut([1, 9, 1], 9)
     assert step is not None and step.ids == (1, 9) and not step.markers
+
+
+def test_an_end_token_is_no_text_even_if_it_is_not_special() -> None:
+    tokenizer = WordTokenizer(["a", "<|im_end|>", "<end>"], special=frozenset({"<end>"}))
+    assert text_of(tokenizer, [0, 1], StepRules.from_tokenizer(tokenizer, [1]).hidden_ids) == "a"
+    assert StepRules.from_tokenizer(tokenizer, [2]).hidden_ids is None
 
 
 @pytest.mark.parametrize("swallows", [False, True], ids=["turns", "swallows"])
