@@ -1,6 +1,6 @@
 """How TensorRT-LLM 1.2.1 words its refusals: every one comes back as INTERNAL, and only its text says what it is.
 
-Texts and places are of upstream's ``llmRequest.h`` (validate), ``executorImpl.cpp`` (fetchNewRequests, enqueueRequests) and the
+Texts and places are of upstream's ``llmRequest.h`` (validate), ``executorImpl.cpp`` (fetchNewRequests, enqueueRequests, forwardSync) and the
 backend's ``model_instance_state.cc``. A file, a line and a stack trace may stand around them: look for them, never compare.
 """
 
@@ -18,6 +18,10 @@ _DRAFTS = "Draft tokens length ({length}) exceeds maximum draft tokens length ({
 _QUEUE = "Maximum queue size of {most} has been reached, please try again later"
 REFUSALS = ("Prompt length (", "Draft tokens length (", "mMaxNewTokens > 0", "is not present in the request")
 BUSY = ("Maximum queue size of", "Exceeds maximum queue size")
+_ITERATION = ("error in forwardSync function", "error in forwardAsync function")
+"""One iteration failed, and with it what was in flight; the executor goes on with what comes next."""
+_BROKEN = ("shutting down", "CUDA", "NCCL")
+"""Words of errors after which an engine mostly serves no other request either."""
 
 
 class UpstreamFailure(EngineError):
@@ -42,10 +46,17 @@ def queue_full(number: int, most: int) -> UpstreamFailure:
 
 
 def kind_of(text: str) -> type[EngineError] | None:
-    """What an INTERNAL error's text says: the request is at fault, the queue is full; None: it may be the engine."""
+    """What an INTERNAL error's text says: the request is at fault, the queue is full, an iteration failed; None: it may be the
+    engine."""
     if any(words in text for words in REFUSALS):
         return EngineRejected
-    return EngineError if is_full(text) else None
+    passes = is_full(text) or (any(words in text for words in _ITERATION) and not is_broken(text))
+    return EngineError if passes else None
+
+
+def is_broken(text: str) -> bool:
+    """The engine is out of order, by an error's text."""
+    return any(words in text for words in _BROKEN)
 
 
 def is_full(text: str) -> bool:

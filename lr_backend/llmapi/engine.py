@@ -18,7 +18,7 @@ from typing import Any
 
 from lr_backend.engine.request import EngineRequest, EngineResponse
 from lr_backend.engine.stopping import cut_at_end
-from lr_backend.engine.upstream_errors import kind_of
+from lr_backend.engine.upstream_errors import is_broken, kind_of
 from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, LookaheadError, Overloaded
 from lr_backend.llmapi.config import LlmApiConfig
 from lr_backend.llmapi.health import Health
@@ -30,8 +30,6 @@ from lr_backend.llmapi.stats import LlmApiStats
 OnDone = Callable[[EngineResponse | LookaheadError], None]
 _REJECTED = ("ValueError", "TypeError")
 """Names of what upstream raises over one request. A ``RequestError`` it also raises over each request of a failed iteration."""
-_BROKEN = ("shutting down", "CUDA", "NCCL")
-"""Words of errors after which an engine mostly serves no other request either."""
 CANCELLATION_GRACE_S = 1.0
 """A cancelled request is waited for so long; then it is answered with what is there."""
 CLOSE_TIMEOUT_S = 30.0
@@ -267,7 +265,7 @@ class LlmApiEngine:
         text = f"{type(error).__name__}: {error}"
         if type(error).__name__ in _REJECTED:
             return EngineRejected(text)
-        kind = EngineUnavailable if any(word in text for word in _BROKEN) else kind_of(text) or EngineError
+        kind = EngineUnavailable if is_broken(text) else kind_of(text) or EngineError
         return kind(text)
 
     async def _end_all(self) -> None:

@@ -418,6 +418,8 @@ AROUND = "[TensorRT-LLM][ERROR] {} (/src/tensorrt_llm/cpp/include/llmRequest.h:4
         ("LR_OVERLOADED: the engine's queue is full", EngineError),
         ("LR_ENGINE_REJECTED: lora_task_id: not supported", EngineRejected),
         ("CUDA error: an illegal memory access was encountered", EngineUnavailable),
+        ("Encountered an error in forwardAsync function: Can't allocate new blocks for window size 64", EngineError),
+        ("Encountered an error in forwardSync function: CUDA runtime error in cudaEventSynchronize", EngineUnavailable),
     ],
 )
 def test_the_caller_tells_by_the_text_what_an_internal_error_is(
