@@ -1,6 +1,7 @@
 """Watches the processes of a server's Python models, and has Triton start those anew that die.
 
-Triton itself does neither: a model whose process is gone stays "ready", and calls to it hang. Here its death is known at once.
+Triton itself does neither: calls to a model whose process is gone hang, and until 25.12 it stays "ready" (from 26.01 on the
+model says that it is not, and from 26.04 on the server). Here its death is known at once.
 The step loop is told, so that calls in flight fail and answers end or go on without; then the model is unloaded and loaded, which
 starts a new process. What cannot be mended so ends the server, and whoever supervises it starts it anew: a process of the step
 loop, whose answers are lost with it, or that stands still, a model that does not load, the loss of too many calls, and a target
