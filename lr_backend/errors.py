@@ -173,17 +173,17 @@ def contained(error: BaseException) -> Exception:
     plug-in may exit: that would pass every handler, and nobody would be answered."""
     if isinstance(error, Exception):
         return error
-    found = RuntimeError(f"{type(error).__name__}: {error}")
-    found.__cause__ = error
-    return found
+    return RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)
 
 
 def heed_cancel(error: BaseException | None = None) -> None:
-    """End the task that runs if it is to end. What a plug-in makes of that does not tell: it may swallow it, turn it into another
-    ``error``, or pass on the end of another task that it waited for."""
+    """End the task that runs if it is to end, or the program where it is interrupted. What a plug-in makes of that does not
+    tell: it may swallow it, turn it into another ``error``, or pass on the end of another task that it waited for."""
     task = asyncio.current_task()
     if task is not None and task.cancelling() > 0:
         raise asyncio.CancelledError from error
+    if isinstance(error, KeyboardInterrupt):
+        raise error
 
 
 def require_in_time(limit: asyncio.Timeout) -> None:

@@ -177,7 +177,7 @@ class AuditDesk:
         try:
             async with asyncio.timeout(self._settings.timeout_s):
                 answer = await self._answer(case)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, KeyboardInterrupt):
             raise
         except BaseException:  # whatever it is, an audit that failed concerns no request
             answer = Reason.VERIFIER_ERROR

@@ -70,7 +70,7 @@ class WorkUnderWay:
         try:
             with made_for(job):
                 change = await work()
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, KeyboardInterrupt):
             raise
         except BaseException as error:  # whatever it is, the loop's own task raises it: no work fails unseen
             change = _raising(contained(error))

@@ -294,10 +294,10 @@ class LookaheadService:
 async def _run(loop: LookaheadLoop) -> Outcome:
     try:
         return await loop.run()
-    except asyncio.CancelledError:
+    except (Exception, asyncio.CancelledError):
         raise
     except BaseException as error:
-        raise contained(error) from error.__cause__
+        raise contained(error) from error
 
 
 def _told(error: LookaheadError) -> dict[str, str]:

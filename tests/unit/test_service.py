@@ -431,7 +431,9 @@ RAISED = [ZeroDivisionError("secret insides"), Panic("secret insides"), SystemEx
 
 @pytest.mark.parametrize("error", RAISED, ids=repr)
 @pytest.mark.parametrize("where", ["engine", "prompt", "text"])
-def test_a_bug_does_not_leave_the_client_waiting(where: str, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_does_not_leave_the_client_waiting(
+    where: str, error: BaseException, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     world = make_world()
 
     def broken(*args: object, **more: object) -> Any:
@@ -450,6 +452,8 @@ def test_a_bug_does_not_leave_the_client_waiting(where: str, error: BaseExceptio
     assert "secret" not in told.public()
     assert told.status == "INTERNAL"
     world.assert_idle()
+    logged = capsys.readouterr().out
+    assert "request_crashed" in logged and "in broken" in logged, "where it came from"
 
 
 def test_a_request_whose_span_cannot_begin_has_its_end_all_the_same() -> None:
