@@ -1,7 +1,8 @@
 """How TensorRT-LLM 1.2.1 words its refusals: every one comes back as INTERNAL, and only its text says what it is.
 
 Texts and places are of upstream's ``llmRequest.h`` (validate), ``executorImpl.cpp`` (fetchNewRequests, enqueueRequests,
-forwardSync) and the backend's ``model_instance_state.cc``. A file, a line and a stack trace may stand around them: look for them, never compare.
+forwardSync) and the backend's ``model_instance_state.cc``. A file, a line and a stack trace may stand around them: look for
+them, never compare.
 """
 
 from __future__ import annotations

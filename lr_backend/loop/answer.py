@@ -62,7 +62,8 @@ class Answer:
     Args:
         prompt_ids: the rendered prompt, shape [N].
         max_tokens: of the answer.
-        traced: keep a record of every step.
+        text: what is sent.
+        steps_text: what the records of steps say, without stop strings; None: no record is kept.
 
     Attributes:
         prefix: prompt and committed tokens.
@@ -80,16 +81,15 @@ class Answer:
         tokenizer: StepTokenizer,
         ledger: Ledger,
         emit: Emit,
-        *,
-        traced: bool,
+        steps_text: TextStream | None = None,
     ) -> None:
         self.prefix = prompt_ids
         self.end = len(prompt_ids) + max_tokens
         self.finish: FinishReason | None = None
         self._prompt_length = len(prompt_ids)
         self._rules, self._text, self._tokenizer = rules, text, tokenizer
-        self._ledger, self._emit, self._traced = ledger, emit, traced
-        self._steps_text = TextStream(tokenizer, hidden_ids=rules.hidden_ids)
+        self._ledger, self._emit, self._steps_text = ledger, emit, steps_text
+        self._is_blank = True
         # A prompt may open or close the reasoning of this answer. What stands before the end of a turn is another answer's.
         tail = prompt_ids[-REASONING_TAIL_TOKENS:].tolist()
         ends = [index for index, token in enumerate(tail, 1) if token in rules.end_ids]
@@ -110,14 +110,17 @@ class Answer:
         never said."""
         text = self._text.push(step.ids)
         step = replace(step, ids=step.ids[: self._text.num_last])
-        self.prefix = append(self.prefix, step)
-        self._ledger.step_committed(len(step.ids), num_reasoning=self._num_reasoning(step))
-        self.is_reasoning = self.is_reasoning and self._may_reason(self.prefix) and self._may_have_opened
+        had_opened, self.prefix = self.has_opened(self.prefix), append(self.prefix, step)
+        self._ledger.step_committed(len(step.ids), num_reasoning=self._num_reasoning(step, had_opened=had_opened))
+        self._is_blank = self._is_blank and not self.plain(step).strip()
+        # Blank lines before the reasoning say nothing.
+        may_have_opened = self._is_blank or self.has_opened(self.prefix)
+        self.is_reasoning = self.is_reasoning and self._may_reason(self.prefix) and may_have_opened
         if self._text.stopped or step.end is StepEnd.END:
             self.finish = FinishReason.STOP
         elif len(self.prefix) >= self.end:
             self.finish = FinishReason.LENGTH
-        record = self._record(step, origin, reason, decision) if self._traced else None
+        record = self._record(step, self._steps_text, origin, reason, decision) if self._steps_text is not None else None
         depth = decision.depth if decision is not None else 0
         self._emit(Committed(text, record, StepMark(origin, reason, len(step.ids), depth)))
 
@@ -125,11 +128,9 @@ class Answer:
         """Send what was still held back; call once, at the end."""
         if held := self._text.flush():
             self._emit(Committed(held, None, None))
-
-    @property
-    def _may_have_opened(self) -> bool:
-        """Blank lines before the reasoning say nothing."""
-        return self.has_opened(self.prefix) or not self._decoded(self.completion_ids).strip()
+        if self._steps_text is not None and (held := self._steps_text.flush()):
+            last = self._ledger.records.pop()
+            self._ledger.records.append(last.model_copy(update={"text": last.text + held}))
 
     def has_opened(self, prefix: IntArray) -> bool:
         """The reasoning has begun; always true for a model that marks none."""
@@ -175,15 +176,15 @@ class Answer:
     def _since_prompt(self, prefix: IntArray) -> IntArray:
         return prefix[self._begins :]
 
-    def _num_reasoning(self, step: Step) -> int:
+    def _num_reasoning(self, step: Step, *, had_opened: bool) -> int:
         opening, close = self._rules.think_open_id, self._rules.think_close_id
         # Without marks nobody can tell reasoning from answer. A model with marks may answer without any.
         if close is None or not self.is_reasoning or not self.has_opened(self.prefix):
             return 0
         end = step.ids.index(close) + 1 if close in step.ids else len(step.ids)
-        return end - (step.ids.index(opening) if opening in step.ids[:end] else 0)
+        return end if had_opened or opening not in step.ids[:end] else end - step.ids.index(opening)
 
-    def _record(self, step: Step, origin: Origin, reason: Reason, decision: Decision | None) -> StepRecord:
+    def _record(self, step: Step, text: TextStream, origin: Origin, reason: Reason, decision: Decision | None) -> StepRecord:
         compared = decision.compared if decision is not None else None
         drafted_times = compared.times_s if compared is not None else {}
         target_times = decision.position.times_s if decision is not None else {}
@@ -195,7 +196,7 @@ class Answer:
             reason=reason.value,
             verifier=verdict.verifier if verdict is not None else None,
             score=verdict.score if verdict is not None else None,
-            text=self._steps_text.push(step.ids) + (self._steps_text.flush() if self.finish else ""),
+            text="".join(text.push([token]) for token in step.ids) + (text.flush() if self.finish else ""),
             num_tokens=len(step.ids),
             sibling=compared.sibling if compared is not None else None,
             drafted_text=self.plain(compared.drafted) if compared is not None and compared.drafted else None,

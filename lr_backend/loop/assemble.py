@@ -111,8 +111,10 @@ def assemble(request: LookaheadRequest, prompt_ids: IntArray, request_id: str, s
     can_draft = draft_tokens is not None or num_engine_drafts > 0
     policy = _policy(request, server, can_draft=can_draft)
     # A completion goes on with its prompt, in the middle of a line or a word; an answer begins a text of its own.
-    goes_on = prompt_ids.tolist() if request.raw else ()
-    text = TextStream(models.tokenizer, request.stop, models.rules.hidden_ids, goes_on=goes_on)
+    decoded = partial(
+        TextStream, models.tokenizer, hidden_ids=models.rules.hidden_ids, goes_on=prompt_ids.tolist() if request.raw else ()
+    )
+    text, steps_text = decoded(stop=request.stop), decoded() if request.trace else None
     max_tokens = min(request.max_tokens or limits.max_tokens, limits.max_tokens)
     unmetered = verifier_parts(server.engines, request, server)
     return LookaheadLoop(
@@ -120,7 +122,7 @@ def assemble(request: LookaheadRequest, prompt_ids: IntArray, request_id: str, s
         request_id=request_id,
         config=config,
         rules=models.rules,
-        answer=Answer(prompt_ids, max_tokens, models.rules, text, models.tokenizer, ledger, emit, traced=request.trace),
+        answer=Answer(prompt_ids, max_tokens, models.rules, text, models.tokenizer, ledger, emit, steps_text),
         ledger=ledger,
         target=writer(metered.target, Role.TARGET, draft_tokens=draft_tokens, num_engine_drafts=num_engine_drafts),
         draft=writer(metered.draft, Role.DRAFT),

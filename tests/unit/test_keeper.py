@@ -93,6 +93,8 @@ def test_while_one_model_loads_others_are_seen_to_die(silent: str, tmp_path: Pat
     processes["target"].kill()
     processes["target"].wait()
     until(lambda: "target" in keeper.dead)  # it is watched on: the answers in flight come to their end, or do not
+    until(lambda: len(posted) == 4)
+    keeper.stop()
     assert "step loop" in keeper.why and said.empty(), "and it is not mended"
     assert posted.pop() == set(processes)
     assert posted == [{"draft"}, {"draft", "judge"}, {"draft", "judge", "lookahead"}]

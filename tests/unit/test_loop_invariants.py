@@ -19,6 +19,7 @@ from lr_backend.engine import EngineCall
 from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, InvalidRequest, NotFinite, TargetUnavailable
 from lr_backend.loop.answer import Answer, Committed, Outcome
 from lr_backend.loop.ledger import Ledger
+from lr_backend.loop.tracing import build_trace
 from lr_backend.policy.acceptance import Acceptance
 from lr_backend.policy.policy import Learned
 from lr_backend.request import FinishReason, Mode, Origin, ProposerName
@@ -27,6 +28,7 @@ from lr_backend.steps.segment import BLANK_LINE
 from lr_backend.steps.step import Step, StepEnd
 from lr_backend.steps.text import TextStream
 from lr_backend.testing import ScriptedEngine, run_virtual
+from lr_backend.trace.schema import Purpose
 from lr_backend.verify import Reason
 from tests.support.examples import answers
 from tests.support.world import (
@@ -477,7 +479,7 @@ def test_reasoning_tokens_are_those_that_a_client_can_tell_from_the_answer(rules
 
 
 def test_blank_lines_before_the_reasoning_do_not_end_it() -> None:
-    ids = (BREAK, BREAK, THINK, FIRST_LETTER, BREAK, FIRST_LETTER, BREAK, CLOSE, FIRST_LETTER + 1, END)
+    ids = (BREAK, BREAK, THINK, FIRST_LETTER, BREAK, FIRST_LETTER, THINK, BREAK, CLOSE, FIRST_LETTER + 1, END)
 
     def script(context: tuple[int, ...], seed: int) -> int:
         return ids[len(context) - len(PROMPT)]
@@ -488,7 +490,9 @@ def test_blank_lines_before_the_reasoning_do_not_end_it() -> None:
         assert outcome.usage.num_steps_accepted > 0 or fields["mode"] == "ar"
 
 
-@pytest.mark.parametrize("fields", [{"mode": "ar", "stream": False}, {"mode": "ar"}, {"mode": "lr"}, {"mode": "sd"}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{"mode": "ar", "stream": False}, {"mode": "ar"}, {"mode": "lr"}, {"mode": "lr_sd"}, {"mode": "sd"}], ids=str
+)
 def test_what_is_written_behind_a_stop_string_is_not_counted(fields: dict[str, Any]) -> None:
     letters = tuple(range(FIRST_LETTER, FIRST_LETTER + 6))
     ids = (THINK, *letters[:2], BREAK, *letters[2:], BREAK, END)
@@ -505,6 +509,9 @@ def test_what_is_written_behind_a_stop_string_is_not_counted(fields: dict[str, A
     records = outcome.ledger.records
     assert sum(record.num_tokens for record in records) == end
     assert "".join(record.text for record in records) == TOKENIZER.decode(ids[:end])
+    for call in build_trace(outcome, "request").calls:
+        in_answer = call.purpose in (Purpose.TARGET_STEP, Purpose.DRAFTED_STEP) and call.outcome in ("committed", "accepted")
+        assert call.num_committed_tokens > 0 or not in_answer
 
 
 def test_the_texts_of_steps_are_the_answer_though_one_ends_inside_a_character() -> None:
@@ -515,12 +522,14 @@ def test_the_texts_of_steps_are_the_answer_though_one_ends_inside_a_character() 
     tokenizer: Any = Utf8()
     told: list[Committed] = []
     ledger, rules = Ledger(lambda: 0.0, 1), StepRules.build(BLANK_LINE, {}, [0])
-    text = TextStream(tokenizer)
-    answer = Answer(np.array([1], np.int32), 99, rules, text, tokenizer, ledger, told.append, traced=True)
-    whole = "a€😀".encode()
+    text, steps_text = TextStream(tokenizer), TextStream(tokenizer)
+    answer = Answer(np.array([1], np.int32), 99, rules, text, tokenizer, ledger, told.append, steps_text)
+    whole = "a€😀b€".encode()[:-1]
     for ids in (whole[:3], whole[3:6], whole[6:]):
         answer.commit(Step(tuple(ids), StepEnd.CAP), Origin.TARGET, Reason.NONE)
-    assert "".join(one.text for one in told) == "".join(one.text for one in ledger.records) == "a€😀"
+    answer.flush()
+    texts = [one.text for one in ledger.records]
+    assert texts == ["a", "€", "😀b\ufffd"] and "".join(one.text for one in told) == "".join(texts)
 
 
 @pytest.mark.parametrize(
