@@ -173,7 +173,9 @@ def contained(error: BaseException) -> Exception:
     plug-in may exit: that would pass every handler, and nobody would be answered."""
     if isinstance(error, Exception):
         return error
-    return RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)
+    found = RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)
+    found.__cause__ = error
+    return found
 
 
 def heed_cancel(error: BaseException | None = None) -> None:

@@ -18,6 +18,8 @@ from lr_backend.verify import Reason
 
 REASONING_TAIL_TOKENS = 8
 """A chat template that opens or skips the reasoning does so in the last few tokens of the prompt."""
+MOST_PIECES = 4
+"""Tokens of one character, which has four bytes at most."""
 DRAFTED_TIMES = ("drafted_started_s", "drafted_finished_s")
 TARGET_TIMES = ("target_started_s", "target_finished_s")
 
@@ -63,7 +65,7 @@ class Answer:
         prompt_ids: the rendered prompt, shape [N].
         max_tokens: of the answer.
         text: what is sent.
-        steps_text: what the records of steps say, without stop strings; None: no record is kept.
+        steps_text: what the records of steps say, which heeds no stop string; None: no record is kept.
 
     Attributes:
         prefix: prompt and committed tokens.
@@ -184,6 +186,11 @@ class Answer:
         end = step.ids.index(close) + 1 if close in step.ids else len(step.ids)
         return end if had_opened or opening not in step.ids[:end] else end - step.ids.index(opening)
 
+    def _text_of_record(self, text: TextStream, ids: tuple[int, ...]) -> str:
+        """What a step adds to the text; of a character over two steps the second one tells."""
+        whole, end = ids[:-MOST_PIECES], ids[-MOST_PIECES:]
+        return text.push(whole) + "".join(text.push([token]) for token in end) + (text.flush() if self.finish else "")
+
     def _record(self, step: Step, text: TextStream, origin: Origin, reason: Reason, decision: Decision | None) -> StepRecord:
         compared = decision.compared if decision is not None else None
         drafted_times = compared.times_s if compared is not None else {}
@@ -196,7 +203,7 @@ class Answer:
             reason=reason.value,
             verifier=verdict.verifier if verdict is not None else None,
             score=verdict.score if verdict is not None else None,
-            text="".join(text.push([token]) for token in step.ids) + (text.flush() if self.finish else ""),
+            text=self._text_of_record(text, step.ids),
             num_tokens=len(step.ids),
             sibling=compared.sibling if compared is not None else None,
             drafted_text=self.plain(compared.drafted) if compared is not None and compared.drafted else None,

@@ -42,7 +42,7 @@ def _call(span: CallSpan, ledger: Ledger, ends: Sequence[int]) -> Call:
         outcome = CallOutcome.WASTED if dropped or not span.num_proposed else _verified(span)
     purpose = Purpose.DRAFT_TOKENS if span.drafts_tokens else Purpose.ALONE if job is None else job.purpose
     in_answer = outcome is CallOutcome.COMMITTED or (outcome is CallOutcome.ACCEPTED and purpose is Purpose.DRAFTED_STEP)
-    if in_answer and span.num_tokens and not num_committed:  # its step was cut before it
+    if in_answer and span.num_tokens and not num_committed:  # all of them stand behind a stop string
         outcome = CallOutcome.WASTED
     return Call(
         role=span.role,

@@ -32,7 +32,7 @@ OUTCOMES = {
     CallOutcome.ACCEPTED: "accepted: drafted, in the answer (a verdict: yes)",
     CallOutcome.VERIFIED: "verified: the target's, an accepted draft stands for it",
     CallOutcome.REJECTED: "rejected (a verdict: no)",
-    CallOutcome.WASTED: "wasted: of a dropped chain",
+    CallOutcome.WASTED: "wasted: completed, and not used",
     CallOutcome.CANCELLED: "cancelled",
     CallOutcome.FAILED: "failed",
 }

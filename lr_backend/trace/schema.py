@@ -44,7 +44,7 @@ class CallOutcome(StrEnum):
     REJECTED = "rejected"
     """Of a drafted step: it was compared and not taken. Of a verdict: it said no. Of draft tokens: the target took none."""
     WASTED = "wasted"
-    """Completed, but the chain that it belongs to was dropped, or a sibling won."""
+    """Completed, but the chain that it belongs to was dropped, a sibling won, or all its tokens stand behind a stop string."""
     CANCELLED = "cancelled"
     """Stopped before it completed: nothing could need it any more, or the request ended."""
     FAILED = "failed"

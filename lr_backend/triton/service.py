@@ -183,6 +183,8 @@ class LookaheadService:
             end = "cancelled"
             replies.fail(Cancelled("the server is shutting down"))
             raise
+        except KeyboardInterrupt:
+            raise
         except BaseException:  # a bug must not leave the client waiting, nor tell it our insides
             log.exception("request_crashed", request_id=request_id)
             replies.fail(LookaheadError("internal error; see the server's log"))
@@ -294,7 +296,7 @@ class LookaheadService:
 async def _run(loop: LookaheadLoop) -> Outcome:
     try:
         return await loop.run()
-    except (Exception, asyncio.CancelledError):
+    except (Exception, asyncio.CancelledError, KeyboardInterrupt):
         raise
     except BaseException as error:
         raise contained(error) from error

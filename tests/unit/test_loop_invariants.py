@@ -31,6 +31,7 @@ from lr_backend.testing import ScriptedEngine, run_virtual
 from lr_backend.trace.schema import Purpose
 from lr_backend.verify import Reason
 from tests.support.examples import answers
+from tests.support.word_tokenizer import WordTokenizer
 from tests.support.world import (
     BREAK,
     CLOSE,
@@ -491,7 +492,9 @@ def test_blank_lines_before_the_reasoning_do_not_end_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"mode": "ar", "stream": False}, {"mode": "ar"}, {"mode": "lr"}, {"mode": "lr_sd"}, {"mode": "sd"}], ids=str
+    "fields",
+    [{"mode": "ar", "stream": False}, {"mode": "ar"}, {"mode": "lr"}, {"mode": "lr_sd", "num_draft_tokens": 1}, {"mode": "sd"}],
+    ids=str,
 )
 def test_what_is_written_behind_a_stop_string_is_not_counted(fields: dict[str, Any]) -> None:
     letters = tuple(range(FIRST_LETTER, FIRST_LETTER + 6))
@@ -512,6 +515,23 @@ def test_what_is_written_behind_a_stop_string_is_not_counted(fields: dict[str, A
     for call in build_trace(outcome, "request").calls:
         in_answer = call.purpose in (Purpose.TARGET_STEP, Purpose.DRAFTED_STEP) and call.outcome in ("committed", "accepted")
         assert call.num_committed_tokens > 0 or not in_answer
+
+
+@pytest.mark.parametrize("raw", [True, False])
+def test_a_completion_keeps_its_first_blank_in_records_too(raw: bool) -> None:
+    class Strips(WordTokenizer):
+        def decode(self, token_ids: Any, **kwargs: Any) -> str:
+            return super().decode(token_ids, **kwargs).removeprefix(LETTERS[0])
+
+    def script(context: tuple[int, ...], seed: int) -> int:
+        return (FIRST_LETTER, FIRST_LETTER + 1, END)[len(context) - len(PROMPT)]
+
+    world = World.of(script, script)
+    strips = Strips(TOKENIZER.words, special=frozenset({"<end>"}))  # LETTERS[0] is the blank
+    world.models = replace(world.models, tokenizer=strips)
+    outcome = run_virtual(world.answer(mode="ar", raw=raw, trace=True))
+    text = LETTERS[:2] if raw else LETTERS[1]
+    assert (world.text, "".join(record.text for record in outcome.ledger.records)) == (text, text)
 
 
 def test_the_texts_of_steps_are_the_answer_though_one_ends_inside_a_character() -> None:
