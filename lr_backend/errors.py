@@ -168,9 +168,16 @@ def first_error(error: _Validation, leave_out: Container[object] = ()) -> str:
     return f"{where + ': ' if where else ''}{str(first['msg']).removeprefix('Value error, ')}"
 
 
+ENDS = (asyncio.CancelledError, KeyboardInterrupt)
+"""What ends a task or the program, and is nobody's to keep."""
+
+
 def contained(error: BaseException) -> Exception:
-    """The same, as a task may end with it and its event loop go on. A library in Rust panics with what is no ``Exception``, and a
-    plug-in may exit: that would pass every handler, and nobody would be answered."""
+    """The error in a form with which a task may end while its event loop goes on.
+
+    A library in Rust panics with what is no ``Exception``, and a plug-in may exit. That would pass every handler, and nobody
+    would be answered.
+    """
     if isinstance(error, Exception):
         return error
     found = RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)

@@ -115,23 +115,22 @@ class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore
     def __exit__(self, *exc: object) -> None:
         self.die()
 
-    def die(self, seen_by: grpc.Channel | None = None) -> None:
-        """Stop at once: every open call is aborted.
-
-        Args:
-            seen_by: returns once this client's connection has ended. A call that meets the end may never be
-                answered.
-        """
-        states: list[grpc.ChannelConnectivity] = []
-        if seen_by is not None:
-            seen_by.subscribe(states.append)
+    def die(self) -> None:
+        """Stop at once: every open call is aborted."""
         assert self._server.stop(grace=None).wait(WAIT_S)
-        if seen_by is not None:
-            until_s = time.monotonic() + WAIT_S
-            while not states or states[-1] is grpc.ChannelConnectivity.READY:
-                assert time.monotonic() < until_s, "the connection never ended"
-                time.sleep(LOOK_S)
-            seen_by.unsubscribe(states.append)
+
+    def die_seen_by(self, channel: grpc.Channel) -> None:
+        """Die, and return once this client's connection has ended: a call that meets the end may hang."""
+        ended = threading.Event()
+
+        def heard(state: grpc.ChannelConnectivity) -> None:
+            if state is not grpc.ChannelConnectivity.READY:
+                ended.set()
+
+        channel.subscribe(heard)
+        self.die()
+        assert ended.wait(WAIT_S), "the connection never ended"
+        channel.unsubscribe(heard)
 
     def request(self, index: int = 0) -> Seen:
         """The index-th request; waits for it to arrive."""

@@ -305,7 +305,7 @@ def test_a_server_on_this_machine_is_not_reached_through_a_proxy(
 def test_a_new_client_reaches_a_server_that_an_older_one_still_waits_for(server: FakeServer) -> None:
     with Client(server.url) as old:
         assert old.ask("plain").text == "ab"
-        server.die(seen_by=old._channel)
+        server.die_seen_by(old._channel)
         for _ in range(3):  # by now gRPC waits before it connects again
             with pytest.raises(ServerUnreachable):
                 old.ask("plain")

@@ -18,6 +18,7 @@ from hashlib import blake2b
 from lr_backend.audit.auditor import Auditor
 from lr_backend.audit.interval import Estimate, FalseAccepts
 from lr_backend.config import AuditSettings
+from lr_backend.errors import ENDS
 from lr_backend.verify import Reason, StepPair, Verifier
 from lr_backend.verify.verdict import FAILED, SAME
 
@@ -177,7 +178,7 @@ class AuditDesk:
         try:
             async with asyncio.timeout(self._settings.timeout_s):
                 answer = await self._answer(case)
-        except (asyncio.CancelledError, KeyboardInterrupt):
+        except ENDS:
             raise
         except BaseException:  # whatever it is, an audit that failed concerns no request
             answer = Reason.VERIFIER_ERROR

@@ -52,7 +52,7 @@ from lr_backend.frontend.template import opens_reasoning
 from lr_backend.hardware.lateness import Lateness
 from lr_backend.serve import mps
 from lr_backend.serve.ending import Idleness
-from lr_backend.serve.keeper import StubKeeper
+from lr_backend.serve.keeper import StubKeeper, told_dead
 from lr_backend.serve.launch import launch_plan
 from lr_backend.serve.mps import Mps
 from lr_backend.serve.nodes import Nodes, group_of, private_key
@@ -356,7 +356,7 @@ def _unless_lost(server: TritonServer, keeper: StubKeeper, stop: StopRequest, wo
         if wait((done,), _LOOK_S).done:
             return done.result()
         if keeper.lost.is_set() or keeper.dead:
-            why = keeper.why or f"the process of {' and '.join(sorted(keeper.dead))} died"
+            why = keeper.why or told_dead(keeper.dead)
             raise ServerError(f"{why}, asked for a first answer", useful_lines(server.log_text()))
     return None
 

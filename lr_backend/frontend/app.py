@@ -141,8 +141,9 @@ class Frontend:
 
     async def _models(self, call: Call) -> Response:
         self._admit(call)
-        named = dict.fromkeys(("id", "root"), self._deployed.name)  # vllm bench serve looks for the root
-        model = named | {"object": "model", "created": self._created, "owned_by": "lookahead"}
+        served = self._deployed.name
+        model = {"id": served, "object": "model", "created": self._created, "owned_by": "lookahead"}
+        model["root"] = served  # vllm bench serve looks for it
         if (name := call.request.path_params.get("name")) not in (None, self._deployed.name):
             raise ApiError("model_not_found", f"this server has {self._deployed.name}")
         call.log(200)

@@ -116,7 +116,7 @@ class Answer:
         self._ledger.step_committed(len(step.ids), num_reasoning=self._num_reasoning(step, had_opened=had_opened))
         self._is_blank = self._is_blank and not self.plain(step).strip()
         # Blank lines before the reasoning say nothing.
-        may_have_opened = self._is_blank or self.has_opened(self.prefix)
+        may_have_opened = had_opened or self._is_blank or self._rules.think_open_id in step.ids
         self.is_reasoning = self.is_reasoning and self._may_reason(self.prefix) and may_have_opened
         if self._text.stopped or step.end is StepEnd.END:
             self.finish = FinishReason.STOP
@@ -181,13 +181,13 @@ class Answer:
     def _num_reasoning(self, step: Step, *, had_opened: bool) -> int:
         opening, close = self._rules.think_open_id, self._rules.think_close_id
         # Without marks nobody can tell reasoning from answer. A model with marks may answer without any.
-        if close is None or not self.is_reasoning or not self.has_opened(self.prefix):
+        if close is None or not self.is_reasoning or not (had_opened or opening in step.ids):
             return 0
         end = step.ids.index(close) + 1 if close in step.ids else len(step.ids)
         return end if had_opened or opening not in step.ids[:end] else end - step.ids.index(opening)
 
     def _text_of_record(self, text: TextStream, ids: tuple[int, ...]) -> str:
-        """What a step adds to the text; of a character over two steps the second one tells."""
+        """What a step adds to the text. A character over two steps belongs to the second."""
         whole, end = ids[:-MOST_PIECES], ids[-MOST_PIECES:]
         return text.push(whole) + "".join(text.push([token]) for token in end) + (text.flush() if self.finish else "")
 

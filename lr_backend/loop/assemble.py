@@ -23,7 +23,7 @@ from lr_backend.propose import DraftModel, Lookup, NGram, Proposer
 from lr_backend.request import LookaheadRequest, ProposerName, VerifierName
 from lr_backend.steps.rules import StepRules
 from lr_backend.steps.step import StepTokenizer
-from lr_backend.steps.text import TextStream
+from lr_backend.steps.text import CONTEXT_TOKENS, TextStream
 from lr_backend.verify import VerifierParts, VerifierPlugIn, make_verifier
 from lr_backend.verify.judge_prompt import JudgePrompt
 
@@ -111,9 +111,8 @@ def assemble(request: LookaheadRequest, prompt_ids: IntArray, request_id: str, s
     can_draft = draft_tokens is not None or num_engine_drafts > 0
     policy = _policy(request, server, can_draft=can_draft)
     # A completion goes on with its prompt, in the middle of a line or a word; an answer begins a text of its own.
-    decoded = partial(
-        TextStream, models.tokenizer, hidden_ids=models.rules.hidden_ids, goes_on=prompt_ids.tolist() if request.raw else ()
-    )
+    goes_on = prompt_ids[-CONTEXT_TOKENS:].tolist() if request.raw else ()
+    decoded = partial(TextStream, models.tokenizer, hidden_ids=models.rules.hidden_ids, goes_on=goes_on)
     text, steps_text = decoded(stop=request.stop), decoded() if request.trace else None
     max_tokens = min(request.max_tokens or limits.max_tokens, limits.max_tokens)
     unmetered = verifier_parts(server.engines, request, server)

@@ -6,7 +6,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 
-from lr_backend.errors import contained
+from lr_backend.errors import ENDS, contained
 from lr_backend.loop.ledger import Job, Ledger, made_for
 from lr_backend.loop.tree import Node
 from lr_backend.trace.schema import Purpose
@@ -70,7 +70,7 @@ class WorkUnderWay:
         try:
             with made_for(job):
                 change = await work()
-        except (asyncio.CancelledError, KeyboardInterrupt):
+        except ENDS:
             raise
         except BaseException as error:  # whatever it is, the loop's own task raises it: no work fails unseen
             change = _raising(contained(error))

@@ -48,8 +48,8 @@ class StubKeeper:
     """To be started once the server is ready. Not for servers that are stopping: stop it first.
 
     Attributes:
-        lost: set where something has died that is not mended in place; ``why`` says what. It is watched on: while the answers in
-            flight come to their end, more may die.
+        lost: set where something has died that is not mended in place; ``why`` says what. The keeper goes on
+            watching: more may die while the answers in flight come to their end.
     """
 
     def __init__(self, server: TritonServer, say: Callable[[str], None], load_s: float = LOAD_S) -> None:
@@ -194,7 +194,7 @@ class StubKeeper:
         if LOOKAHEAD_MODEL in models:
             self._lose("a process of the step loop died")
         elif not self._has_loop:
-            self._lose(f"the process of {' and '.join(sorted(models))} died")
+            self._lose(told_dead(models))
         if self.lost.is_set():
             return
         for model in sorted(models):
@@ -239,6 +239,11 @@ class StubKeeper:
             connection.close()
         if answer.status != 200:
             raise OSError(f"HTTP {answer.status}: {text[:200]}")
+
+
+def told_dead(models: Iterable[str]) -> str:
+    """What is said of models whose processes have died."""
+    return f"the process of {' and '.join(sorted(models))} died"
 
 
 def stubs_of(pid: int | None) -> dict[str, list[int]]:

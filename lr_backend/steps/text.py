@@ -11,7 +11,7 @@ from collections.abc import Container, Iterable, Sequence
 from lr_backend.steps.step import StepTokenizer
 
 _INCOMPLETE = "\ufffd"
-_CONTEXT_TOKENS = 8
+CONTEXT_TOKENS = 8
 """Of the text before, with which new tokens are decoded: some tokenizers drop a blank at the beginning of what they decode."""
 
 
@@ -90,7 +90,7 @@ class TextStream:
         return text + ("" if self.stopped else held)
 
     def _remember(self, ids: Sequence[int]) -> None:
-        self._context_ids = [*self._context_ids, *ids][-_CONTEXT_TOKENS:]
+        self._context_ids = [*self._context_ids, *ids][-CONTEXT_TOKENS:]
         while _INCOMPLETE in self._decode(self._context_ids):  # it begins inside a character
             del self._context_ids[0]
 

@@ -19,7 +19,7 @@ from lr_backend.audit.desk import AuditDesk
 from lr_backend.clock import running_clock
 from lr_backend.config import LoopConfig
 from lr_backend.contract import IntArray, TensorMap
-from lr_backend.errors import Cancelled, InvalidRequest, LookaheadError, Overloaded, contained
+from lr_backend.errors import ENDS, Cancelled, InvalidRequest, LookaheadError, Overloaded, contained
 from lr_backend.loop.answer import Committed, Outcome, StepMark
 from lr_backend.loop.assemble import Engines, Models, Server, assemble
 from lr_backend.loop.ledger import CallSpan, Ledger
@@ -296,7 +296,7 @@ class LookaheadService:
 async def _run(loop: LookaheadLoop) -> Outcome:
     try:
         return await loop.run()
-    except (Exception, asyncio.CancelledError, KeyboardInterrupt):
+    except (Exception, *ENDS):
         raise
     except BaseException as error:
         raise contained(error) from error

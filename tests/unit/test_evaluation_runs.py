@@ -211,7 +211,7 @@ def test_an_endpoint_that_dies_midway_costs_nothing_that_was_measured(
 
         def dies(*args: Any, **kwargs: Any) -> Any:
             if next(asked) == 4:
-                first.die(seen_by=client._channel)
+                first.die_seen_by(client._channel)
             return stream(*args, **kwargs)
 
         monkeypatch.setattr(client, "stream", dies)
