@@ -97,5 +97,6 @@ LOOKAHEAD_INPUTS: tuple[TensorSpec, ...] = tuple(field.tensor for field in REQUE
 """All optional; the request says which go together."""
 
 LOOKAHEAD_OUTPUTS: tuple[TensorSpec, ...] = tuple(
-    TensorSpec(name, "STRING", (1,), optional=False) for name in ("text_output", "step", "finish_reason", "usage", "trace")
+    TensorSpec(name, "INT32" if name.startswith("num_") else "STRING", (1,), optional=False)
+    for name in ("text_output", "num_reasoning_chars", "step", "finish_reason", "usage", "trace")
 )

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import grpc
@@ -21,19 +21,23 @@ LOOK_S = 0.01
 
 @dataclass(frozen=True)
 class Reply:
-    """One response; None leaves an output out."""
+    """One response; None leaves an output out.
+
+    ``num_reasoning_chars``: None: the whole answer is reasoning up to its first closing mark.
+    """
 
     text: str | None = None
+    num_reasoning_chars: int | None = None
     step: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
     finish: str | None = None
     usage: Mapping[str, Any] | None = None
     trace: str | None = None
 
-    def outputs(self) -> dict[str, str]:
+    def outputs(self) -> dict[str, str | int]:
         step = None if self.step is None else json.dumps(self.step)
         usage = None if self.usage is None else json.dumps(self.usage)
         given = {"text_output": self.text, "step": step, "finish_reason": self.finish, "usage": usage}
-        given["trace"] = self.trace
+        given |= {"trace": self.trace, "num_reasoning_chars": self.num_reasoning_chars}
         return {name: value for name, value in given.items() if value is not None}
 
 
@@ -172,7 +176,7 @@ class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore
         return self.scripts[seen.inputs["text_input"][0]]
 
     def _play(self, script: Sequence[Act], context: Any, seen: Seen) -> Iterator[Any]:
-        for act in script:
+        for act in with_reasoning(script):
             match act:
                 case Reply():
                     yield stream_response(act.outputs())
@@ -188,12 +192,28 @@ class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore
                         assert time.monotonic() < until_s, "nobody opened the gate"
 
 
-def stream_response(outputs: Mapping[str, str]) -> Any:
+def with_reasoning(script: Sequence[Act]) -> Iterator[Act]:
+    """The script, whose replies say how much of their text is reasoning."""
+    whole = "".join(act.text or "" for act in script if isinstance(act, Reply))
+    _, closing, rest = whole.partition("</think>")
+    left = len(whole) - len(rest) if closing or whole.startswith("<think>") else 0
+    for act in script:
+        if isinstance(act, Reply) and act.text is not None and act.num_reasoning_chars is None:
+            num = min(left, len(act.text))
+            left, act = left - num, replace(act, num_reasoning_chars=num)
+        yield act
+
+
+def stream_response(outputs: Mapping[str, str | int]) -> Any:
     response = service_pb2.ModelStreamInferResponse()
     for name, value in outputs.items():
-        raw = value.encode()
-        response.infer_response.outputs.add(name=name, datatype="BYTES", shape=[1])
-        response.infer_response.raw_output_contents.append(struct.pack("<I", len(raw)) + raw)
+        if isinstance(value, str):
+            text = value.encode()
+            datatype, raw = "BYTES", struct.pack("<I", len(text)) + text
+        else:
+            datatype, raw = "INT32", struct.pack("<i", value)
+        response.infer_response.outputs.add(name=name, datatype=datatype, shape=[1])
+        response.infer_response.raw_output_contents.append(raw)
     return response
 
 

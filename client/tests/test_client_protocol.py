@@ -19,6 +19,7 @@ from lr_client import (
     Options,
     Overloaded,
     RequestTimeout,
+    Result,
     ServerError,
     ServerUnreachable,
     StepEvent,
@@ -48,7 +49,7 @@ from lr_client.protocol import (
     read_record,
     read_steps,
 )
-from lr_client.reasoning import MARKS, ReasoningSplitter, split_reasoning
+from lr_client.reasoning import MARKS, Splitter
 
 QUICK = settings(max_examples=50, deadline=None)
 TEXT = st.text(st.characters(codec="utf-8"))
@@ -281,10 +282,10 @@ def test_a_value_of_the_wrong_type_is_a_server_error(raw: bytes) -> None:
 
 def test_a_response_becomes_its_step_then_its_text_then_its_finish() -> None:
     step = {"index": 0, "origin": "draft", "text": "a"}
-    reply = Reply(text="a", step=step, finish="stop", usage={"num_steps": 1})
+    reply = Reply(text="a", num_reasoning_chars=1, step=step, finish="stop", usage={"num_steps": 1})
     assert Decoder().feed(outputs_of(stream_response(reply.outputs()))) == (
         StepEvent(StepRecord(index=0, origin="draft", text="a")),
-        TextEvent("a"),
+        TextEvent("a", 1),
         FinishEvent("stop", Usage(num_steps=1)),
     )
 
@@ -418,25 +419,6 @@ def test_timeouts_and_lost_connections_are_python_s_own_kinds_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "is_cut", "parts"),
-    [
-        ("<think>\nwhy\n</think>\n\n42", False, ("why", "42")),
-        ("[THINK]why[/THINK]42", False, ("why", "42")),
-        ("[THINK]why[/THINK]Use </think>", False, ("why", "Use </think>")),
-        ("<think>not [/THINK] yet</think>42", False, ("not [/THINK] yet", "42")),
-        ("why</think>42", False, ("why", "42")),
-        ("<think>why", False, ("why", "")),
-        ("[THINK]why", False, ("why", "")),
-        ("why", True, ("why", "")),
-        ("42", False, ("", "42")),
-        ("", False, ("", "")),
-    ],
-)
-def test_reasoning_ends_at_its_mark(text: str, is_cut: bool, parts: tuple[str, str]) -> None:
-    assert split_reasoning(text, is_cut=is_cut) == parts
-
-
-@pytest.mark.parametrize(
     ("name", "value"),
     [
         ("authorization", "Bearer key\n"),
@@ -463,54 +445,67 @@ def test_metadata_that_is_no_mapping_is_refused(metadata: Any) -> None:
         metadata_pairs({"authorization": None})  # type: ignore[dict-item]
 
 
-@pytest.mark.parametrize(
-    ("num_reasoning", "parts"), [(9, ("why, 42", "")), (5, ("", "why, 42")), (0, ("", "why, 42"))]
-)
-def test_a_text_without_marks_is_the_answer_unless_all_of_it_is_reasoning(
-    num_reasoning: int, parts: tuple[str, str]
-) -> None:
-    """A tokenizer may keep its marks out of texts."""
+def result_of(*events: Event) -> Result:
     collector = Collector()
-    usage = Usage(completion_tokens=9, reasoning_tokens=num_reasoning)
-    for event in (TextEvent("why, 42"), FinishEvent("stop", usage)):
+    for event in (*events, FinishEvent("stop", Usage())):
         collector.add(event)
-    result = collector.result()
-    assert (result.reasoning, result.answer) == parts
+    return collector.result()
 
 
 @pytest.mark.parametrize(
-    ("text", "num_reasoning", "parts"),
+    ("reasoning", "answer", "parts"),
     [
-        ("Close it with </think>.", 0, ("", "Close it with </think>.")),
-        ("why</think>42", 4, ("why", "42")),
-        ("<think>why</think>42", 0, ("why", "42")),
+        ("<think>\nwhy\n</think>", "\n\n42", ("why", "42")),
+        ("\n<think>why</think>", "42", ("why", "42")),
+        ("[THINK]why[/THINK]", "Use </think>", ("why", "Use </think>")),
+        ("<think>It writes </think> and goes on</think>", "42", ("It writes </think> and goes on", "42")),
+        ("why</think>", "42", ("why", "42")),  # the prompt has opened it
+        ("why, ", "42", ("why,", "42")),  # a tokenizer may keep its marks out of texts
+        ("<think>why", "", ("why", "")),
+        ("<think></think>", "42", ("", "42")),
+        ("", "Close it with </think>.", ("", "Close it with </think>.")),
+        ("", "<think> is a tag", ("", "<think> is a tag")),
+        ("", "", ("", "")),
     ],
 )
-def test_a_mark_in_the_answer_of_a_model_that_did_not_reason_is_text(
-    text: str, num_reasoning: int, parts: tuple[str, str]
+def test_the_server_says_what_is_reasoning_and_its_marks_are_left_out(
+    reasoning: str, answer: str, parts: tuple[str, str]
 ) -> None:
-    collector = Collector()
-    usage = Usage(completion_tokens=9, reasoning_tokens=num_reasoning)
-    for event in (TextEvent(text), FinishEvent("stop", usage)):
-        collector.add(event)
-    result = collector.result()
-    assert (result.reasoning, result.answer) == parts
+    result = result_of(TextEvent(reasoning + answer, len(reasoning)))
+    assert (result.text, (result.reasoning, result.answer)) == (reasoning + answer, parts)
 
 
 PIECES = st.lists(st.sampled_from([*"</think>ab<[/THINK]", "</think>", "[/THINK]"]) | TEXT)
 
 
 @QUICK
-@given(st.sampled_from(["", "<think>", "\n[THINK]"]), PIECES)
-def test_the_splitter_is_partition_whatever_the_pieces(opening: str, pieces: list[str]) -> None:
-    """The mark that opens a text says which one closes; without one, the first does."""
-    pieces = [*opening, *pieces]
-    splitter, text = ReasoningSplitter(), "".join(pieces)
-    parts = [splitter.feed(piece) for piece in pieces]
-    reasoning = "".join(part for part, _ in parts) + splitter.flush()
-    opened = [pair for pair in MARKS if text.lstrip().startswith(pair[0])] or MARKS
-    whole, _, rest = min((text.partition(closing) for _, closing in opened), key=lambda one: len(one[0]))
-    assert (reasoning, "".join(part for _, part in parts)) == (whole, rest)
+@given(st.sampled_from(["", *(opening for opening, _ in MARKS)]), PIECES, st.booleans(), PIECES)
+def test_the_splitter_takes_the_marks_away_whatever_the_pieces(
+    opening: str, reasoning: list[str], is_closed: bool, answer: list[str]
+) -> None:
+    closing = "</think>" if is_closed else ""
+    told = [*opening, *reasoning, *closing]
+    splitter = Splitter()
+    parts = [splitter.feed(piece, len(piece)) for piece in told]
+    parts += [splitter.feed(piece, 0) for piece in answer if piece]
+    parts.append(splitter.flush())
+    found, said = ("".join(part) for part in zip(*parts, strict=True))
+    assert said == "".join(answer)
+    text = "".join(told)
+    begins = next((text.lstrip()[len(one) :] for one, _ in MARKS if text.lstrip().startswith(one)), text)
+    ending = next((one for _, one in MARKS if begins.endswith(one)), "")
+    assert found == begins.removesuffix(ending)
+
+
+def test_blank_lines_before_the_reasoning_are_none_of_the_answer() -> None:
+    splitter = Splitter()
+    assert splitter.feed("\n\n", 0) == ("", "")
+    assert splitter.feed("<think>why</think>", 18) == ("why", "")
+    assert splitter.feed("\n\n42", 0) == ("", "\n\n42")
+    splitter = Splitter()
+    assert splitter.feed("\n", 0) == ("", "")
+    assert splitter.feed("42", 0) == ("", "\n42")
+    assert splitter.flush() == ("", "")
 
 
 def test_a_result_is_the_sum_of_its_events() -> None:
@@ -518,8 +513,8 @@ def test_a_result_is_the_sum_of_its_events() -> None:
     step = StepRecord(index=0, origin="target", text="a")
     events: list[Event] = [
         StepEvent(step),
-        TextEvent("a</th"),
-        TextEvent("ink>b"),
+        TextEvent("a</th", 5),
+        TextEvent("ink>b", 4),
         FinishEvent("stop", Usage(num_steps=1)),
     ]
     for event in events:

@@ -48,7 +48,6 @@ from lr_backend.errors import ConfigError, LookaheadError
 from lr_backend.frontend import examples
 from lr_backend.frontend.process import FrontendProcess
 from lr_backend.frontend.settings import Deployed, Settings
-from lr_backend.frontend.template import opens_reasoning
 from lr_backend.hardware.lateness import Lateness
 from lr_backend.serve import mps
 from lr_backend.serve.ending import Idleness
@@ -325,15 +324,10 @@ def _tell(console: Console, line: str) -> None:
 
 
 def _deployed(deployment: DeploymentSpec) -> Deployed:
-    """What the front end has to know.
-
-    Raises:
-        CheckpointError: the chat template cannot be rendered.
-    """
+    """What the front end has to know."""
     config = deployment.loop_config()
     needs = (LOOKAHEAD_MODEL, *(role.value for role in deployment.models_here if role is Role.TARGET))
-    inside = opens_reasoning(config.tokenizer_dir, config.think_open)
-    return Deployed.of(deployment.name, config, opens_reasoning=inside, needs=needs)
+    return Deployed.of(deployment.name, config, needs=needs)
 
 
 def _unless_lost(server: TritonServer, keeper: StubKeeper, stop: StopRequest, work: Callable[[], Result]) -> Result | None:

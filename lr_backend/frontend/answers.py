@@ -10,10 +10,9 @@ from itertools import chain
 from secrets import token_hex
 from typing import Any
 
-from lr_client import Event, FinishEvent, StepEvent, TextEvent
+from lr_client import Event, FinishEvent, Splitter, StepEvent, TextEvent
 
 from lr_backend.frontend.asked import Asked
-from lr_backend.frontend.reasoning import Splitter
 
 Document = dict[str, Any]
 
@@ -70,8 +69,8 @@ class Choice:
     def chunks(self, event: Event) -> list[Document]:
         """The choice in each chunk that an event of a stream makes."""
         match event:
-            case TextEvent(text):
-                return self._text_chunks(self._split(text))
+            case TextEvent():
+                return self._text_chunks(self._split(event))
             case StepEvent(record):
                 return [self._chunk({}, lookahead={"step": asdict(record)})]
             case FinishEvent(reason):
@@ -82,8 +81,8 @@ class Choice:
     def add(self, event: Event) -> None:
         """Take an event of an answer that is not streamed."""
         match event:
-            case TextEvent(text):
-                self._keep(self._split(text))
+            case TextEvent():
+                self._keep(self._split(event))
             case StepEvent(record):
                 self._steps.append(asdict(record))
             case FinishEvent():
@@ -101,8 +100,8 @@ class Choice:
         message = {"role": "assistant", "content": content, "reasoning_content": reasoning or None, "refusal": None}
         return {"index": self.index, "message": message, **last}
 
-    def _split(self, text: str) -> tuple[str, str]:
-        return ("", text) if self.splitter is None else self.splitter.feed(text)
+    def _split(self, event: TextEvent) -> tuple[str, str]:
+        return ("", event.text) if self.splitter is None else self.splitter.feed(event.text, event.num_reasoning_chars)
 
     def _flushed(self) -> tuple[str, str]:
         return ("", "") if self.splitter is None else self.splitter.flush()

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from fastapi import FastAPI
-from lr_client import AsyncClient, ClientError
+from lr_client import AsyncClient, ClientError, Splitter
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -25,7 +25,6 @@ from lr_backend.frontend.call import Call
 from lr_backend.frontend.errors import LATER_S, SOON_S, ApiError, ClientGone, internal
 from lr_backend.frontend.limits import Gate, Keys, Rate
 from lr_backend.frontend.metrics import CONTENT_TYPE, DoorMetrics
-from lr_backend.frontend.reasoning import Splitter
 from lr_backend.frontend.settings import MAX_REQUEST_S, Deployed, Settings
 from lr_backend.frontend.static import INDEX, Page
 from lr_backend.frontend.stream import EventStream
@@ -213,11 +212,7 @@ class Frontend:
         return Head(call.request_id, int(time.time()), self._deployed.name, asked.chat, lr_backend.__version__)
 
     def _choices(self, asked: Asked) -> list[Choice]:
-        about = self._deployed
-        return [
-            Choice(number, Splitter(about.think_open, about.think_close, inside=about.opens_reasoning) if asked.chat else None)
-            for number in range(len(asked.jobs))
-        ]
+        return [Choice(number, Splitter(self._deployed.marks) if asked.chat else None) for number in range(len(asked.jobs))]
 
 
 def _guarded(handler: Handler, metrics: DoorMetrics) -> Callable[[Request], Awaitable[Response]]:

@@ -91,8 +91,7 @@ class Deployed(BaseModel):
         default_tokens: of an answer whose request names no limit: the deployment's own default, or all that it allows.
         default_temperature: of an answer whose request says none.
         request_s: seconds that a request may take at most.
-        think_open, think_close: texts around the reasoning; without a second one nothing is taken for reasoning.
-        opens_reasoning: the chat template writes the first of them, so that answers begin inside.
+        think_open, think_close: texts around the reasoning, where the model has them.
         needs: models of the server without which there is no answer. It goes on without the others.
         targets: gRPC addresses of the target's servers, where it lives elsewhere: one of them is needed too.
         pace: at whose pace the engines run, as it must stand beside every time; empty: at this machine's own.
@@ -111,13 +110,17 @@ class Deployed(BaseModel):
     request_s: float
     think_open: str | None = None
     think_close: str | None = None
-    opens_reasoning: bool = False
     needs: tuple[str, ...] = ("lookahead",)
     targets: tuple[str, ...] = ()
     pace: str = ""
 
+    @property
+    def marks(self) -> tuple[tuple[str, str], ...]:
+        """Around the reasoning: a pair, or none."""
+        return ((self.think_open or "", self.think_close),) if self.think_close else ()
+
     @classmethod
-    def of(cls, name: str, config: LoopConfig, *, opens_reasoning: bool, needs: tuple[str, ...]) -> Self:
+    def of(cls, name: str, config: LoopConfig, *, needs: tuple[str, ...]) -> Self:
         limits = config.limits
         return cls(
             name=name,
@@ -131,7 +134,6 @@ class Deployed(BaseModel):
             request_s=min(config.timeouts.request_s, MAX_REQUEST_S),
             think_open=config.think_open,
             think_close=config.think_close,
-            opens_reasoning=opens_reasoning,
             needs=needs,
             targets=config.remotes.get(Role.TARGET, ()),
             pace=config.pace,

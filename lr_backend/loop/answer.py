@@ -11,13 +11,12 @@ from lr_backend.contract import IntArray
 from lr_backend.loop.ledger import Ledger
 from lr_backend.loop.tree import Decision, append
 from lr_backend.request import FinishReason, LookaheadRequest, Origin, StepRecord, Usage
+from lr_backend.steps.reasoning import Reasoning
 from lr_backend.steps.rules import StepRules
 from lr_backend.steps.step import Step, StepEnd, StepTokenizer
 from lr_backend.steps.text import TextStream, text_of
 from lr_backend.verify import Reason
 
-REASONING_TAIL_TOKENS = 8
-"""A chat template that opens or skips the reasoning does so in the last few tokens of the prompt."""
 MOST_PIECES = 4
 """Tokens of one character, which has four bytes at most."""
 DRAFTED_TIMES = ("drafted_started_s", "drafted_finished_s")
@@ -36,11 +35,15 @@ class StepMark:
 
 @dataclass(frozen=True)
 class Committed:
-    """Newly committed text, and the step that brought it: its record where it is traced. None for text that was held back."""
+    """Newly committed text, and the step that brought it: its record where it is traced. None for text that was held back.
+
+    ``num_reasoning_chars``: so many characters of the text, from its first on, are reasoning, marks among them.
+    """
 
     text: str
     record: StepRecord | None
     step: StepMark | None
+    num_reasoning_chars: int
 
 
 Emit = Callable[[Committed], None]
@@ -71,7 +74,6 @@ class Answer:
         prefix: prompt and committed tokens.
         end: absolute token count at which the answer is full.
         finish: why it has ended; None: it has not.
-        is_reasoning: the reasoning goes on; lookahead belongs to it.
     """
 
     def __init__(
@@ -91,12 +93,15 @@ class Answer:
         self._prompt_length = len(prompt_ids)
         self._rules, self._text, self._tokenizer = rules, text, tokenizer
         self._ledger, self._emit, self._steps_text = ledger, emit, steps_text
-        self._is_blank = True
-        # A prompt may open or close the reasoning of this answer. What stands before the end of a turn is another answer's.
-        tail = prompt_ids[-REASONING_TAIL_TOKENS:].tolist()
-        ends = [index for index, token in enumerate(tail, 1) if token in rules.end_ids]
-        self._begins = len(prompt_ids) - len(tail) + max(ends, default=0)
-        self.is_reasoning = self._may_reason(prompt_ids)
+        self._reasoning = Reasoning(prompt_ids, rules, self._decoded)
+        self._num_sent = 0
+        self._num_reasoning_chars = 0
+        """Of the whole text, once the reasoning has ended."""
+
+    @property
+    def is_reasoning(self) -> bool:
+        """The reasoning goes on, or may yet begin; lookahead belongs to it."""
+        return self._reasoning.goes_on
 
     @property
     def num_left(self) -> int:
@@ -110,34 +115,25 @@ class Answer:
     def commit(self, step: Step, origin: Origin, reason: Reason, decision: Decision | None = None) -> None:
         """Make a step final: extend the prefix, send its text, see whether it ends anything. What stands behind a stop string was
         never said."""
-        text = self._text.push(step.ids)
-        step = replace(step, ids=step.ids[: self._text.num_last])
-        had_opened, self.prefix = self.has_opened(self.prefix), append(self.prefix, step)
-        self._ledger.step_committed(len(step.ids), num_reasoning=self._num_reasoning(step, had_opened=had_opened))
-        self._is_blank = self._is_blank and not self.plain(step).strip()
-        # Blank lines before the reasoning say nothing.
-        may_have_opened = had_opened or self._is_blank or self._rules.think_open_id in step.ids
-        self.is_reasoning = self.is_reasoning and self._may_reason(self.prefix) and may_have_opened
+        text, num_tokens, num_reasoning = self._read(step)
+        step = replace(step, ids=step.ids[:num_tokens])
+        self.prefix = append(self.prefix, step)
+        self._ledger.step_committed(num_tokens, num_reasoning=num_reasoning)
         if self._text.stopped or step.end is StepEnd.END:
             self.finish = FinishReason.STOP
         elif len(self.prefix) >= self.end:
             self.finish = FinishReason.LENGTH
         record = self._record(step, self._steps_text, origin, reason, decision) if self._steps_text is not None else None
         depth = decision.depth if decision is not None else 0
-        self._emit(Committed(text, record, StepMark(origin, reason, len(step.ids), depth)))
+        self._send(text, record, StepMark(origin, reason, len(step.ids), depth))
 
     def flush(self) -> None:
         """Send what was still held back; call once, at the end."""
         if held := self._text.flush():
-            self._emit(Committed(held, None, None))
+            self._send(held)
         if self._steps_text is not None and (held := self._steps_text.flush()):
             last = self._ledger.records.pop()
             self._ledger.records.append(last.model_copy(update={"text": last.text + held}))
-
-    def has_opened(self, prefix: IntArray) -> bool:
-        """The reasoning has begun; always true for a model that marks none."""
-        opening = self._rules.think_open_id
-        return opening is None or opening in self._since_prompt(prefix)
 
     def may_accept_by_meaning(self, prefix: IntArray, step: Step) -> bool:
         """The reasoning has begun, and no tool call has: from its first marker on every word counts.
@@ -146,7 +142,7 @@ class Answer:
             prefix: with the drafted step; ``step`` is the target's. Shape [N].
         """
         tools = self._rules.tool_ids
-        if not self.has_opened(prefix) or not tools.isdisjoint(step.ids):
+        if not self._reasoning.has_begun(prefix) or not tools.isdisjoint(step.ids):
             return False
         return not tools or not np.isin(prefix[self._prompt_length :], list(tools)).any()
 
@@ -170,21 +166,22 @@ class Answer:
     def _decoded(self, ids: Iterable[int]) -> str:
         return text_of(self._tokenizer, ids, self._rules.hidden_ids)
 
-    def _may_reason(self, prefix: IntArray) -> bool:
-        """The reasoning has not been closed, be it by the prompt's last tokens or since."""
-        close = self._rules.think_close_id
-        return close is None or close not in self._since_prompt(prefix)
+    def _read(self, step: Step) -> tuple[str, int, int]:
+        """(new text, tokens of the step up to a stop string, those of the reasoning among them)."""
+        begin, end = self._reasoning.take(step.ids)
+        text = self._text.push(step.ids[:end])
+        num_tokens = self._text.num_last
+        if end and not self._reasoning.goes_on:
+            self._num_reasoning_chars = self._num_sent + len(text) + self._text.num_held
+        if not self._text.stopped:
+            text += self._text.push(step.ids[end:])
+            num_tokens += self._text.num_last
+        return text, num_tokens, max(0, min(end, num_tokens) - begin)
 
-    def _since_prompt(self, prefix: IntArray) -> IntArray:
-        return prefix[self._begins :]
-
-    def _num_reasoning(self, step: Step, *, had_opened: bool) -> int:
-        opening, close = self._rules.think_open_id, self._rules.think_close_id
-        # Without marks nobody can tell reasoning from answer. A model with marks may answer without any.
-        if close is None or not self.is_reasoning or not (had_opened or opening in step.ids):
-            return 0
-        end = step.ids.index(close) + 1 if close in step.ids else len(step.ids)
-        return end if had_opened or opening not in step.ids[:end] else end - step.ids.index(opening)
+    def _send(self, text: str, record: StepRecord | None = None, mark: StepMark | None = None) -> None:
+        self._num_sent += len(text)
+        num_after = 0 if self._reasoning.is_inside else self._num_sent - self._num_reasoning_chars
+        self._emit(Committed(text, record, mark, max(0, len(text) - num_after)))
 
     def _text_of_record(self, text: TextStream, ids: tuple[int, ...]) -> str:
         """What a step adds to the text. A character over two steps belongs to the second."""

@@ -28,6 +28,7 @@ class TextStream:
     Attributes:
         stopped: a stop string is complete.
         num_last: tokens of the last push, up to the one that completes a stop string.
+        num_held: characters that are held back, since a stop string may have begun.
     """
 
     def __init__(
@@ -51,6 +52,10 @@ class TextStream:
         self._held = ""
         self.stopped = False
         self.num_last = 0
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
 
     def push(self, ids: Sequence[int]) -> str:
         """Text that ``ids`` makes final. Sets ``stopped`` when a stop string is complete; text before it is returned."""

@@ -210,7 +210,7 @@ class LookaheadService:
         self, request: LookaheadRequest, prompt_ids: IntArray, request_id: str, replies: Replies, watchers: Sequence[Watcher]
     ) -> str:
         """The end of the request."""
-        parts: list[str] = []
+        parts: list[Committed] = []
 
         def emit(committed: Committed) -> None:
             if committed.step is not None:
@@ -220,7 +220,7 @@ class LookaheadService:
                 if committed.text or committed.record is not None:
                     replies.send(committed_tensors(committed), final=False)
             else:
-                parts.append(committed.text)
+                parts.append(committed)
 
         # Made by the first request: what is learned is timed by the clock of the event loop.
         if self._server is None:
@@ -245,7 +245,7 @@ class LookaheadService:
         self._count_drafts(outcome)
         for each in watchers:
             each.answered(usage)
-        replies.send(await self._last_tensors(request_id, outcome, "".join(parts)), final=True)
+        replies.send(await self._last_tensors(request_id, outcome, parts), final=True)
         log.info(
             "request_finished",
             request_id=request_id,
@@ -258,12 +258,13 @@ class LookaheadService:
         )
         return finish_reason
 
-    async def _last_tensors(self, request_id: str, outcome: Outcome, text: str) -> TensorMap:
-        """The last response, with the whole ``text`` of an answer that was not streamed."""
+    async def _last_tensors(self, request_id: str, outcome: Outcome, parts: Sequence[Committed]) -> TensorMap:
+        """The last response, with the whole text of an answer that was not streamed."""
+        text, num_reasoning_chars = "".join(part.text for part in parts), sum(part.num_reasoning_chars for part in parts)
 
         def made() -> TensorMap:
             trace = build_trace(outcome, request_id, self._config.pace) if outcome.request.trace else None
-            return final_tensors(text, outcome.finish_reason, outcome.usage, trace)
+            return final_tensors(text, num_reasoning_chars, outcome.finish_reason, outcome.usage, trace)
 
         if not outcome.request.trace or len(outcome.ledger.spans) <= QUICK_CALLS:
             return made()

@@ -92,25 +92,26 @@ def _json(name: str, text: str) -> Any:
     return value
 
 
-def committed_tensors(committed: Committed) -> dict[str, npt.NDArray[np.object_]]:
+def committed_tensors(committed: Committed) -> dict[str, npt.NDArray[Any]]:
     """One streamed response: newly committed text, and the step's record where it is traced."""
     values = {"text_output": committed.text}
     if committed.record is not None:
         values["step"] = committed.record.model_dump_json()
-    return _strings(values)
+    return _outputs(committed.num_reasoning_chars, values)
 
 
 def final_tensors(
-    text: str, finish_reason: FinishReason, usage: Usage, trace: Trace | None = None
-) -> dict[str, npt.NDArray[np.object_]]:
+    text: str, num_reasoning_chars: int, finish_reason: FinishReason, usage: Usage, trace: Trace | None = None
+) -> dict[str, npt.NDArray[Any]]:
     """The last response. With a trace and no stream it also holds all step records, as a list."""
     values = {"text_output": text, "finish_reason": finish_reason.value, "usage": usage.as_json()}
     if trace is not None:
         values["trace"] = trace.as_json()
         if not trace.request.stream:
             values["step"] = "[" + ",".join(record.model_dump_json() for record in trace.steps) + "]"
-    return _strings(values)
+    return _outputs(num_reasoning_chars, values)
 
 
-def _strings(values: Mapping[str, str]) -> dict[str, npt.NDArray[np.object_]]:
-    return {name: np.array([value.encode()], dtype=np.object_) for name, value in values.items()}
+def _outputs(num_reasoning_chars: int, texts: Mapping[str, str]) -> dict[str, npt.NDArray[Any]]:
+    found: dict[str, npt.NDArray[Any]] = {name: np.array([text.encode()], dtype=np.object_) for name, text in texts.items()}
+    return found | {"num_reasoning_chars": np.array([num_reasoning_chars], np.int32)}

@@ -2,95 +2,35 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lr_client import FinishEvent, StepEvent, StepRecord, TextEvent, Usage
+from lr_client import FinishEvent, Splitter, StepEvent, StepRecord, TextEvent, Usage
 from openai.types import Completion, CompletionUsage
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from lr_backend.errors import CheckpointError
 from lr_backend.frontend.answers import Choice, Head, Verbatim, counts_document, to_json
 from lr_backend.frontend.asked import Asked
-from lr_backend.frontend.reasoning import Splitter
-from lr_backend.frontend.template import opens_reasoning
 from tests.support.frontend import DEPLOYED
 
-OPEN, CLOSE = "<think>", "</think>"
 
-
-def splitter(*, inside: bool = False, think_open: str | None = OPEN, think_close: str | None = CLOSE) -> Splitter:
-    return Splitter(think_open, think_close, inside=inside)
-
-
-def split(text: str, one: Splitter) -> tuple[str, str]:
-    """(reasoning, content) of a whole text."""
-    first, last = one.feed(text), one.flush()
-    return first[0] + last[0], first[1] + last[1]
-
-
-@pytest.mark.parametrize(
-    ("text", "inside", "reasoning", "content"),
-    [
-        ("<think>a</think>b", False, "a", "b"),
-        ("\n<think>a</think>\n\nb", False, "a", "\n\nb"),
-        ("<think>a</think>b</think>c", False, "a", "b</think>c"),
-        ("<think>a</thi", False, "a</thi", ""),
-        ("<think>", False, "", ""),
-        ("a</think>b", True, "a", "b"),
-        ("<think>a</think>b", True, "a", "b"),
-        ("cut", True, "cut", ""),
-        ("  ", True, "  ", ""),
-        ("plain", False, "", "plain"),
-        ("<b>bold</b>", False, "", "<b>bold</b>"),
-        ("<thi", False, "", "<thi"),
-        ("  ", False, "", "  "),
-        ("a</think>b", False, "", "a</think>b"),
-        ("", False, "", ""),
-    ],
-)
-def test_where_the_reasoning_ends(text: str, inside: bool, reasoning: str, content: str) -> None:
-    assert split(text, splitter(inside=inside)) == (reasoning, content)
+def splitter() -> Splitter:
+    return Splitter(DEPLOYED.marks)
 
 
 def test_without_markers_everything_is_content() -> None:
-    assert split("<think>a</think>b", splitter(think_close=None)) == ("", "<think>a</think>b")
-    assert split("a</end>b", splitter(think_open=None, think_close="</end>", inside=True)) == ("a", "b")
+    one = Splitter(DEPLOYED.model_copy(update={"think_close": None}).marks)
+    assert one.feed("<think>a</think>b", 0) == ("", "<think>a</think>b")
+    assert one.flush() == ("", "")
 
 
-PIECES = st.lists(st.sampled_from(["<think>", "</think>", "<", "</", "think", ">", " ", "\n\n", "a", "answer", "<<", "</thi"]))
-
-
-@given(PIECES, st.booleans(), st.data())
-def test_pieces_add_up_to_the_whole_however_it_is_cut(pieces: list[str], inside: bool, data: st.DataObject) -> None:
-    text = "".join(pieces)
-    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
-    one, found = splitter(inside=inside), ["", ""]
-    for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
-        for index, part in enumerate(one.feed(text[start:end])):
-            assert not (part and index == 0 and found[1]), "no reasoning follows content"
-            found[index] += part
-    for index, part in enumerate(one.flush()):
-        found[index] += part
-
-    assert tuple(found) == split(text, splitter(inside=inside))
-    rest = text.lstrip().removeprefix(OPEN) if text.lstrip().startswith(OPEN) else text
-    assert "".join(found) in (rest, rest.replace(CLOSE, "", 1))
-
-
-@given(PIECES)
-def test_little_is_held_back(pieces: list[str]) -> None:
-    """Once the answer has begun, less than a marker; so nothing waits for longer than the next few tokens."""
-    one = splitter(inside=True)
-    one.feed("x")
-    for piece in pieces:
-        one.feed(piece)
-    assert len("".join(one.flush())) < len(CLOSE)
+def test_a_marker_may_be_one_alone() -> None:
+    """The prompt opens the reasoning."""
+    one = Splitter(DEPLOYED.model_copy(update={"think_open": None, "think_close": "</end>"}).marks)
+    assert (one.feed("a</e", 4), one.feed("nd>b", 3), one.flush()) == (("a", ""), ("", "b"), ("", ""))
 
 
 # ------------------------------------------------------------------------------------------------------------------- documents
@@ -108,9 +48,9 @@ USAGE = Usage(
 )
 EVENTS = [
     StepEvent(StepRecord(index=0, origin="draft", text="<think>one. ")),
-    TextEvent("<think>one. "),
-    TextEvent("two</th"),
-    TextEvent("ink>\n\n42"),
+    TextEvent("<think>one. ", 12),
+    TextEvent("two</th", 7),
+    TextEvent("ink>\n\n42", 4),
     FinishEvent("deadline", USAGE, '{"spans": []}'),
 ]
 
@@ -200,33 +140,3 @@ def test_what_only_some_choices_have_counted_is_added_up_of_those(counted: list[
     usages = [replace(USAGE, num_reused_tokens=number) for number in counted]
     choices = [Choice(number, None, FinishEvent("stop", usage)) for number, usage in enumerate(usages)]
     assert counts_document(request, choices)["lookahead"]["num_reused_tokens"] == total
-
-
-# -------------------------------------------------------------------------------------------------------------------- templates
-
-
-@pytest.mark.parametrize(
-    ("ending", "opens"), [("<|assistant|>\n<think>\n", True), ("<|assistant|>\n", False), ("<think>\n\n</think>\n\n", False)]
-)
-@pytest.mark.parametrize("place", ["file", "config", "named"])
-def test_a_template_says_whether_it_opens_the_reasoning(tmp_path: Path, ending: str, opens: bool, place: str) -> None:
-    template = (
-        "{{ bos_token + '' }}{{ eos_token + '' }}{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}"
-    )
-    template += "{{ " + json.dumps(ending) + " }}{% endif %}"
-    tokens = {"bos_token": {"content": "<s>"}, "eos_token": "</s>"}
-    (tmp_path / "special_tokens_map.json").write_text(json.dumps(tokens), encoding="utf-8")
-    if place == "file":
-        (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
-    else:
-        named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": template}]
-        said = template if place == "config" else named
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": said}), encoding="utf-8")
-    assert opens_reasoning(tmp_path, OPEN) is opens
-    assert not opens_reasoning(tmp_path, None)
-
-
-def test_a_template_that_refuses_is_told(tmp_path: Path) -> None:
-    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no') }}", encoding="utf-8")
-    with pytest.raises(CheckpointError, match="cannot be rendered"):
-        opens_reasoning(tmp_path, OPEN)

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -550,6 +551,48 @@ def test_the_texts_of_steps_are_the_answer_though_one_ends_inside_a_character() 
     answer.flush()
     texts = [one.text for one in ledger.records]
     assert texts == ["a", "€", "😀b\ufffd"] and "".join(one.text for one in told) == "".join(texts)
+
+
+PIECES = {1: "<think>", 2: "</think>", 3: "</", 4: "think>", 5: "\n", 6: "a", 7: "b"}
+
+
+class Pieces:
+    """A tokenizer whose text can quote the marks of the reasoning by other tokens."""
+
+    def decode(self, token_ids: Sequence[int], **_: Any) -> str:
+        return "".join(PIECES[token] for token in token_ids)
+
+
+@given(
+    st.lists(st.sampled_from(list(PIECES)), max_size=12),
+    st.sampled_from([(6,), (1,), (1, 5), (1, 2, 5), (1, 0)]),
+    st.sampled_from([(), ("a",), ("\nb",), ("think>b",), ("</think>",), ("</think>a", "think>\n")]),
+    st.data(),
+)
+def test_what_is_reasoning_is_told_to_the_character(
+    ids: list[int], prompt: tuple[int, ...], stop: tuple[str, ...], data: st.DataObject
+) -> None:
+    """By tokens, however they are cut into steps: a mark that is quoted ends nothing."""
+    rules, tokenizer = StepRules.build(BLANK_LINE, {}, [0], 1, 2), cast("Any", Pieces())
+    told: list[Committed] = []
+    ledger = Ledger(lambda: 0.0, 1)
+    answer = Answer(np.array(prompt, np.int32), 99, rules, TextStream(tokenizer, stop), tokenizer, ledger, told.append)
+    rest = list(ids)
+    while rest and answer.finish is None:
+        num = data.draw(st.integers(1, len(rest)))
+        answer.commit(Step(tuple(rest[:num]), StepEnd.CAP), Origin.TARGET, Reason.NONE)
+        rest = rest[num:]
+    answer.flush()
+
+    turn = prompt[prompt.index(0) + 1 :] if 0 in prompt else prompt
+    begin = 0 if 1 in turn else ids.index(1) if 1 in ids else len(ids)
+    end = ids.index(2, begin) + 1 if 2 in ids[begin:] else len(ids)
+    if 2 in turn or tokenizer.decode(ids[:begin]).strip():
+        begin = end = 0
+    first, last = len(tokenizer.decode(ids[:begin])), len(tokenizer.decode(ids[:end]))
+    assert "".join(one.text for one in told) == tokenizer.decode(ids)[: sum(len(one.text) for one in told)]
+    marked = "".join("r" * one.num_reasoning_chars + "." * (len(one.text) - one.num_reasoning_chars) for one in told)
+    assert set(marked[first:last]) <= {"r"} and "r" not in marked[last:]  # before the first there are blank lines
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ from tests.support.world import LETTERS, World, imitator, storyteller
 class RecordedReplies:
     """What one client received."""
 
-    sent: list[dict[str, str]] = field(default_factory=list)
+    sent: list[dict[str, Any]] = field(default_factory=list)
     errors: list[LookaheadError] = field(default_factory=list)
     num_ends: int = 0
     gone: bool = False
@@ -55,7 +55,8 @@ class RecordedReplies:
     def send(self, tensors: Mapping[str, Any], *, final: bool) -> None:
         assert self.num_ends == 0, "a response after the end"
         assert set(tensors) <= {spec.name for spec in LOOKAHEAD_OUTPUTS}
-        self.sent.append({name: array[0].decode() for name, array in tensors.items()})
+        values = {name: array[0] for name, array in tensors.items()}
+        self.sent.append({name: value.decode() if isinstance(value, bytes) else int(value) for name, value in values.items()})
         self.num_ends += final
 
     def fail(self, error: LookaheadError) -> None:
@@ -69,6 +70,10 @@ class RecordedReplies:
     @property
     def text(self) -> str:
         return "".join(response.get("text_output", "") for response in self.sent)
+
+    @property
+    def num_reasoning_chars(self) -> int:
+        return sum(response["num_reasoning_chars"] for response in self.sent)
 
 
 def make_world(salt: int = 5) -> World:
@@ -106,7 +111,7 @@ def test_a_stream_ends_with_finish_reason_and_usage() -> None:
 
     *steps, last = replies.sent
     assert len(steps) > 2
-    assert all(set(response) == {"text_output", "step"} for response in steps)
+    assert all(set(response) == {"text_output", "num_reasoning_chars", "step"} for response in steps)
     assert last["finish_reason"] == "stop"
     usage = Usage.model_validate_json(last["usage"])
     assert usage.num_steps == len(steps)
@@ -161,7 +166,9 @@ def test_without_streaming_there_is_exactly_one_response(mode: Mode) -> None:
     whole = ask(world.fresh(), stream=False, mode=mode, verifier="exact")
 
     assert len(whole.sent) == 1
-    assert whole.text == ask(world.fresh(), mode=mode, verifier="exact").text
+    streamed = ask(world.fresh(), mode=mode, verifier="exact")
+    assert whole.text == streamed.text
+    assert 0 < whole.num_reasoning_chars == streamed.num_reasoning_chars
 
 
 def test_the_same_greedy_answer_in_every_lossless_mode() -> None:

@@ -13,6 +13,7 @@ from lr_client.errors import (
     TargetUnavailable,
 )
 from lr_client.fields import Options
+from lr_client.reasoning import Splitter
 from lr_client.types import (
     Event,
     FinishEvent,
@@ -46,6 +47,7 @@ __all__ = [
     "Result",
     "ServerError",
     "ServerUnreachable",
+    "Splitter",
     "StepEvent",
     "StepRecord",
     "Stream",

@@ -129,8 +129,8 @@ def model_ready_request(model: str) -> Any:
     return service_pb2.ModelReadyRequest(name=model)
 
 
-def outputs_of(response: Any) -> dict[str, bytes]:
-    """The outputs present in one ``ModelStreamInferResponse``.
+def outputs_of(response: Any) -> dict[str, bytes | int]:
+    """The outputs present in one ``ModelStreamInferResponse``: text as bytes, and numbers.
 
     Raises:
         ClientError: the response is an error, or unreadable.
@@ -140,7 +140,7 @@ def outputs_of(response: Any) -> dict[str, bytes]:
     result = InferResult(response.infer_response)
     try:
         arrays = [(name, result.as_numpy(name)) for name in OUTPUTS]
-        return {name: bytes(array.flat[0]) for name, array in arrays if array is not None and array.size}
+        return {name: array.tolist()[0] for name, array in arrays if array is not None and array.size}
     except (ValueError, TypeError, struct.error) as error:
         raise ServerError("unreadable response from the server") from error
 

@@ -26,7 +26,7 @@ from lr_client.errors import (
     TargetUnavailable,
 )
 from lr_client.fields import FIELDS, Options
-from lr_client.reasoning import split_reasoning
+from lr_client.reasoning import Splitter
 from lr_client.types import (
     Event,
     FinishEvent,
@@ -43,8 +43,8 @@ INPUTS: dict[str, str] = {"text_input": "BYTES", "messages": "BYTES"} | {
 }
 """Inputs of the ``lookahead`` model and their Triton datatypes; all optional, all of rank 1."""
 
-OUTPUTS = ("text_output", "step", "finish_reason", "usage", "trace")
-"""Outputs of the ``lookahead`` model: one string each, and any may be missing from a response."""
+OUTPUTS = ("text_output", "num_reasoning_chars", "step", "finish_reason", "usage", "trace")
+"""Outputs of the ``lookahead`` model: one string or number each, and any may be missing from a response."""
 
 
 # --- question and options -> tensors ----------------------------------------------------------------------
@@ -182,8 +182,11 @@ class Decoder:
     def __init__(self) -> None:
         self.finished = False
 
-    def feed(self, outputs: Mapping[str, bytes]) -> tuple[Event, ...]:
+    def feed(self, outputs: Mapping[str, Any]) -> tuple[Event, ...]:
         """The events of one response: its step, its text, its finish; empty outputs make none.
+
+        Args:
+            outputs: by name, text as bytes.
 
         Raises:
             ServerError: an output is unreadable, or comes after the finish.
@@ -205,11 +208,11 @@ class Decoder:
             raise ServerError("the stream ended before the answer did", advice=advice)
 
 
-def _events(outputs: Mapping[str, bytes]) -> Iterable[Event]:
+def _events(outputs: Mapping[str, Any]) -> Iterable[Event]:
     if step := outputs.get("step"):
         yield from map(StepEvent, read_steps(step))
     if text := outputs.get("text_output"):
-        yield TextEvent(text.decode("utf-8", errors="replace"))
+        yield TextEvent(text.decode("utf-8", errors="replace"), outputs.get("num_reasoning_chars", 0))
     if reason := outputs.get("finish_reason"):
         usage = outputs.get("usage") or b"{}"
         trace = outputs.get("trace")
@@ -304,15 +307,15 @@ class Collector:
     """Adds events up to a :class:`Result`."""
 
     def __init__(self) -> None:
-        self._texts: list[str] = []
+        self._texts: list[TextEvent] = []
         self._steps: list[StepRecord] = []
         self._finish = FinishEvent("", Usage())
 
     def add(self, event: Event) -> None:
         """Take the next event of the stream."""
         match event:
-            case TextEvent(text):
-                self._texts.append(text)
+            case TextEvent():
+                self._texts.append(event)
             case StepEvent(record):
                 self._steps.append(record)
             case FinishEvent():
@@ -320,16 +323,15 @@ class Collector:
 
     def result(self) -> Result:
         """The whole answer, once the stream has ended."""
-        text, usage = "".join(self._texts), self._finish.usage
-        is_cut = 0 < usage.reasoning_tokens == usage.completion_tokens
-        has_none = usage.reasoning_tokens == 0 < usage.completion_tokens
-        reasoning, answer = split_reasoning(text, is_cut=is_cut, has_none=has_none)
+        splitter = Splitter()
+        parts = [splitter.feed(one.text, one.num_reasoning_chars) for one in self._texts]
+        reasoning, answer = ("".join(all_of).strip() for all_of in zip(*parts, splitter.flush(), strict=True))
         return Result(
-            text=text,
+            text="".join(one.text for one in self._texts),
             reasoning=reasoning,
             answer=answer,
             finish_reason=self._finish.finish_reason,
-            usage=usage,
+            usage=self._finish.usage,
             steps=tuple(self._steps),
             trace=self._finish.trace,
         )

@@ -1,77 +1,73 @@
-"""Where the reasoning ends and the answer begins. Pure."""
+"""The reasoning and the answer of a text, which the server tells apart. Pure."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 """Around the reasoning of the models that are served most."""
 
 
-_LONGEST = max(len(opening) for opening, _ in MARKS)
+class Splitter:
+    """Takes text as it comes, and leaves out the marks. What may be a mark is held back until it is certain.
 
+    Args:
+        marks: around the reasoning, in pairs; the first of a pair may be empty. A text may quote them.
 
-def split_reasoning(text: str, *, is_cut: bool = False, has_none: bool = False) -> tuple[str, str]:
-    """The reasoning and the answer of a whole text, without marks and outer blanks.
-
-    A text without an end of the reasoning was cut inside it if it opens with a mark, or if ``is_cut``: the
-    server counted all of its tokens as reasoning (some chat templates put the opening mark into the
-    prompt). Else all of it is the answer. So it is with ``has_none``, whatever it holds, where no mark opens
-    it: the server counted none of its tokens as reasoning.
+    Attributes:
+        in_answer: the answer has begun.
     """
-    opening, closings = _marks_of(text)
-    if has_none and not opening:
-        reasoning, answer = "", text
-    elif end := _first_end(text, closings):
-        reasoning, answer = text[: end[0]], text[end[1] :]
-    elif is_cut or opening:
-        reasoning, answer = text, ""
-    else:
-        reasoning, answer = "", text
-    return reasoning.strip().removeprefix(opening).strip(), answer.strip()
 
+    def __init__(self, marks: Iterable[tuple[str, str]] = MARKS) -> None:
+        marks = tuple(marks)
+        self._openings = [opening for opening, _ in marks if opening]
+        self._closings = [closing for _, closing in marks]
+        self._has_opened = self.in_answer = False
+        self._held = self._blank = ""
 
-class ReasoningSplitter:
-    """``str.partition`` at a closing mark, for text in pieces: half a mark is held back until it is whole."""
+    def feed(self, text: str, num_reasoning_chars: int) -> tuple[str, str]:
+        """(reasoning, answer) that ``text`` makes certain.
 
-    def __init__(self) -> None:
-        self.in_answer = False
-        self._begin = ""
-        self._held = ""
+        Args:
+            num_reasoning_chars: so many of its characters, from the first on, are reasoning.
+        """
+        reasoning, answer = text[:num_reasoning_chars], text[num_reasoning_chars:]
+        told = self._reasoning(reasoning) if reasoning else ""
+        if not answer or self.in_answer:
+            return told, answer
+        # Blank lines before either say nothing yet.
+        if not (self._held or self._has_opened or answer.strip()):
+            self._blank += answer
+            return told, ""
+        told += self._last()
+        answer, self._blank = self._blank + answer, ""
+        self.in_answer = True
+        return told, answer
 
-    def feed(self, text: str) -> tuple[str, str]:
-        """What of ``text``, and of text held back before, belongs to the reasoning and to the answer."""
-        if self.in_answer:
-            return "", text
-        self._begin = (self._begin + text).lstrip()[:_LONGEST]
-        _, closings = _marks_of(self._begin)
-        text = self._held + text
-        if end := _first_end(text, closings):
-            self.in_answer, self._held = True, ""
-            return text[: end[0]], text[end[1] :]
-        num_held = max(_overlap(text, closing) for closing in closings)
+    def flush(self) -> tuple[str, str]:
+        """What was held back, at the end of the text."""
+        answer, self._blank = self._blank, ""
+        return self._last(), answer
+
+    def _reasoning(self, text: str) -> str:
+        text, self._held, self._blank = self._held + text, "", ""
+        if not self._has_opened:
+            begins = text.lstrip()
+            if not begins or any(one.startswith(begins) and one != begins for one in self._openings):
+                self._held = text
+                return ""
+            self._has_opened = True
+            text = next((begins[len(one) :] for one in self._openings if begins.startswith(one)), text)
+        num_held = max((_overlap(text, one) for one in self._closings), default=0)
         self._held = text[len(text) - num_held :]
-        return text[: len(text) - num_held], ""
+        return text[: len(text) - num_held]
 
-    def flush(self) -> str:
-        """Reasoning still held back at the end of the text."""
+    def _last(self) -> str:
         held, self._held = self._held, ""
-        return held
+        return "" if held in self._closings else held
 
 
-def _marks_of(text: str) -> tuple[str, tuple[str, ...]]:
-    """The mark that opens a text, and those that may close its reasoning: all where none opens it."""
-    for opening, closing in MARKS:
-        if text.lstrip().startswith(opening):
-            return opening, (closing,)
-    return "", tuple(closing for _, closing in MARKS)
-
-
-def _first_end(text: str, closings: tuple[str, ...]) -> tuple[int, int] | None:
-    """Where the first closing mark begins and ends."""
-    found = [(at, at + len(closing)) for closing in closings if (at := text.find(closing)) >= 0]
-    return min(found, default=None)
-
-
-def _overlap(text: str, closing: str) -> int:
-    """Length of the longest end of ``text`` that may be the beginning of ``closing``."""
-    lengths = range(min(len(text), len(closing) - 1), 0, -1)
-    return next((length for length in lengths if closing.startswith(text[-length:])), 0)
+def _overlap(text: str, mark: str) -> int:
+    """Length of the longest end of ``text`` that may be ``mark`` or its beginning."""
+    lengths = range(min(len(text), len(mark)), 0, -1)
+    return next((length for length in lengths if mark.startswith(text[-length:])), 0)

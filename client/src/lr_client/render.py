@@ -9,7 +9,7 @@ from typing import Protocol
 from rich.console import Console
 from rich.text import Text
 
-from lr_client.reasoning import ReasoningSplitter
+from lr_client.reasoning import Splitter
 from lr_client.types import Event, FinishEvent, StepEvent, TextEvent, Usage
 
 STYLES = {"draft": "green", "correction": "yellow", "target": "blue"}
@@ -53,8 +53,8 @@ class JsonRenderer:
 
 def _document(event: Event) -> dict[str, object]:
     match event:
-        case TextEvent(text):
-            return {"event": "text", "text": text}
+        case TextEvent():
+            return {"event": "text", **asdict(event)}
         case StepEvent(record):
             return {"event": "step", **asdict(record)}
         case FinishEvent(reason, usage, trace):
@@ -67,12 +67,12 @@ class ConsoleRenderer:
 
     def __init__(self, console: Console, *, legend: bool) -> None:
         self._console = console
-        self._splitter = ReasoningSplitter()
+        self._splitter = Splitter()
         self._style = ""
         self._num_steps = 0
         """Whose text is still to come."""
         self._at_line_start = True
-        self._answer_has_begun = False
+        self._has_reasoned = self._has_answered = False
         if legend and console.color_system is not None:
             marks = [Text(f"■ {LEGEND[origin]}", style=style) for origin, style in STYLES.items()]
             console.print(Text("  ").join(marks), end="\n\n")
@@ -84,33 +84,35 @@ class ConsoleRenderer:
                 # A whole answer comes in one piece behind all of its steps: it has no colour of one of them.
                 self._style = "" if self._num_steps else STYLES.get(record.origin, "")
                 self._num_steps += 1
-            case TextEvent(text):
-                self._text(text)
+            case TextEvent():
+                self._text(event)
             case FinishEvent(reason, usage):
                 self.close()
                 self._console.print(Text(closing_line(reason, usage), style="dim"))
 
     def close(self) -> None:
         """Print what was held back, and end the line."""
-        self._write(self._splitter.flush(), self._style)
+        self._write("".join(self._splitter.flush()), self._style)
         self._end_line()
 
-    def _text(self, text: str) -> None:
-        had_answer = self._splitter.in_answer
-        reasoning, answer = self._splitter.feed(text)
+    def _text(self, event: TextEvent) -> None:
+        was_in_answer = self._splitter.in_answer
+        reasoning, answer = self._splitter.feed(event.text, event.num_reasoning_chars)
+        self._has_reasoned = self._has_reasoned or bool(reasoning)
         self._write(reasoning, self._style)
-        if self._splitter.in_answer and not had_answer:
+        if self._has_reasoned and self._splitter.in_answer and not was_in_answer:
             self._end_line()
             self._console.rule(Text("answer"), style="dim")
         self._answer(answer)
         self._style, self._num_steps = "", 0  # a step colours its own text only
 
     def _answer(self, text: str) -> None:
-        if not self._answer_has_begun:
+        """A model that has not reasoned writes it in steps."""
+        if self._has_reasoned and not self._has_answered:
             text = text.lstrip()
         if text:
-            self._answer_has_begun = True
-            self._write(text, "bold")
+            self._has_answered = True
+            self._write(text, "bold" if self._has_reasoned else self._style)
 
     def _write(self, text: str, style: str) -> None:
         clean = text.translate(_NO_CONTROLS)

@@ -118,9 +118,14 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class TextEvent:
-    """Newly committed text; never empty, never withdrawn."""
+    """Newly committed text; never empty, never withdrawn.
+
+    Attributes:
+        num_reasoning_chars: so many of its characters, from the first on, are reasoning, marks among them.
+    """
 
     text: str
+    num_reasoning_chars: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +157,8 @@ class Result:
 
     Attributes:
         text: everything that was committed.
-        reasoning: the part before ``</think>``.
-        answer: the part after ``</think>``; the whole text where the model does not reason.
+        reasoning: the part that the server called so, without marks and outer blanks.
+        answer: the rest, without outer blanks; the whole text where the model does not reason.
         steps: one record a step with ``trace``, else empty.
         trace: with ``trace``, the request's whole trace: JSON text, which ``lookahead trace`` reads.
     """
