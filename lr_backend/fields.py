@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -24,8 +24,9 @@ class RequestField:
     """One field of a request.
 
     Attributes:
-        dtype: of the Triton tensor that carries it; a list of messages is JSON in a STRING.
+        dtype: of the Triton tensor that carries it; what is JSON comes in a STRING.
         many: it holds any number of values; every other holds one.
+        json: what the text holds, as JSON, ``list`` or ``object``; empty where it is no JSON.
         choices: the words that it may be, where it is one of a few.
         rule: what else it may be, such as ``0 to 16``; empty where the type says all.
         default: as JSON writes it, without quotes; empty where there is none.
@@ -35,6 +36,7 @@ class RequestField:
     name: str
     dtype: str
     many: bool
+    json: str
     choices: tuple[str, ...]
     rule: str
     default: str
@@ -52,6 +54,7 @@ def _read(name: str, info: FieldInfo) -> RequestField:
         name=name,
         dtype=_dtype(kind, most=bounds.get("le", 0)),
         many=kind is str and Ellipsis in more,
+        json=_JSON.get(get_origin(kind), ""),
         choices=tuple(word.value for word in kind) if issubclass(kind, StrEnum) else (),
         rule=_rule(**bounds),
         default="" if info.default_factory or info.default in (None, ()) else _default(info.default),
@@ -59,6 +62,7 @@ def _read(name: str, info: FieldInfo) -> RequestField:
     )
 
 
+_JSON: dict[Any, str] = {tuple: "list", dict: "object"}
 _BOUNDS = ("ge", "gt", "le", "min_length", "max_length")
 
 

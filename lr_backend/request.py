@@ -6,12 +6,22 @@ optional and nothing is re-validated. Knows no tensors, no engine, no tokenizer.
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from lr_backend.engine import Sampling
 from lr_backend.engine.request import MAX_SEED
@@ -95,10 +105,82 @@ class Checked(BaseModel):
         return given if unknown is None else {name: given[name] for name in (*known, unknown) if name in given}
 
 
-class Message(Checked):
+MAX_NESTING = 64
+"""Of a JSON object that a request holds: whatever walks through one has a bound."""
+
+
+def _shallow(value: dict[str, Any]) -> dict[str, Any]:
+    level: list[Any] = [value]
+    for _ in range(MAX_NESTING):
+        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [one for several in inner for one in several]
+        if not level:
+            return value
+    raise ValueError(f"is nested more than {MAX_NESTING} deep")
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(_shallow)]
+
+
+class Function(Checked):
+    """What a model may call. ``parameters``: a JSON schema."""
+
+    name: str = Field(min_length=1, max_length=64)
+    description: str | None = None
+    parameters: JsonObject | None = None
+
+
+class Tool(Checked):
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class CalledFunction(Checked):
+    name: str = Field(min_length=1)
+    arguments: JsonObject
+
+    @field_validator("arguments", mode="before")
+    @classmethod
+    def _read(cls, arguments: object) -> object:
+        """OpenAI's API has them as JSON text, chat templates as an object."""
+        if not isinstance(arguments, str):
+            return arguments
+        try:
+            found = json.loads(arguments)
+            json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair is no text
+        except (ValueError, RecursionError):
+            raise ValueError("is no JSON") from None
+        return found
+
+
+class ToolCall(Checked):
+    """A call that the model has made."""
+
+    type: Literal["function"] = "function"
+    id: str | None = None
+    function: CalledFunction
+
+
+class Turn(Checked):
+    """What some turns of a chat have. Reasoning and calls are the assistant's; what a call came to is a turn of its own."""
+
+    role: str
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _says_what_its_role_may(self) -> Self:
+        for name, role in (("reasoning_content", "assistant"), ("tool_calls", "assistant"), ("tool_call_id", "tool")):
+            if getattr(self, name) is not None and self.role != role:
+                raise ValueError(f"{name} goes with the role {role}")
+        return self
+
+
+class Message(Turn):
     """One turn of a chat."""
 
-    role: Literal["system", "user", "assistant"]
+    role: Literal["system", "user", "assistant", "tool"]
     content: str
     name: str | None = None
     """Taken, as OpenAI's API has it; the model does not see it."""
@@ -111,9 +193,35 @@ class Message(Checked):
             raise ValueError("is empty")
         return content
 
+    @property
+    def says(self) -> bool:
+        """It counts as a turn."""
+        return bool(self.content) or self.role != "system"
+
+    def as_turn(self) -> dict[str, Any]:
+        """As a chat template takes it."""
+        turn: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.reasoning_content is not None:
+            turn["reasoning_content"] = self.reasoning_content
+        if self.tool_calls is not None:
+            turn["tool_calls"] = [call.model_dump(exclude_none=True) for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            turn["tool_call_id"] = self.tool_call_id
+        return turn
+
 
 MOST_TOKENS = 1 << 20
 """That a request may ask for."""
+
+
+def _scalar(value: object) -> object:
+    if not isinstance(value, bool | int | float | str):
+        raise ValueError("is no text, no number and no truth value")
+    return value
+
+
+TemplateValue = Annotated[Any, AfterValidator(_scalar)]
+"""Of a chat template's own: text, a number, true or false."""
 
 
 class LookaheadRequest(BaseModel):
@@ -128,7 +236,13 @@ class LookaheadRequest(BaseModel):
     text_input: str | None = Field(default=None, min_length=1)
     """one user turn, rendered with the target's chat template"""
     messages: tuple[Message, ...] | None = Field(default=None, min_length=1, fail_fast=True)
-    """a chat in place of `text_input`: a JSON list of `{role, content}`"""
+    """a chat in place of `text_input`: a JSON list of `{role, content}`; a turn of the assistant may have `reasoning_content` and
+    `tool_calls`, one of the role `tool` a `tool_call_id`"""
+    tools: tuple[Tool, ...] | None = Field(default=None, min_length=1, fail_fast=True)
+    """functions that the target may call, as its chat template shows them: a JSON list of `{type, function}`, a function with
+    `name`, `description` and `parameters`"""
+    chat_template_kwargs: dict[str, TemplateValue] | None = None
+    """what else the chat template reads, as a JSON object: for Qwen3 `enable_thinking` may be false"""
     raw: bool = False
     """`text_input` is the prompt itself, rendered by no template; control tokens in it are text, unless the deployment has
     `raw_prompts`"""
@@ -181,7 +295,9 @@ class LookaheadRequest(BaseModel):
             raise InvalidRequest("text_input", self.text_input, "give exactly one of text_input and messages")
         if self.raw and self.messages is not None:
             raise InvalidRequest("raw", True, "goes with text_input; messages are always rendered by the chat template")
-        if not self.conversation:
+        if self.raw and self.tools:
+            raise InvalidRequest("raw", True, "goes without tools, which the chat template shows")
+        if self.messages is not None and not any(message.says for message in self.messages):
             raise InvalidRequest("messages", "", "there is nothing but empty system turns")
         for stop in self.stop:
             if not 1 <= len(stop) <= 128:
@@ -217,10 +333,10 @@ class LookaheadRequest(BaseModel):
         return Sampling(self.temperature, self.top_k, self.top_p)
 
     @property
-    def conversation(self) -> list[dict[str, str]]:
+    def conversation(self) -> list[dict[str, Any]]:
         """The chat to render with the target's template."""
         if self.messages is not None:
-            return [{"role": one.role, "content": one.content} for one in self.messages if one.content or one.role != "system"]
+            return [one.as_turn() for one in self.messages if one.says]
         assert self.text_input is not None
         return [{"role": "user", "content": self.text_input}]
 

@@ -25,6 +25,7 @@ MARKS = re.compile(r"(made by `make fields`[^\n]*\n).*?([^\n]*end of what `make 
 LINE = 110
 """Characters of the client's lines, at most."""
 PYTHON = {"BOOL": "bool", "INT32": "int", "UINT64": "int", "FP32": "float", "STRING": "str"}
+JSON = {"list": "Sequence[Mapping[str, Any]]", "object": "Mapping[str, Any]"}
 WIRE = {"STRING": "BYTES"}
 """Datatypes that the wire calls otherwise than a config file."""
 
@@ -40,17 +41,18 @@ def _option(field: RequestField) -> str:
         kind = f"Literal[{', '.join(map(_quoted, field.choices))}] | str"
     elif field.many:
         kind = f"{kind} | Sequence[{kind}]"
+    elif field.json:
+        kind = f"{kind} | {JSON[field.json]}"
     datatype = _quoted(WIRE.get(field.dtype, field.dtype))
     meaning = field.meaning + (f" ({field.rule})" if field.rule else "")
-    line = f"    {field.name}: Annotated[{kind} | None, Field({datatype}, {_quoted(meaning)})] = None\n"
+    more = ["is_json=True"] if field.json else []
+    line = f"    {field.name}: Annotated[{kind} | None, Field({', '.join((datatype, _quoted(meaning), *more))})] = None\n"
     if len(line) <= LINE + 1:
         return line
     *words, last = wrap(meaning, LINE - len('            " ",'))
     quoted = "\n            ".join([*(_quoted(part + " ") for part in words), _quoted(last)])
-    return (
-        f"    {field.name}: Annotated[\n        {kind} | None,\n"
-        f"        Field(\n            {datatype},\n            {quoted},\n        ),\n    ] = None\n"
-    )
+    arguments = "".join(f"            {argument},\n" for argument in (datatype, quoted, *more))
+    return f"    {field.name}: Annotated[\n        {kind} | None,\n        Field(\n{arguments}        ),\n    ] = None\n"
 
 
 def _quoted(text: str) -> str:

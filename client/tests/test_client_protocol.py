@@ -16,6 +16,7 @@ from lr_client import (
     Event,
     FinishEvent,
     InvalidRequest,
+    Message,
     Options,
     Overloaded,
     RequestTimeout,
@@ -154,10 +155,35 @@ def test_a_malformed_question_is_refused(question: Any) -> None:
 
 
 def test_a_key_that_no_message_has_is_refused_by_name() -> None:
-    call = {"role": "assistant", "content": "", "tool_calls": [], "name": "a"}
-    with pytest.raises(InvalidRequest, match="messages: unknown name, tool_calls") as caught:
-        encode([{"role": "user", "content": "q"}, call], Options())  # type: ignore[list-item]
+    turn = {"role": "assistant", "content": "", "tool_calls": [], "refusal": None, "name": "a"}
+    with pytest.raises(InvalidRequest, match="messages: unknown name, refusal") as caught:
+        encode([{"role": "user", "content": "q"}, turn], Options())  # type: ignore[list-item]
     assert caught.value.field == "messages"
+
+
+def test_calls_of_tools_go_both_ways() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    turns: list[Message] = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "", "reasoning_content": "r", "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_call_id": "1"},
+    ]
+    tool = {"type": "function", "function": {"name": "add"}}
+    for options in (
+        Options(tools=[tool], chat_template_kwargs={"a": "\u00e9"}),
+        Options(tools=json.dumps([tool]), chat_template_kwargs='{"a": "\u00e9"}'),
+    ):
+        sent = {tensor.name: tensor.values for tensor in encode(turns, options)}
+        assert json.loads(sent["messages"][0]) == turns
+        assert json.loads(sent["tools"][0]) == [tool]
+        assert sent["chat_template_kwargs"].tolist() == ['{"a": "\u00e9"}'.encode()]
+
+
+def test_what_json_cannot_say_is_refused() -> None:
+    for value in ({1, 2}, [{"a": object()}]):
+        with pytest.raises(InvalidRequest, match="tools: what JSON can say") as caught:
+            Options(tools=value)  # type: ignore[arg-type]
+        assert caught.value.field == "tools"
 
 
 @pytest.mark.parametrize("options", [{"seed": 7}, {}, 7])

@@ -13,11 +13,14 @@ from typing import Any
 from lr_client import Event, FinishEvent, Splitter, StepEvent, TextEvent
 
 from lr_backend.frontend.asked import Asked
+from lr_backend.frontend.tool_calls import ToolCalls
 
 Document = dict[str, Any]
 
 FINISH_REASONS = {"stop": "stop", "length": "length", "deadline": "length"}
 """OpenAI's word for the server's. An answer that was cut by time was cut; ``lookahead.finish_reason`` says by what."""
+_Parts = tuple[str, str, Sequence[Document]]
+"""Reasoning, content and calls."""
 _OF_TOKENS = ("prompt_tokens", "completion_tokens", "reasoning_tokens")
 
 
@@ -52,11 +55,17 @@ class Verbatim:
 
 @dataclass(slots=True)
 class Choice:
-    """One choice as it comes. ``splitter``: None where the text is sent as it is."""
+    """One choice as it comes.
+
+    Attributes:
+        splitter: None where the text is sent as it is.
+        calls: takes the calls of tools out of the answer; None: they are text.
+    """
 
     index: int
     splitter: Splitter | None
     finish: FinishEvent | None = None
+    calls: ToolCalls | None = None
     _steps: list[Document] = field(default_factory=list)
     _reasoning: list[str] = field(default_factory=list)
     _content: list[str] = field(default_factory=list)
@@ -75,8 +84,8 @@ class Choice:
                 return [self._chunk({}, lookahead={"step": asdict(record)})]
             case FinishEvent(reason):
                 self.finish = event
-                last = self._chunk({}, finish_reason=_finish_reason(reason), lookahead=_told(event))
-                return [*self._text_chunks(self._flushed()), last]
+                rest = self._text_chunks(self._flushed())
+                return [*rest, self._chunk({}, finish_reason=self._finish_reason(reason), lookahead=_told(event))]
 
     def add(self, event: Event) -> None:
         """Take an event of an answer that is not streamed."""
@@ -93,26 +102,48 @@ class Choice:
         """The choice, once its finish has come."""
         assert self.finish is not None
         told = _told(self.finish) | ({"steps": self._steps} if self._steps else {})
-        last = {"finish_reason": _finish_reason(self.finish.finish_reason), "logprobs": None, "lookahead": told}
+        last = {"finish_reason": self._finish_reason(self.finish.finish_reason), "logprobs": None, "lookahead": told}
         content, reasoning = "".join(self._content), "".join(self._reasoning)
         if self.splitter is None:
             return {"index": self.index, "text": content, **last}
-        message = {"role": "assistant", "content": content, "reasoning_content": reasoning or None, "refusal": None}
+        message: Document = {"role": "assistant", "content": content, "reasoning_content": reasoning or None, "refusal": None}
+        if self._found:
+            message |= {"content": content or None, "tool_calls": self._found}
         return {"index": self.index, "message": message, **last}
 
-    def _split(self, event: TextEvent) -> tuple[str, str]:
-        return ("", event.text) if self.splitter is None else self.splitter.feed(event.text, event.num_reasoning_chars)
+    def _split(self, event: TextEvent) -> _Parts:
+        if self.splitter is None:
+            return "", event.text, ()
+        return self._without_calls(*self.splitter.feed(event.text, event.num_reasoning_chars))
 
-    def _flushed(self) -> tuple[str, str]:
-        return ("", "") if self.splitter is None else self.splitter.flush()
+    def _flushed(self) -> _Parts:
+        if self.splitter is None:
+            return "", "", ()
+        reasoning, content, calls = self._without_calls(*self.splitter.flush())
+        return reasoning, content + (self.calls.flush() if self.calls is not None else ""), calls
 
-    def _keep(self, parts: tuple[str, str]) -> None:
+    def _without_calls(self, reasoning: str, content: str) -> _Parts:
+        return (reasoning, content, ()) if self.calls is None else (reasoning, *self.calls.feed(content))
+
+    def _keep(self, parts: _Parts) -> None:
         self._reasoning.append(parts[0])
         self._content.append(parts[1])
 
-    def _text_chunks(self, parts: tuple[str, str]) -> list[Document]:
-        names = ("reasoning_content", "content")
-        return [self._chunk({name: text}) for name, text in zip(names, parts, strict=True) if text]
+    def _text_chunks(self, parts: _Parts) -> list[Document]:
+        reasoning, content, calls = parts
+        said: list[Document] = [{"reasoning_content": reasoning}] if reasoning else []
+        said += [{"content": content}] if content else []
+        first = len(self._found) - len(calls)
+        said += [{"tool_calls": [{"index": index, **call}]} for index, call in enumerate(calls, first)]
+        return [self._chunk(one) for one in said]
+
+    @property
+    def _found(self) -> list[Document]:
+        return [] if self.calls is None else self.calls.found
+
+    def _finish_reason(self, reason: str) -> str:
+        told = FINISH_REASONS.get(reason, reason)
+        return "tool_calls" if told == "stop" and self._found else told
 
     def _chunk(self, delta: Document, finish_reason: str | None = None, lookahead: Document | None = None) -> Document:
         said: Document = {"text": delta.get("content", "")} if self.splitter is None else {"delta": delta}
@@ -161,10 +192,6 @@ def _told(finish: FinishEvent) -> Document:
     usage = {name: value for name, value in asdict(finish.usage).items() if name not in _OF_TOKENS}
     trace = {} if finish.trace is None else {"trace": Verbatim(finish.trace)}
     return {"finish_reason": finish.finish_reason, **usage, **trace}
-
-
-def _finish_reason(reason: str) -> str:
-    return FINISH_REASONS.get(reason, reason)
 
 
 def to_json(document: Document) -> bytes:

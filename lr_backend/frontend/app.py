@@ -212,7 +212,10 @@ class Frontend:
         return Head(call.request_id, int(time.time()), self._deployed.name, asked.chat, lr_backend.__version__)
 
     def _choices(self, asked: Asked) -> list[Choice]:
-        return [Choice(number, Splitter(self._deployed.marks) if asked.chat else None) for number in range(len(asked.jobs))]
+        return [
+            Choice(number, Splitter(self._deployed.marks) if asked.chat else None, calls=asked.calls() if asked.calls else None)
+            for number in range(len(asked.jobs))
+        ]
 
 
 def _guarded(handler: Handler, metrics: DoorMetrics) -> Callable[[Request], Awaitable[Response]]:

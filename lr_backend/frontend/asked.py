@@ -6,8 +6,9 @@ Fields that both know are checked by :class:`~lr_backend.request.LookaheadReques
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from lr_client import Message, Options, Question
@@ -28,18 +29,19 @@ from lr_backend.errors import InvalidRequest
 from lr_backend.fields import REQUEST_FIELDS
 from lr_backend.frontend.errors import ApiError, place
 from lr_backend.frontend.settings import Deployed
-from lr_backend.request import Checked, LookaheadRequest, draw_seed
+from lr_backend.frontend.tool_calls import ToolCalls
+from lr_backend.request import Checked, Function, LookaheadRequest, Turn, draw_seed
 
 MAX_CHOICES = 8
 """Answers to one request: ``n`` for each of its prompts."""
 
 SAME = ("max_tokens", "temperature", "top_p", "seed", "stop", "stream")
 """Fields that OpenAI's API has under the same names, and that stand outside the object ``lookahead``."""
-PROMPT = ("text_input", "messages", "raw")
+PROMPT = ("text_input", "messages", "tools", "raw")
 """What a route says of the prompt."""
 LOOKAHEAD = tuple(field.name for field in REQUEST_FIELDS if field.name not in (*SAME, *PROMPT))
 """Fields of the object ``lookahead``."""
-BESIDE = ("top_k",)
+BESIDE = ("top_k", "chat_template_kwargs")
 """Fields of that object that other servers of OpenAI's API take outside, where they are taken too."""
 
 Unsupported = Mapping[str, tuple[Any, ...]]
@@ -53,21 +55,17 @@ NOT_IN_CHAT: Unsupported = {
     "logprobs": (False,),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (True, False),  # there are no calls
     "prediction": (),
     "reasoning_effort": (),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "top_logprobs": (0,),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
 NOT_IN_COMPLETIONS: Unsupported = {**_BOTH, "best_of": (1,), "echo": (False,), "logprobs": (), "suffix": ("",)}
 OF_OTHERS: Unsupported = {
-    "chat_template_kwargs": ({},),
     "ignore_eos": (False,),
     "min_p": (0,),
     "min_tokens": (0,),
@@ -122,9 +120,8 @@ _Content = Annotated[
 ]
 
 
-class _Turn(Checked):
-    role: Literal["system", "developer", "user", "assistant"]
-    reasoning_content: str | None = None
+class _Turn(Turn):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: _Content
     name: str | None = None
     type: Literal["text"] | None = None
@@ -132,7 +129,6 @@ class _Turn(Checked):
     annotations: _Null = None
     audio: _Null = None
     function_call: _Null = None
-    tool_calls: _Null = None
 
     @model_validator(mode="before")
     @classmethod
@@ -141,6 +137,8 @@ class _Turn(Checked):
         given = _said(given)
         if not isinstance(given, dict) or given.get("role") != "assistant":
             return given
+        if given.get("tool_calls") == []:
+            given = {name: value for name, value in given.items() if name != "tool_calls"}
         said = {name: value for name, value in given.items() if name not in _GATEWAYS}
         if said.get("reasoning_content") in (None, said.get("reasoning")):  # its name at other servers
             said["reasoning_content"] = said.pop("reasoning", None)
@@ -153,16 +151,34 @@ class _Turn(Checked):
             raise ValueError("is empty")
         return content
 
-    def message(self, deployed: Deployed) -> Message:
-        """As the target's chat template takes it. The reasoning of a former answer stands where the model wrote it."""
-        text = _text_of(self.content)
+    def message(self) -> Message:
+        """As the server takes it."""
+        said = Message(role="system" if self.role == "developer" else self.role, content=_text_of(self.content))
         if self.reasoning_content:
-            text = f"{deployed.think_open or ''}{self.reasoning_content}{deployed.think_close or ''}{text}"
-        return Message(role="system" if self.role == "developer" else self.role, content=text)
+            said["reasoning_content"] = self.reasoning_content
+        if self.tool_calls is not None:
+            said["tool_calls"] = [call.model_dump(exclude_unset=True) for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            said["tool_call_id"] = self.tool_call_id
+        return said
 
 
 def _text_of(content: str | list[_Part]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content if part.text)
+
+
+class _Function(Function, _Sparse):
+    strict: bool = False
+    """Asked for by some clients always. Calls are the model's own words, whatever it says."""
+
+
+class _Tool(Checked):
+    type: Literal["function"]
+    function: _Function
+
+    def shown(self) -> dict[str, Any]:
+        """As the server takes it."""
+        return self.model_dump(exclude_unset=True, exclude={"function": {"strict"}})
 
 
 class _StreamOptions(_Sparse):
@@ -181,6 +197,9 @@ class _Body(Checked):
 
 class _ChatBody(_Body):
     messages: list[_Turn] = Field(min_length=1, fail_fast=True)
+    tools: list[_Tool] = Field(default_factory=list, fail_fast=True)
+    tool_choice: Literal["none", "auto"] = "auto"
+    parallel_tool_calls: bool = True
     max_completion_tokens: Any = None
     metadata: dict[str, Any] = Field(default_factory=dict)
     prompt_cache_key: str = Field(default="", max_length=256)
@@ -214,6 +233,7 @@ class Asked:
         jobs: a choice each, in order.
         chat: answered as a chat, with the reasoning apart; else as plain text.
         tokens_field: what the client called ``max_tokens``.
+        calls: takes the calls of tools out of an answer; None: they are text.
     """
 
     jobs: tuple[Job, ...]
@@ -221,6 +241,7 @@ class Asked:
     stream: bool
     include_usage: bool
     tokens_field: str = "max_tokens"
+    calls: Callable[[], ToolCalls] | None = None
 
     def param_of(self, field: str) -> str:
         """A field of the server's by the name that it has in this request."""
@@ -240,13 +261,17 @@ class Asked:
             if shared.setdefault("max_tokens", body.max_completion_tokens) != body.max_completion_tokens:
                 raise ApiError("invalid_value", "max_tokens and max_completion_tokens are one field and differ", "max_tokens")
             field = "max_completion_tokens"
+        has_tools = bool(body.tools) and body.tool_choice == "auto"
+        if has_tools:
+            shared["tools"] = [tool.shown() for tool in body.tools]
         options = _options(body, shared, deployed, field)
-        messages = [turn.message(deployed) for turn in body.messages]
+        messages = [turn.message() for turn in body.messages]
         question = [message for message in messages if message["content"] or message["role"] != "system"]
         if not question:
             raise ApiError("invalid_value", "messages: nothing but empty system turns", "messages")
         jobs = tuple(Job(question, one) for one in _seeded(options, body.n))
-        return cls(jobs, True, bool(options.stream), bool(body.stream_options.include_usage), field)
+        calls = partial(ToolCalls, None if body.parallel_tool_calls else 1) if has_tools else None
+        return cls(jobs, True, bool(options.stream), bool(body.stream_options.include_usage), field, calls)
 
     @classmethod
     def completion_of(cls, document: Mapping[str, Any], deployed: Deployed) -> Self:

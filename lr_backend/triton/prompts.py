@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -28,6 +32,10 @@ EDGE_TOKENS = 8
 NUM_THREADS = 2
 
 
+CALL_OPENS = "<tool_call>"
+"""Before the JSON of a call, by Qwen and others."""
+
+
 def max_text_bytes(limits: Limits) -> int:
     """Of any string input: with more no prompt is short enough."""
     return limits.max_prompt_tokens * MAX_BYTES_A_TOKEN
@@ -46,6 +54,10 @@ class Prompts:
         thinking = {text for text in (config.think_open, config.think_close) if text}
         self._turns = PlainText.of(tokenizer, but=thinking)
         self._config = config
+        template = getattr(tokenizer, "chat_template", None) or ""
+        self._template = template if isinstance(template, str) else "\n".join(template.values())
+        render = getattr(tokenizer, "apply_chat_template", None)
+        self._reserved = {"messages", *(signature(render).parameters if render is not None else ())}
         # What a tokenizer itself puts before a text; a chat template writes it where there is one.
         first = getattr(tokenizer, "bos_token_id", None)
         self._first = [first] if first is not None and tokenizer.encode("")[:1] == [first] else []
@@ -60,9 +72,10 @@ class Prompts:
         messages, limit = request.messages or (), self._config.limits.max_prompt_tokens
         if len(messages) > limit:  # a turn costs at least a token
             raise PromptTooLong("messages", f"at least {len(messages)} tokens", f"{limit} prompt tokens")
-        num_chars = len(request.text_input or "") + sum(TURN_CHARS + len(message.content) for message in messages)
-        if num_chars <= QUICK_CHARS and self._plain.num_cuts(turn["content"] for turn in request.conversation) <= QUICK_CUTS:
-            return self._make(request)
+        if len(request.text_input or "") + sum(TURN_CHARS + len(one.content) for one in messages) <= QUICK_CHARS:
+            told = list(texts_of(_said(request)))
+            if sum(map(len, told)) <= QUICK_CHARS and self._plain.num_cuts(told) <= QUICK_CUTS:
+                return self._make(request)
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._make, request)
 
     def close(self) -> None:
@@ -87,20 +100,55 @@ class Prompts:
 
     def _text(self, request: LookaheadRequest) -> tuple[str, str]:
         """(the prompt, the mark that stands in it where control tokens are cut)."""
-        contents = [turn["content"] for turn in request.conversation]
-        mark = mark_for(*contents)
+        turns, tools, own = _said(request)
+        mark = mark_for(*texts_of((turns, tools, own)))
         if request.raw:
-            return (contents[0] if self._config.raw_prompts else self._plain.cut(contents[0], mark)), mark
-        # A model's own turn may hold its reasoning, which templates look for.
-        turns = [
-            {**turn, "content": (self._turns if turn["role"] == "assistant" else self._plain).cut(turn["content"], mark)}
-            for turn in request.conversation
-        ]
+            (turn,) = turns
+            return (turn["content"] if self._config.raw_prompts else self._plain.cut(turn["content"], mark)), mark
+        self._check(tools, own)
+        cut = partial(self._plain.cut, mark=mark)
         try:
-            text = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+            text = self._tokenizer.apply_chat_template(
+                [self._turn(turn, mark) for turn in turns],
+                tools=with_texts(tools, cut) or None,
+                tokenize=False,
+                add_generation_prompt=True,
+                **with_texts(own, cut),
+            )
         except Exception as error:  # templates raise whatever they like at turns they do not accept
             raise InvalidRequest("messages", "", f"the target's chat template refuses it: {error}") from error
         return str(text), mark
+
+    def _turn(self, turn: dict[str, Any], mark: str) -> dict[str, Any]:
+        """As the template takes it. A model's own turn may hold its reasoning, which templates look for."""
+        cut = partial(self._plain.cut, mark=mark)
+        made = {name: value if name == "role" else with_texts(value, cut) for name, value in turn.items()}
+        if turn["role"] != "assistant":
+            return made
+        made["content"] = self._turns.cut(turn["content"], mark)
+        if "reasoning_content" in made and not self._reads("reasoning_content"):
+            opening, close = self._config.think_open or "", self._config.think_close or ""
+            made["content"] = f"{opening}{made.pop('reasoning_content')}{close}{made['content']}"
+        return made
+
+    def _check(self, tools: list[Any], own: Mapping[str, Any]) -> None:
+        """Of what the template does not read, or writes in a form that nobody here reads.
+
+        Raises:
+            InvalidRequest: names it.
+        """
+        if tools and not self._reads("tools"):
+            raise InvalidRequest("tools", "", "the target's chat template shows no tools")
+        if tools and (CALL_OPENS not in self._template or "<function=" in self._template):
+            rule = f"the target's chat template has calls in another form than JSON between {CALL_OPENS} and its end"
+            raise InvalidRequest("tools", "", rule)
+        for name in own:
+            if name in self._reserved or name.endswith("_token") or not self._reads(name):
+                raise InvalidRequest(f"chat_template_kwargs.{name[:64]}", "", "the target's chat template reads no such value")
+
+    def _reads(self, word: str) -> bool:
+        """Whether the template has this word."""
+        return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", self._template) is not None
 
     def _least_tokens(self, text: str, enough: int) -> int:
         """How many tokens a long text has at least; no more is encoded than it takes to pass ``enough``."""
@@ -111,3 +159,31 @@ class Prompts:
             if least > enough:
                 break
         return least
+
+
+def _said(request: LookaheadRequest) -> tuple[list[dict[str, Any]], list[Any], dict[str, Any]]:
+    """(turns, tools, the template's own values)."""
+    tools = [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
+    return request.conversation, tools, dict(request.chat_template_kwargs or {})
+
+
+def texts_of(value: object) -> Iterator[str]:
+    """Every text in what JSON can say, names among them."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield name
+            yield from texts_of(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from texts_of(inner)
+
+
+def with_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """The same with every text changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(name): with_texts(inner, change) for name, inner in value.items()}
+    return [with_texts(inner, change) for inner in value] if isinstance(value, list | tuple) else value

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from lr_backend.contract import TensorMap, TensorSpec
 from lr_backend.errors import InvalidRequest, PromptTooLong
-from lr_backend.fields import LOOKAHEAD_INPUTS
+from lr_backend.fields import LOOKAHEAD_INPUTS, REQUEST_FIELDS
 from lr_backend.loop.answer import Committed
 from lr_backend.request import FinishReason, Usage
 from lr_backend.telemetry import HEADERS
@@ -20,7 +20,8 @@ from lr_backend.trace.schema import Trace
 
 KNOWN_PARAMETERS = frozenset((*HEADERS, "triton_enable_empty_final_response"))
 """Headers that Triton forwards, and what its gRPC clients ask of Triton itself."""
-_ONE_VALUE = frozenset(spec.name for spec in LOOKAHEAD_INPUTS if spec.dims == (1,)) - {"messages"}
+_JSON = {field.name: field.json for field in REQUEST_FIELDS if field.json}
+_ONE_VALUE = frozenset(field.name for field in REQUEST_FIELDS if not (field.many or field.json))
 _FIELD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 
@@ -56,7 +57,7 @@ def _check_parameter(name: str, value: object, arrays: TensorMap, max_bytes: int
 
 def _check_length(name: str, num_bytes: int, max_bytes: int) -> None:
     if num_bytes > max_bytes:
-        if name in ("text_input", "messages"):
+        if name in ("text_input", "messages", "tools"):
             raise PromptTooLong(name, f"{num_bytes} bytes", f"{max_bytes} bytes of a prompt")
         raise InvalidRequest(name, f"{num_bytes} bytes", f"at most {max_bytes} bytes")
 
@@ -68,7 +69,7 @@ def _value(spec: TensorSpec, array: npt.NDArray[Any], max_bytes: int) -> Any:
     if spec.dtype == "STRING":
         _check_length(spec.name, sum(len(value) for value in values if isinstance(value, bytes)), max_bytes)
         values = [_text(spec.name, value) for value in values]
-    if spec.name == "messages":
+    if spec.name in _JSON:
         return _json(spec.name, values[0])
     return tuple(values) if spec.dims == (-1,) else values[0]
 
@@ -86,9 +87,9 @@ def _json(name: str, text: str) -> Any:
         if "\\u" in text:  # the one way to half a surrogate pair, which is no text
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:  # a number of thousands of digits is no JSONDecodeError
-        raise InvalidRequest(name, text, "a JSON list of {role, content}") from error
-    if not isinstance(value, list):
-        raise InvalidRequest(name, text, "a JSON list of {role, content}")
+        raise InvalidRequest(name, text, f"a JSON {_JSON[name]}") from error
+    if not isinstance(value, list if _JSON[name] == "list" else dict):
+        raise InvalidRequest(name, text, f"a JSON {_JSON[name]}")
     return value
 
 

@@ -51,6 +51,15 @@ def turn(**fields: Any) -> Document:
     return chat(messages=[{"role": "user", "content": "q", **fields}])
 
 
+def called(function: Document) -> Document:
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}]
+    return chat(messages=turns)
+
+
+def with_tool(**function: Any) -> Document:
+    return chat(tools=[{"type": "function", "function": function}])
+
+
 def plain(**fields: Any) -> Document:
     return {"model": "demo", "prompt": "q", **fields}
 
@@ -80,12 +89,10 @@ UNSUPPORTED: Document = {
     "service_tier": "flex",
     "verbosity": "low",
     "web_search_options": {},
-    "parallel_tool_calls": "yes",
     "repetition_penalty": 1.1,
     "min_p": 0.1,
     "min_tokens": 1,
     "ignore_eos": True,
-    "chat_template_kwargs": {"enable_thinking": False},
 }
 KINDS = (
     *("", "text/plain", "application/x-www-form-urlencoded", "application/json; charset=latin-1", "application/xml"),
@@ -107,7 +114,6 @@ _CHATS: list[tuple[Document, str, str | None]] = [
     (chat(messages={}), "invalid_value", "messages"),
     (chat(messages=["q"]), "invalid_value", "messages[0]"),
     (chat(messages=[{"content": "q"}]), "missing_field", "messages[0].role"),
-    (turn(role="tool"), "invalid_value", "messages[0].role"),
     (turn(role=None), "missing_field", "messages[0].role"),
     (chat(messages=[{"role": "user"}]), "missing_field", "messages[0].content"),
     (turn(content=None), "missing_field", "messages[0].content"),
@@ -124,8 +130,22 @@ _CHATS: list[tuple[Document, str, str | None]] = [
     (turn(content=[{"type": "image_url", "image_url": {"url": "x"}}]), "invalid_value", "messages[0].content[0].type"),
     (turn(content=[{"type": "text", "text": "q", "more": 1}]), "unknown_field", "messages[0].content[0].more"),
     (turn(name=7), "invalid_value", "messages[0].name"),
-    (turn(tool_calls=[{}]), "unsupported_field", "messages[0].tool_calls"),
-    (turn(tool_call_id="x"), "unknown_field", "messages[0].tool_call_id"),
+    (turn(tool_calls=[{}]), "missing_field", "messages[0].tool_calls[0].function"),
+    (turn(tool_calls=[{"function": {"name": "f", "arguments": "{}"}}]), "invalid_value", "messages[0]"),
+    (turn(tool_call_id="x"), "invalid_value", "messages[0]"),
+    (turn(reasoning_content="x"), "invalid_value", "messages[0]"),
+    *(
+        (called(function), code, f"messages[1].tool_calls[0].function{where}")
+        for function, code, where in (
+            ({"name": "f"}, "missing_field", ".arguments"),
+            ({"name": "", "arguments": "{}"}, "invalid_value", ".name"),
+            ({"name": "f", "arguments": "{"}, "invalid_value", ".arguments"),
+            ({"name": "f", "arguments": "[]"}, "invalid_value", ".arguments"),
+            ({"name": "f", "arguments": '{"a": "\\ud800"}'}, "invalid_value", ".arguments"),
+            ({"name": "f", "arguments": '{"a": ' * 90 + "1" + "}" * 90}, "invalid_value", ".arguments"),
+            ({"name": "f", "arguments": "{}", "more": 1}, "unknown_field", ".more"),
+        )
+    ),
     (turn(provider_specific_fields={}), "unknown_field", "messages[0].provider_specific_fields"),
     (turn(role="assistant", reasoning="a", reasoning_content="b"), "unknown_field", "messages[0].reasoning"),
     (turn(colour="red"), "unknown_field", "messages[0].colour"),
@@ -192,8 +212,23 @@ _CHATS: list[tuple[Document, str, str | None]] = [
     (inside(trace="yes"), "invalid_value", "lookahead.trace"),
     (inside(deterministic=0), "invalid_value", "lookahead.deterministic"),
     (inside(top_k=-1), "invalid_value", "lookahead.top_k"),
-    (chat(tools=[{"type": "function"}]), "unsupported_field", "tools"),
-    (chat(tool_choice="required"), "unsupported_field", "tool_choice"),
+    (chat(tools={}), "invalid_value", "tools"),
+    (chat(tools=[{"type": "function"}]), "missing_field", "tools[0].function"),
+    (chat(tools=[{"type": "web_search"}]), "invalid_value", "tools[0].type"),
+    (chat(tools=[{"type": "function", "function": {}}]), "missing_field", "tools[0].function.name"),
+    (chat(tools=[{"type": "function", "function": {"name": "x" * 65}}]), "invalid_value", "tools[0].function.name"),
+    (
+        chat(tools=[{"type": "function", "function": {"name": "f", "parameters": []}}]),
+        "invalid_value",
+        "tools[0].function.parameters",
+    ),
+    (chat(tools=[{"type": "function", "function": {"name": "f", "more": 1}}]), "unknown_field", "tools[0].function.more"),
+    (chat(tool_choice="required"), "invalid_value", "tool_choice"),
+    (chat(tool_choice={"type": "function", "function": {"name": "f"}}), "invalid_value", "tool_choice"),
+    (chat(parallel_tool_calls="yes"), "invalid_value", "parallel_tool_calls"),
+    (chat(chat_template_kwargs=[]), "invalid_value", "chat_template_kwargs"),
+    (chat(chat_template_kwargs={"a": {}}), "invalid_value", "chat_template_kwargs.a"),
+    (chat(chat_template_kwargs={"a": 1}, lookahead={"chat_template_kwargs": {"a": 2}}), "invalid_value", "chat_template_kwargs"),
     (chat(functions=[{"name": "f"}]), "unsupported_field", "functions"),
     (chat(logprobs=True), "unsupported_field", "logprobs"),
     (chat(top_logprobs=2), "unsupported_field", "top_logprobs"),
@@ -244,7 +279,7 @@ _CHATS: list[tuple[Document, str, str | None]] = [
     *((chat(stream_options=value), "invalid_value", "stream_options") for value in ("x", 7, True)),
     (chat(stream_options={"include_usage": "yes"}), "invalid_value", "stream_options.include_usage"),
     *((chat(lookahead=value), "invalid_value", "lookahead") for value in ("lr", 7, True)),
-    *((inside(**{name: value}), "invalid_value", f"lookahead.{name}") for name in LOOKAHEAD for value in ([], {})),
+    *((inside(**{name: value}), "invalid_value", f"lookahead.{name}") for name in LOOKAHEAD for value in ([], [{}])),
     *((inside(**{name: 1}), "unknown_field", f"lookahead.{name}") for name in ("", "Mode", "__class__", "x" * 70)),
     *((chat(**{name: value}), "unsupported_field", name) for name, value in UNSUPPORTED.items()),
 ]
@@ -365,6 +400,11 @@ _FIELDS: list[tuple[str, Any]] = [
     ("messages", '[{"role": "user", "content": ""}]'),
     ("messages", '[{"role": "user", "content": "x", "extra": 1}]'),
     ("messages", "[" * 60_000),
+    ("messages", '[{"role": "user", "content": "x", "tool_call_id": "y"}]'),
+    ("messages", '[{"role": "tool", "content": "x", "tool_calls": []}]'),
+    *[("tools", value) for value in ("", "{}", "[]", "[{}]", "[" * 60_000, '[{"function": {"name": ""}}]', b"\xff")],
+    ("tools", '[{"function": {"name": "f", "parameters": ' + '{"a": ' * 90 + "1" + "}" * 92 + "]"),
+    *[("chat_template_kwargs", value) for value in ("", "[]", '{"a": null}', '{"a": []}', '{"\\ud800": 1}')],
     *[("max_tokens", value) for value in (0, -1, 2**31 - 1)],
     *[("temperature", value) for value in (-0.1, 5.1, float("nan"), float("inf"), float("-inf"))],
     *[("top_p", value) for value in (0.0, -1.0, 1.1, float("nan"))],
@@ -383,7 +423,7 @@ _FIELDS: list[tuple[str, Any]] = [
     ("text_input", b"\xed\xa0\x80"),
     *[("messages", value) for value in ("", "null", "7", '"x"', "[1]", '["x"]', "[null]", "[[]]", "[{}]", "[", "[{]", "[NaN")],
     *[("messages", value) for value in (b"\xff", b"[\xff]", '[{"role": "user"}]', '[{"content": "x"}]', ["[]", "[]"])],
-    *[("messages", f'[{{"role": {role}, "content": "x"}}]') for role in ('"User"', '"tool"', "null", "7", "[]", '""')],
+    *[("messages", f'[{{"role": {role}, "content": "x"}}]') for role in ('"User"', '"function"', "null", "7", "[]", '""')],
     *[("messages", f'[{{"role": "user", "content": {content}}}]') for content in ("null", "7", "[]", "{}", "true", "9" * 5000)],
     *[("messages", f'[{{"role": "user", "content": "x{half}"}}]') for half in (r"\ud800", r"\udc00\ud800")],
     *[("max_tokens", value) for value in (-(2**31), [1, 2])],
@@ -475,7 +515,7 @@ def _good_values(field: RequestField) -> st.SearchStrategy[Any]:
     return kinds[field.dtype] if field.dtype in kinds else st.sampled_from(field.choices or _WORDS[field.name])
 
 
-_OPTIONS = [field for field in REQUEST_FIELDS if field.name not in ("text_input", "messages", "raw")]
+_OPTIONS = [field for field in REQUEST_FIELDS if not field.json and field.name not in ("text_input", "raw")]
 _TURN_TEXTS = st.builds(json.dumps, TURNS | JSON_VALUES)
 _PROMPTS = (
     st.fixed_dictionaries({"text_input": st.text(min_size=1, max_size=20)})

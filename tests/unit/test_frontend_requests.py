@@ -37,6 +37,7 @@ from lr_backend.frontend.asked import (
 from lr_backend.frontend.body import parse_json
 from lr_backend.frontend.errors import CODES, ApiError, place
 from lr_backend.request import LookaheadRequest
+from lr_backend.triton.tensors import request_fields
 from tests.support.bad_input import (
     DOCUMENTS,
     DOOR_ROWS,
@@ -142,6 +143,7 @@ def test_every_field_arrives_under_its_own_name() -> None:
         "deterministic": True,
         "deadline_s": 9,
         "trace": True,
+        "chat_template_kwargs": {"enable_thinking": False},
     }
     outside = {"max_tokens": 50, "temperature": 1, "top_p": 0.5, "seed": 7, "stop": ["a", "b"], "stream": True}
     assert set(given_inside) == set(LOOKAHEAD) and set(outside) == set(SAME)
@@ -160,6 +162,8 @@ def test_every_field_arrives_under_its_own_name() -> None:
         (chat(top_k=20), {"top_k": 20}),
         (chat(top_k=-1), {"top_k": 0}),
         (chat(top_k=20, lookahead={"top_k": 20}), {"top_k": 20}),
+        (chat(chat_template_kwargs={}), {"chat_template_kwargs": {}}),
+        (chat(chat_template_kwargs={"a": "b"}), {"chat_template_kwargs": {"a": "b"}}),
         (chat(temperature=None, stop=None, n=None, user=None, stream_options=None, lookahead=None), {}),
         (chat(user="someone", lookahead={"mode": None}), {}),
         (chat(prompt_cache_key="k", safety_identifier="me", metadata={"a": "b"}), {}),
@@ -203,12 +207,12 @@ def test_fields_of_other_servers_are_taken_or_refused_with_where_they_belong(doc
         ),
         ({"role": "assistant"}, ("assistant", "")),
         ({"role": "assistant", "content": [{"type": "text", "text": ""}]}, ("assistant", "")),
-        ({"role": "assistant", "reasoning_content": "cut"}, ("assistant", "<think>cut</think>")),
-        ({"role": "assistant", "content": "a", "reasoning_content": "r"}, ("assistant", "<think>r</think>a")),
-        ({"role": "assistant", "content": "", "reasoning_content": "cut"}, ("assistant", "<think>cut</think>")),
-        ({"role": "assistant", "content": None, "reasoning_content": "cut"}, ("assistant", "<think>cut</think>")),
-        ({"role": "assistant", "content": "a", "reasoning": "r"}, ("assistant", "<think>r</think>a")),
-        ({"role": "assistant", "content": "a", "reasoning": "r", "reasoning_content": "r"}, ("assistant", "<think>r</think>a")),
+        ({"role": "assistant", "reasoning_content": "cut"}, ("assistant", "", "cut")),
+        ({"role": "assistant", "content": "a", "reasoning_content": "r"}, ("assistant", "a", "r")),
+        ({"role": "assistant", "content": "", "reasoning_content": "cut"}, ("assistant", "", "cut")),
+        ({"role": "assistant", "content": None, "reasoning_content": "cut"}, ("assistant", "", "cut")),
+        ({"role": "assistant", "content": "a", "reasoning": "r"}, ("assistant", "a", "r")),
+        ({"role": "assistant", "content": "a", "reasoning": "r", "reasoning_content": "r"}, ("assistant", "a", "r")),
         (
             {
                 "role": "assistant",
@@ -230,13 +234,47 @@ def test_fields_of_other_servers_are_taken_or_refused_with_where_they_belong(doc
             },
             ("assistant", "a"),
         ),
-        ({"role": "assistant", "reasoning_content": "r", "reasoning": None, "content": "a"}, ("assistant", "<think>r</think>a")),
+        ({"role": "assistant", "reasoning_content": "r", "reasoning": None, "content": "a"}, ("assistant", "a", "r")),
         ({"role": "user", "content": "hi", "type": "text"}, ("user", "hi")),
         ({"role": "assistant", "content": "a", "type": "text"}, ("assistant", "a")),
     ],
 )
-def test_messages_as_the_template_takes_them(message: Document, sent: tuple[str, str]) -> None:
-    assert asked(chat(messages=[message])).jobs[0].question == [dict(zip(("role", "content"), sent, strict=True))]
+def test_messages_as_the_server_takes_them(message: Document, sent: tuple[str, ...]) -> None:
+    names = ("role", "content", "reasoning_content")
+    assert asked(chat(messages=[message])).jobs[0].question == [dict(zip(names, sent, strict=False))]
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}}
+
+
+def test_tools_and_their_calls_arrive_as_the_template_takes_them() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": null}'}}
+    turns = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": None, "refusal": None, "reasoning_content": "r", "tool_calls": [call]},
+        {"role": "tool", "content": [{"type": "text", "text": "2"}], "tool_call_id": "1"},
+    ]
+    strict = {**TOOL, "function": {**TOOL["function"], "description": None, "strict": True}}  # type: ignore[dict-item]
+    one = asked(chat(messages=turns, tools=[strict], tool_choice="auto", chat_template_kwargs={"enable_thinking": False}))
+    (job,) = one.jobs
+    given = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": None}}}
+    assert job.question == [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "", "reasoning_content": "r", "tool_calls": [given]},
+        {"role": "tool", "content": "2", "tool_call_id": "1"},
+    ]
+    sent = {tensor.name: tensor.values for tensor in encode(job.question, job.options)}
+    request = LookaheadRequest.parse(request_fields(sent, 10_000))
+    assert request.conversation == job.question
+    assert request.tools is not None and [tool.model_dump(exclude_none=True) for tool in request.tools] == [TOOL]
+    assert request.chat_template_kwargs == {"enable_thinking": False}
+    assert one.calls is not None
+
+
+@pytest.mark.parametrize("fields", [{}, {"tools": []}, {"tools": None}, {"tools": [TOOL], "tool_choice": "none"}])
+def test_where_no_tools_are_wanted_none_are_shown(fields: Document) -> None:
+    one = asked(chat(**fields))
+    assert one.calls is None and one.jobs[0].options.tools is None
 
 
 def test_an_empty_system_turn_is_none() -> None:

@@ -38,6 +38,7 @@ from tests.support.waiting import until
 USAGE = {"prompt_tokens": 2, "completion_tokens": 3, "reasoning_tokens": 1, "num_steps": 2, "seed": 7}
 FINISH = Reply(finish="stop", usage=USAGE)
 ANSWER = [Reply(text="<think>a"), Reply(text=" b</thi"), Reply(text="nk>\n\nyes"), FINISH]
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 FAILURES = [
     ("LR_PROMPT_TOO_LONG: text_input='2000 tokens': This model's maximum ...", "context_length_exceeded", "messages"),
     ("LR_INVALID_REQUEST: verifier='x': this server has exact", "invalid_value", "lookahead.verifier"),
@@ -64,6 +65,7 @@ def server(pause: Pause) -> Iterator[Any]:
         "q": ANSWER,
         "held": [Reply(text="<think>a"), pause, *ANSWER[1:]],
         "late": [pause, *ANSWER],
+        "calls": [Reply(text="<think>a</think>\n\n<tool_"), Reply(text=CALL[len("<tool_") :]), FINISH],
         "fails midway": [Reply(text="<think>a"), Fail("LR_TARGET_UNAVAILABLE: secret"), Pause()],
         "crashes midway": [Reply(text="<think>a"), Fail("oops: secret"), Pause()],
         "broken": [Reply(text="a"), Reply(finish="stop", usage={"num_steps": "many"})],
@@ -119,6 +121,40 @@ def test_a_chat_is_answered_by_openais_client(server: Any, client: OpenAI) -> No
         "mode": ["lossless"],
         "top_k": [3],
     }
+
+
+ADD: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}, "strict": True}}
+
+
+def test_a_tool_is_shown_called_and_answered_by_openais_client(server: Any, client: OpenAI) -> None:
+    answer = client.chat.completions.create(model="demo", messages=user("calls"), tools=[ADD], tool_choice="auto")
+    choice = answer.choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    (call,) = choice.message.tool_calls or []
+    assert call.type == "function"
+    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
+    assert json.loads(server.request().inputs["tools"][0])[0]["function"]["name"] == "add"
+
+    came_to: Any = {"role": "tool", "tool_call_id": call.id, "content": "q"}
+    again = client.chat.completions.create(
+        model="demo", messages=[*user("calls"), choice.message.model_dump(), came_to], tools=[ADD]
+    )
+    assert (again.choices[0].finish_reason, again.choices[0].message.content) == ("stop", "\n\nyes")
+    _, made, result = json.loads(server.request(1).inputs["messages"][0])
+    assert made["tool_calls"] == [{"id": call.id, "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
+    assert (made["reasoning_content"], result["tool_call_id"]) == ("a", call.id)
+
+
+def test_a_call_is_streamed_as_openais_client_reads_it(client: OpenAI) -> None:
+    with client.chat.completions.stream(model="demo", messages=user("calls"), tools=[ADD]) as stream:
+        message = stream.get_final_completion().choices[0].message
+    (call,) = message.tool_calls or []
+    assert (call.function.name, call.function.arguments, message.content or None) == ("add", '{"a": 1}', None)
+
+
+def test_without_tools_a_call_is_text(client: OpenAI) -> None:
+    answer = client.chat.completions.create(model="demo", messages=user("calls"))
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (f"\n\n{CALL}", "stop")
 
 
 def test_a_stream_brings_text_as_it_is_committed(server: Any, client: OpenAI, pause: Pause) -> None:

@@ -30,6 +30,8 @@ def test_the_types_of_the_tensors_are_those_of_the_fields() -> None:
     assert {spec.name: (spec.dtype, spec.dims) for spec in LOOKAHEAD_INPUTS} == {
         "text_input": ("STRING", (1,)),
         "messages": ("STRING", (1,)),
+        "tools": ("STRING", (1,)),
+        "chat_template_kwargs": ("STRING", (1,)),
         "raw": ("BOOL", (1,)),
         "max_tokens": ("INT32", (1,)),
         "temperature": ("FP32", (1,)),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import wraps
@@ -100,7 +100,7 @@ def _option(flag: str, kind: Any, meaning: str) -> inspect.Parameter:
     """What a command line takes for ``kind``: known words or any other, some strings, or one plain value."""
     plain, *more = (one for one in get_args(kind) if one is not NoneType)
     words = get_args(plain) if get_origin(plain) is Literal else ()
-    typed: Any = str if words else list[str] if more else plain
+    typed: Any = str if words else list[str] if Sequence[str] in more else plain
     annotation = Annotated[typed | None, typer.Option(help=meaning, metavar="|".join(words) or None)]
     return inspect.Parameter(flag, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 

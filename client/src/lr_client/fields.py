@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 from lr_client.errors import InvalidRequest
 
 
 class Field(NamedTuple):
-    """What goes with a field. ``datatype``: Triton's, of its tensor. ``help``: what it means and may be."""
+    """What goes with a field.
+
+    Attributes:
+        datatype: Triton's, of its tensor.
+        help: what it means and may be.
+        is_json: what is no text is sent as JSON.
+    """
 
     datatype: str
     help: str
+    is_json: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +29,23 @@ class Options:
     """How to answer. None leaves a field to the server's default; a newer server may know more words."""
 
     # From the server's own fields, made by `make fields` of its repository; not edited by hand.
+    tools: Annotated[
+        str | Sequence[Mapping[str, Any]] | None,
+        Field(
+            "BYTES",
+            "functions that the target may call, as its chat template shows them: a JSON list of `{type, "
+            "function}`, a function with `name`, `description` and `parameters` (not empty)",
+            is_json=True,
+        ),
+    ] = None
+    chat_template_kwargs: Annotated[
+        str | Mapping[str, Any] | None,
+        Field(
+            "BYTES",
+            "what else the chat template reads, as a JSON object: for Qwen3 `enable_thinking` may be false",
+            is_json=True,
+        ),
+    ] = None
     raw: Annotated[
         bool | None,
         Field(
@@ -167,6 +192,22 @@ class Options:
                 raise InvalidRequest(f"stop={self.stop!r}: a string or several", field="stop")
             stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
             object.__setattr__(self, "stop", stop)
+        for name in (name for name, field in FIELDS.items() if field.is_json):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                object.__setattr__(self, name, as_json(name, value))
+
+
+def as_json(name: str, value: object) -> str:
+    """JSON text of what a field holds.
+
+    Raises:
+        InvalidRequest: JSON cannot say it.
+    """
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{name}: what JSON can say, or JSON text", field=name) from error
 
 
 FIELDS: dict[str, Field] = {

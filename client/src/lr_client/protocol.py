@@ -30,6 +30,7 @@ from lr_client.reasoning import Splitter
 from lr_client.types import (
     Event,
     FinishEvent,
+    Message,
     Question,
     Result,
     StepEvent,
@@ -104,11 +105,11 @@ def _prompt(question: Question) -> dict[str, str]:
         return {"text_input": question}
     rule = "give a string, or a list of {'role': ..., 'content': ...}"
     try:
-        messages = [{"role": message["role"], "content": message["content"]} for message in question]
+        messages = [{"role": one["role"], "content": one["content"], **one} for one in question]
         text = json.dumps(messages, ensure_ascii=False)
     except (TypeError, KeyError, ValueError) as error:
         raise InvalidRequest(f"messages={shown(question)}: {rule}", field="messages") from error
-    if others := {str(key) for message in question for key in message} - {"role", "content"}:
+    if others := {str(key) for one in messages for key in one} - Message.__annotations__.keys():
         raise InvalidRequest(f"messages: unknown {', '.join(sorted(others))}: {rule}", field="messages")
     return {"messages": text}
 

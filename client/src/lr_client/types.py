@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 FinishReason = Literal["stop", "length", "deadline"]
 """The finish reasons known today; fields that hold one are ``str``: a newer server may add to them."""
 
 
 class Message(TypedDict):
-    """One turn of a chat. ``role`` is ``system``, ``user`` or ``assistant``."""
+    """One turn of a chat. ``role`` is ``system``, ``user``, ``assistant`` or ``tool``.
+
+    A former answer may have its reasoning apart, and the calls of tools that it made. What a call came to is
+    a turn of its own.
+    """
 
     role: str
     content: str
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[Sequence[Mapping[str, Any]]]
+    tool_call_id: NotRequired[str]
 
 
 Question = str | Sequence[Message]
