@@ -120,13 +120,12 @@ class Prompts:
         return str(text), mark
 
     def _turn(self, turn: dict[str, Any], mark: str) -> dict[str, Any]:
-        """As the template takes it. A model's own turn may hold its reasoning, which templates look for."""
+        """As the template takes it."""
         cut = partial(self._plain.cut, mark=mark)
         made = {name: value if name == "role" else with_texts(value, cut) for name, value in turn.items()}
-        if turn["role"] != "assistant":
-            return made
-        made["content"] = self._turns.cut(turn["content"], mark)
-        if "reasoning_content" in made and not self._reads("reasoning_content"):
+        if turn["role"] == "assistant" and "reasoning_content" not in made:
+            made["content"] = self._turns.cut(turn["content"], mark)  # it may hold its reasoning, which templates look for
+        elif "reasoning_content" in made and not self._reads("reasoning_content"):
             opening, close = self._config.think_open or "", self._config.think_close or ""
             made["content"] = f"{opening}{made.pop('reasoning_content')}{close}{made['content']}"
         return made
