@@ -41,7 +41,7 @@ PROMPT = ("text_input", "messages", "tools", "raw")
 """What a route says of the prompt."""
 LOOKAHEAD = tuple(field.name for field in REQUEST_FIELDS if field.name not in (*SAME, *PROMPT))
 """Fields of the object ``lookahead``."""
-BESIDE = ("top_k", "chat_template_kwargs")
+BESIDE = ("top_k", "chat_template_kwargs", "thinking_token_budget")
 """Fields of that object that other servers of OpenAI's API take outside, where they are taken too."""
 
 Unsupported = Mapping[str, tuple[Any, ...]]

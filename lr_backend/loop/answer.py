@@ -69,6 +69,7 @@ class Answer:
         max_tokens: of the answer.
         text: what is sent.
         steps_text: what the records of steps say, which heeds no stop string; None: no record is kept.
+        thinking_token_budget: tokens after which the reasoning is closed; None: it ends by itself.
 
     Attributes:
         prefix: prompt and committed tokens.
@@ -86,9 +87,12 @@ class Answer:
         ledger: Ledger,
         emit: Emit,
         steps_text: TextStream | None = None,
+        *,
+        thinking_token_budget: int | None = None,
     ) -> None:
         self.prefix = prompt_ids
         self.end = len(prompt_ids) + max_tokens
+        self._reasoning_end = min(self.end, len(prompt_ids) + (thinking_token_budget or max_tokens))
         self.finish: FinishReason | None = None
         self._prompt_length = len(prompt_ids)
         self._rules, self._text, self._tokenizer = rules, text, tokenizer
@@ -104,6 +108,11 @@ class Answer:
         return self._reasoning.goes_on
 
     @property
+    def limit(self) -> int:
+        """Absolute token count that no step passes: there the reasoning is closed, or the answer is full."""
+        return self._reasoning_end if self.is_reasoning else self.end
+
+    @property
     def num_left(self) -> int:
         """Tokens until it is full."""
         return self.end - len(self.prefix)
@@ -115,10 +124,10 @@ class Answer:
     def commit(self, step: Step, origin: Origin, reason: Reason, decision: Decision | None = None) -> None:
         """Make a step final: extend the prefix, send its text, see whether it ends anything. What stands behind a stop string was
         never said."""
-        text, num_tokens, num_reasoning = self._read(step)
-        step = replace(step, ids=step.ids[:num_tokens])
+        text, ids, num_reasoning = self._read(step)
+        step = replace(step, ids=ids)
         self.prefix = append(self.prefix, step)
-        self._ledger.step_committed(num_tokens, num_reasoning=num_reasoning)
+        self._ledger.step_committed(len(ids), num_reasoning=num_reasoning)
         if self._text.stopped or step.end is StepEnd.END:
             self.finish = FinishReason.STOP
         elif len(self.prefix) >= self.end:
@@ -166,21 +175,26 @@ class Answer:
     def _decoded(self, ids: Iterable[int]) -> str:
         return text_of(self._tokenizer, ids, self._rules.hidden_ids)
 
-    def _read(self, step: Step) -> tuple[str, int, int]:
-        """(new text, tokens of the step up to a stop string, those of the reasoning among them)."""
-        begin, end = self._reasoning.take(step.ids)
-        text = self._text.push(step.ids[:end])
+    def _read(self, step: Step) -> tuple[str, tuple[int, ...], int]:
+        """(new text, tokens up to a stop string, how many of them are reasoning)."""
+        ids = step.ids
+        begin, end = self._reasoning.take(ids)
+        is_spent = len(self.prefix) + len(ids) >= self._reasoning_end < self.end
+        if is_spent and self.is_reasoning and step.end is not StepEnd.END:
+            ids += self._reasoning.close()
+            end = len(ids)
+        text = self._text.push(ids[:end])
         num_tokens = self._text.num_last
-        if end and not self._reasoning.goes_on:
+        if end and not self.is_reasoning:
             self._num_reasoning_chars = self._num_sent + len(text) + self._text.num_held
         if not self._text.stopped:
-            text += self._text.push(step.ids[end:])
+            text += self._text.push(ids[end:])
             num_tokens += self._text.num_last
-        return text, num_tokens, max(0, min(end, num_tokens) - begin)
+        return text, ids[:num_tokens], max(0, min(end, num_tokens) - begin)
 
     def _send(self, text: str, record: StepRecord | None = None, mark: StepMark | None = None) -> None:
         self._num_sent += len(text)
-        num_after = 0 if self._reasoning.is_inside else self._num_sent - self._num_reasoning_chars
+        num_after = 0 if self._reasoning.is_inside else max(0, self._num_sent - self._num_reasoning_chars)
         self._emit(Committed(text, record, mark, max(0, len(text) - num_after)))
 
     def _text_of_record(self, text: TextStream, ids: tuple[int, ...]) -> str:

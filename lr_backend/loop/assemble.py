@@ -121,7 +121,17 @@ def assemble(request: LookaheadRequest, prompt_ids: IntArray, request_id: str, s
         request_id=request_id,
         config=config,
         rules=models.rules,
-        answer=Answer(prompt_ids, max_tokens, models.rules, text, models.tokenizer, ledger, emit, steps_text),
+        answer=Answer(
+            prompt_ids,
+            max_tokens,
+            models.rules,
+            text,
+            models.tokenizer,
+            ledger,
+            emit,
+            steps_text,
+            thinking_token_budget=request.thinking_token_budget,
+        ),
         ledger=ledger,
         target=writer(metered.target, Role.TARGET, draft_tokens=draft_tokens, num_engine_drafts=num_engine_drafts),
         draft=writer(metered.draft, Role.DRAFT),
@@ -149,11 +159,13 @@ def verifier_parts(engines: Engines, request: LookaheadRequest, server: Server) 
 
 
 def _require(request: LookaheadRequest, config: LoopConfig) -> None:
-    """Raises: InvalidRequest: a proposer or a mode that this server has not."""
+    """Raises: InvalidRequest: a proposer, a mode or an end of the reasoning that this server has not."""
     if (missing := config.lacks_proposer(request.proposer)) is not None:
         raise InvalidRequest("proposer", request.proposer, missing)
     if (missing := config.lacks_mode(request.mode, greedy=request.sampling.greedy)) is not None:
         raise InvalidRequest("mode", request.mode.value, missing)
+    if request.thinking_token_budget is not None and config.think_close is None:
+        raise InvalidRequest("thinking_token_budget", request.thinking_token_budget, "the target marks no end of its reasoning")
 
 
 def _within(request: LookaheadRequest, limits: Limits) -> LookaheadRequest:

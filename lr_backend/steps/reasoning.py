@@ -40,6 +40,12 @@ class Reasoning:
         """Whether it has with these tokens, shape [N], prompt included; always true for a model that marks no beginning."""
         return self._opening is None or self._opening in prefix[self._begins :]
 
+    def close(self) -> tuple[int, ...]:
+        """End it now. The mark that says so, where it has begun."""
+        mark = (self._close,) if self.is_inside and self._close is not None else ()
+        self.goes_on = False
+        return mark
+
     def take(self, ids: Sequence[int]) -> tuple[int, int]:
         """From which to which of the next tokens it lasts, its marks included.
 

@@ -144,6 +144,7 @@ def test_every_field_arrives_under_its_own_name() -> None:
         "deadline_s": 9,
         "trace": True,
         "chat_template_kwargs": {"enable_thinking": False},
+        "thinking_token_budget": 20,
     }
     outside = {"max_tokens": 50, "temperature": 1, "top_p": 0.5, "seed": 7, "stop": ["a", "b"], "stream": True}
     assert set(given_inside) == set(LOOKAHEAD) and set(outside) == set(SAME)
@@ -162,6 +163,7 @@ def test_every_field_arrives_under_its_own_name() -> None:
         (chat(top_k=20), {"top_k": 20}),
         (chat(top_k=-1), {"top_k": 0}),
         (chat(top_k=20, lookahead={"top_k": 20}), {"top_k": 20}),
+        (chat(thinking_token_budget=20), {"thinking_token_budget": 20}),
         (chat(chat_template_kwargs={}), {"chat_template_kwargs": {}}),
         (chat(chat_template_kwargs={"a": "b"}), {"chat_template_kwargs": {"a": "b"}}),
         (chat(temperature=None, stop=None, n=None, user=None, stream_options=None, lookahead=None), {}),

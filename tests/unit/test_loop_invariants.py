@@ -89,19 +89,50 @@ def plain(world: World, **fields: object) -> Outcome:
 
 
 @answers()
-@given(salts, agreements, modes, shapes, salts)
+@given(salts, agreements, modes, shapes, salts, st.none() | st.integers(1, 40))
 def test_committed_text_is_final_and_there_is_one_end(
-    salt: int, agreement: float, mode: Mode, shape: dict[str, object], order: int
+    salt: int, agreement: float, mode: Mode, shape: dict[str, object], order: int, budget: int | None
 ) -> None:
     world = make_world(salt, agreement, tool_rate=0.3).shuffled(order)
 
-    outcome = run_virtual(world.answer(mode=mode, **shape))
+    outcome = run_virtual(world.answer(mode=mode, thinking_token_budget=budget, **shape))
 
     assert world.text == TOKENIZER.decode(outcome.completion_ids, skip_special_tokens=True)
     assert outcome.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
     assert (outcome.finish_reason is FinishReason.STOP) == (outcome.completion_ids[-1] == END)
     assert outcome.usage.completion_tokens == len(outcome.completion_ids)
+    assert budget is None or outcome.usage.reasoning_tokens <= budget + 1  # and the mark that closes it
     world.assert_idle()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("mode", Mode)
+@pytest.mark.parametrize(("budget", "closes"), [(1, True), (12, True), (40, False)])
+def test_reasoning_that_has_had_its_tokens_is_closed_and_the_answer_follows(
+    mode: Mode, stream: bool, budget: int, closes: bool
+) -> None:
+    letters = tuple(range(FIRST_LETTER, FIRST_LETTER + 4))
+    thought = (THINK, *(*letters, BREAK) * 6, CLOSE)
+
+    def script(context: tuple[int, ...], seed: int) -> int:
+        written = context[len(PROMPT) :]
+        if CLOSE in written:
+            return (BREAK, *letters, END)[len(written) - written.index(CLOSE) - 1]
+        return thought[len(written)]
+
+    world = World.of(script, script)
+    outcome = run_virtual(world.answer(mode=mode, stream=stream, trace=True, thinking_token_budget=budget))
+    reasoning = (*thought[:budget], CLOSE) if closes else thought
+    assert outcome.completion_ids == (*reasoning, BREAK, *letters, END)
+    assert outcome.usage.reasoning_tokens == len(reasoning)
+    assert world.text == TOKENIZER.decode(outcome.completion_ids, skip_special_tokens=True)
+    assert sum(record.num_tokens for record in outcome.ledger.records) == len(outcome.completion_ids)
+    build_trace(outcome, "request")
+
+
+def test_a_budget_for_a_model_that_marks_no_end_of_its_reasoning_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match=r"^thinking_token_budget=9: the target marks no end"):
+        run_virtual(make_world(1, 0.9, think_close=None).answer(thinking_token_budget=9))
 
 
 @answers()
@@ -567,30 +598,34 @@ class Pieces:
     st.lists(st.sampled_from(list(PIECES)), max_size=12),
     st.sampled_from([(6,), (1,), (1, 5), (1, 2, 5), (1, 0)]),
     st.sampled_from([(), ("a",), ("\nb",), ("think>b",), ("</think>",), ("</think>a", "think>\n")]),
+    st.none() | st.integers(1, 6),
     st.data(),
 )
 def test_what_is_reasoning_is_told_to_the_character(
-    ids: list[int], prompt: tuple[int, ...], stop: tuple[str, ...], data: st.DataObject
+    ids: list[int], prompt: tuple[int, ...], stop: tuple[str, ...], budget: int | None, data: st.DataObject
 ) -> None:
     """By tokens, however they are cut into steps: a mark that is quoted ends nothing."""
     rules, tokenizer = StepRules.build(BLANK_LINE, {}, [0], 1, 2), cast("Any", Pieces())
     told: list[Committed] = []
     ledger = Ledger(lambda: 0.0, 1)
-    answer = Answer(np.array(prompt, np.int32), 99, rules, TextStream(tokenizer, stop), tokenizer, ledger, told.append)
+    text = TextStream(tokenizer, stop)
+    prompt_ids = np.array(prompt, np.int32)
+    answer = Answer(prompt_ids, 99, rules, text, tokenizer, ledger, told.append, thinking_token_budget=budget)
     rest = list(ids)
     while rest and answer.finish is None:
-        num = data.draw(st.integers(1, len(rest)))
+        num = data.draw(st.integers(1, min(len(rest), answer.limit - len(answer.prefix))))
         answer.commit(Step(tuple(rest[:num]), StepEnd.CAP), Origin.TARGET, Reason.NONE)
         rest = rest[num:]
     answer.flush()
 
-    turn = prompt[prompt.index(0) + 1 :] if 0 in prompt else prompt
+    ids, turn = list(answer.completion_ids), prompt[prompt.index(0) + 1 :] if 0 in prompt else prompt
     begin = 0 if 1 in turn else ids.index(1) if 1 in ids else len(ids)
     end = ids.index(2, begin) + 1 if 2 in ids[begin:] else len(ids)
-    if 2 in turn or tokenizer.decode(ids[:begin]).strip():
+    if 2 in turn or tokenizer.decode(ids[:begin]).strip() or begin >= (budget or 99):
         begin = end = 0
     first, last = len(tokenizer.decode(ids[:begin])), len(tokenizer.decode(ids[:end]))
     assert "".join(one.text for one in told) == tokenizer.decode(ids)[: sum(len(one.text) for one in told)]
+    assert all(0 <= one.num_reasoning_chars <= len(one.text) for one in told)
     marked = "".join("r" * one.num_reasoning_chars + "." * (len(one.text) - one.num_reasoning_chars) for one in told)
     assert set(marked[first:last]) <= {"r"} and "r" not in marked[last:]  # before the first there are blank lines
 

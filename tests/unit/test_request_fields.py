@@ -34,6 +34,7 @@ def test_the_types_of_the_tensors_are_those_of_the_fields() -> None:
         "chat_template_kwargs": ("STRING", (1,)),
         "raw": ("BOOL", (1,)),
         "max_tokens": ("INT32", (1,)),
+        "thinking_token_budget": ("INT32", (1,)),
         "temperature": ("FP32", (1,)),
         "top_p": ("FP32", (1,)),
         "top_k": ("INT32", (1,)),

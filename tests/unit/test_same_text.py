@@ -44,7 +44,9 @@ WITH_DRAFT_TOKENS = {
     "fields": {"stream": True, "proposer": ProposerName.DRAFT_MODEL, "num_draft_tokens": 4, "max_depth": 2, "width": 1},
 }
 samplings = st.sampled_from([Sampling(), Sampling(0.6), Sampling(1.3, 5, 0.9), Sampling(0.8, 1), Sampling(1.0, 0, 0.3)])
-lengths = st.sampled_from([1, 9, 60, 200])
+lengths = st.fixed_dictionaries(
+    {"max_tokens": st.sampled_from([1, 9, 60, 200]), "thinking_token_budget": st.sampled_from([None, None, 1, 5, 20])}
+)
 FOREVER_S = 1e9
 
 
@@ -77,11 +79,11 @@ def of(sampling: Sampling) -> dict[str, Any]:
 @answers(60)
 @given(salts, agreements, ways, samplings, lengths, st.sampled_from(["ar", "sd", "lossless"]))
 def test_where_only_the_targets_own_words_are_taken_every_way_writes_what_the_target_writes_alone(
-    salt: int, agreement: float, way: dict[str, Any], sampling: Sampling, max_tokens: int, mode: str
+    salt: int, agreement: float, way: dict[str, Any], sampling: Sampling, length: dict[str, Any], mode: str
 ) -> None:
     """With noise that follows from the seed and the position, at any temperature, streamed or whole."""
     world = made(salt, agreement, sampled=not sampling.greedy, coupled=True)
-    asked = {"seed": salt, "max_tokens": max_tokens, **of(sampling)}
+    asked = {"seed": salt, **length, **of(sampling)}
 
     outcome = written(world, way, mode=mode, **asked)
 
@@ -92,13 +94,13 @@ def test_where_only_the_targets_own_words_are_taken_every_way_writes_what_the_ta
 @answers(60)
 @given(salts, agreements, ways, lengths, st.sampled_from(["ar", "sd", "lr", "lr_sd", "auto", "lossless"]), st.booleans())
 def test_greedy_with_the_exact_verifier_every_way_writes_what_the_target_writes_alone(
-    salt: int, agreement: float, way: dict[str, Any], max_tokens: int, mode: str, coupled: bool
+    salt: int, agreement: float, way: dict[str, Any], length: dict[str, Any], mode: str, coupled: bool
 ) -> None:
     world = made(salt, agreement, sampled=False, coupled=coupled)
 
-    outcome = written(world, way, mode=mode, verifier="exact", max_tokens=max_tokens)
+    outcome = written(world, way, mode=mode, verifier="exact", **length)
 
-    assert outcome.completion_ids == alone(world, max_tokens=max_tokens).completion_ids
+    assert outcome.completion_ids == alone(world, **length).completion_ids
 
 
 judging = st.sampled_from(["lr", "lr_sd", "auto"])
@@ -112,14 +114,14 @@ def test_what_a_judge_lets_through_is_the_same_whoever_was_first_and_whatever_he
     one: dict[str, Any],
     other: dict[str, Any],
     sampling: Sampling,
-    max_tokens: int,
+    length: dict[str, Any],
     mode: str,
     other_mode: str,
 ) -> None:
     """Of a deterministic request: it depends on the candidates that there are, and not on draft tokens, depth or own branches."""
     world = made(salt, agreement, sampled=not sampling.greedy, coupled=True)
     kept = {name: one["fields"][name] for name in ("width", "stream")}
-    asked = {**of(sampling), **kept, "seed": salt, "max_tokens": max_tokens, "deterministic": True}
+    asked = {**of(sampling), **kept, "seed": salt, **length, "deterministic": True}
     depths = [max(1, way["fields"]["max_depth"]) for way in (one, other)]
 
     first = written(world, one, **asked, mode=mode, max_depth=depths[0])
@@ -133,11 +135,11 @@ def test_what_a_judge_lets_through_is_the_same_whoever_was_first_and_whatever_he
 @answers(40)
 @given(salts, agreements, ways, lengths, st.sampled_from(["lr", "lr_sd", "auto"]))
 def test_without_coupled_noise_it_is_the_same_as_well(
-    salt: int, agreement: float, way: dict[str, Any], max_tokens: int, mode: str
+    salt: int, agreement: float, way: dict[str, Any], length: dict[str, Any], mode: str
 ) -> None:
     """But for calls that bring more or less: each call then has noise of its own."""
     world = made(salt, agreement, sampled=True, coupled=False)
-    asked = {"seed": salt, "max_tokens": max_tokens, "mode": mode, "temperature": 0.7, "deterministic": True}
+    asked = {"seed": salt, **length, "mode": mode, "temperature": 0.7, "deterministic": True}
     other = {**way, "order": way["order"] + 1, "own_branches": not way["own_branches"], "fickle": False}
 
     first, second = (written(world, one, **asked) for one in ({**way, "fickle": False}, other))

@@ -62,6 +62,14 @@ class Options:
             "to 2^20)",
         ),
     ] = None
+    thinking_token_budget: Annotated[
+        int | None,
+        Field(
+            "INT32",
+            "tokens after which the server closes the reasoning, so that the answer follows; unset, it ends "
+            "by itself (1 to 2^20)",
+        ),
+    ] = None
     temperature: Annotated[float | None, Field("FP32", "0 is greedy (0 to 5)")] = None
     top_p: Annotated[
         float | None,
