@@ -150,9 +150,10 @@ class OwnParts:
     segmenter: Segmenter
 
 
+CALL_MARKS = ("<tool_call>", "</tool_call>")
+"""Around a call of a tool, by Qwen and others."""
 TOOL_MARKERS = (
-    "<tool_call>",
-    "</tool_call>",
+    *CALL_MARKS,
     "<|python_tag|>",
     "<\uff5ctool\u2581calls\u2581begin\uff5c>",
     "<\uff5ctool\u2581calls\u2581end\uff5c>",

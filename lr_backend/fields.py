@@ -100,7 +100,14 @@ REQUEST_FIELDS: tuple[RequestField, ...] = tuple(_read(name, info) for name, inf
 LOOKAHEAD_INPUTS: tuple[TensorSpec, ...] = tuple(field.tensor for field in REQUEST_FIELDS)
 """All optional; the request says which go together."""
 
+_OUTPUTS = {
+    "text_output": "STRING",
+    "num_reasoning_chars": "INT32",
+    "step": "STRING",
+    "finish_reason": "STRING",
+    "usage": "STRING",
+    "trace": "STRING",
+}
 LOOKAHEAD_OUTPUTS: tuple[TensorSpec, ...] = tuple(
-    TensorSpec(name, "INT32" if name.startswith("num_") else "STRING", (1,), optional=False)
-    for name in ("text_output", "num_reasoning_chars", "step", "finish_reason", "usage", "trace")
+    TensorSpec(name, dtype, (1,), optional=False) for name, dtype in _OUTPUTS.items()
 )

@@ -109,14 +109,21 @@ MAX_NESTING = 64
 """Of a JSON object that a request holds: whatever walks through one has a bound."""
 
 
-def _shallow(value: dict[str, Any]) -> dict[str, Any]:
+def is_nested_deeper(value: object, max_nesting: int) -> bool:
+    """Whether JSON's lists and objects stand in each other more than so many deep."""
     level: list[Any] = [value]
-    for _ in range(MAX_NESTING):
-        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
-        level = [one for several in inner for one in several]
+    for _ in range(max_nesting + 1):
+        level = [one for one in level if isinstance(one, dict | list)]
         if not level:
-            return value
-    raise ValueError(f"is nested more than {MAX_NESTING} deep")
+            return False
+        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
+    return True
+
+
+def _shallow(value: dict[str, Any]) -> dict[str, Any]:
+    if is_nested_deeper(value, MAX_NESTING):
+        raise ValueError(f"is nested more than {MAX_NESTING} deep")
+    return value
 
 
 JsonObject = Annotated[dict[str, Any], AfterValidator(_shallow)]
@@ -146,7 +153,7 @@ class CalledFunction(Checked):
         if not isinstance(arguments, str):
             return arguments
         try:
-            found = json.loads(arguments)
+            found = json.loads(arguments or "{}")
             json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair is no text
         except (ValueError, RecursionError):
             raise ValueError("is no JSON") from None
@@ -162,11 +169,12 @@ class ToolCall(Checked):
 
 
 class Turn(Checked):
-    """What some turns of a chat have. Reasoning and calls are the assistant's; what a call came to is a turn of its own."""
+    """What a turn may have beside its words, at every port. Reasoning and calls are the assistant's; what a call came to is one
+    of its own."""
 
     role: str
     reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[ToolCall] | None = Field(default=None, fail_fast=True)
     tool_call_id: str | None = None
 
     @model_validator(mode="after")
@@ -194,34 +202,22 @@ class Message(Turn):
         return content
 
     @property
-    def says(self) -> bool:
-        """It counts as a turn."""
+    def counts(self) -> bool:
+        """It is a turn, and no empty one of the system."""
         return bool(self.content) or self.role != "system"
 
     def as_turn(self) -> dict[str, Any]:
         """As a chat template takes it."""
-        turn: dict[str, Any] = {"role": self.role, "content": self.content}
-        if self.reasoning_content is not None:
-            turn["reasoning_content"] = self.reasoning_content
-        if self.tool_calls is not None:
-            turn["tool_calls"] = [call.model_dump(exclude_none=True) for call in self.tool_calls]
-        if self.tool_call_id is not None:
-            turn["tool_call_id"] = self.tool_call_id
-        return turn
+        turn = self.model_dump(exclude={"name"}, exclude_none=True)
+        return {name: value for name, value in turn.items() if value or name == "content"}
 
 
 MOST_TOKENS = 1 << 20
 """That a request may ask for."""
 
 
-def _scalar(value: object) -> object:
-    if not isinstance(value, bool | int | float | str):
-        raise ValueError("is no text, no number and no truth value")
-    return value
-
-
-TemplateValue = Annotated[Any, AfterValidator(_scalar)]
-"""Of a chat template's own: text, a number, true or false."""
+FOR_TEMPLATES = ("tools", "chat_template_kwargs")
+"""Fields that only a chat template reads."""
 
 
 class LookaheadRequest(BaseModel):
@@ -241,7 +237,7 @@ class LookaheadRequest(BaseModel):
     tools: tuple[Tool, ...] | None = Field(default=None, min_length=1, fail_fast=True)
     """functions that the target may call, as its chat template shows them: a JSON list of `{type, function}`, a function with
     `name`, `description` and `parameters`"""
-    chat_template_kwargs: dict[str, TemplateValue] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     """what else the chat template reads, as a JSON object: for Qwen3 `enable_thinking` may be false"""
     raw: bool = False
     """`text_input` is the prompt itself, rendered by no template; control tokens in it are text, unless the deployment has
@@ -291,15 +287,24 @@ class LookaheadRequest(BaseModel):
     trace: bool = False
     """send a record of every step, and in the end the trace of the request"""
 
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _plain_values(cls, values: dict[str, Any] | None) -> dict[str, Any] | None:
+        for name, value in (values or {}).items():  # the first fault is enough
+            if not isinstance(value, bool | int | float | str):
+                raise ValueError(f"{name[:64]} is no text, no number and no truth value")
+        return values
+
     @model_validator(mode="after")
     def _one_prompt(self) -> Self:
         if (self.text_input is None) == (self.messages is None):
             raise InvalidRequest("text_input", self.text_input, "give exactly one of text_input and messages")
         if self.raw and self.messages is not None:
             raise InvalidRequest("raw", True, "goes with text_input; messages are always rendered by the chat template")
-        if self.raw and self.tools:
-            raise InvalidRequest("raw", True, "goes without tools, which the chat template shows")
-        if self.messages is not None and not any(message.says for message in self.messages):
+        for name in FOR_TEMPLATES:
+            if self.raw and getattr(self, name):
+                raise InvalidRequest(name, "", "does not go with raw: only a chat template reads it")
+        if self.messages is not None and not any(message.counts for message in self.messages):
             raise InvalidRequest("messages", "", "there is nothing but empty system turns")
         for stop in self.stop:
             if not 1 <= len(stop) <= 128:
@@ -307,14 +312,20 @@ class LookaheadRequest(BaseModel):
         return self
 
     @classmethod
-    def parse(cls, fields: Mapping[str, Any]) -> Self:
+    def parse(cls, fields: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> Self:
         """Check the fields that a client sent.
+
+        Args:
+            defaults: of fields that it did not send.
 
         Raises:
             InvalidRequest: names the first bad field, its value and the rule it breaks.
         """
+        said = {**(defaults or {}), **fields}
+        if said.get("raw"):
+            said = {name: value for name, value in said.items() if name in fields or name not in FOR_TEMPLATES}
         try:
-            return cls.model_validate(dict(fields), strict=False)
+            return cls.model_validate(said, strict=False)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             name = ".".join(str(part) for part in first["loc"]) or "request"
@@ -338,7 +349,7 @@ class LookaheadRequest(BaseModel):
     def conversation(self) -> list[dict[str, Any]]:
         """The chat to render with the target's template."""
         if self.messages is not None:
-            return [one.as_turn() for one in self.messages if one.says]
+            return [one.as_turn() for one in self.messages if one.counts]
         assert self.text_input is not None
         return [{"role": "user", "content": self.text_input}]
 

@@ -23,7 +23,8 @@ LOOK_S = 0.01
 class Reply:
     """One response; None leaves an output out.
 
-    ``num_reasoning_chars``: None: the whole answer is reasoning up to its first closing mark.
+    ``num_reasoning_chars``: None: up to the first ``</think>`` of the whole answer; all of it where it begins
+    with ``<think>`` and has none.
     """
 
     text: str | None = None

@@ -50,7 +50,7 @@ from lr_client.protocol import (
     read_record,
     read_steps,
 )
-from lr_client.reasoning import MARKS, Splitter
+from lr_client.reasoning import MARKS, ReasoningSplitter
 
 QUICK = settings(max_examples=50, deadline=None)
 TEXT = st.text(st.characters(codec="utf-8"))
@@ -181,7 +181,7 @@ def test_calls_of_tools_go_both_ways() -> None:
 
 def test_what_json_cannot_say_is_refused() -> None:
     for value in ({1, 2}, [{"a": object()}]):
-        with pytest.raises(InvalidRequest, match="tools: what JSON can say") as caught:
+        with pytest.raises(InvalidRequest, match=r"^tools=.*: give what JSON can say") as caught:
             Options(tools=value)  # type: ignore[arg-type]
         assert caught.value.field == "tools"
 
@@ -331,7 +331,12 @@ def test_nothing_may_follow_the_finish_but_empty_responses() -> None:
     assert decoder.feed({}) == ()
     decoder.end()
     with pytest.raises(ServerError):
-        decoder.feed({"text_output": b"more"})
+        decoder.feed({"text_output": b"more", "num_reasoning_chars": 0})
+
+
+def test_a_server_that_does_not_say_what_is_reasoning_is_too_old() -> None:
+    with pytest.raises(ServerError, match="update the older one"):
+        Decoder().feed({"text_output": b"<think>why</think>42"})
 
 
 def test_an_end_before_the_finish_is_an_error() -> None:
@@ -511,7 +516,7 @@ def test_the_splitter_takes_the_marks_away_whatever_the_pieces(
 ) -> None:
     closing = "</think>" if is_closed else ""
     told = [*opening, *reasoning, *closing]
-    splitter = Splitter()
+    splitter = ReasoningSplitter()
     parts = [splitter.feed(piece, len(piece)) for piece in told]
     parts += [splitter.feed(piece, 0) for piece in answer if piece]
     parts.append(splitter.flush())
@@ -524,11 +529,11 @@ def test_the_splitter_takes_the_marks_away_whatever_the_pieces(
 
 
 def test_blank_lines_before_the_reasoning_are_none_of_the_answer() -> None:
-    splitter = Splitter()
+    splitter = ReasoningSplitter()
     assert splitter.feed("\n\n", 0) == ("", "")
     assert splitter.feed("<think>why</think>", 18) == ("why", "")
     assert splitter.feed("\n\n42", 0) == ("", "\n\n42")
-    splitter = Splitter()
+    splitter = ReasoningSplitter()
     assert splitter.feed("\n", 0) == ("", "")
     assert splitter.feed("42", 0) == ("", "\n42")
     assert splitter.flush() == ("", "")

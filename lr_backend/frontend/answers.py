@@ -10,7 +10,7 @@ from itertools import chain
 from secrets import token_hex
 from typing import Any
 
-from lr_client import Event, FinishEvent, Splitter, StepEvent, TextEvent
+from lr_client import Event, FinishEvent, ReasoningSplitter, StepEvent, TextEvent
 
 from lr_backend.frontend.asked import Asked
 from lr_backend.frontend.tool_calls import ToolCalls
@@ -63,7 +63,7 @@ class Choice:
     """
 
     index: int
-    splitter: Splitter | None
+    splitter: ReasoningSplitter | None
     finish: FinishEvent | None = None
     calls: ToolCalls | None = None
     _steps: list[Document] = field(default_factory=list)
@@ -119,11 +119,10 @@ class Choice:
     def _flushed(self) -> _Parts:
         if self.splitter is None:
             return "", "", ()
-        reasoning, content, calls = self._without_calls(*self.splitter.flush())
-        return reasoning, content + (self.calls.flush() if self.calls is not None else ""), calls
+        return self._without_calls(*self.splitter.flush(), is_last=True)
 
-    def _without_calls(self, reasoning: str, content: str) -> _Parts:
-        return (reasoning, content, ()) if self.calls is None else (reasoning, *self.calls.feed(content))
+    def _without_calls(self, reasoning: str, content: str, *, is_last: bool = False) -> _Parts:
+        return (reasoning, content, ()) if self.calls is None else (reasoning, *self.calls.feed(content, is_last=is_last))
 
     def _keep(self, parts: _Parts) -> None:
         self._reasoning.append(parts[0])

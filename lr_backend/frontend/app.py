@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from fastapi import FastAPI
-from lr_client import AsyncClient, ClientError, Splitter
+from lr_client import AsyncClient, ClientError, ReasoningSplitter
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -212,8 +212,9 @@ class Frontend:
         return Head(call.request_id, int(time.time()), self._deployed.name, asked.chat, lr_backend.__version__)
 
     def _choices(self, asked: Asked) -> list[Choice]:
+        marks, new_calls = self._deployed.marks, asked.new_calls
         return [
-            Choice(number, Splitter(self._deployed.marks) if asked.chat else None, calls=asked.calls() if asked.calls else None)
+            Choice(number, ReasoningSplitter(marks) if asked.chat else None, calls=new_calls() if new_calls else None)
             for number in range(len(asked.jobs))
         ]
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar, cast
 
 from lr_client import Message, Options, Question
 from pydantic import (
@@ -30,7 +30,7 @@ from lr_backend.fields import REQUEST_FIELDS
 from lr_backend.frontend.errors import ApiError, place
 from lr_backend.frontend.settings import Deployed
 from lr_backend.frontend.tool_calls import ToolCalls
-from lr_backend.request import Checked, Function, LookaheadRequest, Turn, draw_seed
+from lr_backend.request import CalledFunction, Checked, Function, LookaheadRequest, Tool, ToolCall, Turn, draw_seed
 
 MAX_CHOICES = 8
 """Answers to one request: ``n`` for each of its prompts."""
@@ -64,7 +64,14 @@ NOT_IN_CHAT: Unsupported = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-NOT_IN_COMPLETIONS: Unsupported = {**_BOTH, "best_of": (1,), "echo": (False,), "logprobs": (), "suffix": ("",)}
+NOT_IN_COMPLETIONS: Unsupported = {
+    **_BOTH,
+    "chat_template_kwargs": ({},),
+    "best_of": (1,),
+    "echo": (False,),
+    "logprobs": (),
+    "suffix": ("",),
+}
 OF_OTHERS: Unsupported = {
     "ignore_eos": (False,),
     "min_p": (0,),
@@ -120,9 +127,21 @@ _Content = Annotated[
 ]
 
 
+class _CalledFunction(CalledFunction, _Sparse):
+    parsed_arguments: Any = Field(default=None, exclude=True)
+    """What OpenAI's client made of them."""
+
+
+class _ToolCall(ToolCall, _Sparse):
+    function: _CalledFunction
+    index: int | None = Field(default=None, exclude=True)
+    """Clients that put streams together leave it in."""
+
+
 class _Turn(Turn):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: _Content
+    tool_calls: list[_ToolCall] | None = Field(default=None, fail_fast=True)  # type: ignore[assignment]
     name: str | None = None
     type: Literal["text"] | None = None
     refusal: _Null = None
@@ -135,10 +154,12 @@ class _Turn(Turn):
     def _may_come_back(cls, given: object) -> object:
         """An answer may have no content, as one that was cut while reasoning, and may be sent back as a gateway has made it."""
         given = _said(given)
-        if not isinstance(given, dict) or given.get("role") != "assistant":
+        if not isinstance(given, dict):
             return given
-        if given.get("tool_calls") == []:
-            given = {name: value for name, value in given.items() if name != "tool_calls"}
+        empty: dict[str, object] = {"tool_calls": [], "reasoning_content": ""}
+        given = {name: value for name, value in given.items() if name not in empty or value != empty[name]}
+        if given.get("role") != "assistant":
+            return given
         said = {name: value for name, value in given.items() if name not in _GATEWAYS}
         if said.get("reasoning_content") in (None, said.get("reasoning")):  # its name at other servers
             said["reasoning_content"] = said.pop("reasoning", None)
@@ -153,14 +174,9 @@ class _Turn(Turn):
 
     def message(self) -> Message:
         """As the server takes it."""
-        said = Message(role="system" if self.role == "developer" else self.role, content=_text_of(self.content))
-        if self.reasoning_content:
-            said["reasoning_content"] = self.reasoning_content
-        if self.tool_calls is not None:
-            said["tool_calls"] = [call.model_dump(exclude_unset=True) for call in self.tool_calls]
-        if self.tool_call_id is not None:
-            said["tool_call_id"] = self.tool_call_id
-        return said
+        said = self.model_dump(include=set(Turn.model_fields), exclude_none=True)
+        role = "system" if self.role == "developer" else self.role
+        return cast("Message", {**said, "role": role, "content": _text_of(self.content)})
 
 
 def _text_of(content: str | list[_Part]) -> str:
@@ -168,17 +184,13 @@ def _text_of(content: str | list[_Part]) -> str:
 
 
 class _Function(Function, _Sparse):
-    strict: bool = False
+    strict: bool = Field(default=False, exclude=True)
     """Asked for by some clients always. Calls are the model's own words, whatever it says."""
 
 
-class _Tool(Checked):
+class _Tool(Tool, _Sparse):
     type: Literal["function"]
     function: _Function
-
-    def shown(self) -> dict[str, Any]:
-        """As the server takes it."""
-        return self.model_dump(exclude_unset=True, exclude={"function": {"strict"}})
 
 
 class _StreamOptions(_Sparse):
@@ -233,7 +245,7 @@ class Asked:
         jobs: a choice each, in order.
         chat: answered as a chat, with the reasoning apart; else as plain text.
         tokens_field: what the client called ``max_tokens``.
-        calls: takes the calls of tools out of an answer; None: they are text.
+        new_calls: makes what takes the calls of tools out of one answer; None: they are text.
     """
 
     jobs: tuple[Job, ...]
@@ -241,7 +253,7 @@ class Asked:
     stream: bool
     include_usage: bool
     tokens_field: str = "max_tokens"
-    calls: Callable[[], ToolCalls] | None = None
+    new_calls: Callable[[], ToolCalls] | None = None
 
     def param_of(self, field: str) -> str:
         """A field of the server's by the name that it has in this request."""
@@ -263,15 +275,15 @@ class Asked:
             field = "max_completion_tokens"
         has_tools = bool(body.tools) and body.tool_choice == "auto"
         if has_tools:
-            shared["tools"] = [tool.shown() for tool in body.tools]
+            shared["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
         options = _options(body, shared, deployed, field)
         messages = [turn.message() for turn in body.messages]
         question = [message for message in messages if message["content"] or message["role"] != "system"]
         if not question:
             raise ApiError("invalid_value", "messages: nothing but empty system turns", "messages")
         jobs = tuple(Job(question, one) for one in _seeded(options, body.n))
-        calls = partial(ToolCalls, None if body.parallel_tool_calls else 1) if has_tools else None
-        return cls(jobs, True, bool(options.stream), bool(body.stream_options.include_usage), field, calls)
+        new_calls = partial(ToolCalls, None if body.parallel_tool_calls else 1) if has_tools else None
+        return cls(jobs, True, bool(options.stream), bool(body.stream_options.include_usage), field, new_calls)
 
     @classmethod
     def completion_of(cls, document: Mapping[str, Any], deployed: Deployed) -> Self:

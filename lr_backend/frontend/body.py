@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from lr_backend.frontend.errors import SOON_S, ApiError, ClientGone
+from lr_backend.request import is_nested_deeper
 
 LINGER_LEAST_BYTES = 64 << 10
 """A body of which no more is said to come is thrown away at once."""
@@ -141,17 +142,9 @@ def parse_json(raw: bytes) -> dict[str, Any]:
         raise ApiError("invalid_json", f"the body is not JSON{why}") from error
     if not isinstance(document, dict):
         raise ApiError("invalid_json", "the body is not a JSON object")
-    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _is_deep(document):
+    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and is_nested_deeper(document, MAX_DEPTH):
         raise ApiError("invalid_json", f"the body is nested more than {MAX_DEPTH} deep")
     return document
-
-
-def _is_deep(document: dict[str, Any]) -> bool:
-    level: list[Any] = [document]
-    for _ in range(MAX_DEPTH):
-        inside = (value for one in level for value in (one.values() if isinstance(one, dict) else one))
-        level = [value for value in inside if isinstance(value, dict | list)]
-    return bool(level)
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

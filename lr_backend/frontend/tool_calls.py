@@ -7,74 +7,106 @@ from collections.abc import Sequence
 from secrets import token_hex
 from typing import Any
 
+from lr_backend.config import CALL_MARKS
+from lr_backend.request import MAX_NESTING, is_nested_deeper
 from lr_backend.steps.text import overlap
 
-OPENS, CLOSES = "<tool_call>", "</tool_call>"
+OPENS, CLOSES = CALL_MARKS
+BLANKS = " \t\r\n"
+MAX_FALSE_STARTS = 64
+"""After so many marks behind which no call was, the rest of an answer is text: each costs a look through all that follows."""
 Document = dict[str, Any]
+Found = tuple[str, Sequence[Document]]
+"""Text, and calls as OpenAI's API has them."""
 
 
 class ToolCalls:
     """Takes the calls out of a text. What is no call that can be read stays text.
 
     Args:
-        most: further ones are left out.
+        max_calls: further ones are left out; None: none is.
 
     Attributes:
-        found: as OpenAI's API has them.
+        found: all calls so far, as OpenAI's API has them.
     """
 
-    def __init__(self, most: int | None = None) -> None:
-        self._most = most
+    def __init__(self, max_calls: int | None = None) -> None:
+        self._max_calls = max_calls
         self.found: list[Document] = []
         self._held = self._blank = ""
         self._is_inside = False
+        self._num_false_starts = 0
 
-    def feed(self, text: str) -> tuple[str, Sequence[Document]]:
-        """(text, calls) that are certain with this text. Blanks wait: before a call they say nothing."""
+    def feed(self, text: str, *, is_last: bool = False) -> Found:
+        """What is certain with this text. Blanks wait: before a call they say nothing.
+
+        Args:
+            is_last: no more follows, so that all is certain.
+        """
         self._held += text
         told, num_before = "", len(self.found)
         while True:
             if self._is_inside:
-                if not self._close():
+                released = self._look(is_last=is_last)
+                if released is None:
                     break
-            else:
-                before, mark, rest = self._held.partition(OPENS)
-                ready = (before if mark else before[: len(before) - overlap(before, OPENS)]).rstrip()
-                told += ready
-                if not mark:
-                    self._held = before[len(ready) :]
-                    break
-                self._held, self._blank, self._is_inside = rest, before[len(ready) :], True
+                told += released
+                continue
+            before, mark, rest = self._held.partition(OPENS)
+            if self._num_false_starts == MAX_FALSE_STARTS:
+                before, mark = self._held, ""
+            ready = (before if mark else before[: len(before) - overlap(before, OPENS)]).rstrip()
+            told += ready
+            if not mark:
+                self._held = before[len(ready) :]
+                break
+            self._held, self._blank, self._is_inside = rest, before[len(ready) :], True
+        if is_last:
+            told += self._held if self._held.strip() or not self.found else ""
+            self._held = ""
         return told, self.found[num_before:]
 
-    def flush(self) -> str:
-        """What was held back, at the end of the text."""
-        held, self._held = (self._blank + OPENS if self._is_inside else "") + self._held, ""
-        return held if held.strip() or not self.found else ""
+    def _look(self, *, is_last: bool) -> str | None:
+        """Behind a mark: take the call, or release the mark as text; None: wait. JSON says where a call ends: an argument may
+        hold the mark itself. At the end of an answer the closing one may be missing."""
+        text = self._held.lstrip(BLANKS)
+        if not is_last and (not text or (text.startswith("{") and CLOSES not in self._held)):
+            return None
+        try:
+            value, end = json.JSONDecoder(strict=False).raw_decode(text)
+            call, rest = _call_of(value), text[end:].lstrip(BLANKS)
+        except (ValueError, RecursionError) as error:
+            if not is_last and isinstance(error, json.JSONDecodeError) and error.msg.startswith("Unterminated string"):
+                return None
+        else:
+            if call is not None and (rest.startswith(CLOSES) or (is_last and not rest)):
+                self._held, self._is_inside = rest.removeprefix(CLOSES), False
+                self._take(call)
+                return ""
+            if call is not None and not is_last and CLOSES.startswith(rest):
+                return None
+        self._is_inside = False
+        self._num_false_starts += 1
+        return self._blank + OPENS
 
-    def _close(self) -> bool:
-        """Whether the call has come to its end, and is taken. An argument may hold the mark itself."""
-        end = -1
-        while (end := self._held.find(CLOSES, end + 1)) >= 0:
-            if (call := _read(self._held[:end])) is not None:
-                self._held, self._is_inside = self._held[end + len(CLOSES) :], False
-                if self._most is None or len(self.found) < self._most:
-                    self.found.append({"id": f"call_{token_hex(12)}", "type": "function", "function": call})
-                return True
-        return False
+    def _take(self, call: Document) -> None:
+        if self._max_calls is None or len(self.found) < self._max_calls:
+            self.found.append({"id": f"call_{token_hex(12)}", "type": "function", "function": call})
 
 
-def _read(text: str) -> Document | None:
-    """The name, and the arguments as JSON text; None: it is no call."""
-    try:
-        call = json.loads(text, parse_constant=_no_number)
-    except (ValueError, RecursionError):
+def _call_of(value: object) -> Document | None:
+    """The name, and the arguments as JSON text; None: it is no call, or none that could be sent back.
+
+    Raises:
+        ValueError: it holds what JSON or UTF-8 cannot say.
+    """
+    if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or not name:
         return None
-    if not isinstance(call, dict) or not isinstance(name := call.get("name"), str):
+    arguments = value.get("arguments") or {}
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    if not isinstance(arguments, dict) or is_nested_deeper(arguments, MAX_NESTING):
         return None
-    arguments = call.get("arguments", {})
-    return {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)} if isinstance(arguments, dict) else None
-
-
-def _no_number(name: str) -> object:
-    raise ValueError(name)
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    f"{name}{text}".encode()  # half a surrogate pair is no text
+    return {"name": name, "arguments": text}

@@ -61,15 +61,26 @@ class Outcome:
     ledger: Ledger
 
 
+@dataclass(frozen=True, slots=True)
+class TokenBudget:
+    """What an answer may have.
+
+    Attributes:
+        most: tokens of all of it.
+        thinking: tokens after which the reasoning is closed; None: it ends by itself.
+    """
+
+    most: int
+    thinking: int | None = None
+
+
 class Answer:
     """One answer. Committed text is final.
 
     Args:
         prompt_ids: the rendered prompt, shape [N].
-        max_tokens: of the answer.
         text: what is sent.
         steps_text: what the records of steps say, which heeds no stop string; None: no record is kept.
-        thinking_token_budget: tokens after which the reasoning is closed; None: it ends by itself.
 
     Attributes:
         prefix: prompt and committed tokens.
@@ -80,19 +91,17 @@ class Answer:
     def __init__(
         self,
         prompt_ids: IntArray,
-        max_tokens: int,
+        budget: TokenBudget,
         rules: StepRules,
         text: TextStream,
         tokenizer: StepTokenizer,
         ledger: Ledger,
         emit: Emit,
         steps_text: TextStream | None = None,
-        *,
-        thinking_token_budget: int | None = None,
     ) -> None:
         self.prefix = prompt_ids
-        self.end = len(prompt_ids) + max_tokens
-        self._reasoning_end = min(self.end, len(prompt_ids) + (thinking_token_budget or max_tokens))
+        self.end = len(prompt_ids) + budget.most
+        self._reasoning_end = min(self.end, len(prompt_ids) + (budget.thinking or budget.most))
         self.finish: FinishReason | None = None
         self._prompt_length = len(prompt_ids)
         self._rules, self._text, self._tokenizer = rules, text, tokenizer
@@ -181,8 +190,8 @@ class Answer:
         begin, end = self._reasoning.take(ids)
         is_spent = len(self.prefix) + len(ids) >= self._reasoning_end < self.end
         if is_spent and self.is_reasoning and step.end is not StepEnd.END:
-            ids += self._reasoning.close()
-            end = len(ids)
+            mark = self._reasoning.close()
+            ids, end = ids + mark, end + len(mark)
         text = self._text.push(ids[:end])
         num_tokens = self._text.num_last
         if end and not self.is_reasoning:

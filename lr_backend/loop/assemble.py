@@ -13,7 +13,7 @@ from lr_backend.config import Checker, Limits, LoopConfig
 from lr_backend.contract import IntArray
 from lr_backend.engine import Engine, Role, Sampling
 from lr_backend.errors import InvalidRequest
-from lr_backend.loop.answer import Answer, Emit
+from lr_backend.loop.answer import Answer, Emit, TokenBudget
 from lr_backend.loop.ledger import Ledger, MeteredEngine
 from lr_backend.loop.loop import LookaheadLoop
 from lr_backend.loop.seeds import Seeds
@@ -114,24 +114,14 @@ def assemble(request: LookaheadRequest, prompt_ids: IntArray, request_id: str, s
     goes_on = prompt_ids[-CONTEXT_TOKENS:].tolist() if request.raw else ()
     decoded = partial(TextStream, models.tokenizer, hidden_ids=models.rules.hidden_ids, goes_on=goes_on)
     text, steps_text = decoded(stop=request.stop), decoded() if request.trace else None
-    max_tokens = min(request.max_tokens or limits.max_tokens, limits.max_tokens)
+    budget = TokenBudget(min(request.max_tokens or limits.max_tokens, limits.max_tokens), request.thinking_token_budget)
     unmetered = verifier_parts(server.engines, request, server)
     return LookaheadLoop(
         request=request,
         request_id=request_id,
         config=config,
         rules=models.rules,
-        answer=Answer(
-            prompt_ids,
-            max_tokens,
-            models.rules,
-            text,
-            models.tokenizer,
-            ledger,
-            emit,
-            steps_text,
-            thinking_token_budget=request.thinking_token_budget,
-        ),
+        answer=Answer(prompt_ids, budget, models.rules, text, models.tokenizer, ledger, emit, steps_text),
         ledger=ledger,
         target=writer(metered.target, Role.TARGET, draft_tokens=draft_tokens, num_engine_drafts=num_engine_drafts),
         draft=writer(metered.draft, Role.DRAFT),

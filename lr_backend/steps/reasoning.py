@@ -47,7 +47,7 @@ class Reasoning:
         return mark
 
     def take(self, ids: Sequence[int]) -> tuple[int, int]:
-        """From which to which of the next tokens it lasts, its marks included.
+        """Go on by the next tokens: (begin, end) of the reasoning among them, its marks included.
 
         Without marks nobody can tell reasoning from answer. A model with marks may answer without any; blank lines say nothing.
         """

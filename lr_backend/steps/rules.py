@@ -62,7 +62,7 @@ class StepRules:
         tool_ids: tokens around a tool call, which is never taken for its meaning.
         stop_words: for engine calls that write a step (delimiter tokens and pairs, end ids, think-close).
         end_words: for engine calls that run to the end of the answer.
-        hidden_ids: tokens that have no place in the text; None: all special ones, of which no mark is one.
+        hidden_ids: tokens that have no place in the text; None: all special ones, of which no mark of reasoning or tools is one.
         num_ids: one more than the vocabulary's highest. A model's logits may be wider. An id beyond has no text, and another may
             refuse it. So it is a marker below which nothing is speculated.
     """
@@ -140,7 +140,7 @@ class StepRules:
         close_id = single_token(tokenizer, think_close) if think_close else None
         tool_ids = [token for text in markers if (token := single_token(tokenizer, text)) is not None]
         rules = cls.build(segmenter, dict(enumerate(texts)), end_ids, open_id, close_id, tool_ids)
-        marks = {open_id, close_id}
+        marks = {open_id, close_id, *tool_ids}
         hidden = (special | set(end_ids)) - marks if special & marks or not special.issuperset(end_ids) else None
         # Nobody reads special tokens, so nobody could say that two steps that differ in them mean the same.
         return replace(rules, marker_ids=rules.marker_ids | special, hidden_ids=hidden, num_ids=num_ids)

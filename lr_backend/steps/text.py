@@ -59,7 +59,8 @@ class TextStream:
 
     def push(self, ids: Sequence[int]) -> str:
         """Text that ``ids`` makes final. Sets ``stopped`` when a stop string is complete; text before it is returned."""
-        if self.stopped:
+        if self.stopped or not ids:
+            self.num_last = 0
             return ""
         before = [*self._context_ids], [*self._pending_ids], self._held
         self.num_last, text = len(ids), self._push(ids)

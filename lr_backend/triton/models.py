@@ -62,13 +62,14 @@ def load_models(config: LoopConfig) -> Models:
     """What the loop needs to know about the models: vocabularies and prompts; and the deployment's own parts.
 
     Raises:
-        CheckpointError: a tokenizer cannot be loaded.
+        CheckpointError: a tokenizer cannot be loaded, or its chat template refuses a plain question.
         ConfigError: a plug-in or the auditor's checker cannot be made, or a marker of the reasoning is not one token.
     """
     checker = config.audit.load_checker(config.root)
     own = config.make_parts()
     tokenizer = load_tokenizer(config.tokenizer_dir)
     judge_tokenizer = load_tokenizer(config.judge_tokenizer_dir)
+    _require_template(tokenizer)
     _require_marks(config, tokenizer)
     rules = StepRules.from_tokenizer(
         tokenizer,
@@ -86,6 +87,14 @@ def load_models(config: LoopConfig) -> Models:
     if config.judge_seq_len is not None:
         prompt = replace(prompt, max_tokens=config.judge_seq_len - 1)  # a verdict is a token
     return Models(rules, tokenizer, prompt, judge_tokenizer, own.verifiers, own.proposers, checker)
+
+
+def _require_template(tokenizer: Any) -> None:
+    """Else every request would be refused. Raises: CheckpointError."""
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # templates raise whatever they like
+        raise CheckpointError(f"the target's chat template refuses a plain question: {error}") from error
 
 
 def _require_marks(config: LoopConfig, tokenizer: Any) -> None:

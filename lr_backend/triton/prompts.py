@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from inspect import signature
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lr_backend.config import Limits, LoopConfig
+from lr_backend.config import CALL_MARKS, Limits, LoopConfig
 from lr_backend.contract import IntArray
 from lr_backend.errors import InvalidRequest, PromptTooLong
 from lr_backend.request import LookaheadRequest
@@ -30,10 +30,10 @@ SLICE_CHARS = 1 << 14
 EDGE_TOKENS = 8
 """A slice's ends may be cut inside a token: so many fewer it may have as part of the whole."""
 NUM_THREADS = 2
-
-
-CALL_OPENS = "<tool_call>"
-"""Before the JSON of a call, by Qwen and others."""
+OTHER_FORMS = ("<function=", "<arg_key>")
+"""Calls of Qwen3-Coder and of GLM, which stand between the same marks."""
+GLOBALS = ("namespace", "range", "dict", "cycler", "joiner", "lipsum", "raise_exception", "strftime_now")
+"""What every template has: Jinja's, and those of ``transformers``."""
 
 
 def max_text_bytes(limits: Limits) -> int:
@@ -54,10 +54,12 @@ class Prompts:
         thinking = {text for text in (config.think_open, config.think_close) if text}
         self._turns = PlainText.of(tokenizer, but=thinking)
         self._config = config
-        template = getattr(tokenizer, "chat_template", None) or ""
-        self._template = template if isinstance(template, str) else "\n".join(template.values())
+        templates = getattr(tokenizer, "chat_template", None) or ""
+        self._template = templates if isinstance(templates, str) else "\n".join(templates.values())
+        self._words = frozenset(re.findall(r"\w+", self._template))
+        # By these names a template is called here, or calls; one of a special token would stand in that token's place.
         render = getattr(tokenizer, "apply_chat_template", None)
-        self._reserved = {"messages", *(signature(render).parameters if render is not None else ())}
+        self._reserved = {*GLOBALS, "messages", *(signature(render).parameters if render is not None else ())}
         # What a tokenizer itself puts before a text; a chat template writes it where there is one.
         first = getattr(tokenizer, "bos_token_id", None)
         self._first = [first] if first is not None and tokenizer.encode("")[:1] == [first] else []
@@ -72,9 +74,11 @@ class Prompts:
         messages, limit = request.messages or (), self._config.limits.max_prompt_tokens
         if len(messages) > limit:  # a turn costs at least a token
             raise PromptTooLong("messages", f"at least {len(messages)} tokens", f"{limit} prompt tokens")
-        if len(request.text_input or "") + sum(TURN_CHARS + len(one.content) for one in messages) <= QUICK_CHARS:
-            told = list(texts_of(_said(request)))
-            if sum(map(len, told)) <= QUICK_CHARS and self._plain.num_cuts(told) <= QUICK_CUTS:
+        num_chars = len(request.text_input or "") + sum(TURN_CHARS + len(one.content) for one in messages)
+        has_more = any(one.tool_calls or one.reasoning_content or one.tool_call_id for one in messages)
+        if num_chars <= QUICK_CHARS and not (has_more or request.tools or request.chat_template_kwargs):
+            contents = (turn["content"] for turn in request.conversation)
+            if self._plain.num_cuts(contents) <= QUICK_CUTS:
                 return self._make(request)
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._make, request)
 
@@ -100,12 +104,12 @@ class Prompts:
 
     def _text(self, request: LookaheadRequest) -> tuple[str, str]:
         """(the prompt, the mark that stands in it where control tokens are cut)."""
-        turns, tools, own = _said(request)
+        turns, tools, own = _shown(request)
         mark = mark_for(*texts_of((turns, tools, own)))
         if request.raw:
             (turn,) = turns
             return (turn["content"] if self._config.raw_prompts else self._plain.cut(turn["content"], mark)), mark
-        self._check(tools, own)
+        self._check(turns, tools, own)
         cut = partial(self._plain.cut, mark=mark)
         try:
             text = self._tokenizer.apply_chat_template(
@@ -120,34 +124,36 @@ class Prompts:
         return str(text), mark
 
     def _turn(self, turn: dict[str, Any], mark: str) -> dict[str, Any]:
-        """As the template takes it."""
+        """As the template takes it: control tokens cut, and the reasoning in the text where it is not known apart."""
         cut = partial(self._plain.cut, mark=mark)
         made = {name: value if name == "role" else with_texts(value, cut) for name, value in turn.items()}
-        if turn["role"] == "assistant" and "reasoning_content" not in made:
+        if turn["role"] != "assistant":
+            return made
+        if "reasoning_content" not in made:
             made["content"] = self._turns.cut(turn["content"], mark)  # it may hold its reasoning, which templates look for
-        elif "reasoning_content" in made and not self._reads("reasoning_content"):
+        elif "reasoning_content" not in self._words:
             opening, close = self._config.think_open or "", self._config.think_close or ""
             made["content"] = f"{opening}{made.pop('reasoning_content')}{close}{made['content']}"
         return made
 
-    def _check(self, tools: list[Any], own: Mapping[str, Any]) -> None:
-        """Of what the template does not read, or writes in a form that nobody here reads.
+    def _check(self, turns: Iterable[Mapping[str, Any]], tools: Collection[object], own: Iterable[str]) -> None:
+        """Refuse what the template does not read, and would be lost, and calls in a form that nobody here reads.
 
         Raises:
             InvalidRequest: names it.
         """
-        if tools and not self._reads("tools"):
+        if tools and "tools" not in self._words:
             raise InvalidRequest("tools", "", "the target's chat template shows no tools")
-        if tools and (CALL_OPENS not in self._template or "<function=" in self._template):
-            rule = f"the target's chat template has calls in another form than JSON between {CALL_OPENS} and its end"
+        opens, closes = CALL_MARKS
+        if tools and (opens not in self._template or any(form in self._template for form in OTHER_FORMS)):
+            rule = f"the target's chat template has calls in another form than JSON between {opens} and {closes}"
             raise InvalidRequest("tools", "", rule)
+        needed = {"tool_calls" for turn in turns if "tool_calls" in turn} | {"tool" for turn in turns if turn["role"] == "tool"}
+        if not needed <= self._words:
+            raise InvalidRequest("messages", "", "the target's chat template shows no calls of tools")
         for name in own:
-            if name in self._reserved or name.endswith("_token") or not self._reads(name):
-                raise InvalidRequest(f"chat_template_kwargs.{name[:64]}", "", "the target's chat template reads no such value")
-
-    def _reads(self, word: str) -> bool:
-        """Whether the template has this word."""
-        return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", self._template) is not None
+            if name in self._reserved or name.endswith("_token") or name not in self._words:
+                raise InvalidRequest(f"chat_template_kwargs.{name[:64]}", "", "it stands nowhere in the target's chat template")
 
     def _least_tokens(self, text: str, enough: int) -> int:
         """How many tokens a long text has at least; no more is encoded than it takes to pass ``enough``."""
@@ -160,7 +166,7 @@ class Prompts:
         return least
 
 
-def _said(request: LookaheadRequest) -> tuple[list[dict[str, Any]], list[Any], dict[str, Any]]:
+def _shown(request: LookaheadRequest) -> tuple[list[dict[str, Any]], list[Any], dict[str, Any]]:
     """(turns, tools, the template's own values)."""
     tools = [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
     return request.conversation, tools, dict(request.chat_template_kwargs or {})

@@ -168,9 +168,8 @@ class LookaheadService:
                 raise Overloaded("the server is about to end; ask another, or this one again once it is back")
             if self.seat.num_in_all > (most := self._config.limits.max_in_flight_requests):
                 raise Overloaded(f"{most} requests are in flight; try again later")
-            request = LookaheadRequest.parse(
-                {**self._config.defaults, **request_fields(arrays, max_text_bytes(self._config.limits), parameters)}
-            )
+            fields = request_fields(arrays, max_text_bytes(self._config.limits), parameters)
+            request = LookaheadRequest.parse(fields, self._config.defaults)
             for each in watchers:
                 each.read(request)
             prompt_ids = await self._prompts.ids(request)
@@ -260,7 +259,11 @@ class LookaheadService:
 
     async def _last_tensors(self, request_id: str, outcome: Outcome, parts: Sequence[Committed]) -> TensorMap:
         """The last response, with the whole text of an answer that was not streamed."""
-        text, num_reasoning_chars = "".join(part.text for part in parts), sum(part.num_reasoning_chars for part in parts)
+        text, num_reasoning_chars = "", 0
+        for part in parts:
+            if part.num_reasoning_chars:  # blank lines may stand before the reasoning
+                num_reasoning_chars = len(text) + part.num_reasoning_chars
+            text += part.text
 
         def made() -> TensorMap:
             trace = build_trace(outcome, request_id, self._config.pace) if outcome.request.trace else None

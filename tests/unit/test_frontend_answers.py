@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lr_client import FinishEvent, Splitter, StepEvent, StepRecord, TextEvent, Usage
+from lr_client import FinishEvent, ReasoningSplitter, StepEvent, StepRecord, TextEvent, Usage
 from openai.types import Completion, CompletionUsage
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
@@ -17,19 +17,19 @@ from lr_backend.frontend.asked import Asked
 from tests.support.frontend import DEPLOYED
 
 
-def splitter() -> Splitter:
-    return Splitter(DEPLOYED.marks)
+def splitter() -> ReasoningSplitter:
+    return ReasoningSplitter(DEPLOYED.marks)
 
 
 def test_without_markers_everything_is_content() -> None:
-    one = Splitter(DEPLOYED.model_copy(update={"think_close": None}).marks)
+    one = ReasoningSplitter(DEPLOYED.model_copy(update={"think_close": None}).marks)
     assert one.feed("<think>a</think>b", 0) == ("", "<think>a</think>b")
     assert one.flush() == ("", "")
 
 
 def test_a_marker_may_be_one_alone() -> None:
     """The prompt opens the reasoning."""
-    one = Splitter(DEPLOYED.model_copy(update={"think_open": None, "think_close": "</end>"}).marks)
+    one = ReasoningSplitter(DEPLOYED.model_copy(update={"think_open": None, "think_close": "</end>"}).marks)
     assert (one.feed("a</e", 4), one.feed("nd>b", 3), one.flush()) == (("a", ""), ("", "b"), ("", ""))
 
 

@@ -270,13 +270,13 @@ def test_tools_and_their_calls_arrive_as_the_template_takes_them() -> None:
     assert request.conversation == job.question
     assert request.tools is not None and [tool.model_dump(exclude_none=True) for tool in request.tools] == [TOOL]
     assert request.chat_template_kwargs == {"enable_thinking": False}
-    assert one.calls is not None
+    assert one.new_calls is not None
 
 
 @pytest.mark.parametrize("fields", [{}, {"tools": []}, {"tools": None}, {"tools": [TOOL], "tool_choice": "none"}])
 def test_where_no_tools_are_wanted_none_are_shown(fields: Document) -> None:
     one = asked(chat(**fields))
-    assert one.calls is None and one.jobs[0].options.tools is None
+    assert one.new_calls is None and one.jobs[0].options.tools is None
 
 
 def test_an_empty_system_turn_is_none() -> None:
@@ -311,7 +311,8 @@ def test_every_parameter_of_openais_client_is_known() -> None:
     assert of_chat | set(_inherited(CompletionCreateParamsNonStreaming)) == (
         {*NOT_IN_CHAT, *SAME, *_ChatBody.model_fields} - {"lookahead"}
     )
-    assert of_plain | set(_inherited(PlainParams)) == {*NOT_IN_COMPLETIONS, *SAME, *_CompletionBody.model_fields} - {"lookahead"}
+    ours = {"lookahead", "chat_template_kwargs"}
+    assert of_plain | set(_inherited(PlainParams)) == {*NOT_IN_COMPLETIONS, *SAME, *_CompletionBody.model_fields} - ours
 
 
 def _inherited(params: Any) -> dict[str, Any]:

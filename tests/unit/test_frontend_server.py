@@ -145,11 +145,14 @@ def test_a_tool_is_shown_called_and_answered_by_openais_client(server: Any, clie
     assert (made["reasoning_content"], result["tool_call_id"]) == ("a", call.id)
 
 
-def test_a_call_is_streamed_as_openais_client_reads_it(client: OpenAI) -> None:
+def test_a_call_is_streamed_as_openais_client_reads_it_and_sent_back_as_it_has_it(client: OpenAI) -> None:
     with client.chat.completions.stream(model="demo", messages=user("calls"), tools=[ADD]) as stream:
         message = stream.get_final_completion().choices[0].message
     (call,) = message.tool_calls or []
     assert (call.function.name, call.function.arguments, message.content or None) == ("add", '{"a": 1}', None)
+    sent: Any = [*user("calls"), message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "q"}]
+    again = client.chat.completions.create(model="demo", messages=sent, tools=[ADD])
+    assert again.choices[0].message.content == "\n\nyes"
 
 
 def test_without_tools_a_call_is_text(client: OpenAI) -> None:

@@ -18,7 +18,7 @@ from lr_backend.clock import running_clock
 from lr_backend.config import Timeouts
 from lr_backend.engine import EngineCall
 from lr_backend.errors import EngineError, EngineRejected, EngineUnavailable, InvalidRequest, NotFinite, TargetUnavailable
-from lr_backend.loop.answer import Answer, Committed, Outcome
+from lr_backend.loop.answer import Answer, Committed, Outcome, TokenBudget
 from lr_backend.loop.ledger import Ledger
 from lr_backend.loop.tracing import build_trace
 from lr_backend.policy.acceptance import Acceptance
@@ -575,7 +575,7 @@ def test_the_texts_of_steps_are_the_answer_though_one_ends_inside_a_character() 
     told: list[Committed] = []
     ledger, rules = Ledger(lambda: 0.0, 1), StepRules.build(BLANK_LINE, {}, [0])
     text, steps_text = TextStream(tokenizer), TextStream(tokenizer)
-    answer = Answer(np.array([1], np.int32), 99, rules, text, tokenizer, ledger, told.append, steps_text)
+    answer = Answer(np.array([1], np.int32), TokenBudget(99), rules, text, tokenizer, ledger, told.append, steps_text)
     whole = "a€😀b€".encode()[:-1]
     for ids in (whole[:3], whole[3:6], whole[6:]):
         answer.commit(Step(tuple(ids), StepEnd.CAP), Origin.TARGET, Reason.NONE)
@@ -594,6 +594,17 @@ class Pieces:
         return "".join(PIECES[token] for token in token_ids)
 
 
+def test_no_response_tells_of_more_reasoning_than_it_has_text() -> None:
+    """A stop string may begin in the mark that closes the reasoning: its text is held back, and the reasoning has ended."""
+    tokenizer = cast("Any", Pieces())
+    told: list[Committed] = []
+    text, rules = TextStream(tokenizer, ["</think>a"]), StepRules.build(BLANK_LINE, {}, [0], 1, 2)
+    answer = Answer(np.array([1], np.int32), TokenBudget(9), rules, text, tokenizer, Ledger(lambda: 0.0, 1), told.append)
+    for ids in ((6, 2), (7,)):
+        answer.commit(Step(ids, StepEnd.CAP), Origin.TARGET, Reason.NONE)
+    assert [(one.text, one.num_reasoning_chars) for one in told] == [("a", 1), ("</think>b", len("</think>"))]
+
+
 @given(
     st.lists(st.sampled_from(list(PIECES)), max_size=12),
     st.sampled_from([(6,), (1,), (1, 5), (1, 2, 5), (1, 0)]),
@@ -610,7 +621,7 @@ def test_what_is_reasoning_is_told_to_the_character(
     ledger = Ledger(lambda: 0.0, 1)
     text = TextStream(tokenizer, stop)
     prompt_ids = np.array(prompt, np.int32)
-    answer = Answer(prompt_ids, 99, rules, text, tokenizer, ledger, told.append, thinking_token_budget=budget)
+    answer = Answer(prompt_ids, TokenBudget(99, budget), rules, text, tokenizer, ledger, told.append)
     rest = list(ids)
     while rest and answer.finish is None:
         num = data.draw(st.integers(1, min(len(rest), answer.limit - len(answer.prefix))))

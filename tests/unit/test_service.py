@@ -40,7 +40,7 @@ from lr_backend.triton.tensors import request_fields
 from tests.support.bad_input import INPUTS, LOOP_ROWS, LoopRow
 from tests.support.examples import answers, tries
 from tests.support.fake_pb_utils import FINAL, StubException, StubResponse, stub_module
-from tests.support.world import LETTERS, World, imitator, storyteller
+from tests.support.world import BREAK, CLOSE, END, FIRST_LETTER, LETTERS, THINK, World, imitator, storyteller
 
 
 @dataclass
@@ -169,6 +169,24 @@ def test_without_streaming_there_is_exactly_one_response(mode: Mode) -> None:
     streamed = ask(world.fresh(), mode=mode, verifier="exact")
     assert whole.text == streamed.text
     assert 0 < whole.num_reasoning_chars == streamed.num_reasoning_chars
+
+
+@pytest.mark.parametrize("mode", ["ar", "lr", "lr_sd"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_of_a_text_that_begins_with_blank_lines_the_reasoning_is_told_whole(mode: str, stream: bool) -> None:
+    ids = (BREAK, THINK, FIRST_LETTER, BREAK, FIRST_LETTER + 1, CLOSE, FIRST_LETTER, END)
+
+    def script(context: tuple[int, ...], seed: int) -> int:
+        return ids[len(context) - 2]
+
+    replies = ask(World.of(script, script), mode=mode, stream=stream)
+    text, marked = replies.text, ""
+    for response in replies.sent:
+        num = response["num_reasoning_chars"]
+        marked += "r" * num + "." * (len(response["text_output"]) - num)
+    assert text.startswith("\n\n<think>")
+    assert marked[text.index("<think>") : text.index("</think>") + len("</think>")].strip("r") == ""
+    assert marked.endswith("." * len(LETTERS[0])) and "r" not in marked[text.index("</think>") + len("</think>") :]
 
 
 def test_the_same_greedy_answer_in_every_lossless_mode() -> None:

@@ -325,6 +325,12 @@ def test_marks_of_the_reasoning_are_told_even_if_they_are_special_tokens(are_spe
         assert text_of(tokenizer, [1, other], rules.hidden_ids).split() == ["why"] and other in rules.marker_ids
 
 
+def test_marks_of_a_call_are_told_even_if_they_are_special_tokens() -> None:
+    tokenizer = WordTokenizer(["a", "<tool_call>", "<end>"], special=frozenset({"<tool_call>", "<end>"}))
+    rules = StepRules.from_tokenizer(tokenizer, [2], markers=["<tool_call>"])
+    assert text_of(tokenizer, [1, 0, 2], rules.hidden_ids) == "<tool_call>a"
+
+
 @pytest.mark.parametrize("eos", ["<end>", None], ids=["special", "none special"])
 def test_a_vocabulary_may_have_gaps(eos: str | None) -> None:
     words = {"<end>": 0, "why": 1, ".\n\n": 9}

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+from copy import copy
 from functools import partial
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lr_client import FinishEvent, Splitter, TextEvent, Usage
+from lr_client import FinishEvent, ReasoningSplitter, TextEvent, Usage
 from openai.types.chat import ChatCompletionChunk, ChatCompletionMessage
-from transformers import AutoTokenizer
 
 from lr_backend.config import LoopConfig
 from lr_backend.errors import InvalidRequest
 from lr_backend.frontend.answers import Choice
-from lr_backend.frontend.tool_calls import CLOSES, OPENS, ToolCalls
+from lr_backend.frontend.tool_calls import CLOSES, MAX_FALSE_STARTS, OPENS, ToolCalls
 from lr_backend.request import LookaheadRequest
 from lr_backend.triton.prompts import Prompts
 from tests.support.frontend import DEPLOYED
-from tests.unit.test_prompts import TARGET
+from tests.unit.test_prompts import TARGET, TOKENIZER
 
 # Reading them ------------------------------------------------------------------------------------------------------
 
@@ -32,9 +32,9 @@ def written(name: str, arguments: dict[str, Any]) -> str:
 
 def read(text: str, calls: ToolCalls) -> tuple[str, list[tuple[str, Any]]]:
     """(text, calls) of a whole answer."""
-    told, found = calls.feed(text)
+    told, found = calls.feed(text, is_last=True)
     functions = [call["function"] for call in found]
-    return told + calls.flush(), [(one["name"], json.loads(one["arguments"])) for one in functions]
+    return told, [(one["name"], json.loads(one["arguments"])) for one in functions]
 
 
 ADD = written("add", {"a": 1, "b": "é"})
@@ -50,20 +50,43 @@ ADD = written("add", {"a": 1, "b": "é"})
         (f"Let me see.\n\n{ADD}\n{written('sub', {})}\n", "Let me see.", [("add", {"a": 1, "b": "é"}), ("sub", {})]),
         (f"{ADD} and so on", " and so on", [("add", {"a": 1, "b": "é"})]),
         (f'{OPENS}{{"name": "now"}}{CLOSES}', "", [("now", {})]),
+        (f'{OPENS}{{"name": "now", "arguments": null}}{CLOSES}', "", [("now", {})]),
+        (f'{OPENS}{{"name": "now", "arguments": "{{\\"a\\": 1}}"}}{CLOSES}', "", [("now", {"a": 1})]),
+        (f'{OPENS}{{"name": "say", "arguments": {{"text": "a\nb"}}}}{CLOSES}', "", [("say", {"text": "a\nb"})]),
+        (f'{OPENS}{{"name": "now"}}', "", [("now", {})]),  # the end of the answer, or a stop string
         (written("say", {"text": f"a {CLOSES} b"}), "", [("say", {"text": f"a {CLOSES} b"})]),
+        (f"a {OPENS}{{bad}}{CLOSES}\n{ADD} b", f"a {OPENS}{{bad}}{CLOSES} b", [("add", {"a": 1, "b": "é"})]),
+        (f"Say {OPENS} first.\n{ADD}", f"Say {OPENS} first.", [("add", {"a": 1, "b": "é"})]),
     ],
 )
 def test_a_text_and_its_calls(text: str, told: str, found: list[Any]) -> None:
     assert read(text, ToolCalls()) == (told, found)
 
 
-NO_CALLS = ("", "{", "add(1)", "[]", '{"name": 1}', '{"name": "f", "arguments": 2}', '{"name": "f", "arguments": {"a": NaN}}')
+NO_CALLS = (
+    *("", "{", "add(1)", "[]", '{"name": 1}', '{"name": "f"} more', '{"name": "f", "arguments": 2}', '{"name": "\\ud800"}'),
+    *(f'{{"name": "f", "arguments": {{"a": {value}}}}}' for value in ("NaN", "1e999", r'"\ud800"')),
+)
 
 
 @pytest.mark.parametrize("inside", [*NO_CALLS, "[" * 9999], ids=[*map(repr, NO_CALLS), "deep"])
 def test_what_is_no_call_stays_text(inside: str) -> None:
     for text in (f"so {OPENS}{inside}{CLOSES} or", f"so {OPENS}{inside}"):
         assert read(text, ToolCalls()) == (text, [])
+
+
+def test_of_what_is_no_call_nothing_is_held_back() -> None:
+    calls = ToolCalls()
+    assert calls.feed(f"A mark is {OPENS} and") == (f"A mark is {OPENS} and", [])
+    assert calls.feed(f" so on. {OPENS}{{bad}}{CLOSES} it") == (f" so on. {OPENS}{{bad}}{CLOSES} it", [])
+    assert calls.feed(f'{OPENS}{{"name": "f", "arguments": {{"a": "{CLOSES}') == ("", [])
+
+
+def test_after_many_false_starts_the_rest_is_text() -> None:
+    """A model may be asked to write nothing but marks; each would be a look through all that follows."""
+    text = OPENS * MAX_FALSE_STARTS + ADD
+    assert read(text, ToolCalls()) == (text, [])
+    assert read(OPENS * (MAX_FALSE_STARTS - 1) + ADD, ToolCalls())[1] == [("add", {"a": 1, "b": "é"})]
 
 
 def test_of_calls_beyond_those_that_are_wanted_nothing_is_told() -> None:
@@ -80,8 +103,8 @@ def test_pieces_come_to_the_same_however_they_are_cut(pieces: list[str], data: s
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
     calls = ToolCalls()
     parts = [calls.feed(text[start:end]) for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    told = "".join(part for part, _ in parts) + calls.flush()
-    found = [call for _, several in parts for call in several]
+    parts.append(calls.feed("", is_last=True))
+    told, found = "".join(part for part, _ in parts), [call for _, several in parts for call in several]
     assert found == calls.found
     functions = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in found]
     assert (told, functions) == read(text, ToolCalls())
@@ -97,7 +120,7 @@ NUM_REASONING = len("<think>why</think>")
 
 
 def choice() -> Choice:
-    return Choice(0, Splitter(DEPLOYED.marks), calls=ToolCalls())
+    return Choice(0, ReasoningSplitter(DEPLOYED.marks), calls=ToolCalls())
 
 
 @pytest.mark.parametrize(("reason", "told"), [("stop", "tool_calls"), ("length", "length")])
@@ -178,25 +201,24 @@ CONVERSATION = [
 
 
 def tokenizer(template: str | None) -> Any:
-    made = AutoTokenizer.from_pretrained(TARGET)
+    made = copy(TOKENIZER)
     made.chat_template = template
     return made
 
 
-def prompt(template: str | None = TEMPLATE, **fields: Any) -> str:
-    """The text of a request's prompt."""
-    made = tokenizer(template)
-    prompts = Prompts(made, LoopConfig(tokenizer_dir=TARGET, judge_tokenizer_dir=TARGET))
+def ids_of(template: str | None = TEMPLATE, **fields: Any) -> list[int]:
+    """The prompt of a request."""
+    prompts = Prompts(tokenizer(template), LoopConfig(tokenizer_dir=TARGET, judge_tokenizer_dir=TARGET))
     try:
         ids = asyncio.run(prompts.ids(LookaheadRequest.parse({"messages": CONVERSATION, **fields})))
     finally:
         prompts.close()
-    return str(made.decode([int(token) for token in ids]))
+    return [int(token) for token in ids]
 
 
-def control_tokens(text: str) -> list[str]:
-    made = tokenizer(TEMPLATE)
-    return [made.decode([token]) for token in made.encode(text, add_special_tokens=False) if token in made.added_tokens_decoder]
+def prompt(template: str | None = TEMPLATE, **fields: Any) -> str:
+    """Its text."""
+    return str(TOKENIZER.decode(ids_of(template, **fields)))
 
 
 def test_the_template_sees_tools_calls_and_what_they_came_to() -> None:
@@ -211,17 +233,23 @@ def test_openais_form_of_arguments_is_read() -> None:
     assert prompt(messages=texts, tools=[TOOL]) == prompt(tools=[TOOL])
 
 
+def test_arguments_that_a_client_keeps_as_no_text_are_none() -> None:
+    turns = json.loads(json.dumps(CONVERSATION))
+    turns[1]["tool_calls"][0]["function"]["arguments"] = ""
+    assert "<tool_call>add {}</tool_call>" in prompt(messages=turns)
+
+
 @pytest.mark.parametrize("think", [True, False])
 def test_a_value_of_the_templates_own_is_given_to_it(think: bool) -> None:
     assert prompt(chat_template_kwargs={"enable_thinking": think}).endswith("<think></think>") is not think
 
 
-NO_VALUES = ("thinking", "tools", "messages", "add_generation_prompt", "chat_template", "tokenize", "eos_token")
+NO_VALUES = ("thinking", "tools", "messages", "add_generation_prompt", "chat_template", "tokenize", "eos_token", "namespace")
 
 
 @pytest.mark.parametrize("name", NO_VALUES)
 def test_a_value_that_the_template_does_not_read_is_refused_by_name(name: str) -> None:
-    with pytest.raises(InvalidRequest, match=f"^chat_template_kwargs.{name}='': the target's chat template reads no such value"):
+    with pytest.raises(InvalidRequest, match=f"^chat_template_kwargs.{name}='': it stands nowhere in the target's chat template"):
         prompt(chat_template_kwargs={name: False})
 
 
@@ -232,6 +260,7 @@ def test_a_value_that_the_template_does_not_read_is_refused_by_name(name: str) -
         ("{{ messages[0].content }}", "shows no tools"),
         ("{{ tools }}[TOOL_CALLS]", "in another form"),
         ("{{ tools }}<tool_call><function=name></function></tool_call>", "in another form"),
+        ("{{ tools }}<tool_call>name<arg_key>a</arg_key></tool_call>", "in another form"),
     ],
 )
 def test_tools_are_refused_where_nobody_would_see_or_read_them(template: str | None, rule: str) -> None:
@@ -242,14 +271,22 @@ def test_tools_are_refused_where_nobody_would_see_or_read_them(template: str | N
 def test_a_template_that_knows_no_reasoning_apart_has_it_before_the_answer() -> None:
     template = "{% for one in messages %}<|im_start|>{{ one.content }}<|im_end|>{% endfor %}"
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "reasoning_content": "r</think>"}]
-    text = prompt(template, messages=turns)
-    assert text == "<|im_start|>q<|im_end|><|im_start|><think>r</think></think>a<|im_end|>"
-    assert control_tokens(text).count("</think>") == 2  # as text; of the prompt's tokens one is a mark:
-    made = tokenizer(template)
-    prompts = Prompts(made, LoopConfig(tokenizer_dir=TARGET, judge_tokenizer_dir=TARGET))
-    ids = asyncio.run(prompts.ids(LookaheadRequest.parse({"messages": turns})))
-    prompts.close()
-    assert [made.decode([token]) for token in ids.tolist()].count("</think>") == 1
+    assert prompt(template, messages=turns) == "<|im_start|>q<|im_end|><|im_start|><think>r</think></think>a<|im_end|>"
+    assert [TOKENIZER.decode([token]) for token in ids_of(template, messages=turns)].count("</think>") == 1
+
+
+def test_calls_that_a_template_does_not_show_are_refused() -> None:
+    for template in ("{{ messages[0].content }}", "{{ messages[0].content }} tool_calls"):
+        with pytest.raises(InvalidRequest, match=r"^messages='': the target's chat template shows no calls of tools"):
+            prompt(template)
+
+
+def test_only_a_template_reads_tools_and_values_of_its_own() -> None:
+    for field in ({"tools": [TOOL]}, {"chat_template_kwargs": {"enable_thinking": False}}):
+        with pytest.raises(InvalidRequest, match=r"does not go with raw"):
+            LookaheadRequest.parse({"text_input": "q", "raw": True, **field})
+        assert LookaheadRequest.parse({"text_input": "q", "raw": True}, field).raw
+        assert LookaheadRequest.parse({"text_input": "q"}, field) != LookaheadRequest.parse({"text_input": "q"})
 
 
 @pytest.mark.parametrize("place", ["name", "description", "parameter", "argument", "key", "result", "reasoning", "own", "id"])
@@ -268,12 +305,8 @@ def test_no_text_of_a_tool_forges_a_turn(place: str) -> None:
         "id": partial(call.update, id=FORGED),
     }
     places[place]()
-    made = tokenizer(TEMPLATE)
-    frames = []
-    for messages, tools, kwargs in ((CONVERSATION, [TOOL], None), (turns, [tool], own or None)):
-        prompts = Prompts(made, LoopConfig(tokenizer_dir=TARGET, judge_tokenizer_dir=TARGET))
-        request = LookaheadRequest.parse({"messages": messages, "tools": tools, "chat_template_kwargs": kwargs})
-        ids = asyncio.run(prompts.ids(request)).tolist()
-        prompts.close()
-        frames.append([token for token in ids if token in made.added_tokens_decoder])
-    assert frames[0] == frames[1]
+    usual = ids_of(tools=[TOOL])
+    forged = ids_of(messages=turns, tools=[tool], chat_template_kwargs=own or None)
+    assert [one for one in forged if one in TOKENIZER.added_tokens_decoder] == [
+        one for one in usual if one in TOKENIZER.added_tokens_decoder
+    ]

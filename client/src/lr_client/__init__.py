@@ -13,7 +13,7 @@ from lr_client.errors import (
     TargetUnavailable,
 )
 from lr_client.fields import Options
-from lr_client.reasoning import Splitter
+from lr_client.reasoning import ReasoningSplitter
 from lr_client.types import (
     Event,
     FinishEvent,
@@ -43,11 +43,11 @@ __all__ = [
     "Options",
     "Overloaded",
     "Question",
+    "ReasoningSplitter",
     "RequestTimeout",
     "Result",
     "ServerError",
     "ServerUnreachable",
-    "Splitter",
     "StepEvent",
     "StepRecord",
     "Stream",

@@ -140,9 +140,13 @@ def outputs_of(response: Any) -> dict[str, bytes | int]:
     result = InferResult(response.infer_response)
     try:
         arrays = [(name, result.as_numpy(name)) for name in OUTPUTS]
-        return {name: array.tolist()[0] for name, array in arrays if array is not None and array.size}
+        return {name: _plain(array.flat[0]) for name, array in arrays if array is not None and array.size}
     except (ValueError, TypeError, struct.error) as error:
         raise ServerError("unreadable response from the server") from error
+
+
+def _plain(value: Any) -> bytes | int:
+    return value if isinstance(value, bytes) else int(value)
 
 
 class Exchange:

@@ -200,10 +200,9 @@ class Options:
                 raise InvalidRequest(f"stop={self.stop!r}: a string or several", field="stop")
             stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
             object.__setattr__(self, "stop", stop)
-        for name in (name for name, field in FIELDS.items() if field.is_json):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, str):
-                object.__setattr__(self, name, as_json(name, value))
+        for name, field in FIELDS.items():
+            if field.is_json and not isinstance(value := getattr(self, name), str | None):
+                object.__setattr__(self, name, as_json(name, value) if value else None)
 
 
 def as_json(name: str, value: object) -> str:
@@ -215,7 +214,8 @@ def as_json(name: str, value: object) -> str:
     try:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{name}: what JSON can say, or JSON text", field=name) from error
+        rule = "give what JSON can say, or JSON text"
+        raise InvalidRequest(f"{name}={value!r:.80}: {rule}", field=name) from error
 
 
 FIELDS: dict[str, Field] = {

@@ -25,8 +25,8 @@ from lr_client.errors import (
     ServerUnreachable,
     TargetUnavailable,
 )
-from lr_client.fields import FIELDS, Options
-from lr_client.reasoning import Splitter
+from lr_client.fields import FIELDS, Options, as_json
+from lr_client.reasoning import ReasoningSplitter
 from lr_client.types import (
     Event,
     FinishEvent,
@@ -105,13 +105,14 @@ def _prompt(question: Question) -> dict[str, str]:
         return {"text_input": question}
     rule = "give a string, or a list of {'role': ..., 'content': ...}"
     try:
-        messages = [{"role": one["role"], "content": one["content"], **one} for one in question]
-        text = json.dumps(messages, ensure_ascii=False)
-    except (TypeError, KeyError, ValueError) as error:
+        messages = [dict(one) for one in question]
+    except (TypeError, ValueError) as error:
         raise InvalidRequest(f"messages={shown(question)}: {rule}", field="messages") from error
+    if any(not {"role", "content"} <= one.keys() for one in messages):
+        raise InvalidRequest(f"messages={shown(question)}: {rule}", field="messages")
     if others := {str(key) for one in messages for key in one} - Message.__annotations__.keys():
         raise InvalidRequest(f"messages: unknown {', '.join(sorted(others))}: {rule}", field="messages")
-    return {"messages": text}
+    return {"messages": as_json("messages", messages)}
 
 
 def _tensor(name: str, value: object) -> Tensor:
@@ -213,7 +214,9 @@ def _events(outputs: Mapping[str, Any]) -> Iterable[Event]:
     if step := outputs.get("step"):
         yield from map(StepEvent, read_steps(step))
     if text := outputs.get("text_output"):
-        yield TextEvent(text.decode("utf-8", errors="replace"), outputs.get("num_reasoning_chars", 0))
+        if "num_reasoning_chars" not in outputs:
+            raise ServerError("the server does not say what is reasoning", advice=_VERSION_ADVICE)
+        yield TextEvent(text.decode("utf-8", errors="replace"), outputs["num_reasoning_chars"])
     if reason := outputs.get("finish_reason"):
         usage = outputs.get("usage") or b"{}"
         trace = outputs.get("trace")
@@ -324,9 +327,9 @@ class Collector:
 
     def result(self) -> Result:
         """The whole answer, once the stream has ended."""
-        splitter = Splitter()
+        splitter = ReasoningSplitter()
         parts = [splitter.feed(one.text, one.num_reasoning_chars) for one in self._texts]
-        reasoning, answer = ("".join(all_of).strip() for all_of in zip(*parts, splitter.flush(), strict=True))
+        reasoning, answer = ("".join(part).strip() for part in zip(*parts, splitter.flush(), strict=True))
         return Result(
             text="".join(one.text for one in self._texts),
             reasoning=reasoning,

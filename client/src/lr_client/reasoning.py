@@ -8,7 +8,7 @@ MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 """Around the reasoning of the models that are served most."""
 
 
-class Splitter:
+class ReasoningSplitter:
     """Takes text as it comes, and leaves out the marks. What may be a mark is held back until it is certain.
 
     Args:

@@ -9,7 +9,7 @@ from typing import Protocol
 from rich.console import Console
 from rich.text import Text
 
-from lr_client.reasoning import Splitter
+from lr_client.reasoning import ReasoningSplitter
 from lr_client.types import Event, FinishEvent, StepEvent, TextEvent, Usage
 
 STYLES = {"draft": "green", "correction": "yellow", "target": "blue"}
@@ -67,7 +67,7 @@ class ConsoleRenderer:
 
     def __init__(self, console: Console, *, legend: bool) -> None:
         self._console = console
-        self._splitter = Splitter()
+        self._splitter = ReasoningSplitter()
         self._style = ""
         self._num_steps = 0
         """Whose text is still to come."""
@@ -107,7 +107,7 @@ class ConsoleRenderer:
         self._style, self._num_steps = "", 0  # a step colours its own text only
 
     def _answer(self, text: str) -> None:
-        """A model that has not reasoned writes it in steps."""
+        """Print text of the answer: bold behind a reasoning, else in the colour of its step."""
         if self._has_reasoned and not self._has_answered:
             text = text.lstrip()
         if text:
