@@ -407,6 +407,8 @@ _FIELDS: list[tuple[str, Any]] = [
     ("messages", '[{"role": "tool", "content": "x", "tool_calls": []}]'),
     *[("tools", value) for value in ("", "{}", "[]", "[{}]", "[" * 60_000, '[{"function": {"name": ""}}]', b"\xff")],
     ("tools", '[{"function": {"name": "f", "parameters": ' + '{"a": ' * 90 + "1" + "}" * 92 + "]"),
+    ("tools", '[{"function": {"name": "f"}}]'),  # by the template, which shows none
+    ("chat_template_kwargs", '{"enable_thinking": false}'),
     *[("chat_template_kwargs", value) for value in ("", "[]", '{"a": null}', '{"a": []}', '{"\\ud800": 1}')],
     *[(name, value) for name in ("max_tokens", "thinking_token_budget") for value in (0, -1, 2**31 - 1)],
     *[("temperature", value) for value in (-0.1, 5.1, float("nan"), float("inf"), float("-inf"))],
