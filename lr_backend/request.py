@@ -245,7 +245,8 @@ class LookaheadRequest(BaseModel):
     max_tokens: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
     """tokens of the answer, reasoning included, at most; unset or beyond it, the server's limit"""
     thinking_token_budget: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
-    """tokens after which the server closes the reasoning, so that the answer follows; unset, it ends by itself"""
+    """tokens after which the reasoning may end one more step, and is closed by the server, so that the answer follows; unset, it
+    ends by itself"""
     temperature: float = Field(default=0.0, ge=0.0, le=5.0, allow_inf_nan=False)
     """0 is greedy"""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0, allow_inf_nan=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from secrets import token_hex
 from typing import Any
@@ -15,6 +16,8 @@ OPENS, CLOSES = CALL_MARKS
 BLANKS = " \t\r\n"
 MAX_FALSE_STARTS = 64
 """After so many marks behind which no call was, the rest of an answer is text: each costs a look through all that follows."""
+_WHOLE = re.compile(rf'((?>[^"<]+|"(?:[^"\\]|\\.)*+"|<(?!{CLOSES[1:]}))*+){CLOSES}', re.DOTALL)
+"""Up to a closing mark that stands in no string: an argument may hold it too."""
 Document = dict[str, Any]
 Found = tuple[str, Sequence[Document]]
 """Text, and calls as OpenAI's API has them."""
@@ -67,25 +70,19 @@ class ToolCalls:
         return told, self.found[num_before:]
 
     def _look(self, *, is_last: bool) -> str | None:
-        """Behind a mark: take the call, or release the mark as text; None: wait. JSON says where a call ends: an argument may
-        hold the mark itself. At the end of an answer the closing one may be missing."""
+        """Behind a mark: take the call, or release the mark as text; None: wait. At the end of an answer the closing mark may be
+        missing."""
         text = self._held.lstrip(BLANKS)
-        if not is_last and (not text or (text.startswith("{") and CLOSES not in self._held)):
+        whole = _WHOLE.match(text)
+        if not (is_last or whole) and (not text or text.startswith("{")):
             return None
-        try:
-            value, end = json.JSONDecoder(strict=False).raw_decode(text)
-            call, rest = _call_of(value), text[end:].lstrip(BLANKS)
-        except (ValueError, RecursionError) as error:
-            if not is_last and isinstance(error, json.JSONDecodeError) and error.msg.startswith("Unterminated string"):
-                return None
-        else:
-            if call is not None and (rest.startswith(CLOSES) or (is_last and not rest)):
-                self._held, self._is_inside = rest.removeprefix(CLOSES), False
-                self._take(call)
-                return ""
-            if call is not None and not is_last and CLOSES.startswith(rest):
-                return None
+        inside = whole[1] if whole else text
+        call = _read(inside) if text.startswith("{") else None
         self._is_inside = False
+        if call is not None:
+            self._held = text[whole.end() :] if whole else ""
+            self._take(call)
+            return ""
         self._num_false_starts += 1
         return self._blank + OPENS
 
@@ -94,19 +91,17 @@ class ToolCalls:
             self.found.append({"id": f"call_{token_hex(12)}", "type": "function", "function": call})
 
 
-def _call_of(value: object) -> Document | None:
-    """The name, and the arguments as JSON text; None: it is no call, or none that could be sent back.
-
-    Raises:
-        ValueError: it holds what JSON or UTF-8 cannot say.
-    """
-    if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or not name:
+def _read(text: str) -> Document | None:
+    """The name, and the arguments as JSON text; None: it is no call, or none that could be sent back."""
+    try:
+        call = json.loads(text, strict=False)
+        arguments = call.get("arguments") or {}
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        if not isinstance(arguments, dict) or is_nested_deeper(arguments, MAX_NESTING):
+            return None
+        name, told = call.get("name"), json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        f"{name}{told}".encode()  # half a surrogate pair is no text
+    except (ValueError, RecursionError):
         return None
-    arguments = value.get("arguments") or {}
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments)
-    if not isinstance(arguments, dict) or is_nested_deeper(arguments, MAX_NESTING):
-        return None
-    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    f"{name}{text}".encode()  # half a surrogate pair is no text
-    return {"name": name, "arguments": text}
+    return {"name": name, "arguments": told} if isinstance(name, str) and name else None

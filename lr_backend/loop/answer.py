@@ -67,7 +67,7 @@ class TokenBudget:
 
     Attributes:
         most: tokens of all of it.
-        thinking: tokens after which the reasoning is closed; None: it ends by itself.
+        thinking: tokens after which the reasoning is closed, once the step behind them has ended; None: it ends by itself.
     """
 
     most: int
@@ -101,7 +101,7 @@ class Answer:
     ) -> None:
         self.prefix = prompt_ids
         self.end = len(prompt_ids) + budget.most
-        self._reasoning_end = min(self.end, len(prompt_ids) + (budget.thinking or budget.most))
+        self._thinking_end = min(self.end, len(prompt_ids) + (budget.thinking or budget.most))
         self.finish: FinishReason | None = None
         self._prompt_length = len(prompt_ids)
         self._rules, self._text, self._tokenizer = rules, text, tokenizer
@@ -117,9 +117,14 @@ class Answer:
         return self._reasoning.goes_on
 
     @property
-    def limit(self) -> int:
-        """Absolute token count that no step passes: there the reasoning is closed, or the answer is full."""
-        return self._reasoning_end if self.is_reasoning else self.end
+    def is_closing(self) -> bool:
+        """The reasoning has had its tokens: the next step is its last one."""
+        return self.is_reasoning and len(self.prefix) >= self._thinking_end
+
+    def limit(self, num_tokens: int) -> int:
+        """Absolute token count that no text passes which begins behind ``num_tokens``. Steps are cut where the last one of the
+        reasoning begins, so that it is the same in every mode."""
+        return self._thinking_end if self.is_reasoning and num_tokens < self._thinking_end else self.end
 
     @property
     def num_left(self) -> int:
@@ -186,12 +191,12 @@ class Answer:
 
     def _read(self, step: Step) -> tuple[str, tuple[int, ...], int]:
         """(new text, tokens up to a stop string, how many of them are reasoning)."""
-        ids = step.ids
+        ids, was_closing = step.ids, self.is_closing
         begin, end = self._reasoning.take(ids)
-        is_spent = len(self.prefix) + len(ids) >= self._reasoning_end < self.end
-        if is_spent and self.is_reasoning and step.end is not StepEnd.END:
-            mark = self._reasoning.close()
-            ids, end = ids + mark, end + len(mark)
+        is_last = step.end is StepEnd.END or len(self.prefix) + len(ids) >= self.end
+        if was_closing and self.is_reasoning and not is_last:
+            closing = self._reasoning.close()
+            ids, end = ids + closing[: self.end - len(self.prefix) - len(ids)], end + bool(closing)
         text = self._text.push(ids[:end])
         num_tokens = self._text.num_last
         if end and not self.is_reasoning:

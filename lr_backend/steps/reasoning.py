@@ -25,6 +25,7 @@ class Reasoning:
 
     def __init__(self, prompt_ids: IntArray, rules: StepRules, text_of: Callable[[Sequence[int]], str]) -> None:
         self._opening, self._close, self._text_of = rules.think_open_id, rules.think_close_id, text_of
+        self._answer_ids = rules.answer_ids
         # What stands before the end of a turn is another answer's.
         tail = prompt_ids[-TAIL_TOKENS:].tolist()
         ends = [index for index, token in enumerate(tail, 1) if token in rules.end_ids]
@@ -41,10 +42,10 @@ class Reasoning:
         return self._opening is None or self._opening in prefix[self._begins :]
 
     def close(self) -> tuple[int, ...]:
-        """End it now. The mark that says so, where it has begun."""
-        mark = (self._close,) if self.is_inside and self._close is not None else ()
+        """End it now. The tokens that say so, the mark first; none where it has not begun."""
+        ids = self._answer_ids if self.is_inside else ()
         self.goes_on = False
-        return mark
+        return ids
 
     def take(self, ids: Sequence[int]) -> tuple[int, int]:
         """Go on by the next tokens: (begin, end) of the reasoning among them, its marks included.

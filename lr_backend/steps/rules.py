@@ -59,6 +59,7 @@ class StepRules:
         think_open_id, think_close_id: tokens around the reasoning, or None.
         closing_ids: tokens below which nothing is speculated: ends, think-close, tool markers.
         marker_ids: tokens on which a drafted and a target step must agree exactly: those, think-open and all special ones.
+        answer_ids: tokens that close the reasoning and lead to the answer, as templates write them: think-close and a blank line.
         tool_ids: tokens around a tool call, which is never taken for its meaning.
         stop_words: for engine calls that write a step (delimiter tokens and pairs, end ids, think-close).
         end_words: for engine calls that run to the end of the answer.
@@ -77,6 +78,7 @@ class StepRules:
     tool_ids: frozenset[int]
     stop_words: IntArray
     end_words: IntArray
+    answer_ids: tuple[int, ...] = ()
     hidden_ids: frozenset[int] | None = None
     num_ids: int | None = None
 
@@ -115,6 +117,7 @@ class StepRules:
             think_close_id=think_close_id,
             closing_ids=closing,
             marker_ids=closing | (frozenset() if think_open_id is None else {think_open_id}),
+            answer_ids=() if think_close_id is None else (think_close_id,),
             tool_ids=tools,
             stop_words=encode_stop_words(words),
             end_words=encode_stop_words(_singles(sorted(ends))),
@@ -143,7 +146,14 @@ class StepRules:
         marks = {open_id, close_id, *tool_ids}
         hidden = (special | set(end_ids)) - marks if special & marks or not special.issuperset(end_ids) else None
         # Nobody reads special tokens, so nobody could say that two steps that differ in them mean the same.
-        return replace(rules, marker_ids=rules.marker_ids | special, hidden_ids=hidden, num_ids=num_ids)
+        led = tuple(tokenizer.encode(f"{think_close}\n\n", add_special_tokens=False)) if close_id is not None else ()
+        return replace(
+            rules,
+            marker_ids=rules.marker_ids | special,
+            answer_ids=led if led[:1] == (close_id,) else rules.answer_ids,
+            hidden_ids=hidden,
+            num_ids=num_ids,
+        )
 
     @property
     def of_step(self) -> Ending:

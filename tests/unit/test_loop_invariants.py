@@ -101,15 +101,16 @@ def test_committed_text_is_final_and_there_is_one_end(
     assert outcome.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
     assert (outcome.finish_reason is FinishReason.STOP) == (outcome.completion_ids[-1] == END)
     assert outcome.usage.completion_tokens == len(outcome.completion_ids)
-    assert budget is None or outcome.usage.reasoning_tokens <= budget + 1  # and the mark that closes it
+    # A step more, and the mark that closes it.
+    assert budget is None or outcome.usage.reasoning_tokens <= budget + world.config.limits.max_step_tokens + 1
     world.assert_idle()
 
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("mode", Mode)
-@pytest.mark.parametrize(("budget", "closes"), [(1, True), (12, True), (40, False)])
-def test_reasoning_that_has_had_its_tokens_is_closed_and_the_answer_follows(
-    mode: Mode, stream: bool, budget: int, closes: bool
+@pytest.mark.parametrize(("budget", "num_thoughts"), [(1, 6), (5, 6), (6, 11), (12, 16), (25, 26), (40, None)])
+def test_reasoning_that_has_had_its_tokens_ends_its_step_and_the_answer_follows(
+    mode: Mode, stream: bool, budget: int, num_thoughts: int | None
 ) -> None:
     letters = tuple(range(FIRST_LETTER, FIRST_LETTER + 4))
     thought = (THINK, *(*letters, BREAK) * 6, CLOSE)
@@ -122,7 +123,7 @@ def test_reasoning_that_has_had_its_tokens_is_closed_and_the_answer_follows(
 
     world = World.of(script, script)
     outcome = run_virtual(world.answer(mode=mode, stream=stream, trace=True, thinking_token_budget=budget))
-    reasoning = (*thought[:budget], CLOSE) if closes else thought
+    reasoning = thought if num_thoughts is None else (*thought[:num_thoughts], CLOSE)
     assert outcome.completion_ids == (*reasoning, BREAK, *letters, END)
     assert outcome.usage.reasoning_tokens == len(reasoning)
     assert world.text == TOKENIZER.decode(outcome.completion_ids, skip_special_tokens=True)
@@ -622,9 +623,10 @@ def test_what_is_reasoning_is_told_to_the_character(
     text = TextStream(tokenizer, stop)
     prompt_ids = np.array(prompt, np.int32)
     answer = Answer(prompt_ids, TokenBudget(99, budget), rules, text, tokenizer, ledger, told.append)
-    rest = list(ids)
+    rest, spans = list(ids), list[tuple[int, int]]()
     while rest and answer.finish is None:
-        num = data.draw(st.integers(1, min(len(rest), answer.limit - len(answer.prefix))))
+        num = data.draw(st.integers(1, min(len(rest), answer.limit(len(answer.prefix)) - len(answer.prefix))))
+        spans.append((len(answer.completion_ids), len(answer.completion_ids) + num))
         answer.commit(Step(tuple(rest[:num]), StepEnd.CAP), Origin.TARGET, Reason.NONE)
         rest = rest[num:]
     answer.flush()
@@ -632,7 +634,8 @@ def test_what_is_reasoning_is_told_to_the_character(
     ids, turn = list(answer.completion_ids), prompt[prompt.index(0) + 1 :] if 0 in prompt else prompt
     begin = 0 if 1 in turn else ids.index(1) if 1 in ids else len(ids)
     end = ids.index(2, begin) + 1 if 2 in ids[begin:] else len(ids)
-    if 2 in turn or tokenizer.decode(ids[:begin]).strip() or begin >= (budget or 99):
+    is_late = any(first >= (budget or 99) and last <= begin for first, last in spans)  # nothing but blanks for so long
+    if 2 in turn or tokenizer.decode(ids[:begin]).strip() or (begin and is_late):
         begin = end = 0
     first, last = len(tokenizer.decode(ids[:begin])), len(tokenizer.decode(ids[:end]))
     assert "".join(one.text for one in told) == tokenizer.decode(ids)[: sum(len(one.text) for one in told)]

@@ -325,6 +325,13 @@ def test_marks_of_the_reasoning_are_told_even_if_they_are_special_tokens(are_spe
         assert text_of(tokenizer, [1, other], rules.hidden_ids).split() == ["why"] and other in rules.marker_ids
 
 
+def test_to_an_answer_leads_the_mark_and_a_blank_line_where_the_tokenizer_says_them_so() -> None:
+    tokenizer = WordTokenizer(["a", "<think>", "</think>", "\n\n", "<end>"], special=frozenset({"<end>"}))
+    assert StepRules.from_tokenizer(tokenizer, [4]).answer_ids == (2, 3)
+    assert StepRules.from_tokenizer(tokenizer, [4], think_open=None, think_close=None).answer_ids == ()
+    assert StepRules.build(BLANK_LINE, {}, [4], 1, 2).answer_ids == (2,)
+
+
 def test_marks_of_a_call_are_told_even_if_they_are_special_tokens() -> None:
     tokenizer = WordTokenizer(["a", "<tool_call>", "<end>"], special=frozenset({"<tool_call>", "<end>"}))
     rules = StepRules.from_tokenizer(tokenizer, [2], markers=["<tool_call>"])
