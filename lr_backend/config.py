@@ -26,6 +26,7 @@ from lr_backend.engine import Role
 from lr_backend.errors import ConfigError, first_error
 from lr_backend.plugins import NAME, PROPOSERS, REFERENCE, SEGMENTERS, VERIFIERS, PlugIn, load, offered, parts_of
 from lr_backend.request import Mode, ProposerName, VerifierName
+from lr_backend.steps.rules import CALL_MARKS
 from lr_backend.steps.segment import Delimiter, Segmenter
 
 PlugInName = Annotated[str, StringConstraints(pattern=NAME)]
@@ -150,8 +151,6 @@ class OwnParts:
     segmenter: Segmenter
 
 
-CALL_MARKS = ("<tool_call>", "</tool_call>")
-"""Around a call of a tool, by Qwen and others."""
 TOOL_MARKERS = (
     *CALL_MARKS,
     "<|python_tag|>",

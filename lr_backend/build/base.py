@@ -413,6 +413,8 @@ def _checked_loop_config(spec: DeploymentSpec) -> LoopConfig:
         f"proposer={request.proposer}": config.lacks_proposer(request.proposer),
         f"mode={request.mode.value}": config.lacks_mode(request.mode, greedy=request.sampling.greedy),
     }
+    if request.thinking_token_budget is not None and config.think_close is None:
+        missing["thinking_token_budget"] = "the target marks no end of its reasoning"
     for default, rule in missing.items():
         if rule is not None:
             raise ValueError(f"lookahead.defaults.{default}: {rule}")

@@ -245,6 +245,7 @@ class Asked:
         jobs: a choice each, in order.
         chat: answered as a chat, with the reasoning apart; else as plain text.
         tokens_field: what the client called ``max_tokens``.
+        outside: fields of ``lookahead`` that were given beside it.
         new_calls: makes what takes the calls of tools out of one answer; None: they are text.
     """
 
@@ -253,12 +254,16 @@ class Asked:
     stream: bool
     include_usage: bool
     tokens_field: str = "max_tokens"
+    outside: frozenset[str] = frozenset()
     new_calls: Callable[[], ToolCalls] | None = None
 
     def param_of(self, field: str) -> str:
         """A field of the server's by the name that it has in this request."""
         prompt = "messages" if self.chat else "prompt"
-        return {"text_input": prompt, "raw": prompt, "max_tokens": self.tokens_field}.get(field, _outside(field))
+        first, dot, rest = field.partition(".")
+        said = {name: name for name in self.outside}
+        names = {**said, "text_input": prompt, "raw": prompt, "max_tokens": self.tokens_field}
+        return names.get(first, _outside(first)) + dot + rest
 
     @classmethod
     def chat_of(cls, document: Mapping[str, Any], deployed: Deployed) -> Self:
@@ -283,7 +288,7 @@ class Asked:
             raise ApiError("invalid_value", "messages: nothing but empty system turns", "messages")
         jobs = tuple(Job(question, one) for one in _seeded(options, body.n))
         new_calls = partial(ToolCalls, None if body.parallel_tool_calls else 1) if has_tools else None
-        return cls(jobs, True, bool(options.stream), bool(body.stream_options.include_usage), field, new_calls)
+        return cls(jobs, True, bool(options.stream), bool(body.stream_options.include_usage), field, frozenset(shared), new_calls)
 
     @classmethod
     def completion_of(cls, document: Mapping[str, Any], deployed: Deployed) -> Self:
@@ -294,7 +299,7 @@ class Asked:
             raise ApiError("invalid_value", f"{len(prompts)} prompts of {body.n} answers: at most {MAX_CHOICES}", "prompt")
         options = replace(_options(body, shared, deployed), raw=True)
         jobs = tuple(Job(text, one, number) for number, text in enumerate(prompts) for one in _seeded(options, body.n))
-        return cls(jobs, False, bool(options.stream), bool(body.stream_options.include_usage))
+        return cls(jobs, False, bool(options.stream), bool(body.stream_options.include_usage), outside=frozenset(shared))
 
 
 BodyT = TypeVar("BodyT", bound=_Body)

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from secrets import token_hex
 from typing import Any
 
-from lr_backend.config import CALL_MARKS
 from lr_backend.request import MAX_NESTING, is_nested_deeper
+from lr_backend.steps.rules import CALL_MARKS
 from lr_backend.steps.text import overlap
 
 OPENS, CLOSES = CALL_MARKS
 BLANKS = " \t\r\n"
 MAX_FALSE_STARTS = 64
 """After so many marks behind which no call was, the rest of an answer is text: each costs a look through all that follows."""
-_WHOLE = re.compile(rf'((?>[^"<]+|"(?:[^"\\]|\\.)*+"|<(?!{CLOSES[1:]}))*+){CLOSES}', re.DOTALL)
-"""Up to a closing mark that stands in no string: an argument may hold it too."""
+UNFINISHED = 16
+"""A fault so near the end of what is there may be of a word or a number that goes on."""
 Document = dict[str, Any]
 Found = tuple[str, Sequence[Document]]
 """Text, and calls as OpenAI's API has them."""
@@ -70,38 +69,48 @@ class ToolCalls:
         return told, self.found[num_before:]
 
     def _look(self, *, is_last: bool) -> str | None:
-        """Behind a mark: take the call, or release the mark as text; None: wait. At the end of an answer the closing mark may be
-        missing."""
+        """Behind a mark: take the call, or release the mark as text; None: wait. JSON says where a call ends: an argument may
+        hold the mark. At the end of an answer the closing one may be missing."""
         text = self._held.lstrip(BLANKS)
-        whole = _WHOLE.match(text)
-        if not (is_last or whole) and (not text or text.startswith("{")):
+        try:
+            value, end = json.JSONDecoder(strict=False).raw_decode(text)
+        except json.JSONDecodeError as error:
+            is_open = error.msg.startswith("Unterminated string") or error.pos > len(text) - UNFINISHED
+            if not is_last and is_open and text[:1] in ("", "{"):
+                return None
+            return self._release()
+        except (ValueError, RecursionError):  # a number of thousands of digits; far too deep
+            return self._release()
+        call, rest = _call_of(value), text[end:].lstrip(BLANKS)
+        if call is None or not (rest.startswith(CLOSES) or CLOSES.startswith(rest)):
+            return self._release()
+        if not is_last and not rest.startswith(CLOSES):
             return None
-        inside = whole[1] if whole else text
-        call = _read(inside) if text.startswith("{") else None
+        if rest and not rest.startswith(CLOSES):
+            return self._release()
+        self._held, self._is_inside = rest.removeprefix(CLOSES), False
+        if self._max_calls is None or len(self.found) < self._max_calls:
+            self.found.append({"id": f"call_{token_hex(12)}", "type": "function", "function": call})
+        return ""
+
+    def _release(self) -> str:
         self._is_inside = False
-        if call is not None:
-            self._held = text[whole.end() :] if whole else ""
-            self._take(call)
-            return ""
         self._num_false_starts += 1
         return self._blank + OPENS
 
-    def _take(self, call: Document) -> None:
-        if self._max_calls is None or len(self.found) < self._max_calls:
-            self.found.append({"id": f"call_{token_hex(12)}", "type": "function", "function": call})
 
-
-def _read(text: str) -> Document | None:
+def _call_of(value: object) -> Document | None:
     """The name, and the arguments as JSON text; None: it is no call, or none that could be sent back."""
+    if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or not name:
+        return None
+    arguments = value.get("arguments") or {}
     try:
-        call = json.loads(text, strict=False)
-        arguments = call.get("arguments") or {}
         if isinstance(arguments, str):
             arguments = json.loads(arguments)
         if not isinstance(arguments, dict) or is_nested_deeper(arguments, MAX_NESTING):
             return None
-        name, told = call.get("name"), json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        f"{name}{told}".encode()  # half a surrogate pair is no text
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        f"{name}{text}".encode()  # half a surrogate pair is no text
     except (ValueError, RecursionError):
         return None
-    return {"name": name, "arguments": told} if isinstance(name, str) and name else None
+    return {"name": name, "arguments": text}

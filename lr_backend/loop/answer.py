@@ -138,10 +138,11 @@ class Answer:
     def commit(self, step: Step, origin: Origin, reason: Reason, decision: Decision | None = None) -> None:
         """Make a step final: extend the prefix, send its text, see whether it ends anything. What stands behind a stop string was
         never said."""
-        text, ids, num_reasoning = self._read(step)
-        step = replace(step, ids=ids)
+        was_closing = self.is_closing
+        text, num_tokens, num_reasoning = self._read(step)
+        step = replace(step, ids=step.ids[:num_tokens])
         self.prefix = append(self.prefix, step)
-        self._ledger.step_committed(len(ids), num_reasoning=num_reasoning)
+        self._ledger.step_committed(num_tokens, num_reasoning=num_reasoning)
         if self._text.stopped or step.end is StepEnd.END:
             self.finish = FinishReason.STOP
         elif len(self.prefix) >= self.end:
@@ -149,6 +150,8 @@ class Answer:
         record = self._record(step, self._steps_text, origin, reason, decision) if self._steps_text is not None else None
         depth = decision.depth if decision is not None else 0
         self._send(text, record, StepMark(origin, reason, len(step.ids), depth))
+        if was_closing and self.finish is None and self._reasoning.is_inside:
+            self._close()
 
     def flush(self) -> None:
         """Send what was still held back; call once, at the end."""
@@ -189,22 +192,23 @@ class Answer:
     def _decoded(self, ids: Iterable[int]) -> str:
         return text_of(self._tokenizer, ids, self._rules.hidden_ids)
 
-    def _read(self, step: Step) -> tuple[str, tuple[int, ...], int]:
-        """(new text, tokens up to a stop string, how many of them are reasoning)."""
-        ids, was_closing = step.ids, self.is_closing
-        begin, end = self._reasoning.take(ids)
-        is_last = step.end is StepEnd.END or len(self.prefix) + len(ids) >= self.end
-        if was_closing and self.is_reasoning and not is_last:
-            closing = self._reasoning.close()
-            ids, end = ids + closing[: self.end - len(self.prefix) - len(ids)], end + bool(closing)
-        text = self._text.push(ids[:end])
+    def _close(self) -> None:
+        """Write what ends the reasoning. No engine has written it."""
+        ids = self._rules.answer_ids[: self.num_left]
+        self._ledger.num_closing_tokens += len(ids)
+        self.commit(self._rules.step(ids, StepEnd.THINK_CLOSE), Origin.TARGET, Reason.THINKING_BUDGET)
+
+    def _read(self, step: Step) -> tuple[str, int, int]:
+        """(new text, tokens of the step up to a stop string, those of the reasoning among them)."""
+        begin, end = self._reasoning.take(step.ids)
+        text = self._text.push(step.ids[:end])
         num_tokens = self._text.num_last
         if end and not self.is_reasoning:
             self._num_reasoning_chars = self._num_sent + len(text) + self._text.num_held
         if not self._text.stopped:
-            text += self._text.push(ids[end:])
+            text += self._text.push(step.ids[end:])
             num_tokens += self._text.num_last
-        return text, ids[:num_tokens], max(0, min(end, num_tokens) - begin)
+        return text, num_tokens, max(0, min(end, num_tokens) - begin)
 
     def _send(self, text: str, record: StepRecord | None = None, mark: StepMark | None = None) -> None:
         self._num_sent += len(text)

@@ -85,7 +85,7 @@ def assemble(request: LookaheadRequest, prompt_ids: IntArray, request_id: str, s
     """
     config, models = server.config, server.models
     limits = config.limits
-    _require(request, config)
+    _require(request, config, models.rules)
     request = _within(request, limits)
     ledger = Ledger(running_clock(), len(prompt_ids), traced=request.trace)
     metered = _metered(server.engines, request, config, ledger)
@@ -148,13 +148,13 @@ def verifier_parts(engines: Engines, request: LookaheadRequest, server: Server) 
     )
 
 
-def _require(request: LookaheadRequest, config: LoopConfig) -> None:
+def _require(request: LookaheadRequest, config: LoopConfig, rules: StepRules) -> None:
     """Raises: InvalidRequest: a proposer, a mode or an end of the reasoning that this server has not."""
     if (missing := config.lacks_proposer(request.proposer)) is not None:
         raise InvalidRequest("proposer", request.proposer, missing)
     if (missing := config.lacks_mode(request.mode, greedy=request.sampling.greedy)) is not None:
         raise InvalidRequest("mode", request.mode.value, missing)
-    if request.thinking_token_budget is not None and config.think_close is None:
+    if request.thinking_token_budget is not None and rules.think_close_id is None:
         raise InvalidRequest("thinking_token_budget", request.thinking_token_budget, "the target marks no end of its reasoning")
 
 

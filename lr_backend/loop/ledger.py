@@ -116,6 +116,8 @@ class Ledger:
     committed_tokens: int = 0
     committed_s: float = 0.0
     reasoning_tokens: int = 0
+    num_closing_tokens: int = 0
+    """Of the committed ones, those that no engine has written."""
     num_steps: int = 0
     num_steps_drafted: int = 0
     num_steps_accepted: int = 0
@@ -274,7 +276,7 @@ class Ledger:
             num_draft_calls=calls[Role.DRAFT],
             num_judge_calls=calls[Role.JUDGE],
             num_target_passes=sum(self._passes(span) for span in self.spans if span.role is Role.TARGET),
-            num_wasted_tokens=max(0, written - taken_over - self.committed_tokens),
+            num_wasted_tokens=max(0, written - taken_over - (self.committed_tokens - self.num_closing_tokens)),
             num_reused_tokens=self.num_reused_tokens,
             first_step_s=self.first_step_s,
             latency_s=self.now_s(),

@@ -25,7 +25,6 @@ class Reasoning:
 
     def __init__(self, prompt_ids: IntArray, rules: StepRules, text_of: Callable[[Sequence[int]], str]) -> None:
         self._opening, self._close, self._text_of = rules.think_open_id, rules.think_close_id, text_of
-        self._answer_ids = rules.answer_ids
         # What stands before the end of a turn is another answer's.
         tail = prompt_ids[-TAIL_TOKENS:].tolist()
         ends = [index for index, token in enumerate(tail, 1) if token in rules.end_ids]
@@ -40,12 +39,6 @@ class Reasoning:
     def has_begun(self, prefix: IntArray) -> bool:
         """Whether it has with these tokens, shape [N], prompt included; always true for a model that marks no beginning."""
         return self._opening is None or self._opening in prefix[self._begins :]
-
-    def close(self) -> tuple[int, ...]:
-        """End it now. The tokens that say so, the mark first; none where it has not begun."""
-        ids = self._answer_ids if self.is_inside else ()
-        self.goes_on = False
-        return ids
 
     def take(self, ids: Sequence[int]) -> tuple[int, int]:
         """Go on by the next tokens: (begin, end) of the reasoning among them, its marks included.

@@ -38,6 +38,8 @@ class Ending:
     stop_words: IntArray
 
 
+CALL_MARKS = ("<tool_call>", "</tool_call>")
+"""Around a call of a tool, by Qwen and others."""
 THINK_MARKERS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 """Around the reasoning, by the models that there are."""
 
@@ -63,7 +65,7 @@ class StepRules:
         tool_ids: tokens around a tool call, which is never taken for its meaning.
         stop_words: for engine calls that write a step (delimiter tokens and pairs, end ids, think-close).
         end_words: for engine calls that run to the end of the answer.
-        hidden_ids: tokens that have no place in the text; None: all special ones, of which no mark of reasoning or tools is one.
+        hidden_ids: tokens that have no place in the text; None: all special ones, of which no mark of reasoning or call is one.
         num_ids: one more than the vocabulary's highest. A model's logits may be wider. An id beyond has no text, and another may
             refuse it. So it is a marker below which nothing is speculated.
     """
@@ -143,7 +145,7 @@ class StepRules:
         close_id = single_token(tokenizer, think_close) if think_close else None
         tool_ids = [token for text in markers if (token := single_token(tokenizer, text)) is not None]
         rules = cls.build(segmenter, dict(enumerate(texts)), end_ids, open_id, close_id, tool_ids)
-        marks = {open_id, close_id, *tool_ids}
+        marks = {open_id, close_id, *(single_token(tokenizer, text) for text in CALL_MARKS if text in markers)}
         hidden = (special | set(end_ids)) - marks if special & marks or not special.issuperset(end_ids) else None
         # Nobody reads special tokens, so nobody could say that two steps that differ in them mean the same.
         led = tuple(tokenizer.encode(f"{think_close}\n\n", add_special_tokens=False)) if close_id is not None else ()

@@ -90,11 +90,20 @@ def load_models(config: LoopConfig) -> Models:
 
 
 def _require_template(tokenizer: Any) -> None:
-    """Else every request would be refused. Raises: CheckpointError."""
-    try:
-        tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # templates raise whatever they like
-        raise CheckpointError(f"the target's chat template refuses a plain question: {error}") from error
+    """It can be rendered, if with a turn of the system: else every chat would be refused.
+
+    Raises:
+        CheckpointError: it cannot.
+    """
+    question, system = {"role": "user", "content": "?"}, {"role": "system", "content": "?"}
+    faults = []
+    for chat in ([question], [system, question]):
+        try:
+            tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            return
+        except Exception as error:  # templates raise whatever they like
+            faults.append(error)
+    raise CheckpointError(f"the target's chat template refuses a plain question: {faults[0]}") from faults[0]
 
 
 def _require_marks(config: LoopConfig, tokenizer: Any) -> None:

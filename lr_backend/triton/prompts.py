@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from lr_backend.config import CALL_MARKS, Limits, LoopConfig
+from lr_backend.config import Limits, LoopConfig
 from lr_backend.contract import IntArray
 from lr_backend.errors import InvalidRequest, PromptTooLong
 from lr_backend.request import LookaheadRequest
 from lr_backend.steps.plain import PlainText, mark_for
+from lr_backend.steps.rules import CALL_MARKS
 
 MAX_BYTES_A_TOKEN = 64
 """Of a prompt as a whole. Long runs of blanks have tokens this long; text has four or five bytes a token."""
@@ -121,6 +122,9 @@ class Prompts:
             )
         except Exception as error:  # templates raise whatever they like at turns they do not accept
             raise InvalidRequest("messages", "", f"the target's chat template refuses it: {error}") from error
+        called = (call["function"]["name"] for turn in turns for call in turn.get("tool_calls", ()))
+        if any(cut(name) not in text for name in called):
+            raise InvalidRequest("messages", "", "the target's chat template does not show every call of a tool")
         return str(text), mark
 
     def _turn(self, turn: dict[str, Any], mark: str) -> dict[str, Any]:
@@ -131,8 +135,10 @@ class Prompts:
             return made
         if "reasoning_content" not in made:
             made["content"] = self._turns.cut(turn["content"], mark)  # it may hold its reasoning, which templates look for
-        elif "reasoning_content" not in self._words:
-            opening, close = self._config.think_open or "", self._config.think_close or ""
+        elif "reasoning_content" in self._words:
+            made["content"] = made["content"].lstrip("\n")  # the template itself writes what stands between the two
+        else:
+            opening, close = self._config.think_open or "", self._config.think_close or mark
             made["content"] = f"{opening}{made.pop('reasoning_content')}{close}{made['content']}"
         return made
 

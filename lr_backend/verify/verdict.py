@@ -46,11 +46,13 @@ class Reason(StrEnum):
     """The draft's engine failed."""
     DUPLICATE = "duplicate"
     """A sibling wrote the same step before."""
+    THINKING_BUDGET = "thinking_budget"
+    """The server has closed the reasoning; nobody wrote this step."""
     NONE = "none"
     """Nothing was drafted at this position."""
 
 
-UNCOMPARED = frozenset({Reason.NONE, Reason.LATE, Reason.DRAFT_ERROR, Reason.DUPLICATE})
+UNCOMPARED = frozenset({Reason.NONE, Reason.THINKING_BUDGET, Reason.LATE, Reason.DRAFT_ERROR, Reason.DUPLICATE})
 """Reasons of a step for which no drafted step was compared with the target's."""
 SAME = frozenset({Reason.EXACT, Reason.SAME_TEXT})
 """Reasons of an acceptance that cannot be wrong: the drafted step says what the target's says, word for word."""

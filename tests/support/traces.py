@@ -23,6 +23,7 @@ shapes = st.fixed_dictionaries(
         "num_draft_tokens": st.sampled_from([0, 4, 12]),
         "proposer": st.sampled_from(["ngram", "draft_model", "engine"]),
         "max_tokens": st.sampled_from([1, 30, 200]),
+        "thinking_token_budget": st.sampled_from([None, None, 1, 15]),
         "deterministic": st.booleans(),
         "stream": st.booleans(),
         "deadline_s": st.sampled_from([0.0, 0.0, 8.0]),

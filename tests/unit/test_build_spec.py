@@ -94,6 +94,11 @@ def test_a_spec_outside_of_engines_is_its_own_root(tmp_path: Path) -> None:
         ("[lookahead.limits]\nmax_tokens = 256\nmax_step_tokens = 16\n", "[lookahead]\nlimits = 3\n", "lookahead.limits: "),
         ("[server]", "[lookahead.defaults]\nmode = 'fast'\n[server]", "lookahead.defaults.mode"),
         ("[server]", "[lookahead.defaults]\nmax_tokens = 257\n[server]", "beyond the limit 256"),
+        (
+            "[server]",
+            '[lookahead]\nthink_close = ""\n[lookahead.defaults]\nthinking_token_budget = 9\n[server]',
+            "lookahead.defaults.thinking_token_budget: the target marks no end",
+        ),
         ("[server]", "[lookahead.defaults]\ncolour = 1\n[server]", "lookahead.defaults.colour"),
         (
             "[lookahead.limits]",

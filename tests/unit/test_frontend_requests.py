@@ -48,6 +48,7 @@ from tests.support.bad_input import (
     Document,
     DoorRow,
     chat,
+    inside,
     plain,
     turn,
 )
@@ -303,6 +304,21 @@ def test_choices_have_seeds_of_their_own(seed: int | None, num_choices: int) -> 
     assert seed is None or seeds[0] == seed
     for job in asked(chat(n=num_choices, seed=seed)).jobs:
         encode(job.question, job.options)
+
+
+@pytest.mark.parametrize(
+    ("document", "field", "param"),
+    [
+        (chat(thinking_token_budget=9), "thinking_token_budget", "thinking_token_budget"),
+        (inside(thinking_token_budget=9), "thinking_token_budget", "lookahead.thinking_token_budget"),
+        (chat(chat_template_kwargs={"a": 1}), "chat_template_kwargs.a", "chat_template_kwargs.a"),
+        (inside(chat_template_kwargs={"a": 1}), "chat_template_kwargs.a", "lookahead.chat_template_kwargs.a"),
+        (chat(max_completion_tokens=9), "max_tokens", "max_completion_tokens"),
+        (chat(max_tokens=9), "max_tokens", "max_tokens"),
+    ],
+)
+def test_what_the_server_refuses_is_told_by_its_place_in_the_document(document: Document, field: str, param: str) -> None:
+    assert asked(document).param_of(field) == param
 
 
 def test_every_parameter_of_openais_client_is_known() -> None:

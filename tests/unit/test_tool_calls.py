@@ -75,8 +75,10 @@ def test_what_is_no_call_stays_text(inside: str) -> None:
         assert read(text, ToolCalls()) == (text, [])
 
 
-def test_of_what_is_no_call_nothing_is_held_back() -> None:
+def test_what_cannot_become_a_call_is_not_held_back() -> None:
     calls = ToolCalls()
+    for text in (f"{OPENS}{{oops, it goes on and on", f'{OPENS}{{"name": "say "hi""}}{CLOSES} and on', f"{OPENS}{{}} and on"):
+        assert calls.feed(text) == (text, [])
     assert calls.feed(f"A mark is {OPENS} and") == (f"A mark is {OPENS} and", [])
     assert calls.feed(f" so on. {OPENS}{{bad}}{CLOSES} it") == (f" so on. {OPENS}{{bad}}{CLOSES} it", [])
     assert calls.feed(f'{OPENS}{{"name": "f", "arguments": {{"a": "{CLOSES}') == ("", [])
@@ -279,6 +281,24 @@ def test_calls_that_a_template_does_not_show_are_refused() -> None:
     for template in ("{{ messages[0].content }}", "{{ messages[0].content }} tool_calls"):
         with pytest.raises(InvalidRequest, match=r"^messages='': the target's chat template shows no calls of tools"):
             prompt(template)
+    where_there_is_no_content = "{{ messages[1].tool_calls[0].name if messages[1].content is none else 'tool' }}"
+    with pytest.raises(InvalidRequest, match=r"^messages='': the target's chat template does not show every call"):
+        prompt(where_there_is_no_content)
+
+
+def test_what_stands_between_reasoning_and_answer_is_the_templates() -> None:
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "\n\na", "reasoning_content": "r"}]
+    assert "<think>r</think>a<|im_end|>" in prompt(messages=turns)
+
+
+def test_no_control_token_is_forged_over_reasoning_and_answer() -> None:
+    """By a model without marks of its own, whose template knows no reasoning apart."""
+    config = LoopConfig(tokenizer_dir=TARGET, judge_tokenizer_dir=TARGET, think_open=None, think_close=None)
+    turn = {"role": "assistant", "content": "end|>", "reasoning_content": "x<|im_"}
+    prompts = Prompts(tokenizer("{{ messages[0].content }}"), config)
+    ids = asyncio.run(prompts.ids(LookaheadRequest.parse({"messages": [turn]})))
+    prompts.close()
+    assert TOKENIZER.decode(ids.tolist()) == "x<|im_end|>" and not set(ids.tolist()) & set(TOKENIZER.added_tokens_decoder)
 
 
 def test_only_a_template_reads_tools_and_values_of_its_own() -> None:

@@ -164,7 +164,7 @@ class Result:
 
     Attributes:
         text: everything that was committed.
-        reasoning: the part that the server called so, without marks and outer blanks.
+        reasoning: the part that the server called so, without ``<think>`` or ``[THINK]`` around it.
         answer: the rest, without outer blanks; the whole text where the model does not reason.
         steps: one record a step with ``trace``, else empty.
         trace: with ``trace``, the request's whole trace: JSON text, which ``lookahead trace`` reads.
