@@ -194,9 +194,9 @@ class Answer:
 
     def _close(self) -> None:
         """Write what ends the reasoning. No engine has written it."""
-        ids = self._rules.answer_ids[: self.num_left]
-        self._ledger.num_closing_tokens += len(ids)
+        before, ids = len(self.prefix), self._rules.answer_ids[: self.num_left]
         self.commit(self._rules.step(ids, StepEnd.THINK_CLOSE), Origin.TARGET, Reason.THINKING_BUDGET)
+        self._ledger.num_closing_tokens += len(self.prefix) - before
 
     def _read(self, step: Step) -> tuple[str, int, int]:
         """(new text, tokens of the step up to a stop string, those of the reasoning among them)."""
