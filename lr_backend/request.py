@@ -105,6 +105,19 @@ class Checked(BaseModel):
         return given if unknown is None else {name: given[name] for name in (*known, unknown) if name in given}
 
 
+def read_json(text: str) -> Any:
+    """What JSON text of a client says.
+
+    Raises:
+        ValueError: it is no JSON, has a number of thousands of digits, or half a surrogate pair, which is no text.
+        RecursionError: it is nested too deeply to be read.
+    """
+    value = json.loads(text)
+    if "\\u" in text:  # the one way to half a surrogate pair
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    return value
+
+
 MAX_NESTING = 64
 """Of a JSON object that a request holds: whatever walks through one has a bound."""
 
@@ -153,11 +166,9 @@ class CalledFunction(Checked):
         if not isinstance(arguments, str):
             return arguments
         try:
-            found = json.loads(arguments or "{}")
-            json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair is no text
+            return read_json(arguments or "{}")
         except (ValueError, RecursionError):
             raise ValueError("is no JSON") from None
-        return found
 
 
 class ToolCall(Checked):
@@ -245,8 +256,8 @@ class LookaheadRequest(BaseModel):
     max_tokens: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
     """tokens of the answer, reasoning included, at most; unset or beyond it, the server's limit"""
     thinking_token_budget: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
-    """tokens after which the reasoning may end one more step, and is closed by the server, so that the answer follows; unset, it
-    ends by itself"""
+    """tokens after which the reasoning writes one last step; then the server closes it, and the answer follows; unset, the
+    reasoning ends by itself"""
     temperature: float = Field(default=0.0, ge=0.0, le=5.0, allow_inf_nan=False)
     """0 is greedy"""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0, allow_inf_nan=False)

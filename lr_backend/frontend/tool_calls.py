@@ -82,16 +82,15 @@ class ToolCalls:
         except (ValueError, RecursionError):  # a number of thousands of digits; far too deep
             return self._release()
         call, rest = _call_of(value), text[end:].lstrip(BLANKS)
-        if call is None or not (rest.startswith(CLOSES) or CLOSES.startswith(rest)):
-            return self._release()
-        if not is_last and not rest.startswith(CLOSES):
-            return None
-        if rest and not rest.startswith(CLOSES):
-            return self._release()
-        self._held, self._is_inside = rest.removeprefix(CLOSES), False
+        if call is not None and (rest.startswith(CLOSES) or (is_last and not rest)):
+            self._take(call, rest.removeprefix(CLOSES))
+            return ""
+        return None if call is not None and not is_last and CLOSES.startswith(rest) else self._release()
+
+    def _take(self, call: Document, rest: str) -> None:
+        self._held, self._is_inside = rest, False
         if self._max_calls is None or len(self.found) < self._max_calls:
             self.found.append({"id": f"call_{token_hex(12)}", "type": "function", "function": call})
-        return ""
 
     def _release(self) -> str:
         self._is_inside = False

@@ -67,7 +67,7 @@ class TokenBudget:
 
     Attributes:
         most: tokens of all of it.
-        thinking: tokens after which the reasoning is closed, once the step behind them has ended; None: it ends by itself.
+        thinking: tokens after which the reasoning has one step left; None: it ends by itself.
     """
 
     most: int
@@ -121,10 +121,13 @@ class Answer:
         """The reasoning has had its tokens: the next step is its last one."""
         return self.is_reasoning and len(self.prefix) >= self._thinking_end
 
-    def limit(self, num_tokens: int) -> int:
-        """Absolute token count that no text passes which begins behind ``num_tokens``. Steps are cut where the last one of the
-        reasoning begins, so that it is the same in every mode."""
-        return self._thinking_end if self.is_reasoning and num_tokens < self._thinking_end else self.end
+    def room(self, num_tokens: int) -> int:
+        """Tokens that a text may have which begins after ``num_tokens``, the prompt's included.
+
+        Steps are cut where the last one of the reasoning begins. So that one is the same in every mode.
+        """
+        cut = self._thinking_end if self.is_reasoning and num_tokens < self._thinking_end else self.end
+        return cut - num_tokens
 
     @property
     def num_left(self) -> int:

@@ -116,7 +116,7 @@ class LookaheadLoop:
         No stretch is long: what is written is kept when the time is up, and a target that is stuck is noticed before that.
         """
         prefix, watched = self.answer.prefix, self.request.is_watched or self.answer.is_closing
-        most = min(most, self.answer.limit(len(prefix)) - len(prefix), STRETCH_STEPS * self.config.limits.max_step_tokens)
+        most = min(most, self.answer.room(len(prefix)), STRETCH_STEPS * self.config.limits.max_step_tokens)
         ending = self.rules.of_step if watched else self.rules.of_answer
         step = await self._target_step(prefix, self._budget(prefix) if watched else most, ending)
         num_steps = 1 if watched else max(1, round(len(step.ids) / self.policy.shared.step_tokens))
@@ -296,4 +296,4 @@ class LookaheadLoop:
 
     def _budget(self, prefix: IntArray) -> int:
         """Tokens that a step after ``prefix`` may have."""
-        return min(self.config.limits.max_step_tokens, self.answer.limit(len(prefix)) - len(prefix))
+        return min(self.config.limits.max_step_tokens, self.answer.room(len(prefix)))

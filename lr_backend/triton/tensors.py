@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +13,7 @@ from lr_backend.contract import TensorMap, TensorSpec
 from lr_backend.errors import InvalidRequest, PromptTooLong
 from lr_backend.fields import LOOKAHEAD_INPUTS, REQUEST_FIELDS
 from lr_backend.loop.answer import Committed
-from lr_backend.request import FinishReason, Usage
+from lr_backend.request import FinishReason, Usage, read_json
 from lr_backend.telemetry import HEADERS
 from lr_backend.trace.schema import Trace
 
@@ -82,14 +81,13 @@ def _text(name: str, value: Any) -> str:
 
 
 def _json(name: str, text: str) -> Any:
+    rule = f"a JSON {_JSON[name]}"
     try:
-        value = json.loads(text)
-        if "\\u" in text:  # the one way to half a surrogate pair, which is no text
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits is no JSONDecodeError
-        raise InvalidRequest(name, text, f"a JSON {_JSON[name]}") from error
+        value = read_json(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(name, text, rule) from error
     if not isinstance(value, list if _JSON[name] == "list" else dict):
-        raise InvalidRequest(name, text, f"a JSON {_JSON[name]}")
+        raise InvalidRequest(name, text, rule)
     return value
 
 

@@ -66,8 +66,8 @@ class Options:
         int | None,
         Field(
             "INT32",
-            "tokens after which the reasoning may end one more step, and is closed by the server, so that "
-            "the answer follows; unset, it ends by itself (1 to 2^20)",
+            "tokens after which the reasoning writes one last step; then the server closes it, and the "
+            "answer follows; unset, the reasoning ends by itself (1 to 2^20)",
         ),
     ] = None
     temperature: Annotated[float | None, Field("FP32", "0 is greedy (0 to 5)")] = None
